@@ -1,0 +1,49 @@
+"""Attention you can compose, measure and explain.
+
+>>> import torch, qkv
+>>> q = k = v = torch.randn(1, 4, 100, 16)
+>>> qkv.attend(q, k, v, mask=qkv.masks.Causal()).shape
+torch.Size([1, 4, 100, 16])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qkv import biases, masks, normalizers, scores
+from qkv.attention import Attention, Plan, attend, plan
+from qkv.errors import InputError
+from qkv.measure import Statistics, measure
+from qkv.partial import Partial, merge
+
+if TYPE_CHECKING:
+    from qkv.profile import Profile, profile
+
+__version__ = "0.1.0"
+__all__ = [
+    "Attention",
+    "InputError",
+    "Partial",
+    "Plan",
+    "Profile",
+    "Statistics",
+    "attend",
+    "biases",
+    "masks",
+    "measure",
+    "merge",
+    "normalizers",
+    "plan",
+    "profile",
+    "scores",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The profiler loads on first use: it needs xarray, and most users of `attend` do not."""
+    if name in ("Profile", "profile"):
+        from qkv import profile as package
+
+        globals().update(Profile=package.Profile, profile=package.profile)
+        return globals()[name]
+    raise AttributeError(f"module 'qkv' has no attribute {name!r}")

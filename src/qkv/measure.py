@@ -1,0 +1,298 @@
+"""Exact statistics of one attention call, in memory linear in the sequence.
+
+One pass of a kernel gives the log-sum-exp of every query. One sweep over the tiles of scores then has each tile of
+*final* weights in hand, exp(score − lse), and every statistic is a reduction of it; the tile is all that is ever in
+memory. (The identities that give some of the statistics by other means are tests: see tests/test_measure.py.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkv.biases import Bias
+from qkv.errors import InputError
+from qkv.kernels import KERNELS, choose
+from qkv.masks import EMPTY, FULL, PARTIAL, Mask
+from qkv.normalizers import Softmax
+from qkv.scores import Dot
+from qkv.tiles import HIDDEN, Call, ScoreTiles, as_biases, as_mask, detached, spans
+
+TILE = 256
+HEADS = 8  # heads swept together: a tile of all of them should stay in cache
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Exact statistics of the weights A of one call, a number for each query or key of each head.
+
+    Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
+    logit, or 0 where nothing is visible. `entropy`, `distance`, `spread` and `participation` describe the shape of a row
+    and use A_ij / M_i; all other weights are absolute. Empty rows give 0 (and lse −inf).
+    """
+
+    lse: Float[Tensor, "b h nq"]
+    """Log-sum-exp of the scores, a sink logit included."""
+    entropy: Float[Tensor, "b h nq"]
+    """−Σ a ln a, in nats."""
+    sink: Float[Tensor, "b h nq"]
+    """Weight on the first key (of the text: see `first` of `measure`)."""
+    self_: Float[Tensor, "b h nq"]
+    """Weight on the key at the query's own position."""
+    previous: Float[Tensor, "b h nq"]
+    """Weight on the key one position before."""
+    next_: Float[Tensor, "b h nq"]
+    """Weight on the key one position after."""
+    distance: Float[Tensor, "b h nq"]
+    """Σ a |p − j|, in tokens."""
+    spread: Float[Tensor, "b h nq"]
+    """Standard deviation of j under a, in tokens; float32 inputs resolve its square to 0.002."""
+    participation: Float[Tensor, "b h nq"]
+    """1 / Σ a²: how many keys share the weight (Rényi-2 perplexity)."""
+    received: Float[Tensor, "b h nk"]
+    """Σ_i A_ij: what each key gets from all queries."""
+    sink_mass: Float[Tensor, "b h nq"] | None = None
+    """Weight on the learned sink logit, where the normalizer has one."""
+    mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
+    """Weight inside each sub-mask asked for."""
+
+
+@torch.no_grad()
+def measure(
+    q: Float[Tensor, "b h nq d"],
+    k: Float[Tensor, "b hkv nk d"],
+    v: Float[Tensor, "b hkv nk dv"] | None = None,
+    *,
+    mask: Mask | Bool[Tensor, "..."] | None = None,
+    bias: Bias | Sequence[Bias] | None = None,
+    score: Dot | None = None,
+    normalizer: Softmax | None = None,
+    mass: Mapping[str, Mask] | None = None,
+    first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None,
+) -> Statistics:
+    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; no gradients.
+
+    Args:
+        q: queries. Entropy and the like are for each of them.
+        k: keys; ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
+        v: not needed: no statistic depends on values.
+        mask: True where a query may attend.
+        bias: as in `attend`.
+        score: as in `attend`.
+        normalizer: as in `attend`.
+        mass: named masks; the weight of every query inside each is returned under its name. Pairs outside `mask` have
+            weight 0. For chosen tokens use ``Dense(chosen[None, :])``.
+        first: which key counts as the first of the text in `sink`; one for each batch item if padding is on the left.
+        queries: True where a query counts; others (padding) give zeros and add nothing to `received`.
+
+    Returns:
+        `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
+
+    Raises:
+        InputError: for arguments that do not fit together.
+
+    >>> import torch, qkv
+    >>> q = k = torch.zeros(1, 1, 4, 8)
+    >>> s = qkv.measure(q, k, mask=qkv.masks.Causal(), mass={"last two": qkv.masks.Window(2)})
+    >>> [round(x, 4) for x in s.received[0, 0].tolist()]
+    [2.0833, 1.0833, 0.5833, 0.25]
+    >>> s.mass["last two"][0, 0].tolist()
+    [1.0, 1.0, 0.6666666865348816, 0.5]
+    """
+    call = Call(
+        q, k, k if v is None else v, as_mask(mask), as_biases(bias), score or Dot(), normalizer or Softmax()
+    )
+    name, _, _ = choose(call, "auto")
+    return sweep(call, KERNELS[name].run(call).lse, mass=mass, first=first, queries=queries)
+
+
+@torch.no_grad()
+def sweep(
+    call: Call,
+    lse: Float[Tensor, "b h nq"],
+    *,
+    mass: Mapping[str, Mask] | None = None,
+    first: int | Int[Tensor, " b"] = 0,
+    queries: Bool[Tensor, "b nq"] | None = None,
+) -> Statistics:
+    """The statistics of `measure` when the log-sum-exp of the call is already known."""
+    call, mass = detached(call), dict(mass or {})
+    b, h, n_queries, _ = call.q.shape
+    for name, part in mass.items():
+        if not isinstance(part, Mask):
+            raise InputError(f"mass[{name!r}] is {type(part).__name__}, expected a mask from qkv.masks")
+        part.check(call.grid)
+    if queries is not None and (queries.dtype != torch.bool or queries.shape != (b, n_queries)):
+        raise InputError(
+            f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
+        )
+    sums = _Sums(call, mass)
+    if queries is not None:
+        lse = lse.masked_fill(~queries[:, None], -torch.inf)
+    firsts = torch.as_tensor(first).expand(b).tolist()
+    key_heads = call.k.shape[1]
+    together = max(1, HEADS // (h // key_heads))
+    for item in range(b):
+        for heads in spans(key_heads, together):
+            _sweep_heads(ScoreTiles(call, slice(item, item + 1), heads), lse, sums, mass, firsts[item])
+    return sums.statistics(call, lse)
+
+
+class _Sums:
+    """What the sweep has added up so far, float64 so that ten thousand tiles add up without loss."""
+
+    def __init__(self, call: Call, mass: Mapping[str, Mask]) -> None:
+        b, h, n_queries, _ = call.q.shape
+        zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
+        self.total, self.surprise, self.squares = (torch.zeros_like(zeros) for _ in range(3))
+        self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
+        self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
+        self.mass = {name: torch.zeros_like(zeros) for name in mass}
+        self.received = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float64)
+
+    def statistics(self, call: Call, lse: Tensor) -> Statistics:
+        seen = self.total > 0
+        total = torch.where(seen, self.total, 1.0)
+        mean = self.offset / total
+        sink_mass = None
+        if call.sink is not None:
+            sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink[:, None] - lse))
+        entropy = torch.where(seen, torch.log(total) - self.surprise / total, 0.0).clamp(min=0)
+        squares = torch.where(seen, self.squares, 1.0)
+        dtype = lse.dtype
+        return Statistics(
+            lse=lse,
+            entropy=entropy.to(dtype),
+            sink=self.sink.to(dtype),
+            self_=self.self_.to(dtype),
+            previous=self.previous.to(dtype),
+            next_=self.next_.to(dtype),
+            distance=(self.distance / total).to(dtype),
+            spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
+            participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
+            received=self.received.to(dtype),
+            sink_mass=sink_mass,
+            mass={name: value.to(dtype) for name, value in self.mass.items()},
+        )
+
+
+class _RowSums:
+    """Sums over keys for one block of queries.
+
+    Each tile leaves a few float32 numbers a query; every `ROOM` tiles they are added up in float64 together, because
+    many small additions would take as long as the products.
+    """
+
+    ROOM = 64
+
+    def __init__(self, weights: Tensor) -> None:
+        b, h, rows, _ = weights.shape
+        self.pieces = weights.new_empty(self.ROOM, 5, b, h, rows)
+        self.places: list[
+            tuple[int, int]
+        ] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
+        self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
+
+    def add(self, weights: Tensor, surprise: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
+        """Add a tile, whose middle is `middle` keys from the first query of the block; returns its row totals.
+
+        Moments are taken about the middle: float32 products then lose nothing to large positions.
+        """
+        total, one, two, norm, minus_entropy = self.pieces[len(self.places)]
+        size = weights.shape[-1]
+        place = torch.arange(size, dtype=weights.dtype, device=weights.device) - size // 2
+        torch.sum(weights, -1, out=total)
+        flat = weights.view(-1, size)
+        torch.mv(flat, place, out=one.view(-1))
+        torch.mv(flat, place.square(), out=two.view(-1))
+        torch.linalg.vector_norm(weights, dim=-1, out=norm)
+        torch.sum(torch.mul(weights, surprise, out=scratch), -1, out=minus_entropy)
+        self.places.append((middle, sign))
+        if len(self.places) == self.ROOM:
+            total = total.clone()
+            self.flush()
+        return total
+
+    def flush(self) -> None:
+        """Add what the tiles left to the sums."""
+        if not self.places:
+            return
+        total, one, two, norm, surprise = self.pieces[: len(self.places)].double().unbind(1)
+        places = torch.tensor(self.places, dtype=torch.float64, device=total.device)
+        middle, sign = (x[:, None, None, None] for x in places.unbind(1))
+        offset = one + middle * total
+        offset2 = two + middle * (one + offset)
+        parts = (total, offset, offset2, norm.square(), surprise, sign * total, sign * offset)
+        self.sums += torch.stack([x.sum(0) for x in parts])
+        self.places.clear()
+
+    def put(self, sums: _Sums, at: tuple[slice, ...]) -> None:
+        """Write to `sums`; offsets so far are from the block's first query, now from each query itself."""
+        self.flush()
+        total, offset, offset2, squares, surprise, signed, signed_offset = self.sums
+        row = torch.arange(total.shape[-1], dtype=torch.float64, device=total.device)
+        sums.total[at], sums.squares[at], sums.surprise[at] = total, squares, surprise
+        sums.offset[at] = offset - row * total
+        sums.offset2[at] = offset2 - row * (2 * offset - row * total)
+        sums.distance[at] += signed_offset - row * signed
+
+
+def _sweep_heads(tiles: ScoreTiles, lse: Tensor, sums: _Sums, mass: Mapping[str, Mask], first: int) -> None:
+    """Add one batch item and some heads of it to the sums."""
+    call, grid = tiles.call, tiles.call.grid
+    here = (tiles.batch, tiles.heads)
+    # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
+    lse = lse[here].masked_fill(lse[here] == -torch.inf, -HIDDEN)
+    kinds = tiles.classes(call.mask, TILE)
+    mass_kinds = {name: tiles.classes(part, TILE) for name, part in mass.items()}
+    backward = call.mask is not None and call.mask.band is not None and call.mask.band[0] >= 0
+    columns = list(spans(grid.n_keys, TILE))
+    # Buffers for all tiles: fresh memory for each would cost as much as the arithmetic.
+    buffers = lse.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
+    for r, rows in enumerate(spans(grid.n_queries, TILE)):
+        start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
+        sums_here = _RowSums(lse[:, :, rows, None])
+        for c, cols in enumerate(columns):
+            if kinds[r][c] == EMPTY:
+                continue
+            shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
+            weights, scratch = (x[: math.prod(shape)].view(shape) for x in buffers)
+            surprise = tiles.surprise(rows, cols, lse[:, :, rows], out=scratch)  # ln A
+            if kinds[r][c] == PARTIAL:
+                surprise.masked_fill_(tiles.hidden(rows, cols), HIDDEN)
+            elif call.biases:
+                surprise.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf
+            torch.exp(surprise, out=weights)
+            sums.received[(*here, cols)] += weights.sum(-2)
+            sign = -1 if backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
+            middle = cols.start + (cols.stop - cols.start) // 2 - start
+            total = sums_here.add(weights, surprise, scratch, middle, sign)
+            if sign == 0:
+                steps = grid.rows(rows.start, rows.stop)[:, None] - grid.columns(cols.start, cols.stop)
+                sums.distance[(*here, rows)] += (weights * steps.abs()).sum(-1)
+            if cols.start <= first < cols.stop:
+                sums.sink[(*here, rows)] = weights[..., first - cols.start]
+            for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
+                _add_diagonal(near[here], weights, rows, start + shift - cols.start)
+            for name, part in mass.items():
+                kind = mass_kinds[name][r][c]
+                if kind == FULL:
+                    sums.mass[name][(*here, rows)] += total
+                elif kind == PARTIAL:
+                    inside = part.allowed(tiles.region(rows, cols), grid)
+                    sums.mass[name][(*here, rows)] += torch.mul(weights, inside, out=scratch).sum(-1)
+        sums_here.put(sums, (*here, rows))
+
+
+def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:
+    """Add the weights at column = row + offset of the tile to the queries they belong to."""
+    if -weights.shape[2] < offset < weights.shape[3]:
+        diagonal = torch.diagonal(weights, offset, -2, -1)
+        start = rows.start + max(0, -offset)
+        near[:, :, start : start + diagonal.shape[-1]] += diagonal
