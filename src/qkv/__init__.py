@@ -17,7 +17,7 @@ from qkv.measure import Statistics, measure
 from qkv.partial import Partial, merge
 
 if TYPE_CHECKING:
-    from qkv.profile import Profile, profile
+    from qkv.profiler import Profile, profile
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,8 +42,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The profiler loads on first use: it needs xarray, and most users of `attend` do not."""
     if name in ("Profile", "profile"):
-        from qkv import profile as package
+        from qkv import profiler
 
-        globals().update(Profile=package.Profile, profile=package.profile)
+        globals().update(Profile=profiler.Profile, profile=profiler.profile)
         return globals()[name]
     raise AttributeError(f"module 'qkv' has no attribute {name!r}")

@@ -178,9 +178,7 @@ class Attention:
         asked = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
         return attend(q, k, v, dropout_p=self.dropout_p, **self._parts(), **asked)  # type: ignore[arg-type]
 
-    def plan(
-        self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_weights: bool = False
-    ) -> Plan:
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_weights: bool = False) -> Plan:
         """`plan` with this composition."""
         asked = {"kernel": kernel, "return_weights": return_weights}
         return plan(q, k, v, dropout_p=self.dropout_p, **self._parts(), **asked)  # type: ignore[arg-type]

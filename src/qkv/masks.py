@@ -110,9 +110,7 @@ class Mask:
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the mask cannot be laid over `grid`."""
 
-    def dense(
-        self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1
-    ) -> Bool[Tensor, "b h nq nk"]:
+    def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
         """The whole mask as a boolean tensor, True where a query may attend.
 
         >>> Causal().dense(2, 3)[0, 0].int().tolist()
@@ -268,11 +266,7 @@ class Padding(_TensorMask):
     def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:
         """First visible key and first key after them, shaped (b, 1, 1, 1)."""
         lengths = torch.as_tensor(self.lengths)[:, None, None, None]
-        return (
-            (0 * lengths, lengths)
-            if self.side == "right"
-            else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
-        )
+        return (0 * lengths, lengths) if self.side == "right" else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
 
     def check(self, grid: Grid) -> None:
         lengths = torch.as_tensor(self.lengths)
@@ -349,9 +343,7 @@ class Document(_TensorMask):
 def _extremes(ids: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Smallest and largest id in each span of positions."""
     spans = _spans(first, last)
-    return torch.stack([ids[:, s].amin(1) for s in spans], 1), torch.stack(
-        [ids[:, s].amax(1) for s in spans], 1
-    )
+    return torch.stack([ids[:, s].amin(1) for s in spans], 1), torch.stack([ids[:, s].amax(1) for s in spans], 1)
 
 
 def _spans(first: Tensor, last: Tensor) -> list[slice]:
@@ -413,7 +405,7 @@ class Dense(_TensorMask):
 
 @dataclass(frozen=True, eq=False)
 class Predicate(_TensorMask):
-    """Whatever a function says: ``allowed(batch, head, q, k) -> bool tensor`` on broadcasting index tensors.
+    """Whatever a function says: ``sees(batch, head, q, k) -> bool tensor`` on broadcasting index tensors.
 
     Positions `q` and `k` are key positions as everywhere in this module. Nothing is known of the tiles beforehand,
     so every one is evaluated; memory stays linear.
@@ -423,12 +415,12 @@ class Predicate(_TensorMask):
     [[0, 1, 0], [1, 0, 1]]
     """
 
-    allowed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def visible(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         b = torch.arange(grid.batch, device=k.device)[:, None, None, None]
         h = torch.arange(grid.heads, device=k.device)[None, :, None, None]
-        seen = self.allowed(b, h, q[None, None, :, None], k[None, None, None, :])
+        seen = self.sees(b, h, q[None, None, :, None], k[None, None, None, :])
         return seen.expand(*seen.shape[:-2], len(q), len(k))
 
 

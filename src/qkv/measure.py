@@ -56,6 +56,8 @@ class Statistics:
     """1 / Σ a²: how many keys share the weight (Rényi-2 perplexity)."""
     received: Float[Tensor, "b h nk"]
     """Σ_i A_ij: what each key gets from all queries."""
+    visible: Float[Tensor, "b h nq"]
+    """How many keys each query may attend to."""
     sink_mass: Float[Tensor, "b h nq"] | None = None
     """Weight on the learned sink logit, where the normalizer has one."""
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
@@ -105,9 +107,7 @@ def measure(
     >>> s.mass["last two"][0, 0].tolist()
     [1.0, 1.0, 0.6666666865348816, 0.5]
     """
-    call = Call(
-        q, k, k if v is None else v, as_mask(mask), as_biases(bias), score or Dot(), normalizer or Softmax()
-    )
+    call = Call(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score or Dot(), normalizer or Softmax())
     name, _, _ = choose(call, "auto")
     return sweep(call, KERNELS[name].run(call).lse, mass=mass, first=first, queries=queries)
 
@@ -154,6 +154,7 @@ class _Sums:
         self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
         self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
+        self.visible = torch.zeros_like(zeros)
         self.received = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float64)
 
     def statistics(self, call: Call, lse: Tensor) -> Statistics:
@@ -177,6 +178,7 @@ class _Sums:
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
             participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
+            visible=self.visible.to(dtype),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
         )
@@ -194,9 +196,7 @@ class _RowSums:
     def __init__(self, weights: Tensor) -> None:
         b, h, rows, _ = weights.shape
         self.pieces = weights.new_empty(self.ROOM, 5, b, h, rows)
-        self.places: list[
-            tuple[int, int]
-        ] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
+        self.places: list[tuple[int, int]] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
         self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
 
     def add(self, weights: Tensor, surprise: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
@@ -258,6 +258,8 @@ def _sweep_heads(tiles: ScoreTiles, lse: Tensor, sums: _Sums, mass: Mapping[str,
     for r, rows in enumerate(spans(grid.n_queries, TILE)):
         start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
         sums_here = _RowSums(lse[:, :, rows, None])
+        full = sum(cols.stop - cols.start for cols, kind in zip(columns, kinds[r], strict=True) if kind == FULL)
+        sums.visible[(*here, rows)] = full
         for c, cols in enumerate(columns):
             if kinds[r][c] == EMPTY:
                 continue
@@ -265,7 +267,9 @@ def _sweep_heads(tiles: ScoreTiles, lse: Tensor, sums: _Sums, mass: Mapping[str,
             weights, scratch = (x[: math.prod(shape)].view(shape) for x in buffers)
             surprise = tiles.surprise(rows, cols, lse[:, :, rows], out=scratch)  # ln A
             if kinds[r][c] == PARTIAL:
-                surprise.masked_fill_(tiles.hidden(rows, cols), HIDDEN)
+                hidden = tiles.hidden(rows, cols)
+                surprise.masked_fill_(hidden, HIDDEN)
+                sums.visible[(*here, rows)] += (~hidden).sum(-1)
             elif call.biases:
                 surprise.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf
             torch.exp(surprise, out=weights)

@@ -60,9 +60,7 @@ def _merge(parts: Sequence[Partial]) -> Partial:
     total = shares.sum(0)
     empty = total == 0
     safe = torch.where(empty, 1.0, total)
-    out = sum(
-        (p.out.to(logs.dtype) * (share / safe)[..., None] for p, share in zip(parts, shares, strict=True))
-    )
+    out = sum((p.out.to(logs.dtype) * (share / safe)[..., None] for p, share in zip(parts, shares, strict=True)))
     assert isinstance(out, Tensor)
     lse = torch.where(empty, -torch.inf, top + torch.log(safe))
     return Partial(out.to(parts[0].out.dtype), lse)

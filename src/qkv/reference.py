@@ -58,9 +58,7 @@ def attention(
             g = h // (heads // key_heads)
             for i in range(n_queries):
                 keys = [j for j in range(n_keys) if visible(b, h, i, j)]
-                scores = [
-                    bend(factor * float(q[b, h, i] @ k[b, g, j]), b, h, i, j) / temperature for j in keys
-                ]
+                scores = [bend(factor * float(q[b, h, i] @ k[b, g, j]), b, h, i, j) / temperature for j in keys]
                 logits = scores if sink is None else [*scores, float(sink[h])]
                 top = max(logits, default=-math.inf)
                 if top == -math.inf:  # nothing to attend to: output 0, weights 0
@@ -96,10 +94,10 @@ def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int)
         case masks.Dense(tensor):
             at = [x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True)]
             return bool(np.asarray(tensor)[tuple(at)])
-        case masks.Predicate(allowed):
+        case masks.Predicate(sees):
             import torch
 
-            return bool(allowed(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
+            return bool(sees(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
         case masks.Shifted(inner, offset):
             return _sees(inner, b, h, i + offset, i, j, n_keys)
         case masks.And(left, right):

@@ -113,9 +113,7 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
     if mask is None or isinstance(mask, Mask):
         return mask
     if isinstance(mask, type) and issubclass(mask, Mask):
-        raise InputError(
-            f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)"
-        )
+        raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     return Dense(mask)
 
 
@@ -146,9 +144,7 @@ class ScoreTiles:
         q = self.q[:, :, rows].flatten(1, 2)
         return torch.bmm(q, self.k[:, columns].transpose(1, 2)).view(*self.shape, rows.stop - rows.start, -1)
 
-    def biased(
-        self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice
-    ) -> Float[Tensor, "b h q k"]:
+    def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of a product: biased, divided by the temperature; not masked."""
         for bias in self.call.biases:
             product = bias.apply(product, self.region(rows, columns))
@@ -195,19 +191,13 @@ class ScoreTiles:
         folded = weights.reshape(len(v), -1, weights.shape[3])
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
 
-    def weigh_back(
-        self, weights: Float[Tensor, "b h q k"], x: Float[Tensor, "b h q d"]
-    ) -> Float[Tensor, "n k d"]:
+    def weigh_back(self, weights: Float[Tensor, "b h q k"], x: Float[Tensor, "b h q d"]) -> Float[Tensor, "n k d"]:
         """weightsᵀ @ x summed over the query heads that share a key head: (b · key heads, k, d)."""
         n = len(self.k)
-        return torch.bmm(
-            weights.reshape(n, -1, weights.shape[3]).transpose(1, 2), x.reshape(n, -1, x.shape[3])
-        )
+        return torch.bmm(weights.reshape(n, -1, weights.shape[3]).transpose(1, 2), x.reshape(n, -1, x.shape[3]))
 
 
-def without_unseen(
-    x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None
-) -> Float[Tensor, "b h k d"]:
+def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
     """Keys or values with zeros where no query may look, so that NaN in padding stays there."""
     if allowed is None:
         return x

