@@ -8,7 +8,9 @@ memory. (The identities that give some of the statistics by other means are test
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -132,15 +134,16 @@ def sweep(
         raise InputError(
             f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
         )
-    sums = _Sums(call, mass)
     if queries is not None:
         lse = lse.masked_fill(~queries[:, None], -torch.inf)
+    sums = _Sums(call, mass)
     firsts = torch.as_tensor(first).expand(b).tolist()
     key_heads = call.k.shape[1]
     together = max(1, HEADS // (h // key_heads))
     for item in range(b):
         for heads in spans(key_heads, together):
-            _sweep_heads(ScoreTiles(call, slice(item, item + 1), heads), lse, sums, mass, firsts[item])
+            tiles = ScoreTiles(call, slice(item, item + 1), heads)
+            _sweep_heads(_Part(tiles, lse, mass, firsts[item]), sums)
     return sums.statistics(call, lse)
 
 
@@ -243,55 +246,102 @@ class _RowSums:
         sums.distance[at] += signed_offset - row * signed
 
 
-def _sweep_heads(tiles: ScoreTiles, lse: Tensor, sums: _Sums, mass: Mapping[str, Mask], first: int) -> None:
-    """Add one batch item and some heads of it to the sums."""
-    call, grid = tiles.call, tiles.call.grid
-    here = (tiles.batch, tiles.heads)
-    # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
-    lse = lse[here].masked_fill(lse[here] == -torch.inf, -HIDDEN)
-    kinds = tiles.classes(call.mask, TILE)
-    mass_kinds = {name: tiles.classes(part, TILE) for name, part in mass.items()}
-    backward = call.mask is not None and call.mask.band is not None and call.mask.band[0] >= 0
-    columns = list(spans(grid.n_keys, TILE))
-    # Buffers for all tiles: fresh memory for each would cost as much as the arithmetic.
-    buffers = lse.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
-    for r, rows in enumerate(spans(grid.n_queries, TILE)):
-        start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
-        sums_here = _RowSums(lse[:, :, rows, None])
-        full = sum(cols.stop - cols.start for cols, kind in zip(columns, kinds[r], strict=True) if kind == FULL)
-        sums.visible[(*here, rows)] = full
-        for c, cols in enumerate(columns):
-            if kinds[r][c] == EMPTY:
-                continue
-            shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
-            weights, scratch = (x[: math.prod(shape)].view(shape) for x in buffers)
-            surprise = tiles.surprise(rows, cols, lse[:, :, rows], out=scratch)  # ln A
-            if kinds[r][c] == PARTIAL:
-                hidden = tiles.hidden(rows, cols)
-                surprise.masked_fill_(hidden, HIDDEN)
-                sums.visible[(*here, rows)] += (~hidden).sum(-1)
-            elif call.biases:
-                surprise.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf
-            torch.exp(surprise, out=weights)
-            sums.received[(*here, cols)] += weights.sum(-2)
-            sign = -1 if backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
-            middle = cols.start + (cols.stop - cols.start) // 2 - start
-            total = sums_here.add(weights, surprise, scratch, middle, sign)
-            if sign == 0:
-                steps = grid.rows(rows.start, rows.stop)[:, None] - grid.columns(cols.start, cols.stop)
-                sums.distance[(*here, rows)] += (weights * steps.abs()).sum(-1)
-            if cols.start <= first < cols.stop:
-                sums.sink[(*here, rows)] = weights[..., first - cols.start]
-            for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
-                _add_diagonal(near[here], weights, rows, start + shift - cols.start)
-            for name, part in mass.items():
-                kind = mass_kinds[name][r][c]
-                if kind == FULL:
-                    sums.mass[name][(*here, rows)] += total
-                elif kind == PARTIAL:
-                    inside = part.allowed(tiles.region(rows, cols), grid)
-                    sums.mass[name][(*here, rows)] += torch.mul(weights, inside, out=scratch).sum(-1)
-        sums_here.put(sums, (*here, rows))
+class _Part:
+    """One batch item and some heads of it: their score tiles, and what to ask of them."""
+
+    def __init__(self, tiles: ScoreTiles, lse: Tensor, mass: Mapping[str, Mask], first: int) -> None:
+        mask, grid = tiles.call.mask, tiles.call.grid
+        self.tiles, self.mass, self.first = tiles, mass, first
+        self.here = (tiles.batch, tiles.heads)
+        # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
+        self.lse = lse[self.here].masked_fill(lse[self.here] == -torch.inf, -HIDDEN)
+        self.kinds = tiles.classes(mask, TILE)
+        self.mass_kinds = {name: tiles.classes(part, TILE) for name, part in mass.items()}
+        self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
+        self.rows, self.columns = list(spans(grid.n_queries, TILE)), list(spans(grid.n_keys, TILE))
+
+
+class _Desk(threading.local):
+    """What one thread works with: buffers, for fresh memory for each tile would cost as much as its arithmetic, and
+    its own share of `received`, which all queries add to."""
+
+    def __init__(self, part: _Part, shares: list[Tensor]) -> None:
+        tiles = part.tiles
+        self.buffers = part.lse.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
+        self.received = part.lse.new_zeros(*tiles.shape, tiles.k.shape[1], dtype=torch.float64)
+        shares.append(self.received)
+
+
+def _sweep_heads(part: _Part, sums: _Sums) -> None:
+    """Add one part to the sums, blocks of rows in parallel.
+
+    Each thread runs its own single-threaded operations on its own block. One operation shared by all threads would
+    wait for the slowest of them dozens of times a tile, which on a busy machine costs more than the arithmetic.
+    """
+    shares: list[Tensor] = []
+    desk = _Desk(part, shares)
+    threads = min(torch.get_num_threads(), len(part.rows)) if part.lse.device.type == "cpu" else 1
+
+    def work(row: int) -> None:
+        with torch.no_grad():
+            _sweep_rows(part, row, sums, desk)
+
+    longest_first = range(len(part.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
+    if threads == 1:
+        for row in longest_first:
+            work(row)
+    else:
+        before = torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                list(pool.map(work, longest_first))
+        finally:
+            torch.set_num_threads(before)  # what threads that start later will find
+    sums.received[part.here] += sum(shares)
+
+
+def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
+    """Add one block of queries to the sums."""
+    tiles, rows, first = part.tiles, part.rows[r], part.first
+    call, grid, at = tiles.call, tiles.call.grid, (*part.here, part.rows[r])
+    start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
+    lse = part.lse[:, :, rows]
+    sums_here = _RowSums(lse[..., None])
+    kinds = part.kinds[r]
+    full = sum(cols.stop - cols.start for cols, kind in zip(part.columns, kinds, strict=True) if kind == FULL)
+    sums.visible[at] = full
+    for c, cols in enumerate(part.columns):
+        if kinds[c] == EMPTY:
+            continue
+        shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
+        weights, scratch = (x[: math.prod(shape)].view(shape) for x in desk.buffers)
+        surprise = tiles.surprise(rows, cols, lse, out=scratch)  # ln A
+        if kinds[c] == PARTIAL:
+            hidden = tiles.hidden(rows, cols)
+            surprise.masked_fill_(hidden, HIDDEN)
+            sums.visible[at] += (~hidden).sum(-1)
+        elif call.biases:
+            surprise.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf
+        torch.exp(surprise, out=weights)
+        desk.received[:, :, cols] += weights.sum(-2)
+        sign = -1 if part.backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
+        middle = cols.start + (cols.stop - cols.start) // 2 - start
+        total = sums_here.add(weights, surprise, scratch, middle, sign)
+        if sign == 0:
+            steps = grid.rows(rows.start, rows.stop)[:, None] - grid.columns(cols.start, cols.stop)
+            sums.distance[at] += (weights * steps.abs()).sum(-1)
+        if cols.start <= first < cols.stop:
+            sums.sink[at] = weights[..., first - cols.start]
+        for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
+            _add_diagonal(near[part.here], weights, rows, start + shift - cols.start)
+        for name, inner in part.mass.items():
+            kind = part.mass_kinds[name][r][c]
+            if kind == FULL:
+                sums.mass[name][at] += total
+            elif kind == PARTIAL:
+                inside = inner.allowed(tiles.region(rows, cols), grid)
+                sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
+    sums_here.put(sums, at)
 
 
 def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:

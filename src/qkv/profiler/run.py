@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ def profile(
     map_tokens: int = 256,
     partial: bool = False,
     progress: bool = True,
+    name: str = "",
     command: str = "",
 ) -> Profile:
     """Where every head of a model attends on a text, exactly, in memory linear in its length.
@@ -69,7 +71,8 @@ def profile(
         partial: go on if some attention of the model cannot be observed (its modules are listed in
             ``attrs["unobserved"]``) instead of raising.
         progress: show a progress bar while it runs, if standard error is a terminal.
-        command: kept in the attributes.
+        name: of the model, kept in the attributes; its own if not given.
+        command: what was typed, kept in the attributes.
 
     Returns:
         `Profile`, one data set for each kind of attention.
@@ -86,9 +89,8 @@ def profile(
     if isinstance(model, str):
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
         loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
-        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, loaded.name
-    else:
-        name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, layers)
     batches = list(_batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
@@ -392,6 +394,10 @@ def _versions() -> dict[str, str]:
 
 def _peak_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():  # exact; ru_maxrss may also count the process that started this one
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -1,0 +1,50 @@
+# Every target makes its own set-up: `make demo` and `make test` need no earlier step.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+OUT    ?= qkv-demo
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test quick lint bench docs clean
+
+help:  ## this text
+	@echo "qkv: attention you can compose, measure and explain"
+	@echo
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+venv: $(VENV)/.ready  ## the development environment in .venv, pinned by constraints.txt
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qkv needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: venv  ## profile a real BERT, then an 8,192-token causal model beside plain SDPA; writes OUT=qkv-demo
+	$(BIN)/qkv profile minilm --out $(OUT)/minilm
+	$(BIN)/python -m benchmarks.demo --out $(OUT)/long
+	@echo
+	@echo "Open the reports in a browser:"
+	@echo "  $(OUT)/minilm/report.html   a trained BERT: where its 72 heads attend"
+	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
+
+test: venv lint  ## every check: lint, types, all tests
+	$(BIN)/python -m pytest
+
+quick: venv  ## the tests that take no more than a few seconds each
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: venv  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv  ## all benchmarks, about ten minutes; writes benchmarks/results
+	$(BIN)/python -m benchmarks
+
+docs: venv  ## the figures and numbers in README.md and docs/, made again
+	$(BIN)/python docs/make_figures.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) $(OUT) qkv-profile build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

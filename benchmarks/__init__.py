@@ -1,0 +1,1 @@
+"""Speed and memory, measured: `make bench`. Never part of a test."""

@@ -1,0 +1,43 @@
+"""Run the benchmarks and keep their results: python -m benchmarks [NAME …]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import attend_speed, profile_cost
+from benchmarks.timing import save
+
+ALL: dict[str, Callable[[], dict[str, Any]]] = {
+    "dense_causal": attend_speed.dense_causal,
+    "window": attend_speed.window,
+    "window_training": attend_speed.window_training,
+    "profile_cost": profile_cost.against_plain,
+    "profile_length": profile_cost.against_length,
+}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(ALL)
+    unknown = [n for n in names if n not in ALL]
+    if unknown:
+        sys.exit(f"no benchmark {', '.join(unknown)}; there are {', '.join(ALL)}")
+    console = Console()
+    for name in names:
+        with console.status(f"{name} …"):
+            result = ALL[name]()
+        path = save(name, result)
+        console.print(f"[bold]{name}[/bold]  [dim]{path.relative_to(path.parents[2])}[/dim]")
+        for what, value in result.items():
+            if isinstance(value, float):
+                console.print(f"  {what}: {value:.3g}", highlight=False)
+            elif what.startswith("time"):
+                parts = ", ".join(f"{n:,}: {v:.3f}" for n, v in value.items())
+                console.print(f"  {what}: {parts}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`attend` beside what a user would pick instead: torch's SDPA, and FlexAttention compiled for CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import qkv
+from benchmarks.profile_cost import slope
+from benchmarks.timing import THREADS, alternating, median_ratio
+
+HEADS, DIM = 6, 64
+
+
+def tensors(n: int, *, grad: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, n, DIM, requires_grad=grad) for _ in range(3)]
+
+
+def dense_causal(repeats: int = 15) -> dict[str, Any]:
+    """`attend(mask=Causal())` / SDPA, forward, float32."""
+    torch.set_num_threads(THREADS)
+    ratios, seconds = {}, {}
+    for n in (1024, 2048, 4096, 8192):
+        q, k, v = tensors(n)
+        times = alternating(
+            {
+                "sdpa": lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True),
+                "attend": lambda q=q, k=k, v=v: qkv.attend(q, k, v, mask=qkv.masks.Causal()),
+            },
+            repeats,
+        )
+        ratios[n], seconds[n] = median_ratio(times, "attend", "sdpa"), times
+    return {"time: attend / SDPA, causal, by length (≤ 1.03)": ratios, "seconds": seconds}
+
+
+def window(n: int = 8192, size: int = 256, repeats: int = 9) -> dict[str, Any]:
+    """`Window(256)` / FlexAttention compiled with a block mask, forward, float32."""
+    torch.set_num_threads(THREADS)
+    q, k, v = tensors(n)
+    flex = torch.compile(flex_attention)
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (j <= i) & (i - j < size)
+
+    blocks = create_block_mask(near, None, None, n, n, device="cpu")
+    with torch.no_grad():
+        error = (flex(q, k, v, block_mask=blocks) - qkv.attend(q, k, v, mask=qkv.masks.Window(size))).abs().max()
+        times = alternating(
+            {
+                "flex": lambda: flex(q, k, v, block_mask=blocks),
+                "attend": lambda: qkv.attend(q, k, v, mask=qkv.masks.Window(size)),
+                "sdpa causal": lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
+            },
+            repeats,
+        )
+    return {
+        "largest difference": float(error),
+        "time: Window(256) / FlexAttention (≤ 1.0)": median_ratio(times, "attend", "flex"),
+        "time: Window(256) / dense causal SDPA": median_ratio(times, "attend", "sdpa causal"),
+        "seconds": times,
+    }
+
+
+def window_training(size: int = 256, repeats: int = 5) -> dict[str, Any]:
+    """Forward and backward of `Window(256)`: time against length, fitted exponent (1 is O(n·w))."""
+    torch.set_num_threads(THREADS)
+    medians = {}
+    for n in (4096, 8192, 16384, 32768):
+        q, k, v = tensors(n, grad=True)
+
+        def step(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+            out = qkv.attend(q, k, v, mask=qkv.masks.Window(size))
+            assert isinstance(out, torch.Tensor)
+            out.sum().backward()
+
+        times = sorted(alternating({"step": step}, repeats)["step"])
+        medians[n] = times[len(times) // 2]
+    return {"seconds": medians, "exponent of time": slope(medians)}  # type: ignore[arg-type]

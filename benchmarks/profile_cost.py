@@ -1,0 +1,50 @@
+"""What profiling costs beside the plain forward and beside forming the weights; and how memory grows with length."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from benchmarks.one_run import HEADS, inputs, plain, profiled
+from benchmarks.timing import THREADS, alone, alternating, median_ratio
+from qkv.profiler.models import random_gpt2
+
+TOKENS, LAYERS = 8192, 6
+
+
+def against_plain(repeats: int = 5) -> dict[str, Any]:
+    """GPT-2 shape, 6 layers × 6 heads × 64, float32, 8,192 tokens: profile / plain SDPA forward, eager / profile."""
+    torch.set_num_threads(THREADS)
+    model, ids = random_gpt2(TOKENS, layers=LAYERS, heads=HEADS), inputs(TOKENS)
+    seconds = alternating({"plain": lambda: plain(model, ids), "profile": lambda: profiled(model, ids)}, repeats)
+    del model
+    memory = {job: alone("benchmarks.one_run", job, TOKENS, LAYERS) for job in ("plain", "profile", "eager")}
+    return {
+        "tokens": TOKENS,
+        "seconds": seconds | {"eager": [memory["eager"]["seconds"]]},
+        "peak": {job: m["peak"] for job, m in memory.items()},
+        "time: profile / plain (≤ 1.6)": median_ratio(seconds, "profile", "plain"),
+        "memory: profile / plain (≤ 1.2)": memory["profile"]["peak"] / memory["plain"]["peak"],
+        "time: eager / profile (≥ 8)": memory["eager"]["seconds"] / memory["profile"]["seconds"],
+        "memory: eager / profile (≥ 12)": memory["eager"]["peak"] / memory["profile"]["peak"],
+    }
+
+
+def against_length(lengths: tuple[int, ...] = (8192, 16384, 32768, 65536)) -> dict[str, Any]:
+    """One layer, up to 65,536 tokens: memory above the idle process, and its fitted exponent."""
+    runs = {n: alone("benchmarks.one_run", "profile", n, 1) for n in lengths}
+    grown = {n: run["peak"] - run["base"] for n, run in runs.items()}
+    return {
+        "grown": grown,
+        "seconds": {n: run["seconds"] for n, run in runs.items()},
+        "exponent of memory (≤ 1.1)": slope(grown),
+    }
+
+
+def slope(values: dict[int, int]) -> float:
+    """Least-squares slope of ln value against ln n."""
+    xs, ys = [math.log(n) for n in values], [math.log(v) for v in values.values()]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
