@@ -24,7 +24,8 @@ def demo(tokens: int = 8192, out: Path = Path("qkv-demo/long")) -> int:
         with console.status(f"{what} at {tokens:,} tokens …"):
             runs[what] = alone("benchmarks.one_run", job, tokens, 6)
     weights = 6 * 6 * tokens**2 * 4
-    table = Table(title=f"One forward of 6 layers × 6 heads at {tokens:,} tokens", box=box.SIMPLE_HEAD, title_justify="left")
+    title = f"One forward of 6 layers × 6 heads at {tokens:,} tokens"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "seconds", "peak memory"):
         table.add_column(name, justify="right" if name else "left")
     for what, run in runs.items():

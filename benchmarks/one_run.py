@@ -42,9 +42,9 @@ def from_weights(model: torch.nn.Module, ids: Tensor) -> None:
         for a in attentions:
             torch.special.entr(a).sum(-1)
             a.sum(-2)
-            a[..., 0], a.diagonal(0, -2, -1), a.diagonal(-1, -2, -1), a.diagonal(1, -2, -1)  # noqa: B018
+            _ = a[..., 0], a.diagonal(0, -2, -1), a.diagonal(-1, -2, -1), a.diagonal(1, -2, -1)
             mean = a @ position.float()
-            position - mean  # noqa: B018  # distance, causal
+            _ = position - mean  # distance, causal
             (a @ position.float().square() - mean.square()).clamp(min=0).sqrt()
             1 / a.square().sum(-1)
             a.tril(8).triu(-8).sum(-1)

@@ -19,7 +19,7 @@ THREADS = 2
 
 
 def alternating(jobs: Mapping[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
-    """Seconds of each job, repeat by repeat, all jobs in turn, so that a busy moment hits all alike. One warm-up each."""
+    """Seconds of each job, repeat by repeat, all in turn, so that a busy moment hits all alike. One warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 1):
         for name, job in jobs.items():

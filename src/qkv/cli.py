@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -152,7 +153,8 @@ def _write(result: Profile, out: Path) -> None:
             _save_figure(getattr(result.plot, name)(), out / f"{name}.png")
         report = result.report(out / "report.html")
     console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
-    console.print(f"[dim]Data     {out / 'profile.qkv.zip'}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
+    data = out / "profile.qkv.zip"
+    console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
     console.print(f"[dim]Figures  {', '.join(f'{n}.png' for n in FIGURES)}[/dim]", soft_wrap=True, highlight=False)
 
 
@@ -228,7 +230,7 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
 
 
 def _number(value: float) -> str:
-    return "–" if value != value else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return "–" if math.isnan(value) else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 COMMANDS = {"profile": profile}

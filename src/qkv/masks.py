@@ -32,7 +32,7 @@ class Grid:
     n_queries: int
     n_keys: int
     offset: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @staticmethod
     def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1) -> Grid:
@@ -301,7 +301,7 @@ class Document(_TensorMask):
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
 
-    ids: Sequence[int] | Int[Tensor, "..."]
+    ids: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
 
     def __post_init__(self) -> None:
         ids = torch.as_tensor(self.ids)
@@ -395,9 +395,8 @@ class Dense(_TensorMask):
         some = every = self.tensor
         q_spans = _spans(tiles.q_first - grid.offset, tiles.q_last - grid.offset)
         for dim, spans in ((2, q_spans), (3, _spans(tiles.k_first, tiles.k_last))):
-            if self.tensor.shape[dim] == 1:  # one row (column) stands for all of them
-                spans = [slice(0, 1)] * len(spans)
-            cut = [(slice(None),) * dim + (span,) for span in spans]
+            one = self.tensor.shape[dim] == 1  # one row (column) stands for all of them
+            cut = [(slice(None),) * dim + (slice(0, 1) if one else span,) for span in spans]
             some = torch.cat([some[c].any(dim, keepdim=True) for c in cut], dim)
             every = torch.cat([every[c].all(dim, keepdim=True) for c in cut], dim)
         return _classes(every.cpu(), ~some.cpu())

@@ -34,8 +34,8 @@ class Statistics:
     """Exact statistics of the weights A of one call, a number for each query or key of each head.
 
     Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
-    logit, or 0 where nothing is visible. `entropy`, `distance`, `spread` and `participation` describe the shape of a row
-    and use A_ij / M_i; all other weights are absolute. Empty rows give 0 (and lse −inf).
+    logit, or 0 where nothing is visible. `entropy`, `distance`, `spread` and `participation` describe the shape of a
+    row and use a_ij = A_ij / M_i; all other weights are absolute. Empty rows give 0 (and lse −inf).
     """
 
     lse: Float[Tensor, "b h nq"]

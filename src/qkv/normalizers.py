@@ -16,8 +16,8 @@ from qkv.errors import InputError
 class Softmax:
     """exp(s / temperature), divided by its sum over the visible keys and, if given, exp(sink).
 
-    `sink` is a logit that no key owns: one for each query head, shape (heads,), or a number for all. It takes weight and
-    adds nothing to the output, so weights over the keys sum to less than one (gpt-oss, arXiv:2508.10925;
+    `sink` is a logit that no key owns: one for each query head, shape (heads,), or a number for all. It takes weight
+    and adds nothing to the output, so weights over the keys sum to less than one (gpt-oss, arXiv:2508.10925;
     ``sink=0.0`` is Miller's softmax-off-by-one). The temperature does not divide it.
 
     >>> from qkv import attend

@@ -94,10 +94,10 @@ def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int)
         case masks.Dense(tensor):
             at = [x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True)]
             return bool(np.asarray(tensor)[tuple(at)])
-        case masks.Predicate(sees):
+        case masks.Predicate(function):
             import torch
 
-            return bool(sees(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
+            return bool(function(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
         case masks.Shifted(inner, offset):
             return _sees(inner, b, h, i + offset, i, j, n_keys)
         case masks.And(left, right):

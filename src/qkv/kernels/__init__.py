@@ -26,11 +26,7 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
     rejected = {}
     for name, module in KERNELS.items():
-        why = (
-            "it never forms the weights that were asked for"
-            if weights and name in ("flash", "tiled")
-            else None
-        )
+        why = "it never forms the weights that were asked for" if weights and name in ("flash", "tiled") else None
         why = why or module.why_not(call)
         if why is not None:
             rejected[name] = why

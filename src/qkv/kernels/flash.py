@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
 from qkv.partial import Partial, merge, sink_gradient
+from qkv.scores import Dot
 from qkv.tiles import Call, at_least_float32, classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
@@ -47,6 +48,8 @@ def run(call: Call) -> Partial:
     """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
+    if call.score.factor(d) <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
+        q, call = q * call.score.factor(d), replace(call, score=Dot(1.0))
     out, lse = _Flash.apply(q, k, v, call.sink, call)
     return Partial(out[..., :dv], lse)
 
@@ -67,9 +70,7 @@ def _stock_kernel_works() -> bool:
         grads = _stock_backward(out, q, k, k, out, lse, causal=False, scale=1.0, added=None)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return (
-        bool(torch.allclose(lse, k.sum(-1).logsumexp(-1, keepdim=True).expand(1, 1, 2))) and len(grads) == 3
-    )
+    return bool(torch.allclose(lse, k.sum(-1).logsumexp(-1, keepdim=True).expand(1, 1, 2))) and len(grads) == 3
 
 
 def _stock(
@@ -93,7 +94,7 @@ def _stock_backward(
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One call: queries `rows` against `keys`; or `count` such calls at once, each `step` further along the diagonal."""
+    """One call, queries `rows` against `keys`; or `count` calls at once, each `step` further along the diagonal."""
 
     rows: slice
     keys: slice
@@ -107,7 +108,7 @@ class Part:
         return x[self.batch][:, :, where.start : where.stop + (self.count - 1) * self.step]
 
     def cut(self, x: Tensor, where: slice) -> Tensor:
-        """What the calls see of x (b, h, n, …): (b, h, size, …), or with the calls as a batch (count, b·h, size, …)."""
+        """What the calls see of x (b, h, n, …): (b, h, size, …), or as a batch of calls (count, b·h, size, …)."""
         span = self._span(x, where)
         if self.count == 1:
             return span
@@ -222,9 +223,7 @@ class _Flash(torch.autograd.Function):
     """out and lse, the sink included, of q, k, v with equal head sizes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         cut = list(blocks(call.mask, call.grid, batched=not call.biases))
         part = _fold(q, k, v, cut, call)
         if sink is not None:
@@ -305,7 +304,8 @@ def _fold_backward(
         )
         for total, where, value in zip(sums, (part.rows, part.keys, part.keys), grads, strict=True):
             part.add(total, where, value)
-    return tuple(total.to(q.dtype) for total in sums)
+    dq, dk, dv = (total.to(q.dtype) for total in sums)
+    return dq, dk, dv
 
 
 def _scale(call: Call) -> float:

@@ -40,8 +40,6 @@ def run(call: Call) -> tuple[Partial, Float[Tensor, "b h nq nk"]]:
         temperature=call.normalizer.temperature,
         sink=None if call.sink is None else call.sink.detach().cpu().double().numpy(),
     )
-    out, lse, weights = (
-        torch.from_numpy(x).to(call.q.device) for x in (result.out, result.lse, result.weights)
-    )
+    out, lse, weights = (torch.from_numpy(x).to(call.q.device) for x in (result.out, result.lse, result.weights))
     wide = torch.promote_types(call.q.dtype, torch.float32)
     return Partial(out.to(call.q.dtype), lse.to(wide)), weights.to(call.q.dtype)

@@ -6,6 +6,7 @@ than keeping it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from qkv.masks import EMPTY, PARTIAL
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import Call, ScoreTiles, spans
+from qkv.tiles import Call, ScoreTiles, detached, spans
 
 TILE = 256
 
@@ -35,14 +36,12 @@ def run(call: Call) -> Partial:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         tiles = ScoreTiles(call)
         part = _fold(tiles, v.to(tiles.dtype).flatten(0, 1))
         part = part if sink is None else part.with_sink(sink[:, None])
         part = Partial(part.out.to(q.dtype), part.lse)
-        ctx.save_for_backward(sink, part.out, part.lse)
+        ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return part.out, part.lse
@@ -50,11 +49,12 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, lse = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return None, None, None, None, None
         grad = torch.zeros_like(out) if grad is None else grad
-        grads = _fold_backward(ScoreTiles(ctx.call), Partial(out, lse), grad, grad_lse)
+        call = detached(replace(ctx.call, q=q, k=k, v=v))  # a view of a leaf would pull it into the graph of a tile
+        grads = _fold_backward(ScoreTiles(call), Partial(out, lse), grad, grad_lse)
         grad_sink = None if sink is None else sink_gradient(sink, Partial(out, lse), grad, grad_lse)
         return *grads, grad_sink, None
 
@@ -120,9 +120,7 @@ def _fold_backward(
                 weights = weights.masked_fill(hidden, 0)
                 keys, values = (_zero_unseen(x, hidden, b) for x in (keys, values))
             dv[:, cols] += tiles.weigh_back(weights, grad[:, :, rows])
-            slope = weights * (
-                tiles.weigh(grad[:, :, rows], values.transpose(1, 2)) - inner[:, :, rows, None]
-            )
+            slope = weights * (tiles.weigh(grad[:, :, rows], values.transpose(1, 2)) - inner[:, :, rows, None])
             if call.biases:
                 (slope,) = torch.autograd.grad(scores, product, slope)
                 if kind == PARTIAL:

@@ -1,8 +1,8 @@
 """Observe the attention of a Hugging Face model while it runs.
 
 Inside `observe` the model's attention calls come to us: one kernel pass gives the output the model goes on with *and*
-the log-sum-exp from which the statistics follow, so the forward is not paid twice and no n × n tensor is made. The model
-and transformers' registries are as they were afterwards, whatever happens.
+the log-sum-exp from which the statistics follow, so the forward is not paid twice and no n × n tensor is made. The
+model and transformers' registries are as they were afterwards, whatever happens.
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ class Observer:
         position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """The attention function transformers calls: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
+        """What transformers calls for attention: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
         for argument, given in others.items():
             if argument not in INERT and given is not None and given is not False:
                 raise InputError(
-                    f"{name} passes {argument}={_brief(given)} to its attention, which qkv does not know and will not ignore"
+                    f"{name} passes {argument}={_brief(given)} to its attention, "
+                    "which qkv does not know and will not ignore"
                 )
         if others.get("dropout"):
             raise InputError(f"{name} applies dropout {others['dropout']} to its weights; profile in evaluation mode")
@@ -156,7 +157,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
             "(AttentionInterface), so qkv cannot observe it; expected a model that does, such as GPT-2, Llama or BERT"
         )
     name = next(_NAMES)
-    found = (getattr(m, "config", None) for m in model.modules())
+    found: Iterator[Any] = (getattr(m, "config", None) for m in model.modules())
     configs = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
     before = {i: c._attn_implementation_internal for i, c in configs.items()}
     training = [m for m in model.modules() if m.training]

