@@ -1,0 +1,79 @@
+"""Make the pictures and the benchmark table of the documentation: `make docs`.
+
+Pictures come from the tool itself, run on its bundled default; the table from benchmarks/results (`make bench`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import qkv
+from qkv.profiler.texts import default_text
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --hide-scrollbars"
+
+
+def pictures() -> None:
+    """The overview figure and a screenshot of the report's first screen."""
+    figures = DOCS / "figures"
+    figures.mkdir(exist_ok=True)
+    profile = qkv.profile("minilm", default_text(), command="qkv profile minilm")
+    profile.plot.overview().savefig(figures / "overview.png", dpi=120)
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("no chromium: the screenshot of the report stays as it is")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = profile.report(Path(folder) / "report.html")
+        shot = f"--screenshot={figures / 'report.png'}"
+        size = ["--window-size=1280,1240", "--virtual-time-budget=4000", f"--user-data-dir={folder}/chromium"]
+        subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
+
+
+def benchmarks() -> None:
+    """docs/benchmarks.md from the newest results."""
+    results = {p.stem: json.loads(p.read_text()) for p in sorted(RESULTS.glob("*.json"))}
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `make bench` and `make docs`; do not edit. Ratios are medians over alternating repeats in one process;",
+        "memory is the largest resident size of a fresh process. Targets in parentheses.",
+        "",
+        "| benchmark | measured | value |",
+        "|---|---|---|",
+    ]
+    for name, result in results.items():
+        for what, value in result.items():
+            if isinstance(value, float):
+                lines.append(f"| {name} | {what} | {value:.3g} |")
+            elif what.startswith("time"):
+                lines += [f"| {name} | {what}: {int(n):,} | {v:.3f} |" for n, v in value.items()]
+    lines += ["", *_profile_table(results), "", "Machine: " + _machine(results)]
+    (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
+
+
+def _profile_table(results: dict[str, Any]) -> list[str]:
+    """Seconds and peak memory of the whole job."""
+    cost = results["profile_cost"]
+    rows = ["| 6 layers × 6 heads × 64, 8,192 tokens | seconds | peak memory |", "|---|---|---|"]
+    for job, what in (("plain", "torch SDPA"), ("profile", "qkv profile"), ("eager", "`output_attentions=True`")):
+        seconds = sorted(cost["seconds"][job])
+        rows.append(f"| {what} | {seconds[len(seconds) // 2]:.2f} | {cost['peak'][job] / 1e9:.2f} GB |")
+    return rows
+
+
+def _machine(results: dict[str, Any]) -> str:
+    machine = results["profile_cost"]["machine"]
+    return ", ".join(f"{k} {v}" for k, v in machine.items())
+
+
+if __name__ == "__main__":
+    pictures()
+    benchmarks()

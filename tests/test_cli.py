@@ -1,0 +1,204 @@
+"""The command line as a user types it: subprocesses for the main job, `main` itself for the many ways to go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.cli import main
+
+pytest.importorskip("transformers", reason="profiling models needs transformers")
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, "-m", "qkv.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random-weight GPT-2 and no tokenizer."""
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("tiny-gpt2")
+    config = GPT2Config(vocab_size=101, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2Model(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_main_job_in_a_subprocess(tmp_path: Path) -> None:
+    done = run("profile", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[CLS]" in done.stdout
+    assert "report.html" in done.stdout
+    written = {p.name for p in (tmp_path / "found").iterdir()}
+    assert written == {"profile.qkv.zip", "report.html", "overview.png", "received.png", "entropy.png", "sink.png"}
+    result = qkv.Profile.load(tmp_path / "found" / "profile.qkv.zip")
+    assert dict(result.data.sizes) | {"layer": 6, "head": 12} == dict(result.data.sizes)
+    assert result.attrs["command"] == "qkv profile --out found"
+    np.testing.assert_allclose(result.data["received"].sum("key"), result.data.sizes["query"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_tokens_layers_dtype_and_a_causal_model(tmp_path: Path) -> None:
+    command = "profile random-gpt2 --tokens 700 --layers 0,4-5 --dtype bfloat16 --out long"
+    done = run(*command.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = qkv.Profile.load(tmp_path / "long" / "profile.qkv.zip")
+    assert result.data["layer"].values.tolist() == [0, 4, 5]
+    assert result.data.sizes["query"] == 700
+    assert result.attrs["dtype"] == "bfloat16"
+    assert result.data.attrs["causal"]
+    assert "weights" not in result.data  # longer than --map-tokens
+
+
+@pytest.mark.parametrize("command", [["--help"], ["profile", "--help"], ["--version"], []])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(command)
+    except SystemExit as done:
+        code = done.code
+    said = capsys.readouterr().out
+    assert code in (0, None)
+    expected = {"--help": "profile", "--version": qkv.__version__}.get(command[-1] if command else "--help", "")
+    assert expected in said
+    if command[:1] == ["profile"]:
+        assert "--tokens" in said
+        assert "minilm" in said
+
+
+BAD = {
+    "unknown model": (["no-such-model", "hi"], "cannot load 'no-such-model'"),
+    "no such folder": (["./nowhere", "hi"], "no folder ./nowhere"),
+    "empty text": (["minilm", ""], "the text is empty"),
+    "blank text": (["minilm", "  \n "], "the text is empty"),
+    "longer than the model": (["minilm", "--tokens", "513"], "513 tokens, but BertModel has 512 positions"),
+    "no tokens": (["minilm", "--tokens", "0"], "--tokens is 0, expected at least 1"),
+    "fewer tokens than asked": (["minilm", "hi", "--tokens", "99"], "--tokens is 99, but the text has 3"),
+    "layers beyond": (["minilm", "hi", "--layers", "6"], r"layers is \[6\], but the model has attention layers 0..5"),
+    "layers not numbers": (["minilm", "hi", "--layers", "a-b"], "--layers is 'a-b', expected numbers"),
+    "layers backwards": (["minilm", "hi", "--layers", "5-2"], "--layers is '5-2', expected numbers"),
+    "two texts": (["minilm", "hi", "--file", "x.txt"], "text and --file are both given"),
+    "no file": (["minilm", "--file", "none.txt"], "cannot read none.txt"),
+    "not text": (["minilm", "--file", "bytes.bin"], "bytes.bin is not UTF-8 text"),
+    "no decoder": (["minilm", "hi", "--target", "ho"], "BertModel has no decoder"),
+    "window of nothing": (["minilm", "hi", "--local-window", "0"], "local_window is 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_sentence_and_code_2(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
+    assert main(["profile", *arguments, "--out", "out"]) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch(rf"qkv: [^\n]*{sentence}[^\n]*\n", said.err), said.err
+    assert said.out == ""
+    assert not Path("out").exists(), "a folder was left behind"
+
+
+def test_bad_input_from_a_subprocess_has_no_traceback(tmp_path: Path) -> None:
+    done = run("profile", "minilm", "", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert main(["profile", "minilm", "hi", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_folder_without_tokenizer_refuses_text(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(tiny_folder), "hi", "--out", str(tmp_path / "o")]) == 2
+    assert "there is no tokenizer" in capsys.readouterr().err
+
+
+def test_nan_weights_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny_folder / "model.safetensors")
+    weights["h.1.attn.c_attn.weight"][0, 0] = torch.nan
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_folder / "config.json").read_text())
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(qkv.InputError, match=r"h\.1\.attn computes scores that are NaN"):
+        qkv.profile(str(broken), torch.arange(7), progress=False)
+
+
+def test_damaged_weights_file_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(qkv.InputError, match="cannot load"):
+        qkv.profile(str(tmp_path), torch.arange(7), progress=False)
+
+
+def test_readme_commands_exist(tmp_path: Path) -> None:
+    """Every `make` target and `qkv` subcommand the README shows is real."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    shown = set(re.findall(r"^ {4}make ([a-z]+)|`make ([a-z]+)`", readme, re.MULTILINE))
+    named = {a or b for a, b in shown}
+    assert {"demo", "test"} <= named <= targets
+    from qkv.cli import COMMANDS
+
+    assert set(re.findall(r"\bqkv (?!profile)([a-z]+) --", readme)) <= set(COMMANDS)
+
+
+@pytest.mark.slow
+def test_readme_python_runs(tmp_path: Path) -> None:
+    """The README's Python, as it stands, in a fresh interpreter."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert blocks
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:qkv", "-c", "\n".join(blocks)],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_interrupt_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from qkv.profiler import run as runner
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "profile", interrupted)
+    assert main(["profile", "minilm", "hi", "--out", str(tmp_path / "o")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_metadata_is_json(tmp_path: Path) -> None:
+    result = qkv.profile("minilm", "Two logbooks.", progress=False)
+    assert json.loads(json.dumps(result.attrs)) == result.attrs
+    assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
