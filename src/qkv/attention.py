@@ -139,7 +139,8 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Dot | None, normalizer: Softmax | None, dropout_p: float,
 ) -> Call:  # fmt: skip
-    return Call(q, k, v, as_mask(mask), as_biases(bias), score or Dot(), normalizer or Softmax(), dropout_p)
+    score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
+    return Call(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ Each bias maps a tile of scores to a tile of scores. Several are given as a tupl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ class SoftCap(Bias):
     cap: float
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
+        if not (self.cap > 0 and math.isfinite(self.cap)):
             raise InputError(f"SoftCap: cap is {self.cap}, expected a positive number")
 
     def apply(self, scores: Tensor, region: Region) -> Tensor:

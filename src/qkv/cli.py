@@ -243,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qkv {qkv.__version__}")
         return 0
     try:
+        arguments = arguments or ["--help"]
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="qkv", description=__doc_main__, args=arguments)
     except InputError as error:
         print(f"qkv: {error}", file=sys.stderr)

@@ -245,7 +245,7 @@ class Padding(_TensorMask):
     padding on the right) or at the end (``side="left"``). Queries are not masked: use `Document`
     with −1 to mask padding on both sides.
 
-    >>> Padding([1, 2]).dense(1, 3)[:, 0, 0].int().tolist()
+    >>> Padding([1, 2]).dense(1, 3, batch=2)[:, 0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0]]
     """
 

@@ -43,7 +43,7 @@ def attention(
     Query head h uses key head h // (h_q // h_kv).
 
     >>> x = np.ones((1, 1, 2, 4))
-    >>> attention(x, x, x, visible=lambda b, h, i, j: j <= i).weights[0, 0].tolist()
+    >>> attention(x, x, x, visible=lambda b, h, i, j: j <= i).weights[0, 0].round(3).tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))

@@ -37,6 +37,10 @@ class Call:
             self.mask.check(self.grid)
         for bias in self.biases:
             bias.check(self.grid)
+        if not isinstance(self.score, Dot):
+            raise InputError(f"score is {self.score!r}, expected an instance of qkv.scores.Dot")
+        if not isinstance(self.normalizer, Softmax):
+            raise InputError(f"normalizer is {self.normalizer!r}, expected an instance of qkv.normalizers.Softmax")
         if not 0 <= self.dropout_p < 1:
             raise InputError(f"dropout_p is {self.dropout_p}, expected a probability in [0, 1)")
         self.normalizer.sink_of(self.q.shape[1], self.q)  # raises if its length does not fit

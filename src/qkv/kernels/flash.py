@@ -274,7 +274,12 @@ def _covers(block: Block, grid: Grid) -> bool:
 def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     added, hidden = _added(part, call)
     k, v = (without_unseen(part.cut(x, part.keys), part.allowed) for x in (k, v))
-    out, lse = _stock(part.cut(q, part.rows), k, v, causal=part.causal, scale=_scale(call), added=added)
+    rows = part.cut(q, part.rows)
+    out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
+    lost = lse == 0  # also what the stock kernel says of a short row whose scores are all NaN
+    if lost.any() and (lost := lost & rows.isnan().any(-1)).any():
+        lse = lse.masked_fill(lost, torch.nan)
+        out = out.masked_fill(lost[..., None], torch.nan)
     if hidden is not None:  # the stock kernel says lse = 0 where nothing is visible
         lse = lse.masked_fill(hidden, -torch.inf)
         out = out.masked_fill(hidden[..., None], 0)
@@ -326,6 +331,9 @@ def _added(part: Part, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"]
         added = torch.where(part.allowed, zero, -torch.inf)
     if added is None:
         return None, None
-    hidden = (added == -torch.inf).all(-1)
+    seen = added > -torch.inf
+    hidden = ~seen.any(-1)
+    if part.causal:  # rows whose first key that the bias shows comes after their own
+        hidden = hidden | (seen.int().argmax(-1) > torch.arange(part.rows.stop - part.rows.start))
     size = (*added.shape[:2], part.rows.stop - part.rows.start, part.keys.stop - part.keys.start)
     return added.expand(size), hidden if hidden.any() else None

@@ -77,6 +77,7 @@ def _quiet() -> None:
 
 
 def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoTokenizer
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -84,7 +85,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
     try:
         AutoConfig.from_pretrained(path)
         model: PreTrainedModel = AutoModel.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
             f"model: cannot load {path!r} ({reason}); expected {' or '.join(map(repr, BUILT_IN))}, a folder with a "
@@ -93,7 +94,9 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError):
-        tokenizer = None  # token ids can still be profiled; text raises when it is given
+        tokenizer = None
+    if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
+        tokenizer = None  # made of nothing, as transformers does for a folder without tokenizer files
     return Loaded(name, model.eval(), tokenizer)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.errors import InputError
-from qkv.profile.data import Profile
+from qkv.profiler.data import Profile
 from qkv.profiler.capture import Observer, Record, observe, unobserved
 from qkv.profiler.models import load
 
@@ -154,6 +154,8 @@ def _batches(
             raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
         batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
         if target is not None:
+            if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+                raise InputError(f"target is given, but {type(model).__name__} has no decoder that could read it")
             batch["decoder_input_ids"] = tokenizer(target, return_tensors="pt")["input_ids"]
         yield _ready(model, batch)
 
@@ -177,8 +179,8 @@ def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
             raise InputError(
                 f"inputs: token ids lie in {int(ids.min())}..{int(ids.max())}, expected 0..{size - 1} for this model"
             )
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" not in batch:
-            batch["decoder_input_ids"] = ids
+        if getattr(config, "is_encoder_decoder", False):
+            batch.setdefault("decoder_input_ids", ids)
     if "logits_to_keep" in _parameters(model):
         batch["logits_to_keep"] = 1  # type: ignore[assignment]  # nobody looks at the logits: do not make them all
     device = next(model.parameters()).device

@@ -1,0 +1,222 @@
+"""`Profile`: the saved result of profiling a model, one labelled data set per kind of attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from qkv.errors import InputError
+from qkv.profiler import archive, tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qkv.view.plots import Plots
+
+PER_QUERY = (
+    "entropy",
+    "lse",
+    "sink",
+    "self",
+    "previous",
+    "next",
+    "local",
+    "distance",
+    "spread",
+    "participation",
+    "visible",
+)
+PER_KEY = ("received",)
+# Every variable a group may hold, with its dimensions after (text, layer, head).
+VARIABLES = {
+    **dict.fromkeys(PER_QUERY, ("query",)),
+    **dict.fromkeys(PER_KEY, ("key",)),
+    "sink_mass": ("query",),
+    "weights": ("query", "key"),
+}
+COORDINATES = {
+    "layer": ("layer",),
+    "head": ("head",),
+    "module": ("layer",),
+    "query_token": ("text", "query"),
+    "key_token": ("text", "key"),
+    "n_queries": ("text",),
+    "n_keys": ("text",),
+}
+ATTRIBUTES = ("causal", "local_window", "special_tokens")
+
+
+class Profile:
+    """Exact attention statistics of a model on some texts, head by head and token by token.
+
+    Args:
+        groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
+            "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
+            `lse`, `sink` (weight on the text's first token), `self`, `previous`, `next`, `local` (mass within
+            `attrs["local_window"]` tokens), `distance` and `spread` (tokens), `participation` (effective
+            number of keys), `visible` (how many keys the query may attend to); over (text, layer, head, key): `received` (the sum of the column). `weights`
+            (text, layer, head, query, key) is kept for short texts, and `sink_mass` for learned sinks.
+            Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `previous`, `next`,
+            `local` and `distance` where queries and keys are different texts.
+        attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
+
+    Raises:
+        InputError: a data set that lacks a variable, a coordinate or an attribute, or has wrong dimensions;
+            attributes that JSON cannot hold.
+
+    Example:
+        >>> import qkv
+        >>> profile = qkv.Profile.load("bert.qkv.zip")                      # doctest: +SKIP
+        >>> profile.heads().sort_values("sink", ascending=False).head(5)    # doctest: +SKIP
+        >>> profile.data["entropy"].sel(layer=0, head=3)                    # doctest: +SKIP
+        >>> profile.report("bert.html")                                     # doctest: +SKIP
+    """
+
+    def __init__(self, groups: dict[str, xr.Dataset], attrs: dict[str, Any] | None = None) -> None:
+        if not groups:
+            raise InputError("groups: got no data set; expected at least one, such as {'self': dataset}")
+        self.groups: dict[str, xr.Dataset] = {name: _checked(name, data) for name, data in groups.items()}
+        self.attrs: dict[str, Any] = dict(attrs or {})
+        _check_json("attrs", self.attrs)
+
+    @property
+    def main(self) -> str:
+        """The name of the main group: the only one, else "decoder" where there is one, else the first."""
+        return "decoder" if "decoder" in self.groups else next(iter(self.groups))
+
+    @property
+    def data(self) -> xr.Dataset:
+        """The main group's data set."""
+        return self.groups[self.main]
+
+    def group(self, name: str | None = None) -> xr.Dataset:
+        """The data set of one group; the main one when `name` is None."""
+        name = self.main if name is None else name
+        if name not in self.groups:
+            raise InputError(f"group: got {name!r}; this profile has {', '.join(map(repr, self.groups))}")
+        return self.groups[name]
+
+    def heads(self, group: str | None = None) -> pd.DataFrame:
+        """One row per layer and head, averaged over each text's queries and then over the texts.
+
+        Columns: layer, head, module; entropy (nats), entropy_ratio (mean of entropy / ln of the number of
+        visible keys; 1 is uniform), sink, self, previous, next, local (shares of a query's weight),
+        distance, spread (tokens), participation (keys); sink_share (share of the queries after the first
+        with more than 0.3 on the first token); top_key, top_key_token, top_key_share (the key that receives
+        most, in whichever text its share is largest); target, target_share and goes_to (where the head
+        sends its weight, in words).
+
+        In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself.
+        """
+        return tables.head_table(self.group(group))
+
+    def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
+        """The `k` most attended tokens, all occurrences of a token together.
+
+        Columns: token; share (of all attention, averaged over texts, layers and heads); count (occurrences);
+        lift (share divided by the token's share of the keys); text and position of the occurrence that
+        receives most.
+        """
+        if k < 1:
+            raise InputError(f"k: got {k}; expected a positive number of tokens")
+        return tables.token_table(self.group(group)).head(k)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile to one file (a zip of zarr arrays; `.qkv.zip` is the customary ending).
+
+        The file appears whole or not at all. Returns its path.
+        """
+        target = Path(path)
+        archive.write_archive(target, self.groups, self.attrs)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile written by `save`.
+
+        Raises:
+            InputError: the file is missing, not a profile, cut short, damaged, or written by a newer qkv.
+        """
+        return cls(*archive.read_archive(Path(path)))
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile as one HTML file that works offline, and return its path."""
+        from qkv.view.report import write_report
+
+        return write_report(self, path)
+
+    @property
+    def plot(self) -> Plots:
+        """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
+        from qkv.view.plots import Plots
+
+        return Plots(self)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {_size(data)}" for name, data in self.groups.items())
+        return f"Profile({self.attrs.get('model', 'unnamed model')!r}, {sizes})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(_size(data))}</td></tr>" for name, data in self.groups.items()
+        )
+        return f"<table><caption>{escape(str(self.attrs.get('model', 'Profile')))}</caption>{rows}</table>"
+
+
+def _size(data: xr.Dataset) -> str:
+    texts, layers, heads = (data.sizes[dim] for dim in ("text", "layer", "head"))
+    queries, keys = int(data["n_queries"].max()), int(data["n_keys"].max())
+    tokens = f"{queries:,} tokens" if queries == keys else f"{queries:,} × {keys:,} tokens"
+    return f"{layers} layers × {heads} heads, {tokens}" + (f", {texts} texts" if texts > 1 else "")
+
+
+def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
+    """The data set with plain string tokens, once it is known to keep the contract."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise InputError(f"groups: got the name {name!r}; expected letters, digits, '-' and '_' only")
+    where = f"groups[{name!r}]"
+    if not isinstance(data, xr.Dataset):
+        raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
+    for variable, dims in VARIABLES.items():
+        expected = ("text", "layer", "head", *dims)
+        if variable in data and data[variable].dims != expected:
+            raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")
+        if variable not in data and variable in (*PER_QUERY, *PER_KEY):
+            raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
+    for coordinate, dims in COORDINATES.items():
+        if coordinate not in data.coords:
+            raise InputError(f"{where}: the coordinate {coordinate!r} is missing; expected it over {dims}")
+        if data[coordinate].dims != dims:
+            raise InputError(f"{where}: {coordinate!r} has dims {data[coordinate].dims}; expected {dims}")
+    for attribute in ATTRIBUTES:
+        if attribute not in data.attrs:
+            raise InputError(f"{where}: the attribute {attribute!r} is missing; expected {ATTRIBUTES}")
+    _check_json(f"{where}.attrs", data.attrs)
+    for length, dim in (("n_queries", "query"), ("n_keys", "key")):
+        if int(data[length].min()) < 1 or int(data[length].max()) > data.sizes[dim]:
+            raise InputError(f"{where}: {length!r} must lie between 1 and the {data.sizes[dim]} of {dim!r}")
+    return data.assign_coords(
+        {name: (COORDINATES[name], _strings(data[name].values)) for name in ("module", "query_token", "key_token")}
+    )
+
+
+def _strings(values: np.ndarray) -> np.ndarray:
+    """Strings as objects: NumPy's fixed-width strings drop trailing NULs."""
+    strings = np.empty(values.shape, object)
+    for index, value in np.ndenumerate(values):
+        strings[index] = str(value)
+    return strings
+
+
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: got something that JSON cannot hold ({error})") from error

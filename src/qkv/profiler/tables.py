@@ -1,0 +1,249 @@
+"""Tables made from one group of a profile: where each head sends its weight, and which tokens attract it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SINK_THRESHOLD = 0.3  # a query is caught by the sink when it puts more than this on the first token
+TARGET_SHARE = 0.4  # a head goes to one target when the target takes this share of its weight,
+LOCAL_SHARE = 0.5  # or to its neighbourhood when that takes this much,
+FAINT_SHARE = 0.25  # or to one target after all when it takes this much; else the head is spread
+LIFT = 2.0  # frequent tokens take much by number alone: a type must take twice its share of the keys
+
+
+def head_table(data: xr.Dataset) -> pd.DataFrame:
+    """One row per layer and head; `Profile.heads` documents the columns."""
+    import pandas as pd
+
+    valid = valid_queries(data)
+    seen = data["visible"].values
+    later = valid & (np.arange(valid.shape[1]) >= 1)
+    from_second = later if data.attrs["causal"] else valid
+
+    values = {name: mean_over_queries(data[name].values, valid) for name in ("entropy", "self", "next", "local")}
+    values |= {name: mean_over_queries(data[name].values, from_second) for name in ("sink", "previous")}
+    values |= {name: mean_over_queries(data[name].values, valid) for name in ("distance", "spread", "participation")}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(seen >= 2, data["entropy"].values / np.log(seen), np.nan)
+    values["entropy_ratio"] = mean_over_queries(ratio, valid)
+    sink = data["sink"].values
+    caught = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
+    values["sink_share"] = mean_over_queries(caught, later)
+
+    table = pd.DataFrame(
+        {
+            "layer": np.repeat(data["layer"].values, data.sizes["head"]),
+            "head": np.tile(data["head"].values, data.sizes["layer"]),
+            "module": np.repeat(data["module"].values, data.sizes["head"]),
+        }
+    )
+    order = ("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread")
+    for name in (*order, "participation", "sink_share"):
+        table[name] = over_texts(values[name]).ravel()
+    top = _top_keys(data)
+    table["top_key"], table["top_key_token"], table["top_key_share"] = top
+    table["target"], table["target_share"] = _targets(data, table)
+    table["goes_to"] = [
+        f"spread ({keys:.0f} keys)" if target == "spread" else f"{target} {100 * share:.0f} %"
+        for target, share, keys in zip(table["target"], table["target_share"], table["participation"], strict=True)
+    ]
+    return table
+
+
+def token_table(data: xr.Dataset) -> pd.DataFrame:
+    """One row per distinct key token, most attended first; `Profile.tokens` documents the columns."""
+    import pandas as pd
+
+    share = received_share(data).mean(axis=(1, 2))  # (text, key)
+    tokens, valid = data["key_token"].values, valid_keys(data)
+    text, position = np.nonzero(valid)
+    rows = pd.DataFrame(
+        {
+            "token": tokens[valid],
+            "share": share[valid],
+            "keys": 1 / valid.sum(1)[text],
+            "text": text,
+            "position": position,
+        }
+    )
+    best = rows.sort_values("share", ascending=False).drop_duplicates("token").set_index("token")
+    kinds = rows.groupby("token", sort=False)
+    table = pd.DataFrame({"share": kinds["share"].sum(), "count": kinds.size(), "keys": kinds["keys"].sum()})
+    table["lift"] = table["share"] / table["keys"]
+    table["share"] /= data.sizes["text"]
+    table[["text", "position"]] = best[["text", "position"]]
+    table = table.drop(columns="keys").sort_values("share", ascending=False, kind="stable")
+    return table.reset_index()
+
+
+def destinations(data: xr.Dataset) -> dict[str, np.ndarray]:
+    """Where each head's weight goes, in disjoint shares that add up to all of it; each (text, layer, head).
+
+    A key counts once, under the first name that fits: first (the first token), special (other special
+    tokens), self, previous, next, nearby (within the local window), elsewhere. `sink_logit` is the mass of a
+    learned sink. All are exact from the stored statistics but for one border: the weight on a special token
+    2 to `local_window` tokens away cannot be told from its neighbours' unless `weights` are kept, so the
+    remaining neighbourhood of those few queries counts as elsewhere.
+    """
+    special = special_keys(data)
+    texts = [_text_destinations(data.isel(text=text), special[text]) for text in range(data.sizes["text"])]
+    return {name: np.stack([shares[name] for shares in texts]) for name in texts[0]}
+
+
+def _text_destinations(one: xr.Dataset, special: np.ndarray) -> dict[str, np.ndarray]:
+    n_queries, n_keys, window = int(one["n_queries"]), int(one["n_keys"]), int(one.attrs["local_window"])
+    special = special[:n_keys] & (np.arange(n_keys) > 0)
+    taken = special | (np.arange(n_keys) == 0)
+    own = np.arange(n_queries) + (n_keys - n_queries if one.attrs["causal"] else 0)  # each query's own key
+
+    def queries(name: str) -> np.ndarray:
+        return np.nan_to_num(one[name].values[..., :n_queries].astype(np.float64))
+
+    received = np.nan_to_num(one["received"].values[..., :n_keys].astype(np.float64))
+    sums = {"first": received[..., 0], "special": received[..., special].sum(-1)}
+    for name, offset in (("self", 0), ("previous", -1), ("next", 1)):
+        key = own + offset
+        counts = (key >= 0) & (key < n_keys)
+        counts[counts] = ~taken[key[counts]]
+        sums[name] = queries(name)[..., counts].sum(-1)
+
+    sums["nearby"] = np.zeros(received.shape[:-1])
+    if np.isfinite(one["local"].values).any():  # not between two texts, where nothing is near
+        nearby = queries("local") - queries("self") - queries("previous") - queries("next")
+        nearby -= np.where((own >= 2) & (own <= window), queries("sink"), 0)
+        away = np.abs(own[:, None] - np.flatnonzero(special)[None, :])
+        close = (away >= 2) & (away <= window)
+        weights = one["weights"].values[..., :n_queries, :n_keys][..., special] if "weights" in one else None
+        if weights is not None and np.isfinite(weights).all():
+            nearby -= (weights * close).sum(-1)
+        else:
+            nearby[..., close.any(1)] = 0
+        sums["nearby"] = np.maximum(nearby, 0).sum(-1)
+    sums["elsewhere"] = received.sum(-1) - sum(sums.values())
+    sums["sink_logit"] = queries("sink_mass").sum(-1) if "sink_mass" in one else np.zeros(received.shape[:-1])
+    return {name: np.maximum(total, 0) / n_queries for name, total in sums.items()}
+
+
+def valid_queries(data: xr.Dataset) -> np.ndarray:
+    """Which queries belong to the text, (text, query)."""
+    return np.arange(data.sizes["query"]) < data["n_queries"].values[:, None]
+
+
+def valid_keys(data: xr.Dataset) -> np.ndarray:
+    """Which keys belong to the text, (text, key)."""
+    return np.arange(data.sizes["key"]) < data["n_keys"].values[:, None]
+
+
+def special_keys(data: xr.Dataset) -> np.ndarray:
+    """Which keys are special tokens such as [SEP], (text, key)."""
+    return np.isin(data["key_token"].values.astype(str), data.attrs["special_tokens"]) & valid_keys(data)
+
+
+def received_share(data: xr.Dataset) -> np.ndarray:
+    """Share of a text's attention that each key receives, (text, layer, head, key); 0 beyond the text."""
+    received = np.nan_to_num(data["received"].values.astype(np.float64))
+    return received / data["n_queries"].values[:, None, None, None]
+
+
+def mean_over_queries(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Mean over the kept, defined queries of each text and head: (…, query), (text, query) -> (…)."""
+    return _mean(values, np.isfinite(values) & keep[:, None, None, :], axis=-1)
+
+
+def over_texts(values: np.ndarray) -> np.ndarray:
+    """Mean over the texts where the value is defined: (text, …) -> (…)."""
+    return _mean(values, np.isfinite(values), axis=0)
+
+
+def readable(token: str) -> str:
+    """A token as one would print it: the tokenizers' marks for a space are taken off."""
+    plain = token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
+    return plain.strip() or ("⏎" if "\n" in plain else "␣")
+
+
+def _mean(values: np.ndarray, keep: np.ndarray, axis: int) -> np.ndarray:
+    """Mean of what is kept, NaN (and no warning) where nothing is."""
+    count = keep.sum(axis)
+    total = np.where(keep, values, 0).sum(axis, dtype=np.float64)
+    return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
+
+
+def _top_keys(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Position, token and share of the key that each head attends to most, in whichever text it is."""
+    share = np.moveaxis(received_share(data), 0, 2)  # (layer, head, text, key)
+    share = share.reshape(-1, data.sizes["text"] * data.sizes["key"])
+    best = share.argmax(1)
+    text, key = np.divmod(best, data.sizes["key"])
+    return key, data["key_token"].values[text, key], share[np.arange(len(best)), best]
+
+
+def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[float]]:
+    """The target that describes each head best, and its share (NaN when it has none: "spread")."""
+    labels, shares = _token_shares(data)
+    for name in ("self", "previous", "next"):
+        labels.append(name)
+        shares = np.column_stack([shares, np.nan_to_num(table[name].to_numpy())])
+    if "sink_mass" in data:
+        labels.append("learned sink")
+        taken = over_texts(mean_over_queries(data["sink_mass"].values, valid_queries(data)))
+        shares = np.column_stack([shares, taken.ravel()])
+    best, neighbourhood = shares.argmax(1), f"local ±{data.attrs['local_window']}"
+    # In a short text every key is near: a neighbourhood must take clearly more than its uniform share.
+    local = np.where(table["local"] >= 1.5 * _uniform_local(data), table["local"], 0)
+    targets, target_shares = [], []
+    for row, column in enumerate(best):
+        share = float(shares[row, column])
+        if share < TARGET_SHARE and local[row] >= LOCAL_SHARE:
+            targets.append(neighbourhood)
+            target_shares.append(float(local[row]))
+        elif share >= FAINT_SHARE:
+            targets.append(labels[column])
+            target_shares.append(share)
+        else:
+            targets.append("spread")
+            target_shares.append(float("nan"))
+    return targets, target_shares
+
+
+def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
+    """Share of each head's weight on the first token and on each kind of token: labels, (layer·head, label).
+
+    The first token is a target of its own unless it is special: then its name says more.
+    """
+    share, valid, special = received_share(data), valid_keys(data), special_keys(data)
+    texts, heads = data.sizes["text"], share.shape[1] * share.shape[2]
+    plain_first = ~special[:, 0]
+    kinds = [str(token) for token in np.unique(data["key_token"].values[valid].astype(str))]
+    number = {token: index for index, token in enumerate(kinds)}
+    total, occupied = np.zeros((heads, len(kinds))), np.zeros(len(kinds))
+    for text in range(texts):
+        positions = np.flatnonzero(valid[text])[int(plain_first[text]) :]
+        index = np.array([number[token] for token in data["key_token"].values[text, positions]], int)
+        for head, row in enumerate(share[text].reshape(heads, -1)):
+            total[head] += np.bincount(index, row[positions], len(kinds)) / texts
+        occupied += np.bincount(index, minlength=len(kinds)) / valid[text].sum() / texts
+    is_special = np.isin(kinds, data.attrs["special_tokens"])
+    total[:, ~is_special] *= total[:, ~is_special] >= LIFT * occupied[~is_special]
+    first = (share[..., 0] * plain_first[:, None, None]).mean(0).reshape(-1, 1)
+    labels = [token if known else f"“{readable(token)}”" for token, known in zip(kinds, is_special, strict=True)]
+    return ["first token", *labels], np.hstack([first, total])
+
+
+def _uniform_local(data: xr.Dataset) -> float:
+    """The mass that uniform attention would put inside the local window."""
+    window, shares = int(data.attrs["local_window"]), []
+    for n_queries, n_keys in zip(data["n_queries"].values, data["n_keys"].values, strict=True):
+        query = np.arange(n_queries)
+        if data.attrs["causal"]:
+            seen = query + 1 + n_keys - n_queries
+            shares.append((np.minimum(seen, window + 1) / np.maximum(seen, 1)).mean())
+        else:
+            low, high = np.maximum(query - window, 0), np.minimum(query + window, n_keys - 1)
+            shares.append((np.maximum(high - low + 1, 0) / n_keys).mean())
+    return float(np.mean(shares))

@@ -1,0 +1,188 @@
+"""What a report embeds: exact summaries as JSON, long curves and maps as deflated integers in base64."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.profiler import tables
+from qkv.view import style
+from qkv.view.findings import findings, headline
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from qkv.profiler.data import Profile
+
+RECEIVED_CELLS = 1_200_000  # received attention per head: this many values in all, binned when there are more
+CURVE_CELLS = 600_000  # entropy, distance and sink along the text, together
+CURVE_BINS = 256  # no chart is wider
+MAP_CELLS = 48_000_000  # dense maps at one byte a weight, before compression
+CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
+HEAD_COLUMNS = (
+    *("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread"),
+    *("participation", "sink_share", "top_key", "top_key_token", "top_key_share", "target_share", "goes_to"),
+)
+
+
+def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The page's JSON, and its base64 blobs by element id."""
+    views = sum(data.sizes["text"] for data in profile.groups.values())
+    maps_left, blobs, groups = MAP_CELLS, dict[str, str](), list[dict[str, Any]]()
+    for name, data in profile.groups.items():
+        texts = []
+        for text in range(data.sizes["text"]):
+            place = f"{len(groups)}-{text}"
+            one = trimmed(data, text)
+            view, curves = _view(one, views)
+            blobs[f"curves-{place}"] = curves
+            maps = one["weights"] if "weights" in one and np.isfinite(one["weights"].values).all() else None
+            view["maps"] = "none" if maps is None else "left out" if maps.size > maps_left else "kept"
+            if maps is not None and view["maps"] == "kept":
+                maps_left -= maps.size
+                blobs[f"maps-{place}"] = json.dumps([_map(w) for w in maps.values.reshape(-1, *maps.shape[3:])])
+            texts.append(view)
+        groups.append(
+            {
+                "name": name,
+                "causal": bool(data.attrs["causal"]),
+                "window": int(data.attrs["local_window"]),
+                "layers": data["layer"].values.tolist(),
+                "heads": data["head"].values.tolist(),
+                "modules": data["module"].values.tolist(),
+                "texts": texts,
+            }
+        )
+    page = {
+        "attrs": profile.attrs,
+        "main": list(profile.groups).index(profile.main),
+        "groups": groups,
+        "statistics": {name: statistic._asdict() for name, statistic in style.STATISTICS.items()},
+        "destinations": [
+            {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
+            for name, (label, colour) in style.DESTINATIONS.items()
+        ],
+        "ramp": {"light": style.RAMP, "dark": style.RAMP_DARK},
+    }
+    return page, blobs
+
+
+def trimmed(data: xr.Dataset, text: int) -> xr.Dataset:
+    """One text, without the padding after its last query and key."""
+    lengths = int(data["n_queries"][text]), int(data["n_keys"][text])
+    return data.isel(text=[text], query=slice(lengths[0]), key=slice(lengths[1]))
+
+
+def display(tokens: list[str]) -> list[str]:
+    """Tokens as text that can be set in a row: tokenizers' marks become spaces and line breaks."""
+    if any(token.startswith(("Ġ", "▁")) for token in tokens):
+        return [token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for token in tokens]
+    if any(token.startswith((" ", "\n")) for token in tokens):
+        return list(tokens)
+    return [_piece(token) for token in tokens]
+
+
+def _piece(token: str) -> str:
+    """A token of a tokenizer that marks the inside of words ("##") and drops the spaces between them."""
+    if token.startswith("##") and len(token) > 2:
+        return token[2:]
+    return token if token in CLOSING else f" {token}"
+
+
+def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
+    """One text of one group."""
+    heads = tables.head_table(one)
+    n_heads = len(heads)
+    n_queries, n_keys = one.sizes["query"], one.sizes["key"]
+    received = tables.received_share(one)[0]
+    bins = {
+        "received": min(n_keys, max(64, RECEIVED_CELLS // (views * n_heads))),
+        "curve": min(n_queries, CURVE_BINS, max(32, CURVE_CELLS // (3 * views * n_heads))),
+    }
+    packed = _Packed()
+    packed.add("received", binned(received, bins["received"]), "log")
+    packed.add("layers", received.mean(1), "log")
+    packed.add("mean", received.mean((0, 1)), "log")
+    for name in ("entropy", "distance", "sink"):
+        values = one[name].values[0]
+        if np.isfinite(values).any():
+            packed.add(name, binned(values, bins["curve"]), "linear")
+    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # a mask is the same for all heads of a layer
+    packed.add("uniform", binned(uniform, bins["curve"]), "linear")
+    keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
+    tokens = tables.token_table(one).head(25)
+    view = {
+        "n_queries": n_queries,
+        "n_keys": n_keys,
+        "headline": headline(one, heads),
+        "findings": [found._asdict() for found in findings(one, heads)],
+        "heads": {name: _plain(heads[name].tolist()) for name in HEAD_COLUMNS},
+        "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
+        "keys": keys,
+        "queries": None if keys == queries else queries,
+        "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift")},
+        "bins": bins,
+        "arrays": packed.index,
+    }
+    return view, packed.base64()
+
+
+class _Packed:
+    """Arrays of 16-bit integers, end to end; each remembers how to read its integers as numbers."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, dict[str, Any]] = {}
+        self._parts: list[np.ndarray] = []
+
+    def add(self, name: str, values: np.ndarray, scale: str) -> None:
+        """Codes 1 to 65534 span the values (their logarithms for "log"); 0 is zero or less, 65535 is NaN."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            numbers = np.log(values) if scale == "log" else np.asarray(values, np.float64)
+        finite = np.isfinite(numbers)
+        low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else (0.0, 0.0)
+        step = (high - low) / 65533 or 1.0
+        codes = np.where(finite, np.rint((np.where(finite, numbers, low) - low) / step) + 1, 0)
+        codes[np.isnan(values)] = 65535
+        self.index[name] = {
+            "shape": values.shape, "start": sum(map(len, self._parts)), "scale": scale, "low": low, "step": step,
+        }  # fmt: skip
+        self._parts.append(codes.astype(np.uint16).ravel())
+
+    def base64(self) -> str:
+        """All low bytes, then all high bytes: the high ones repeat, and deflate well."""
+        codes = np.concatenate(self._parts)
+        planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
+        return _deflated(planes)
+
+
+def binned(values: np.ndarray, bins: int) -> np.ndarray:
+    """Means over `bins` bins of the last axis, bin b from ⌊b·n/bins⌋; NaN only where a whole bin is."""
+    length = values.shape[-1]
+    if bins >= length:
+        return values
+    starts = np.arange(bins) * length // bins
+    finite = np.isfinite(values)
+    total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), starts, axis=-1)
+    count = np.add.reduceat(finite, starts, axis=-1, dtype=np.int64)
+    return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+
+
+def _map(weights: np.ndarray) -> str:
+    return _deflated(np.rint(np.clip(weights, 0, 1) * 255).astype(np.uint8))
+
+
+def _deflated(values: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 6)).decode("ascii")
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    """Numbers to six digits, for size; None for what JSON has no word for."""
+    return [
+        (float(f"{value:.6g}") if math.isfinite(value) else None) if isinstance(value, float) else value
+        for value in values
+    ]

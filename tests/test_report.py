@@ -1,0 +1,276 @@
+"""The report: one file, small, safe against its own tokens, and alive in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import profile_fixture as made
+from qkv.errors import InputError
+from qkv.profiler import tables
+from qkv.profiler.data import Profile
+from qkv.view import report
+from qkv.view.payload import binned, display
+
+HOSTILE = [
+    "</script><script>document.documentElement.dataset.pwned='1'</script>",
+    "<img src=x onerror=\"document.documentElement.dataset.pwned='1'\">",
+    "<!--",
+    "\u2028\u2029",
+    "{{script}}",
+    "&lt;b&gt;",
+    "'\"`${1+1}`",
+]
+
+
+def hostile() -> Profile:
+    """A profile whose every string is an attack."""
+    weights = made.softmax(np.random.default_rng(0).normal(size=(2, 3, 7, 7)))
+    data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]), name="self")
+    attrs = {"model": HOSTILE[0], "text_preview": HOSTILE[1], "command": HOSTILE[0], "versions": {"x": HOSTILE[1]}}
+    return Profile({"self": data}, attrs)
+
+
+def page_of(html: str) -> dict:
+    return json.loads(re.search(r'id="page">(.*?)</script>', html, re.S)[1])
+
+
+def decoded(html: str, place: str, view: dict) -> dict[str, np.ndarray]:
+    """The curves of a view, read back the way the page does."""
+    text = re.search(rf'id="curves-{place}">(.*?)</script>', html, re.S)[1]
+    low_bytes, high_bytes = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8).reshape(2, -1)
+    codes = low_bytes.astype(np.int64) + 256 * high_bytes.astype(np.int64)
+    arrays = {}
+    for name, at in view["arrays"].items():
+        part = codes[at["start"] : at["start"] + int(np.prod(at["shape"]))].reshape(at["shape"])
+        number = at["low"] + (part - 1) * at["step"]
+        value = np.where(part == 0, 0, np.exp(number)) if at["scale"] == "log" else number
+        arrays[name] = np.where(part == 65535, np.nan, value)
+    return arrays
+
+
+# ---- what the file holds --------------------------------------------------------------------------------------
+
+
+def test_numbers_come_back_from_the_page() -> None:
+    profile = made.minilm()
+    html = report.render(profile)
+    view = page_of(html)["groups"][0]["texts"][0]
+    heads = profile.heads()
+    for name in ("entropy", "entropy_ratio", "sink", "distance", "top_key_share"):
+        np.testing.assert_allclose(view["heads"][name], heads[name], rtol=1e-5)
+    assert view["heads"]["goes_to"] == list(heads["goes_to"])
+    arrays = decoded(html, "0-0", view)
+    received = tables.received_share(profile.data)[0]
+    half = {name: 0.501 * at["step"] for name, at in view["arrays"].items()}  # half a step, and rounding
+    np.testing.assert_allclose(np.log(arrays["received"]), np.log(received), rtol=0, atol=half["received"])
+    np.testing.assert_allclose(np.log(arrays["mean"]), np.log(received.mean((0, 1))), rtol=0, atol=half["mean"])
+    np.testing.assert_allclose(arrays["entropy"], profile.data["entropy"][0], rtol=0, atol=half["entropy"])
+    maps = json.loads(re.search(r'id="maps-0-0">(.*?)</script>', html, re.S)[1])
+    n = view["n_keys"]
+    byte = np.frombuffer(zlib.decompress(base64.b64decode(maps[17])), np.uint8).reshape(n, n)
+    np.testing.assert_allclose(byte / 255, profile.data["weights"][0, 1, 5], atol=0.5 / 255 + 1e-6)
+
+
+def test_every_text_of_every_group_is_there_without_padding() -> None:
+    page = page_of(report.render(made.encoder_decoder()))
+    sizes = {g["name"]: [(t["n_queries"], t["n_keys"]) for t in g["texts"]] for g in page["groups"]}
+    assert sizes == {"encoder": [(8, 8), (5, 5)], "decoder": [(6, 6), (4, 4)], "cross": [(6, 8), (4, 5)]}
+    assert page["main"] == 1
+    assert page["groups"][2]["texts"][0]["queries"] == ["<pad>", " The", " house", " is", " old", "."]
+
+
+def test_a_long_text_stays_small() -> None:
+    html = report.render(made.long())
+    assert len(html.encode()) < 5e6
+    view = page_of(html)["groups"][0]["texts"][0]
+    assert view["maps"] == "none"
+    assert view["bins"] == {"received": 8192, "curve": 256}
+    entropy = made.long().data["entropy"].values[0]
+    np.testing.assert_allclose(
+        decoded(html, "0-0", view)["entropy"], entropy.reshape(6, 6, 256, 32).mean(-1), atol=2e-4
+    )
+
+
+def test_what_is_undefined_or_zero_stays_so() -> None:
+    data = made.gpt().data.copy(deep=True)
+    data["entropy"][0, 1, 2, 7] = np.nan
+    data["received"][0, 0, 0, 5] = 0
+    html = report.render(Profile({"self": data}))
+    arrays = decoded(html, "0-0", page_of(html)["groups"][0]["texts"][0])
+    assert np.argwhere(np.isnan(arrays["entropy"])).tolist() == [[1, 2, 7]]
+    assert np.argwhere(arrays["received"] == 0).tolist() == [[0, 0, 5]]
+
+
+def test_bins_cover_every_position_once() -> None:
+    values = np.arange(23.0)[None]
+    starts = [b * 23 // 5 for b in range(6)]
+    expected = [values[0, a:b].mean() for a, b in pairwise(starts)]
+    np.testing.assert_allclose(binned(values, 5)[0], expected)
+    values[0, 3:5] = np.nan
+    assert binned(values, 5)[0, 0] == pytest.approx(1.0)
+    assert binned(values, 99) is values
+
+
+def test_tokens_read_as_text() -> None:
+    assert "".join(display(["[CLS]", "the", "gu", "##lls", ",", "he", "."])) == " [CLS] the gulls, he."
+    assert "".join(display(["Once", "Ġupon", "Ċ", "a"])) == "Once upon\na"
+    assert "".join(display(["▁Das", "▁Haus", "."])) == " Das Haus."
+    assert "".join(display(["Once", " upon", "\n"])) == "Once upon\n"
+    assert "".join(display(["one", "two"])) == " one two"
+
+
+def test_nothing_in_the_file_is_markup_but_the_template() -> None:
+    html = report.render(hostile())
+    assert html.count("<script") == report._asset("report.html").count("<script") + 2  # curves and maps
+    assert "<img" not in html
+    assert "<!--" not in html
+    assert "\u2028" not in html
+    assert [token.strip() for token in page_of(html)["groups"][0]["texts"][0]["keys"]] == [t.strip() for t in HOSTILE]
+
+
+def test_only_the_page_own_script_and_style_may_run() -> None:
+    html = report.render(made.gpt())
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        content = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.S)[1]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    loaded = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)|@import|https?://[^"\s]*', html)
+    assert {part for match in loaded for part in match if part} == {"#heads"}
+    assert "innerHTML" not in html
+
+
+def test_the_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = made.gpt().report(tmp_path / "report.html")
+    assert path == tmp_path / "report.html"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+    with pytest.raises(InputError, match=r"the folder .* does not exist"):
+        made.gpt().report(tmp_path / "nowhere" / "report.html")
+    with pytest.raises(InputError, match="is a folder"):
+        made.gpt().report(tmp_path)
+
+
+# ---- what a browser makes of it -------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to open the page")
+
+
+def opened(path: Path, profile_folder: Path) -> tuple[dict[str, str], str]:
+    """The root element's data attributes once the page has settled, and the document as HTML."""
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={profile_folder}", "--virtual-time-budget=4000", "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    root = re.search(r"<html[^>]*>", done.stdout)[0]
+    return dict(re.findall(r'data-([\w-]+)="([^"]*)"', root)), done.stdout
+
+
+@in_browser
+@pytest.mark.parametrize(
+    "make", [made.gpt, made.encoder_decoder, made.long, lambda: made.gpt(61, True)],
+    ids=["causal", "three groups", "long", "learned sink"],
+)  # fmt: skip
+def test_the_page_comes_up_without_errors(tmp_path: Path, make: object) -> None:
+    profile = make()  # type: ignore[operator]
+    state, dom = opened(profile.report(tmp_path / "report.html"), tmp_path / "browser")
+    assert state == {"ready": "1"}
+    heads = profile.heads()
+    assert dom.count('role="gridcell"') == len(heads)
+    assert "Most attended tokens" in dom
+    assert 'class="curve"' in dom
+
+
+@in_browser
+def test_hostile_tokens_do_nothing(tmp_path: Path) -> None:
+    state, dom = opened(hostile().report(tmp_path / "report.html"), tmp_path / "browser")
+    assert state == {"ready": "1"}
+    assert "&lt;img src=x onerror=" in dom
+    assert "<img" not in dom
+
+
+DRIVER = """
+;(async () => {
+  const said = {}, root = document.documentElement;
+  while (root.dataset.ready !== "1") await new Promise((resolve) => setTimeout(resolve, 20));
+  const settle = () => new Promise((resolve) => setTimeout(resolve, 150));
+  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+  const title = () => document.querySelector("#card h3").textContent;
+  document.querySelector('[data-layer="1"][data-head="3"]').click(); await settle();
+  said.clicked = title();
+  document.querySelector('[data-layer="1"][data-head="3"]').focus();
+  press("ArrowDown"); press("ArrowLeft"); await settle();
+  said.arrows = title();
+  said.focused = document.activeElement.getAttribute("aria-label");
+  document.querySelector('[data-key="on"]').focus();
+  document.querySelector('[data-key="on"]').click(); await settle();
+  said.stepped = title();
+  said.kept = document.activeElement.dataset.key;
+  const choose = document.querySelector("#statistic");
+  choose.value = "distance"; choose.dispatchEvent(new Event("change"));
+  said.cell = document.querySelector('[data-layer="0"][data-head="0"]').getAttribute("aria-label");
+  document.querySelector('[data-key="choice-Shade by attention received from-head"]').click(); await settle();
+  document.querySelector('[data-at="9"]').click(); await settle();
+  said.asked = document.querySelector("#reading .readout").textContent;
+  said.shaded = document.querySelector(".asked").dataset.at;
+  document.querySelector(".map").focus(); press("ArrowDown"); press("ArrowRight");
+  said.map = document.querySelector(".dense output").textContent;
+  document.querySelector('[data-key="sort-sink"]').click();
+  said.sorted = document.querySelector("#head-table tbody th").textContent;
+  said.order = document.querySelector('#head-table [aria-sort="descending"]').textContent;
+  const light = getComputedStyle(root).backgroundColor;
+  document.querySelector("#theme").click(); await settle();
+  said.dark = light !== getComputedStyle(root).backgroundColor;
+  root.dataset.said = JSON.stringify(said);
+})();
+"""
+
+
+@in_browser
+def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asset = report._asset
+    monkeypatch.setattr(report, "_asset", lambda name: asset(name) + (DRIVER if name == "report.js" else ""))
+    profile = made.gpt()
+    state, _ = opened(profile.report(tmp_path / "report.html"), tmp_path / "browser")
+    assert "error" not in state
+    said = json.loads(state["said"].replace("&quot;", '"').replace("&nbsp;", " ").replace("\u00a0", " "))
+    heads = profile.heads()
+    assert said["clicked"] == "Layer 1 · head 3"
+    assert said["arrows"] == "Layer 2 · head 2"
+    assert said["focused"].startswith("Layer 2, head 2: ")
+    assert said["stepped"] == "Layer 2 · head 3"
+    assert said["kept"] == "on"
+    assert said["cell"] == f"Layer 0, head 0: {heads['distance'][0]:.1f} tokens; first token 99 %"
+    assert said["asked"].startswith("Shaded: where “wards” (position 9) of L2 · H3 looks.")
+    assert said["shaded"] == "9"
+    weight = float(profile.data["weights"][0, 2, 3, 1, 1])
+    assert said["map"] == f"query 1 “upon” → key 1 “upon” · {100 * round(weight * 255) / 255:.1f} %"
+    best = heads.loc[heads["sink"].idxmax()]
+    assert said["sorted"] == f"L{best['layer']} · H{best['head']}"
+    assert said["order"] == "First token"
+    assert said["dark"] is True
+
+
+@in_browser
+def test_an_old_browser_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asset = report._asset
+    remove = "delete globalThis.DecompressionStream;\n"
+    monkeypatch.setattr(report, "_asset", lambda name: asset(name) + (remove if name == "report_data.js" else ""))
+    state, dom = opened(made.gpt().report(tmp_path / "report.html"), tmp_path / "browser")
+    assert "DecompressionStream" in state["error"]
+    assert "Please open it in a browser of 2023 or later" in dom
