@@ -239,17 +239,19 @@ def _read_mask(given: Any, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias,
         return None, (), None
     if isinstance(given, LazyMask):
         return given.mask, (), given.keys
-    if not isinstance(given, Tensor) or given.ndim != 4:
+    known = isinstance(given, Tensor) and given.ndim == 4 and (given.dtype == torch.bool or given.is_floating_point())
+    if not known:
         raise InputError(
-            f"the model passes an attention mask that is {_brief(given)}, expected a tensor of 4 dimensions"
+            f"the model passes an attention mask that is {_brief(given)}, "
+            "expected a tensor of 4 dimensions, bool or float"
         )
     given = given[..., :n_keys]
     if given.dtype == torch.bool:
         return as_mask(given), (), None
     hidden = given <= torch.finfo(given.dtype).min / 2  # models hide pairs by the lowest float as well as by −inf
-    if not bool(given.masked_fill(hidden, 0).any()):
-        return as_mask(~hidden), (), None
-    return None, (biases.Dense(given.masked_fill(hidden, -torch.inf)),), None
+    bias = given.masked_fill(hidden, 0)
+    mask = as_mask(~hidden) if bool(hidden.any()) else None
+    return mask, (biases.Dense(bias),) if bool(bias.any()) else (), None
 
 
 def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:

@@ -61,8 +61,9 @@ class Profile:
             "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
             `lse`, `sink` (weight on the text's first token), `self`, `previous`, `next`, `local` (mass within
             `attrs["local_window"]` tokens), `distance` and `spread` (tokens), `participation` (effective
-            number of keys), `visible` (how many keys the query may attend to); over (text, layer, head, key): `received` (the sum of the column). `weights`
-            (text, layer, head, query, key) is kept for short texts, and `sink_mass` for learned sinks.
+            number of keys), `visible` (how many keys the query may attend to); over (text, layer, head, key):
+            `received` (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts,
+            and `sink_mass` for learned sinks.
             Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `previous`, `next`,
             `local` and `distance` where queries and keys are different texts.
         attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
