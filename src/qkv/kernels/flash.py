@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +26,7 @@ from qkv.scores import Dot
 from qkv.tiles import Call, at_least_float32, classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
+SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 
 
@@ -101,6 +102,7 @@ class Part:
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     allowed: Bool[Tensor, "b h q k"] | None = None
+    pattern: Float[Tensor, "1 1 q k"] | None = None  # additive; every row sees a key and every key is seen
     count: int = 1
     step: int = 0
 
@@ -137,44 +139,56 @@ class Part:
 Block = list[Part]  # parts that share their rows; their results merge
 
 
-def blocks(mask: Mask | None, grid: Grid, *, batched: bool = True) -> Iterator[Block]:
-    """The calls that cover what `mask` shows. `batched` lets repeated patterns share one call."""
+def blocks(mask: Mask | None, grid: Grid, dtype: torch.dtype, *, biased: bool = False) -> Iterator[Block]:
+    """The calls that cover what `mask` shows; a repeated pattern is one call, unless each has a bias of its own."""
     band = (-math.inf, math.inf) if mask is None else mask.band
     if mask is None or (band is not None and band == (-math.inf, math.inf)):
         yield [Part(slice(0, grid.n_queries), slice(0, grid.n_keys))]
-    elif band is not None and band[0] == 0 and band[1] >= grid.n_keys - 1:
-        yield _causal_block(grid)
-    elif band is not None and batched and math.isfinite(band[0]) and math.isfinite(band[1]):
-        yield from _band_blocks(mask, int(band[0]), int(band[1]), grid)
+    elif band is not None and not biased and band[0] == 0 and band[1] >= grid.n_keys - 1:
+        yield _causal_block(grid.n_queries, grid.offset)
+    elif band is not None and not biased and math.isfinite(band[0]) and math.isfinite(band[1]):
+        yield from _band_blocks(mask, int(band[0]), int(band[1]), grid, dtype)
     else:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
 
 
-def _causal_block(grid: Grid) -> Block:
-    """Keys before query 0 are a full rectangle; the rest is the stock kernel's own causal square."""
-    rows = slice(max(0, -grid.offset), grid.n_queries)
+def _causal_block(n_queries: int, offset: int) -> Block:
+    """Causal over the first `n_queries`: keys before query 0 are a full rectangle, the rest the kernel's own square."""
+    rows = slice(max(0, -offset), n_queries)
     if rows.stop - rows.start == 1:  # decoding: the last query sees everything
-        return [Part(rows, slice(0, grid.n_keys))]
-    lead = max(0, grid.offset)
-    square = Part(rows, slice(lead, grid.n_keys), causal=True)
+        return [Part(rows, slice(0, n_queries + offset))]
+    lead = max(0, offset)
+    square = Part(rows, slice(lead, n_queries + offset), causal=True)
     return [Part(rows, slice(0, lead)), square] if lead else [square]
 
 
-def _band_blocks(mask: Mask, low: int, high: int, grid: Grid) -> Iterator[Block]:
-    """One call for all tiles of rows whose band lies inside the matrix; the edges tile by tile."""
+def _band_blocks(mask: Mask, low: int, high: int, grid: Grid, dtype: torch.dtype) -> Iterator[Block]:
+    """One call for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
     step = TILE // 2 if high - low < TILE else TILE
-    first = max(0, high - grid.offset)
+    first = max(0, high - grid.offset)  # queries before it would see keys before key 0
     last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
-    count = (last - first) // step
+    count, rest = divmod(max(0, last - first), step)
     if count < 2:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
-    rows = slice(first, first + step)
-    keys = slice(first + grid.offset - high, first + grid.offset + step - low)
-    seen = mask.allowed(Region(rows, keys), grid)
-    yield from _tile_blocks(mask, grid, 0, first)
-    yield [Part(rows, keys, allowed=seen, count=count, step=step)]
-    yield from _tile_blocks(mask, grid, first + count * step, grid.n_queries)
+    if low == 0:
+        if first > max(0, -grid.offset):
+            yield _causal_block(first, grid.offset)
+    else:
+        yield from _tile_blocks(mask, grid, 0, first)
+    for start, size, repeats in ((first, step, count), (last - rest, rest, 1)):
+        if size:
+            keys = slice(start + grid.offset - high, start + grid.offset + size - low)
+            pattern = _band_pattern(low, high, size, dtype)
+            yield [Part(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
+    yield from _tile_blocks(mask, grid, last, grid.n_queries)
+
+
+@functools.lru_cache(maxsize=16)
+def _band_pattern(low: int, high: int, step: int, dtype: torch.dtype) -> Float[Tensor, "1 1 q k"]:
+    """0 where low ≤ q − k ≤ high and −inf elsewhere, for `step` queries and all the keys they see."""
+    back = high + torch.arange(step)[:, None] - torch.arange(step + high - low)
+    return torch.zeros(back.shape, dtype=dtype).masked_fill_((back < low) | (back > high), -torch.inf)[None, None]
 
 
 def _tile_blocks(mask: Mask, grid: Grid, start: int, stop: int) -> Iterator[Block]:
@@ -224,7 +238,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        cut = list(blocks(call.mask, call.grid, batched=not call.biases))
+        cut = list(blocks(call.mask, call.grid, at_least_float32(q.dtype), biased=bool(call.biases)))
         part = _fold(q, k, v, cut, call)
         if sink is not None:
             part = part.with_sink(sink[:, None])
@@ -257,8 +271,11 @@ class _Flash(torch.autograd.Function):
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[Block], call: Call) -> Partial:
     if len(cut) == 1 and _covers(cut[0], call.grid):
         return merge(*[_attend(part, q, k, v, call) for part in cut[0]])
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=at_least_float32(q.dtype))
+    covered = sum(len(q[b[0].batch]) * b[0].count * (b[0].rows.stop - b[0].rows.start) for b in cut)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
+    if covered < len(q) * q.shape[2]:
+        out.zero_()
+        lse.fill_(-torch.inf)
     for block in cut:
         whole = merge(*[_attend(part, q, k, v, call) for part in block])
         block[0].put(out, whole.out)
@@ -276,8 +293,7 @@ def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:
     k, v = (without_unseen(part.cut(x, part.keys), part.allowed) for x in (k, v))
     rows = part.cut(q, part.rows)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
-    lost = lse == 0  # also what the stock kernel says of a short row whose scores are all NaN
-    if lost.any() and (lost := lost & rows.isnan().any(-1)).any():
+    if k.shape[2] < SHORT and (lost := rows.isnan().any(-1)).any():
         lse = lse.masked_fill(lost, torch.nan)
         out = out.masked_fill(lost[..., None], torch.nan)
     if hidden is not None:  # the stock kernel says lse = 0 where nothing is visible
@@ -319,6 +335,8 @@ def _scale(call: Call) -> float:
 
 def _added(part: Part, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
     """The additive mask of a part (0 or a bias where visible, −inf where not), and the rows it hides entirely."""
+    if part.pattern is not None:
+        return part.pattern, None
     dtype = at_least_float32(call.q.dtype)
     added = None
     for bias in call.biases:
