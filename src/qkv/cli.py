@@ -225,7 +225,8 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
     for name in ("token", "of all attention", "× its share of the text", "occurs"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for row in result.tokens(most, group).itertuples():
-        table.add_row(Text(repr(row.token)[1:-1]), f"{row.share:.1%}", f"{row.lift:.1f}", str(row.count))
+        token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
+        table.add_row(Text(token), f"{row.share:.1%}", f"{row.lift:.1f}", str(row.count))
     return table
 
 

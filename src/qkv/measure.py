@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -137,6 +137,7 @@ def sweep(
         )
     if queries is not None:
         lse = lse.masked_fill(~queries[:, None], -torch.inf)
+        call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     sums = _Sums(call, mass)
     firsts = torch.as_tensor(first).expand(b).tolist()
     key_heads = call.k.shape[1]
@@ -145,6 +146,8 @@ def sweep(
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
             _sweep_heads(_Part(tiles, lse, mass, firsts[item]), sums)
+    if queries is not None:
+        sums.visible.masked_fill_(~queries[:, None], 0)
     return sums.statistics(call, lse)
 
 
@@ -162,7 +165,7 @@ class _Sums:
         self.received = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float64)
 
     def statistics(self, call: Call, lse: Tensor) -> Statistics:
-        seen = self.total > 0
+        seen = self.total != 0
         total = torch.where(seen, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None

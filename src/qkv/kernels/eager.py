@@ -34,7 +34,7 @@ def run(call: Call) -> tuple[Partial, Float[Tensor, "b h nq nk"]]:
     top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     powers = torch.exp(scores - top)
     total = powers.sum(-1, keepdim=True)
-    seen = total > 0  # a query with nothing visible: weights 0, lse −inf, no NaN
+    seen = total != 0  # a query with nothing visible: weights 0, lse −inf, no NaN (but a NaN query stays NaN)
     safe = torch.where(seen, total, 1.0)
     lse = torch.where(seen, top + torch.log(safe), -torch.inf)[..., 0]
     weights = (powers / safe)[..., : call.k.shape[2]]

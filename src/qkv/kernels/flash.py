@@ -349,9 +349,6 @@ def _added(part: Part, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"]
         added = torch.where(part.allowed, zero, -torch.inf)
     if added is None:
         return None, None
-    seen = added > -torch.inf
-    hidden = ~seen.any(-1)
-    if part.causal:  # rows whose first key that the bias shows comes after their own
-        hidden = hidden | (seen.int().argmax(-1) > torch.arange(part.rows.stop - part.rows.start))
+    hidden = (added == -torch.inf).all(-1)
     size = (*added.shape[:2], part.rows.stop - part.rows.start, part.keys.stop - part.keys.start)
     return added.expand(size), hidden if hidden.any() else None

@@ -83,7 +83,7 @@ def _fold(tiles: ScoreTiles, v: Tensor) -> Partial:
             total = total * shrink + weights.sum(-1)
             acc = acc * shrink[..., None] + tiles.weigh(weights, values)
             top = new
-        seen = total > 0
+        seen = total != 0  # NaN is not nothing
         out[:, :, rows] = acc / torch.where(seen, total, 1.0)[..., None]
         lse[:, :, rows] = torch.where(seen, top + torch.log(torch.where(seen, total, 1.0)), -torch.inf)
     return Partial(out, lse)

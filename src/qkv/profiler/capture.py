@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from qkv import biases
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, choose, eager
-from qkv.masks import Causal, Mask, Window
+from qkv.masks import And, Causal, Dense, Mask, Window
 from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
 from qkv.profiler.hf_masks import LazyMask, lazy_mask
@@ -70,7 +70,9 @@ class Observer:
     local_window: int = 8
     map_tokens: int = 256
     on_call: Callable[[str], None] = lambda module: None
-    query_masks: dict[int, Tensor] = field(default_factory=dict)  # by length, for queries whose keys are others
+    # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
+    query_masks: dict[int, Tensor] = field(default_factory=dict)
+    key_masks: dict[int, Tensor] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
@@ -107,7 +109,7 @@ class Observer:
                 )
         if others.get("dropout"):
             raise InputError(f"{name} applies dropout {others['dropout']} to its weights; profile in evaluation mode")
-        mask, bias, keys = _read_mask(attention_mask, key.shape[2])
+        mask, bias, keys = _read_mask(attention_mask, query.shape[2], key.shape[2])
         if attention_mask is None and query.shape[2] > 1:
             mask = _causality(name, module, others.get("is_causal"))
         if position_bias is not None:
@@ -131,6 +133,8 @@ class Observer:
         if self.layers is not None and layer not in self.layers:
             return
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+        if keys is None and group in ("self", "text", "encoder", "cross"):
+            keys = self.key_masks.get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else self.query_masks.get(n_queries)
         first = 0 if keys is None else keys.to(torch.int8).argmax(1)
         local = {"local": Window(self.local_window + 1, ahead=self.local_window)}
@@ -233,11 +237,16 @@ def _weights(call: Call) -> Tensor:
     return eager.run(replace(call, q=q, k=k, v=v))[1]
 
 
-def _read_mask(given: Any, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
+def _read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
     """Mask, bias and real keys of what the model passes as its attention mask."""
     if given is None:
         return None, (), None
     if isinstance(given, LazyMask):
+        if given.shape[2:] != (n_queries, n_keys):
+            raise InputError(
+                f"the model made an attention mask for {given.shape[2]} queries × {given.shape[3]} keys, "
+                f"but attends with {n_queries} × {n_keys}"
+            )
         return given.mask, (), given.keys
     known = isinstance(given, Tensor) and given.ndim == 4 and (given.dtype == torch.bool or given.is_floating_point())
     if not known:
@@ -265,12 +274,15 @@ def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | N
 
 def _is_causal(mask: Mask | None) -> bool:
     """Whether no query sees a key after it."""
-    if mask is None:
-        return False
-    if mask.band is not None:
-        return mask.band[0] >= 0
-    parts = [getattr(mask, side) for side in ("left", "right") if hasattr(mask, side)]
-    return type(mask).__name__ == "And" and any(_is_causal(p) for p in parts)
+    match mask:
+        case None:
+            return False
+        case And(left, right):
+            return _is_causal(left) or _is_causal(right)
+        case Dense(tensor):
+            n_queries, n_keys = tensor.shape[2:]
+            return n_queries > 1 and not bool(tensor.triu(n_keys - n_queries + 1).any())
+    return mask.band is not None and mask.band[0] >= 0
 
 
 def _group(name: str, model: nn.Module) -> str:
@@ -279,7 +291,8 @@ def _group(name: str, model: nn.Module) -> str:
         return "cross"
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
-        return "encoder" if re.search(r"(^|\.)encoder\.", name) else "decoder"
+        side = re.search(r"(?:^|\.)(encoder|decoder)\.", name)  # the first: a BERT that decodes has an encoder in it
+        return side[1] if side else "decoder"
     towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
     for tower in towers:
         if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.errors import InputError
-from qkv.profiler.data import Profile
 from qkv.profiler.capture import Observer, Record, observe, unobserved
+from qkv.profiler.data import Profile
 from qkv.profiler.models import load
 
 PER_QUERY = {
@@ -97,7 +97,14 @@ def profile(
     runs = []
     with _bar(progress, len(batches)) as step:
         for batch in batches:
-            observer = Observer(model, layers, local_window, map_tokens, query_masks=_query_masks(batch))
+            observer = Observer(
+                model,
+                layers,
+                local_window,
+                map_tokens,
+                query_masks=_real_tokens(batch, "decoder_attention_mask"),
+                key_masks=_real_tokens(batch, "attention_mask"),
+            )
             observer.on_call = lambda module, o=observer: step(len(o.expected))  # type: ignore[misc]
             with observe(observer):
                 model(**batch)
@@ -165,20 +172,21 @@ def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     config: Any = getattr(model, "config", None)
     ids = batch.get("input_ids")
     if ids is not None:
-        if ids.numel() == 0:
+        both = (ids, batch.get("decoder_input_ids", ids))
+        if any(x.numel() == 0 for x in both):
             raise InputError("inputs: no tokens, expected at least one")
-        longest = max(x.shape[1] for x in (ids, batch.get("decoder_input_ids", ids)))
-        limit = getattr(config, "max_position_embeddings", None)
+        longest = max(x.shape[1] for x in both)
+        limit = _positions(model)
         if limit and longest > limit:
             raise InputError(
                 f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; "
                 "expected a shorter text"
             )
-        size = getattr(config, "vocab_size", None)
-        if size and (int(ids.min()) < 0 or int(ids.max()) >= size):
-            raise InputError(
-                f"inputs: token ids lie in {int(ids.min())}..{int(ids.max())}, expected 0..{size - 1} for this model"
-            )
+        for x, vocabulary in zip(both, ("vocab_size", "decoder_vocab_size"), strict=True):
+            size = getattr(config, vocabulary, None) or getattr(config, "vocab_size", None)
+            low, high = map(int, x.aminmax())
+            if size and (low < 0 or high >= size):
+                raise InputError(f"inputs: token ids lie in {low}..{high}, expected 0..{size - 1} for this model")
         if getattr(config, "is_encoder_decoder", False):
             batch.setdefault("decoder_input_ids", ids)
     if "logits_to_keep" in _parameters(model):
@@ -187,16 +195,25 @@ def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
+def _positions(model: nn.Module) -> int | None:
+    """How many tokens the model has positions for, if it says."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number
+    return limit
+
+
 def _parameters(model: nn.Module) -> Collection[str]:
     import inspect
 
     return inspect.signature(model.forward).parameters
 
 
-def _query_masks(batch: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Real tokens among queries by their number, for cross-attention, whose mask speaks of keys only."""
-    mask = batch.get("decoder_attention_mask")
-    return {} if mask is None else {mask.shape[1]: mask.bool()}
+def _real_tokens(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
+    """The real tokens that an attention mask (batch, length) tells, by their number."""
+    mask = batch.get(name)
+    return {} if mask is None or mask.ndim != 2 else {mask.shape[1]: mask.bool()}
 
 
 def _checked(observer: Observer, partial: bool) -> Observer:
@@ -207,10 +224,11 @@ def _checked(observer: Observer, partial: bool) -> Observer:
             f"{type(observer.model).__name__} has attention that did not pass through transformers' attention "
             f"interface: {names}; pass partial=True (--partial) to profile the rest"
         )
-    if not observer.records:
-        raise InputError(
-            f"layers is {sorted(observer.layers or ())}, but the model has attention layers 0..{observer.deepest()}"
-        )
+    if not observer.fired:
+        raise InputError(f"{type(observer.model).__name__} ran none of the attention that qkv can observe")
+    asked = set(observer.layers or ())
+    if asked - set(range(observer.deepest() + 1)):
+        raise InputError(f"layers is {sorted(asked)}, but the model has attention layers 0..{observer.deepest()}")
     return observer
 
 

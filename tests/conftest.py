@@ -1,0 +1,249 @@
+"""What the core's tests share: shapes in signatures are checked, generators are seeded, tolerances come from the dtype.
+
+The import hook must come before the first import of qkv. It covers the core, module by module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from beartype import BeartypeConf, beartype
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CORE = (
+    "errors", "masks", "biases", "scores", "normalizers", "partial", "tiles", "reference", "kernels", "measure",
+    "attention",
+)  # fmt: skip
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
+jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
+
+from qkv import masks, reference  # noqa: E402
+from qkv.normalizers import Softmax  # noqa: E402
+from qkv.scores import Dot  # noqa: E402
+
+torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
+settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("qkv")
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Shapes in signatures are not checked: for wrong input on purpose, and for loops over every pair."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(params=[4, 8, 16])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tiles so small that a handful of tokens makes many of them."""
+    set_tile(monkeypatch, request.param)
+    return request.param
+
+
+@pytest.fixture
+def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 4 × 4."""
+    set_tile(monkeypatch, 4)
+
+
+def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Tiles of `size` in every kernel and in the sweep."""
+    for name in ("qkv.kernels.flash", "qkv.kernels.tiled", "qkv.measure"):
+        monkeypatch.setattr(sys.modules[name], "TILE", size)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed * 7919 + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def triple(
+    b: int = 2, h: int = 6, hkv: int = 2, nq: int = 11, nk: int = 13, d: int = 3, dv: int = 5,
+    *, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k and v; by default no two dimensions are equal, but for the heads of k and the batch."""
+    shapes = ((b, h, nq, d), (b, hkv, nk, d), (b, hkv, nk, dv))
+    q, k, v = (rand(*s, seed=3 * seed + i, dtype=dtype) for i, s in enumerate(shapes))
+    return q.requires_grad_(grad), k.requires_grad_(grad), v.requires_grad_(grad)
+
+
+def close(got: Tensor, want: Tensor | np.ndarray, *, eps: float = 64, dtype: torch.dtype | None = None) -> None:
+    """Equal to within `eps` roundings of the dtype of `got`, relative to 1 or to the number, whichever is larger."""
+    want = torch.as_tensor(want)
+    size = torch.finfo(dtype or got.dtype).eps * eps
+    torch.testing.assert_close(got.double(), want.double(), rtol=size, atol=size)
+
+
+class _Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def largest_tensor(run: Callable[[], object]) -> int:
+    """Numbers in the largest storage that any operation in `run` returns."""
+    with _Largest() as seen:
+        run()
+    return seen.numel
+
+
+# --- oracles ----------------------------------------------------------------------------------------------------------
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask | None = None, bias: Any = None,
+    score: Dot | None = None, normalizer: Softmax | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out, lse and weights by definition, in float64: nothing of `attend` but the arguments."""
+    given = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    sink = None if normalizer is None else normalizer.sink
+    nq, nk = q.shape[2], k.shape[2]
+
+    def bend(s: float, b: int, h: int, i: int, j: int) -> float:
+        for one in given:
+            s = reference.bends(one, s, b, h, i, j)
+        return s
+
+    with unchecked():
+        result = reference.attention(
+            *(x.detach().double().numpy() for x in (q, k, v)),
+            visible=lambda b, h, i, j: reference.sees(mask, b, h, i, j, nq, nk),
+            bend=bend,
+            scale=None if score is None else score.scale,
+            temperature=1.0 if normalizer is None else normalizer.temperature,
+            sink=None
+            if sink is None
+            else np.broadcast_to(sink.detach().double() if isinstance(sink, Tensor) else sink, q.shape[1]),
+        )
+    out, lse, weights = (torch.from_numpy(x) for x in (result.out, result.lse, result.weights))
+    return out, lse, weights
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+MaskMaker = Callable[[int, int, int, int], masks.Mask | None]  # of nq, nk, batch and heads
+
+
+def _ids(nk: int, batch: int) -> Tensor:
+    ids = torch.arange(nk) * 3 // nk
+    return torch.stack([ids.roll(b) - (torch.arange(nk) % 5 == b).long() * 9 for b in range(batch)])
+
+
+def _lengths(nk: int, batch: int) -> list[int]:
+    return [max(1, nk - 5 * b - 2) for b in range(batch)]
+
+
+def _chance(*shape: int) -> Tensor:
+    return rand(*shape, seed=5) > 0.3
+
+
+MASKS: dict[str, MaskMaker] = {
+    "none": lambda nq, nk, b, h: None,
+    "causal": lambda nq, nk, b, h: masks.Causal(),
+    "window": lambda nq, nk, b, h: masks.Window(3),
+    "window of one": lambda nq, nk, b, h: masks.Window(1),
+    "window ahead": lambda nq, nk, b, h: masks.Window(3, ahead=2),
+    "window larger than all": lambda nq, nk, b, h: masks.Window(99, ahead=99),
+    "causal window": lambda nq, nk, b, h: masks.Causal() & masks.Window(4, ahead=3),
+    "prefix": lambda nq, nk, b, h: masks.Prefix(5),
+    "prefix language model": lambda nq, nk, b, h: masks.Prefix(5) | masks.Causal(),
+    "sink and window": lambda nq, nk, b, h: (masks.Prefix(2) & masks.Causal()) | masks.Window(3),
+    "outside the window": lambda nq, nk, b, h: ~masks.Window(2, ahead=2),
+    "padding": lambda nq, nk, b, h: masks.Padding(_lengths(nk, b)),
+    "left padding, causal": lambda nq, nk, b, h: masks.Padding(_lengths(nk, b), "left") & masks.Causal(),
+    "padding, window": lambda nq, nk, b, h: masks.Padding(_lengths(nk, b)) & masks.Window(4),
+    "documents": lambda nq, nk, b, h: masks.Document(_ids(nk, b)),
+    "documents, causal": lambda nq, nk, b, h: masks.Document(_ids(nk, b)) & masks.Causal(),
+    "dense of heads": lambda nq, nk, b, h: masks.Dense(_chance(h, nq, nk)),
+    "dense of items": lambda nq, nk, b, h: masks.Dense(_chance(b, 1, nq, nk)),
+    "dense columns": lambda nq, nk, b, h: masks.Dense(_chance(1, nk)),
+    "dense rows": lambda nq, nk, b, h: masks.Dense(_chance(nq, 1)),
+    "predicate": lambda nq, nk, b, h: masks.Predicate(lambda b, h, q, k: (q + 2 * k + h + b) % 3 > 0),
+    "shifted": lambda nq, nk, b, h: masks.Shifted(masks.Causal(), 1),
+    "nothing": lambda nq, nk, b, h: ~masks.Prefix(nk),
+}
+
+
+def fits(name: str, nq: int, nk: int) -> bool:
+    """Whether the mask of this name can be laid over nq × nk: documents need every query to stand at a key."""
+    return nq <= nk or "document" not in name
+
+
+@st.composite
+def mask_trees(draw: st.DrawFn, nq: int, nk: int, batch: int, heads: int) -> masks.Mask:
+    """Random compositions of every mask, for a grid of these sizes."""
+    size = st.integers(1, nk + 2)
+    bits = st.integers(0, 2**32 - 1)
+
+    def chance(shape: tuple[int, ...], seed: int) -> Tensor:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+
+    shapes = st.sampled_from([
+        (nq, nk), (1, nk), (nq, 1), (heads, nq, nk), (batch, 1, nq, nk), (batch, heads, nq, nk), (batch, 1, 1, nk),
+    ])  # fmt: skip
+    leaves = [
+        st.just(masks.Causal()),
+        st.builds(masks.Window, size, st.integers(0, nk)),
+        st.builds(masks.Prefix, st.integers(0, nk + 2)),
+        st.builds(
+            masks.Padding,
+            st.lists(st.integers(0, nk), min_size=batch, max_size=batch),
+            st.sampled_from(["left", "right"]),
+        ),
+        st.builds(masks.Padding, st.lists(st.integers(0, nk), min_size=1, max_size=1)),
+        st.builds(lambda s, seed: masks.Dense(chance(s, seed)), shapes, bits),
+        st.builds(
+            lambda a, c, m: masks.Predicate(lambda b, h, q, k: (a * q + c * k + h - b) % m != 0),
+            st.integers(1, 3), st.integers(0, 3), st.integers(2, 4),
+        ),
+    ]  # fmt: skip
+    if nq <= nk:
+        ids = st.lists(st.integers(-1, 2), min_size=nk, max_size=nk).map(sorted) | st.lists(
+            st.integers(-1, 2), min_size=nk, max_size=nk
+        )
+        leaves += [st.builds(masks.Document, ids)]
+        leaves += [st.builds(lambda x: masks.Document(torch.tensor(x)), st.lists(ids, min_size=batch, max_size=batch))]
+        offsets = st.integers(0, nk - nq)  # where documents fit, too
+    else:
+        offsets = st.integers(-2, 3)
+
+    def compose(inner: st.SearchStrategy[masks.Mask]) -> st.SearchStrategy[masks.Mask]:
+        return st.one_of(
+            st.builds(lambda a, b: a & b, inner, inner),
+            st.builds(lambda a, b: a | b, inner, inner),
+            st.builds(lambda a: ~a, inner),
+            st.builds(masks.Shifted, inner, offsets),
+        )
+
+    with unchecked():  # beartype looks at random items of a list, which a strategy must not
+        return draw(st.recursive(st.one_of(leaves), compose, max_leaves=4))
+
+
+@st.composite
+def grids(draw: st.DrawFn, most: int = 12) -> masks.Grid:
+    """Small score matrices, with fewer and with more queries than keys."""
+    sizes = [draw(st.integers(1, n)) for n in (2, 3, most, most)]
+    batch, heads, nq, nk = sizes
+    return masks.Grid.of(nq, nk, batch, heads)

@@ -1,0 +1,452 @@
+"""Exact statistics: against materialised weights, against identities that share nothing with the sweep, and as laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import qkv
+from conftest import MASKS, close, fits, largest_tensor, mask_trees, oracle, rand, set_tile, triple, unchecked
+from qkv import InputError, attend, biases, masks, reference
+from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
+from qkv.measure import Statistics, sweep
+from qkv.normalizers import Softmax
+from qkv.scores import Dot
+from qkv.tiles import Call
+
+HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
+TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in ("mass", "sink_mass", "visible")]
+
+
+def wanted(weights: Tensor, lse: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """Every statistic of materialised weights (b, h, nq, nk)."""
+    a = weights.double().numpy()
+    nq, nk = a.shape[2:]
+    stats = reference.statistics(a)
+    out = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+
+    def at(shift: int) -> np.ndarray:
+        near = np.zeros(a.shape[:3])
+        for i in range(nq):
+            j = i + nk - nq + shift
+            if 0 <= j < nk:
+                near[:, :, i] = a[:, :, i, j]
+        return near
+
+    out |= {"sink": a[..., first], "self_": at(0), "previous": at(-1), "next_": at(1), "lse": lse.double().numpy()}
+    assert sorted(out) == sorted(TENSORS)
+    return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in out.items()}
+
+
+def compare(got: Statistics, want: dict[str, Tensor], *, eps: float = 64) -> None:
+    """Relative to 1 or to the number; of the spread it is the square that is resolved."""
+    tokens = want["received"].shape[-1]
+    for name, value in want.items():
+        x = getattr(got, name)
+        assert x.shape == value.shape, name
+        if name == "spread":
+            close(x.square(), value.square(), eps=eps * tokens**2, dtype=x.dtype)
+        else:
+            close(x, value, eps=eps * (tokens if name in ("distance", "received") else 1))
+
+
+# --- against materialised weights -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def small(name: str, heads: str, nq: int, nk: int) -> tuple:
+    h, hkv = HEADS[heads]
+    q, k, v = triple(h=h, hkv=hkv, nq=nq, nk=nk)
+    mask = MASKS[name](nq, nk, 2, h)
+    _, lse, weights = oracle(q, k, v, mask=mask)
+    return q, k, mask, wanted(weights, lse)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("name", "nq", "nk"),
+    [(name, *n) for name in MASKS for n in [(11, 13), (13, 7), (1, 13)] if fits(name, *n)],
+)
+def test_masks_and_heads(heads: str, name: str, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, mask, want = small(name, heads, nq, nk)
+    got = qkv.measure(q, k, mask=mask)
+    compare(got, want)
+    seen = torch.ones(1, 1, nq, nk) if mask is None else mask.dense(nq, nk, batch=2, heads=HEADS[heads][0])
+    assert torch.equal(got.visible, seen.sum(-1).to(got.visible).expand_as(got.visible))
+    for tile, together in ((4, 1), (8, 4)):
+        set_tile(monkeypatch, tile)
+        monkeypatch.setattr(sys.modules["qkv.measure"], "HEADS", together)
+        tiles = qkv.measure(q, k, mask=mask)
+        compare(tiles, want)
+        assert torch.equal(tiles.visible, got.visible)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "window", "padding", "nothing", "dense of heads"])
+@pytest.mark.parametrize("sink", [None, 0.7, "each head", 1e4])
+@pytest.mark.parametrize(
+    "bias",
+    [
+        None,
+        biases.SoftCap(0.8),
+        biases.Dense(rand(6, 11, 13, seed=8)),
+        biases.Dense(torch.where(rand(11, 13, seed=8) > 0, -torch.inf, 0.0)),
+        (biases.Dense(rand(1, 13, seed=8)), biases.SoftCap(0.8)),
+    ],
+    ids=["none", "cap", "dense", "hides", "both"],
+)
+@pytest.mark.usefixtures("tile4")
+def test_biases_sinks_and_temperatures(name: str, sink: float | str | None, bias: object) -> None:
+    q, k, v = triple()
+    sink = rand(6, seed=3) if sink == "each head" else sink
+    asked = {"mask": MASKS[name](11, 13, 2, 6), "bias": bias, "score": Dot(0.9), "normalizer": Softmax(0.7, sink)}
+    _, lse, weights = oracle(q, k, v, **asked)
+    got = qkv.measure(q, k, **asked)
+    compare(got, wanted(weights, lse))
+    if sink is None:
+        assert got.sink_mass is None
+    else:
+        mass = 1 - weights.sum(-1)
+        close(got.sink_mass, torch.where(lse == -torch.inf, 0.0, mass))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["none", "causal", "padding, window"])
+@pytest.mark.usefixtures("tile4")
+def test_dtypes(dtype: torch.dtype, name: str) -> None:
+    """Statistics are float32 of the inputs as they are; the lse of torch's half kernels is good to about 4e-5."""
+    q, k, v = triple(nq=37, nk=41, h=2, hkv=1, dtype=dtype)
+    mask = MASKS[name](37, 41, 2, 2)
+    _, lse, weights = oracle(q, k, v, mask=mask)
+    got = qkv.measure(q, k, mask=mask)
+    assert all(getattr(got, name).dtype == torch.float32 for name in TENSORS)
+    compare(got, wanted(weights, lse), eps=64 if dtype == torch.float32 else 1024)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (63, 63), (65, 65), (65, 257), (257, 65), (300, 300)])
+def test_tiles_as_they_are(nq: int, nk: int) -> None:
+    q, k, v = triple(b=1, h=2, hkv=1, nq=nq, nk=nk)
+    for mask in (None, Causal(), Window(70, ahead=3)):
+        _, lse, weights = attend(q, k, v, mask=mask, kernel="eager", return_lse=True, return_weights=True)
+        compare(qkv.measure(q, k, mask=mask), wanted(weights, lse), eps=256)
+
+
+def test_more_tiles_than_a_row_keeps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row sums are flushed every 64 tiles."""
+    set_tile(monkeypatch, 2)
+    q, k, v = triple(b=1, h=1, hkv=1, nq=5, nk=331)
+    _, lse, weights = attend(q, k, v, kernel="eager", return_lse=True, return_weights=True)
+    compare(qkv.measure(q, k), wanted(weights, lse), eps=256)
+    mass = qkv.measure(q, k, mass={"all": Window(999, ahead=999)}).mass["all"]
+    close(mass, torch.ones(1, 1, 5))
+
+
+@given(st.data())
+def test_random_compositions(data: st.DataObject) -> None:
+    b, hkv, group, nq, nk = (data.draw(st.integers(1, n)) for n in (2, 2, 3, 9, 9))
+    heads = hkv * group
+    q, k, v = triple(b, heads, hkv, nq, nk, seed=data.draw(st.integers(0, 99)))
+    tree = mask_trees(nq, nk, b, heads)
+    mask, part = data.draw(tree), data.draw(tree)
+    sink = data.draw(st.sampled_from([None, 0.3]))
+    _, lse, weights = oracle(q, k, v, mask=mask, normalizer=Softmax(sink=sink))
+    first = data.draw(st.integers(0, nk - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        set_tile(patch, data.draw(st.sampled_from([2, 4])))
+        patch.setattr(sys.modules["qkv.measure"], "HEADS", data.draw(st.sampled_from([1, 4])))
+        got = qkv.measure(q, k, mask=mask, normalizer=Softmax(sink=sink), mass={"part": part}, first=first)
+    compare(got, wanted(weights, lse, first))
+    inside = part.dense(nq, nk, batch=b, heads=heads)
+    close(got.mass["part"], (weights * inside).sum(-1))
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "window", "padding", "dense of heads"])
+@pytest.mark.usefixtures("tile4")
+def test_threads_share_the_work(name: str) -> None:
+    """Blocks of rows run in parallel, and leave the number of threads as they found it."""
+    q, k, v = triple(nq=29, nk=31)
+    mask = MASKS[name](29, 31, 2, 6)
+    _, lse, weights = oracle(q, k, v, mask=mask)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for _ in range(3):
+            got = qkv.measure(q, k, mask=mask, mass={"near": Window(2)})
+            compare(got, wanted(weights, lse))
+            close(got.mass["near"], (weights * Window(2).dense(29, 31)).sum(-1))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_by_hand() -> None:
+    """Four equal keys, causal."""
+    q = k = torch.zeros(1, 1, 4, 2, dtype=torch.float64)
+    got = qkv.measure(q, k, mask=Causal(), normalizer=Softmax(sink=0.0))
+
+    def row(x: Tensor) -> list[float]:
+        return x[0, 0].tolist()
+
+    assert row(got.entropy) == pytest.approx([0, math.log(2), math.log(3), math.log(4)])
+    assert row(got.participation) == pytest.approx([1, 2, 3, 4])
+    assert row(got.distance) == pytest.approx([0, 1 / 2, 1, 3 / 2])
+    assert row(got.spread) == pytest.approx([0, 1 / 2, math.sqrt(2 / 3), math.sqrt(5 / 4)])
+    assert row(got.sink) == row(got.self_) == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert row(got.previous) == pytest.approx([0, 1 / 3, 1 / 4, 1 / 5])
+    assert row(got.next_) == [0, 0, 0, 0]
+    assert row(got.received) == pytest.approx([77 / 60, 47 / 60, 27 / 60, 12 / 60])
+    assert row(got.sink_mass) == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert row(got.lse) == pytest.approx([math.log(n) for n in (2, 3, 4, 5)])
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "padded nan"])
+@pytest.mark.usefixtures("tile4")
+def test_nothing_is_nan(name: str) -> None:
+    """Rows without keys, biases that hide, and NaN in padding give zeros."""
+    q, k, _ = triple()
+    mask, bias = Padding([9, 13], "left") & Causal(), None
+    if name == "mask":
+        mask = ~masks.Prefix(13) | (masks.Shifted(Causal(), -3) & masks.Prefix(6))
+    if name == "bias":
+        bias = biases.Dense(torch.where(torch.arange(13) % 3 == 0, -torch.inf, 0.0).double()[None])
+    if name == "padded nan":
+        k[0, :, :4] = math.nan
+    got = qkv.measure(q, k, mask=mask, bias=bias, mass={"near": Window(2)})
+    for field in TENSORS:
+        x = getattr(got, field)
+        assert not x.isnan().any(), field
+        if field not in ("lse", "received"):
+            assert (x[got.lse == -torch.inf] == 0).all(), field
+    assert not got.mass["near"].isnan().any()
+
+
+# --- what can be asked for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tile4")
+def test_masses_of_sub_masks() -> None:
+    q, k, v = triple()
+    asked = {"mask": Causal(), "normalizer": Softmax(sink=rand(6))}
+    parts: dict[str, Mask] = {
+        "window": Window(3),
+        "prefix": masks.Prefix(5),
+        "chosen": Dense((torch.arange(13) % 3 == 0)[None]),
+        "of heads": Dense(rand(6, 11, 13, seed=3) > 0),
+        "of items": Padding([4, 9]),
+        "every other": Predicate(lambda b, h, q, k: (q - k) % 2 == 0),
+        "outside": ~Causal(),
+    }
+    weights = oracle(q, k, v, **asked)[2]
+    got = qkv.measure(q, k, **asked, mass=parts)
+    assert set(got.mass) == set(parts)
+    for name, part in parts.items():
+        close(got.mass[name], (weights * part.dense(11, 13, batch=2, heads=6)).sum(-1))
+    assert (got.mass["outside"] == 0).all()
+
+
+@pytest.mark.usefixtures("tile4")
+def test_the_first_token_of_each_text() -> None:
+    q, k, v = triple(nq=13, nk=13)
+    mask = Padding([8, 13], "left") & Causal()
+    weights = oracle(q, k, v, mask=mask)[2]
+    got = qkv.measure(q, k, mask=mask, first=torch.tensor([5, 0])).sink
+    close(got, torch.stack([weights[0, ..., 5], weights[1, ..., 0]]))
+    close(qkv.measure(q, k, mask=mask, first=6).sink, weights[..., 6])
+
+
+@pytest.mark.usefixtures("tile4")
+def test_queries_that_do_not_count() -> None:
+    q, k, v = triple()
+    asked = {"mask": Causal(), "normalizer": Softmax(sink=0.4)}
+    counts = rand(2, 11, seed=3) > 0
+    _, lse, weights = oracle(q, k, v, **asked)
+    got = qkv.measure(q, k, **asked, queries=counts, mass={"near": Window(2)})
+    weights = torch.where(counts[:, None, :, None], weights, 0.0)
+    compare(got, wanted(weights, torch.where(counts[:, None], lse, -torch.inf)))
+    for x in (got.sink_mass, got.mass["near"]):
+        assert (x.masked_select(~counts[:, None]) == 0).all()
+        assert (x.masked_select(counts[:, None]) > 0).all()
+
+
+@pytest.mark.usefixtures("tile4")
+def test_nan_where_a_query_does_not_count_stays_there_and_elsewhere_is_said() -> None:
+    q, k, _ = triple()
+    counts = torch.ones(2, 11).bool()
+    counts[0, 7:] = False
+    clean = qkv.measure(q, k, queries=counts)
+    q[0, :, 7:] = math.nan
+    compare(qkv.measure(q, k, queries=counts), {name: getattr(clean, name) for name in TENSORS})
+    spoilt = qkv.measure(q, k)
+    for name in ("entropy", "participation", "distance", "spread", "sink", "lse"):
+        assert getattr(spoilt, name)[0, :, 7:].isnan().all(), name
+        assert not getattr(spoilt, name)[0, :, :7].isnan().any(), name
+
+
+def test_a_known_lse_saves_the_first_pass() -> None:
+    q, k, v = triple()
+    call = Call(q, k, v, Causal())
+    lse = attend(q, k, v, mask=Causal(), return_lse=True)[1]
+    compare(sweep(call, lse), {name: getattr(qkv.measure(q, k, mask=Causal()), name) for name in TENSORS})
+
+
+def test_values_and_gradients_play_no_part() -> None:
+    q, k, v = triple(grad=True)
+    sink = rand(6).requires_grad_()
+    for bias in (None, biases.SoftCap(1.0), biases.Dense(rand(11, 13).requires_grad_())):
+        got = qkv.measure(q, k, v, bias=bias, normalizer=Softmax(sink=sink))
+        assert not any(getattr(got, name).requires_grad for name in [*TENSORS, "sink_mass"])
+        assert torch.equal(got.entropy, qkv.measure(q, k, bias=bias, normalizer=Softmax(sink=sink)).entropy)
+
+
+@pytest.mark.usefixtures("tile4")
+def test_other_items_of_the_batch_do_not_matter() -> None:
+    q, k, _ = triple(b=3)
+    lengths = [13, 5, 9]
+    whole = qkv.measure(q, k, mask=Padding(lengths) & Causal())
+    for i in range(3):
+        alone = qkv.measure(q[i : i + 1], k[i : i + 1], mask=Padding(lengths[i : i + 1]) & Causal())
+        compare(alone, {name: getattr(whole, name)[i : i + 1] for name in TENSORS})
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"mass": {"near": torch.ones(11, 13).bool()}}, r"mass\['near'\] is Tensor, expected a mask from qkv.masks"),
+        ({"mass": {"near": Padding([14])}}, "Padding: lengths lie in 14..14, expected 0..13"),
+        ({"queries": torch.ones(2, 11)}, r"queries is torch.float32 of shape \(2, 11\), expected bool"),
+        ({"queries": torch.ones(2, 13).bool()}, r"queries is torch.bool of shape \(2, 13\).* of shape \(2, 11\)"),
+    ],
+)
+def test_what_measure_refuses(asked: dict, message: str) -> None:
+    with unchecked(), pytest.raises(InputError, match=message):
+        qkv.measure(*triple()[:2], **asked)
+
+
+# --- identities: the same numbers without the sweep -------------------------------------------------------------------
+
+IDENTITY_MASKS = ["none", "causal", "window", "padding", "sink and window", "dense of heads"]
+
+
+@pytest.mark.parametrize("name", IDENTITY_MASKS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.usefixtures("tile4")
+def test_entropy_is_the_lse_less_the_mean_score(name: str, heads: str) -> None:
+    """E_i[s] = scale · q_i · (A K)_i: one pass whose values are the keys."""
+    h, hkv = HEADS[heads]
+    q, k, _ = triple(h=h, hkv=hkv)
+    mask = MASKS[name](11, 13, 2, h)
+    mean, lse = attend(q, k, k, mask=mask, kernel="flash", return_lse=True)
+    want = torch.where(lse == -torch.inf, 0.0, lse - (q * mean).sum(-1) / math.sqrt(3))
+    close(qkv.measure(q, k, mask=mask).entropy, want)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "dense of heads"])
+@pytest.mark.usefixtures("tile4")
+def test_received_is_the_transposed_pass(name: str) -> None:
+    """Keys query the queries with a bias of −lse: exp of that pass's lse. Causal stays so, reversed in time."""
+    n, h = 11, 3
+    q, k, v = triple(h=h, hkv=h, nq=n, nk=n)
+    mask = MASKS[name](n, n, 2, h)
+    lse = attend(q, k, v, mask=mask, return_lse=True)[1]
+    bias = biases.Dense(-lse[:, :, None].flip(3))
+    if name == "dense of heads":
+        mask = Dense(mask.tensor.transpose(2, 3).flip(2, 3))
+    _, back = attend(k.flip(2), q.flip(2), q.flip(2), mask=mask, bias=bias, kernel="flash", return_lse=True)
+    mask = MASKS[name](n, n, 2, h)
+    close(qkv.measure(q, k, mask=mask).received, back.flip(2).exp())
+
+
+@pytest.mark.parametrize("name", IDENTITY_MASKS)
+@pytest.mark.usefixtures("tile4")
+def test_participation_is_a_pass_at_half_the_temperature(name: str) -> None:
+    """The Rényi-2 entropy is 2·lse(s) − lse(2s)."""
+    q, k, v = triple()
+    mask = MASKS[name](11, 13, 2, 6)
+    lse = attend(q, k, v, mask=mask, return_lse=True)[1]
+    twice = attend(q, k, v, mask=mask, normalizer=Softmax(0.5), return_lse=True)[1]
+    want = torch.where(lse == -torch.inf, 0.0, (2 * lse - twice).exp())
+    close(qkv.measure(q, k, mask=mask).participation, want)
+
+
+@pytest.mark.parametrize("part", [Window(2), masks.Prefix(4), masks.Prefix(1) | Window(3), ~Window(2)], ids=str)
+@pytest.mark.usefixtures("tile4")
+def test_a_mass_is_a_ratio_of_two_passes(part: Mask) -> None:
+    """exp(lse over M′ − lse over M), for M′ inside M."""
+    q, k, v = triple()
+    inside, whole = (attend(q, k, v, mask=m, return_lse=True)[1] for m in (part & Causal(), Causal()))
+    close(qkv.measure(q, k, mask=Causal(), mass={"part": part}).mass["part"], (inside - whole).exp())
+
+
+@pytest.mark.usefixtures("tile4")
+def test_the_weight_of_a_named_pair() -> None:
+    """exp(s_ij − lse_i): O(d) each."""
+    q, k, v = triple()
+    lse = attend(q, k, v, mask=Causal(), return_lse=True)[1]
+    keys = k.repeat_interleave(3, 1)
+    got = qkv.measure(q, k, mask=Causal())
+    own = ((q * keys[:, :, 2:]).sum(-1) / math.sqrt(3) - lse).exp()
+    before = ((q * keys[:, :, 1:12]).sum(-1) / math.sqrt(3) - lse).exp()
+    first = ((q * keys[:, :, :1]).sum(-1) / math.sqrt(3) - lse).exp()
+    close(got.self_, own)
+    close(got.previous, before)
+    close(got.sink, first)
+
+
+@pytest.mark.usefixtures("tile4")
+def test_what_is_given_is_received() -> None:
+    q, k, _ = triple()
+    got = qkv.measure(q, k, mask=Window(4), normalizer=Softmax(sink=0.3))
+    close(got.received.sum(-1), (1 - got.sink_mass).sum(-1), eps=256)
+    assert (got.entropy <= math.log(4) + 1e-12).all()
+    assert (got.participation <= 4 + 1e-12).all()
+    assert (got.participation >= 1 - 1e-12).all()
+    assert (got.participation.log() <= got.entropy + 1e-12).all()  # Rényi entropies fall with their order
+
+
+# --- memory and resolution --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [Window(64), Causal()], ids=str)
+def test_linear_memory(mask: Mask) -> None:
+    n = 4096
+    q, k, _ = triple(1, 2, 1, n, n, 8, 8, dtype=torch.float32)
+    largest = largest_tensor(lambda: qkv.measure(q, k, mask=mask, mass={"near": Window(16)}))
+    assert largest <= 4 * 2 * 256 * 256 < n * n / 16
+
+
+def test_spread_is_resolved_as_documented() -> None:
+    """Two keys share the weight, 5,000 tokens from the start: float32 resolves the square of the spread to 0.002."""
+    n = 6000
+    for gap, share in ((1, 0.5), (1, 1e-2), (200, 0.5), (3000, 0.5), (0, 1.0)):
+        scores = torch.full((n,), -1e4)
+        scores[5000], scores[5000 - gap] = math.log(share), math.log(1 - share) if gap else 0.0
+        got = qkv.measure(torch.ones(1, 1, 1, 1), scores[None, None, :, None], score=Dot(1.0))
+        variance = share * (1 - share) * gap**2
+        assert abs(got.spread.item() ** 2 - variance) < max(0.002, 8e-7 * gap**2), (gap, share)
+
+
+@pytest.mark.parametrize("n", [300, 3000])
+def test_the_spread_of_a_sharp_row_is_small(n: int) -> None:
+    """Random float32 rows against float64: no further off than the documented 0.002 in the square, plus roundings."""
+    q, k, _ = triple(1, 2, 1, 17, n, 8, 8, dtype=torch.float32)
+    for sharp in (0.3, 5.0):
+        got, want = (qkv.measure(x, y, score=Dot(sharp)) for x, y in ((q, k), (q.double(), k.double())))
+        square = want.spread.square()
+        assert ((got.spread.double().square() - square).abs() < 0.002 + 64 * 1.2e-7 * square).all()
+
+
+def test_received_of_many_queries_adds_up() -> None:
+    """4096 equal queries and keys: every key receives exactly 1."""
+    n = 4096
+    q = torch.zeros(1, 1, n, 1)
+    got = qkv.measure(q, q)
+    close(got.received, torch.ones(1, 1, n), eps=8)
+    close(got.entropy, torch.full((1, 1, n), math.log(n)), eps=8)

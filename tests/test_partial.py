@@ -1,0 +1,193 @@
+"""Partial attention is a commutative monoid."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import qkv
+from conftest import close, oracle, rand, triple
+from qkv import InputError, Partial, attend, merge
+from qkv.normalizers import Softmax
+from qkv.partial import sink_gradient
+
+
+def nothing(*shape: int, d: int = 3) -> Partial:
+    return Partial(torch.zeros(*shape, d).double(), torch.full(shape, -torch.inf).double())
+
+
+@st.composite
+def partials(draw: st.DrawFn, rows: int = 5) -> Partial:
+    """Some rows have seen nothing; scores lie far apart."""
+    lse = draw(st.lists(st.floats(-800, 800) | st.just(-float("inf")), min_size=rows, max_size=rows))
+    lse = torch.tensor(lse, dtype=torch.float64)
+    out = rand(rows, 3, seed=draw(st.integers(0, 99)))
+    return Partial(torch.where(lse[:, None] == -torch.inf, 0.0, out), lse)
+
+
+def same(a: Partial, b: Partial, eps: float = 64) -> None:
+    close(a.lse, b.lse, eps=eps)
+    # The share of a part is exp of a difference of scores of up to 800: a rounding of them is 800 of the share.
+    close(a.out, b.out, eps=1000 * eps)
+
+
+@given(partials(), partials(), partials())
+def test_associative(a: Partial, b: Partial, c: Partial) -> None:
+    same(merge(merge(a, b), c), merge(a, merge(b, c)))
+    same(merge(merge(a, b), c), merge(a, b, c))
+
+
+@given(partials(), partials())
+def test_commutative(a: Partial, b: Partial) -> None:
+    same(merge(a, b), merge(b, a))
+
+
+@given(partials())
+def test_identity(a: Partial) -> None:
+    for got in (merge(a, nothing(5)), merge(nothing(5), a), merge(a), merge(nothing(5), a, nothing(5))):
+        close(got.lse, a.lse)
+        close(got.out, a.out)
+
+
+def test_two_identities_are_the_identity() -> None:
+    both = merge(nothing(5), nothing(5))
+    assert torch.equal(both.lse, nothing(5).lse)
+    assert torch.equal(both.out, nothing(5).out)
+
+
+@given(partials(), partials())
+def test_the_definition(a: Partial, b: Partial) -> None:
+    """lse = logaddexp, out = the mean weighted by exp(lse)."""
+    got = merge(a, b)
+    lse = torch.logaddexp(a.lse, b.lse)
+    close(got.lse, lse)
+    seen = lse > -torch.inf
+    want = a.out * (a.lse - lse).exp()[:, None] + b.out * (b.lse - lse).exp()[:, None]
+    close(got.out[seen], want[seen], eps=64_000)
+    assert (got.out[~seen] == 0).all()
+
+
+@given(partials(), st.floats(-900, 900))
+def test_a_sink_is_a_part_without_a_value(a: Partial, sink: float) -> None:
+    logit = torch.full((5,), sink, dtype=torch.float64)
+    same(a.with_sink(logit), merge(a, Partial(torch.zeros(5, 3).double(), logit)))
+
+
+@given(partials(), partials(), st.floats(-900, 900))
+def test_a_sink_counts_once(a: Partial, b: Partial, sink: float) -> None:
+    logit = torch.full((5,), sink, dtype=torch.float64)
+    same(merge(a, b).with_sink(logit), merge(a.with_sink(logit), b))
+
+
+def test_by_hand() -> None:
+    """One key with value 1 and score ln 3, one with value 5 and score 0: (3·1 + 1·5) / 4 = 2."""
+    a = Partial(torch.tensor([[1.0]]), torch.tensor([3.0]).log())
+    b = Partial(torch.tensor([[5.0]]), torch.tensor([0.0]))
+    got = merge(a, b)
+    close(got.out, torch.tensor([[2.0]]))
+    close(got.lse, torch.tensor([4.0]).log())
+    sunk = got.with_sink(torch.tensor([4.0]).log())
+    close(sunk.out, torch.tensor([[1.0]]))
+    close(sunk.lse, torch.tensor([8.0]).log())
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
+@given(data=st.data())
+def test_attention_over_splits_of_the_keys_is_the_whole(kernel: str, data: st.DataObject) -> None:
+    q, k, v = triple(seed=data.draw(st.integers(0, 99)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, 12), max_size=5)))
+    pieces = itertools.pairwise([0, *cuts, 13])
+    parts = [Partial(*attend(q, k[:, :, a:b], v[:, :, a:b], kernel=kernel, return_lse=True)) for a, b in pieces]
+    whole = merge(*data.draw(st.permutations(parts)))
+    out, lse, _ = oracle(q, k, v)
+    close(whole.out, out)
+    close(whole.lse, lse)
+
+
+def test_chunks_then_one_sink_are_attention_with_a_sink() -> None:
+    q, k, v = triple()
+    sink = rand(6)
+    parts = [Partial(*attend(q, k[:, :, s], v[:, :, s], return_lse=True)) for s in (slice(0, 4), slice(4, 13))]
+    got = merge(*parts).with_sink(sink[:, None])
+    out, lse, _ = oracle(q, k, v, normalizer=Softmax(sink=sink))
+    close(got.out, out)
+    close(got.lse, lse)
+
+
+def test_gradients_of_a_merge_are_those_of_the_whole() -> None:
+    q, k, v = triple(grad=True)
+    weights = rand(2, 6, 11, 5, seed=4), rand(2, 6, 11, seed=5)
+
+    def total(part: Partial) -> Tensor:
+        return (part.out * weights[0]).sum() + (part.lse * weights[1]).sum()
+
+    split = [Partial(*attend(q, k[:, :, s], v[:, :, s], return_lse=True)) for s in (slice(0, 4), slice(4, 13))]
+    got = torch.autograd.grad(total(merge(*split)), (q, k, v))
+    want = torch.autograd.grad(total(Partial(*attend(q, k, v, return_lse=True))), (q, k, v))
+    for x, y in zip(got, want, strict=True):
+        close(x, y)
+
+
+def test_finite_differences() -> None:
+    def run(a: Tensor, b: Tensor, c: Tensor, d: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        got = merge(Partial(a, b), Partial(c, d)).with_sink(sink)
+        return got.out, got.lse
+
+    inputs = rand(2, 5, 3), rand(2, 5, seed=1), rand(2, 5, 3, seed=2), rand(2, 5, seed=3), rand(5, seed=4)
+    assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in inputs])
+
+
+def test_gradients_of_rows_that_saw_nothing_are_finite() -> None:
+    leaves = [rand(5, 3), rand(5), torch.zeros(5, 3).double(), torch.full((5,), -torch.inf).double()]
+    leaves[0][2], leaves[1][2] = 0, -torch.inf
+    a, x, b, y = (t.requires_grad_() for t in leaves)
+    got = merge(Partial(a, x), Partial(b, y))
+    sunk = got.with_sink(torch.zeros(5).double())
+    seen = got.lse > -torch.inf
+    assert seen.tolist() == [True, True, False, True, True]
+    (got.out.square().sum() + got.lse[seen].sum() + sunk.out.square().sum() + sunk.lse.sum()).backward()
+    for t in (a, x, b, y):
+        assert t.grad.isfinite().all()
+
+
+def test_the_gradient_of_a_sink_by_hand_is_autograds() -> None:
+    q, k, v = triple()
+    sink = rand(6).requires_grad_()
+    part = Partial(*attend(q, k, v, return_lse=True)).with_sink(sink[:, None])
+    grad, grad_lse = rand(2, 6, 11, 5, seed=4), rand(2, 6, 11, seed=5)
+    for of_lse in (None, grad_lse):
+        outputs = (part.out,) if of_lse is None else (part.out, part.lse)
+        seeds = (grad,) if of_lse is None else (grad, of_lse)
+        (want,) = torch.autograd.grad(outputs, sink, seeds, retain_graph=True)
+        close(sink_gradient(sink, part, grad, of_lse), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_kept_in_the_dtype_of_the_lse(dtype: torch.dtype) -> None:
+    """300 parts of one key each: adding up in a dtype of 8 bits would stop at 256."""
+    parts = [Partial(torch.ones(1, 3, dtype=dtype), torch.zeros(1)) for _ in range(300)]
+    whole = merge(*parts)
+    assert whole.out.dtype == dtype
+    assert whole.lse.dtype == torch.float32
+    close(whole.lse, torch.tensor([300.0]).log())
+    close(whole.out, torch.ones(1, 3), eps=1)
+
+
+def test_a_key_without_a_value_is_a_part() -> None:
+    """A learned key with value zero, the same for every query (Gu et al.), is merged in like any other."""
+    q, k, v = triple(h=2, hkv=2)
+    key = rand(1, 2, 1, 3, seed=9)
+    part = Partial(torch.zeros(2, 2, 11, 5).double(), (q @ key.transpose(2, 3))[..., 0] / 3**0.5)
+    got = merge(Partial(*attend(q, k, v, return_lse=True)), part)
+    longer = [torch.cat([x, y.expand(2, -1, -1, -1)], 2) for x, y in ((k, key), (v, torch.zeros(1, 2, 1, 5).double()))]
+    close(got.out, oracle(q, *longer)[0])
+
+
+def test_merging_nothing_at_all_is_refused() -> None:
+    with pytest.raises(InputError, match="merge: no parts given, expected at least one Partial"):
+        qkv.merge()

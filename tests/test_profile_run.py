@@ -1,0 +1,508 @@
+"""`profile`: from texts and tensors to labelled statistics, on a trained model and on tiny ones."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import xarray as xr
+from torch import Tensor, nn
+
+import hf_models as hf
+import qkv
+from qkv.errors import InputError
+from qkv.profiler import Profile, profile
+from qkv.profiler.models import ByteTokenizer, Loaded, load, random_gpt2
+from qkv.profiler.texts import default_text, library_text
+from qkv.reference import statistics
+
+TEXTS = (
+    "The keeper of the lighthouse kept two logbooks, and the keeper's daughter kept a third.",
+    "Rain, then fog; the fog lifted at noon and the harbour filled with boats.",
+    "Who kept it?",
+)
+PER_QUERY = (
+    "entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "participation",
+)  # fmt: skip
+LOCAL = 5
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Loaded:
+    return load("minilm")
+
+
+@pytest.fixture(scope="module")
+def own(minilm: Loaded) -> list[np.ndarray]:
+    """For each text the weights the model's own eager implementation returns, (layer, head, query, key), float64."""
+    model = transformers.BertModel(minilm.model.config, add_pooling_layer=True)
+    model.load_state_dict(minilm.model.state_dict())
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = [model(**minilm.tokenizer(t, return_tensors="pt"), output_attentions=True) for t in TEXTS]
+    return [torch.cat(o["attentions"]).double().numpy() for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def result(minilm: Loaded) -> Profile:
+    return profile(minilm.model, TEXTS, tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False)
+
+
+def tiny(name: str = "llama") -> tuple[nn.Module, Tensor]:
+    return hf.build(name), hf.inputs(name)["input_ids"]
+
+
+# --- a trained model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", range(len(TEXTS)))
+def test_statistics_of_minilm_are_those_of_its_own_weights(result: Profile, own: list[np.ndarray], text: int) -> None:
+    A, n = own[text], own[text].shape[-1]
+    got = result.data.isel(text=text, query=slice(n), key=slice(n))
+    assert A.shape == (6, 12, n, n)
+    want, steps = statistics(A), np.arange(n)[:, None] - np.arange(n)
+    expected = {
+        "entropy": want.entropy,
+        "sink": A[..., 0],
+        "self": (A * (steps == 0)).sum(-1),
+        "previous": (A * (steps == 1)).sum(-1),
+        "next": (A * (steps == -1)).sum(-1),
+        "local": (A * (abs(steps) <= LOCAL)).sum(-1),
+        "distance": want.distance,
+        "participation": want.participation,
+        "received": want.received,
+        "weights": A,
+        "visible": np.full((6, 12, n), n),
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(got["spread"] ** 2, want.spread**2, atol=2e-3)
+    np.testing.assert_allclose(got["received"].sum("key"), n, rtol=1e-6)
+
+
+def test_log_sum_exps_of_minilm_are_those_of_its_scores(minilm: Loaded, result: Profile) -> None:
+    """Of the first layer, whose queries and keys are made here by hand."""
+    model, n = minilm.model, int(result.data["n_queries"][0])
+    with torch.no_grad():
+        x = model.embeddings(minilm.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"])
+        attention = model.encoder.layer[0].attention.self
+        q, k = (f(x).view(n, 12, 32).transpose(0, 1) for f in (attention.query, attention.key))
+        want = (q @ k.mT / 32**0.5).logsumexp(-1)
+    np.testing.assert_allclose(result.data["lse"][0, 0, :, :n], want, rtol=1e-5, atol=1e-5)
+
+
+def test_texts_of_different_lengths_are_filled_with_nan(result: Profile, own: list[np.ndarray]) -> None:
+    data, lengths = result.data, [A.shape[-1] for A in own]
+    assert len(set(lengths)) == len(TEXTS)
+    assert data.sizes == {"text": 3, "layer": 6, "head": 12, "query": max(lengths), "key": max(lengths)}
+    assert data["n_queries"].values.tolist() == data["n_keys"].values.tolist() == lengths
+    for text, n in enumerate(lengths):
+        for name in (*PER_QUERY, "received"):
+            assert np.isfinite(data[name][text, ..., :n]).all(), name
+            assert np.isnan(data[name][text, ..., n:]).all(), name
+        assert np.isfinite(data["weights"][text, ..., :n, :n]).all()
+        assert np.isnan(data["weights"][text, ..., n:, :]).all()
+        assert np.isnan(data["weights"][text, ..., :, n:]).all()
+        assert (data["query_token"][text, n:] == "").all()
+    assert all(data[name].dtype == np.float32 for name in (*PER_QUERY, "received", "weights"))
+
+
+def test_a_text_among_others_is_measured_as_if_alone(minilm: Loaded, result: Profile) -> None:
+    alone = profile(minilm.model, TEXTS[1], tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False)
+    n = alone.data.sizes["query"]
+    among = result.data.isel(text=[1], query=slice(n), key=slice(n))
+    for name in (*PER_QUERY, "received", "weights"):
+        np.testing.assert_array_equal(alone.data[name], among[name], err_msg=name)
+    assert alone.data["query_token"].values.tolist() == among["query_token"].values.tolist()
+
+
+def test_coordinates_of_minilm(minilm: Loaded, result: Profile) -> None:
+    data = result.data
+    assert list(result.groups) == ["self"]
+    assert data["module"].values.tolist() == [f"encoder.layer.{i}.attention.self" for i in range(6)]
+    assert (data["layer"].values.tolist(), data["head"].values.tolist()) == (list(range(6)), list(range(12)))
+    assert data["query_token"][2].values.tolist()[:7] == ["[CLS]", "who", "kept", "it", "?", "[SEP]", ""]
+    assert data["key_token"].values.tolist() == data["query_token"].values.tolist()
+    assert data.attrs == {"causal": False, "local_window": LOCAL, "special_tokens": data.attrs["special_tokens"]}
+    assert set(data.attrs["special_tokens"]) == {"[CLS]", "[SEP]"}
+
+
+def test_attributes_of_a_profile(minilm: Loaded) -> None:
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    attrs = profile("minilm", TEXTS[1], progress=False, command="qkv profile minilm").attrs
+    created = datetime.datetime.fromisoformat(attrs["created"])
+    assert before <= created <= datetime.datetime.now(datetime.UTC)
+    assert created.tzinfo is not None
+    assert attrs["model"] == "all-MiniLM-L6-v2"
+    assert attrs["dtype"] == "float32"
+    assert attrs["parameters"] == sum(p.numel() for p in minilm.model.parameters())
+    assert attrs["command"] == "qkv profile minilm"
+    assert attrs["versions"] == {
+        "qkv": qkv.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    assert 0 < attrs["seconds"] < 600
+    assert 1e8 < attrs["peak_memory_bytes"] < 1e12
+    assert attrs["text_preview"].startswith("rain, then fog ; the fog")
+    assert attrs["unobserved"] == []
+    assert json.loads(json.dumps(attrs)) == attrs
+
+
+def test_a_profile_goes_to_disk_and_back(result: Profile, tmp_path: Path) -> None:
+    loaded = Profile.load(result.save(tmp_path / "minilm.qkv.zip"))
+    xr.testing.assert_identical(loaded.data, result.data)
+    assert loaded.attrs == result.attrs
+
+
+def test_bfloat16_is_measured_in_float32() -> None:
+    got = profile("minilm", TEXTS[0], dtype="bfloat16", progress=False)
+    want = profile("minilm", TEXTS[0], progress=False)
+    assert got.attrs["dtype"] == "bfloat16"
+    np.testing.assert_allclose(got.data["weights"].sum("key"), 1, atol=1e-5)
+    np.testing.assert_allclose(got.data["entropy"].mean(), want.data["entropy"].mean(), rtol=0.02)
+
+
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
+def test_token_ids_of_one_and_two_dimensions() -> None:
+    model, ids = tiny()
+    both, first = (profile(model, x, progress=False).data for x in (ids, ids[0]))
+    assert both.sizes["text"] == 2
+    assert first.sizes["text"] == 1
+    assert first["query_token"][0].values.tolist() == [str(i) for i in ids[0].tolist()]
+    np.testing.assert_allclose(first["entropy"][0], both["entropy"][0], atol=1e-5)
+    np.testing.assert_array_equal(profile(model, ids.int(), progress=False).data["entropy"], both["entropy"])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert", "layoutlm", "doge"])
+def test_padding_counts_neither_as_query_nor_as_key(name: str, side: str) -> None:
+    model, inputs = hf.build(name), hf.inputs(name, side)
+    n = hf.LENGTH - hf.PADDED
+    text = inputs["input_ids"][1][inputs["attention_mask"][1] == 1]
+    if name in ("bert", "layoutlm") and side == "left":  # its positions count from the padding
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    padded, alone = profile(model, inputs, progress=False).data, profile(model, text, progress=False).data
+    assert padded["n_queries"].values.tolist() == padded["n_keys"].values.tolist() == [hf.LENGTH, n]
+    assert padded["query_token"][1].values.tolist() == [str(i) for i in text.tolist()] + [""] * hf.PADDED
+    for variable in (*PER_QUERY, "received"):
+        np.testing.assert_allclose(
+            padded[variable][1, ..., :n], alone[variable][0], rtol=1e-4, atol=2e-2 if variable == "spread" else 1e-4
+        )
+        assert np.isnan(padded[variable][1, ..., n:]).all()
+    np.testing.assert_allclose(padded["weights"][1, ..., :n, :n], alone["weights"][0], atol=1e-5)
+    assert np.isnan(padded["weights"][1, ..., n:, :]).all()
+    assert np.isnan(padded["weights"][1, ..., :, n:]).all()
+
+
+def test_a_mapping_may_hold_anything_the_model_takes() -> None:
+    result = profile(hf.build("vit"), hf.inputs("vit"), progress=False)
+    assert result.data.sizes == {"text": 2, "layer": 2, "head": 4, "query": 37, "key": 37}
+    assert result.data["query_token"][1].values.tolist() == [str(i) for i in range(37)]
+    assert result.attrs["text_preview"] == "pixel_values (2, 3, 24, 24)"
+    assert result.data.attrs["causal"] is False
+
+
+def test_the_output_of_a_tokenizer_is_a_mapping(minilm: Loaded, result: Profile) -> None:
+    batch = minilm.tokenizer(list(TEXTS), return_tensors="pt", padding=True)
+    got = profile(minilm.model, batch, tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False).data
+    assert got["query_token"].values.tolist() == result.data["query_token"].values.tolist()
+    for name in ("entropy", "received", "weights", "lse"):
+        np.testing.assert_allclose(got[name], result.data[name], rtol=1e-5, atol=2e-5, err_msg=name)
+
+
+def test_an_encoder_decoder_with_a_target() -> None:
+    model = hf.build("bart", vocab_size=256)
+    source, target = "the source of it all", "its target"
+    result = profile(model, source, tokenizer=ByteTokenizer(), target=target, progress=False)
+    sizes = {
+        name: (data.sizes["layer"], data.sizes["query"], data.sizes["key"]) for name, data in result.groups.items()
+    }
+    assert sizes == {"encoder": (2, 20, 20), "decoder": (3, 10, 10), "cross": (3, 10, 20)}
+    assert result.main == "decoder"
+    cross = result.groups["cross"]
+    assert cross["query_token"][0].values.tolist() == list(target)
+    assert cross["key_token"][0].values.tolist() == list(source)
+    for name, text in (("encoder", source), ("decoder", target)):
+        assert result.groups[name]["query_token"][0].values.tolist() == list(text)
+        assert result.groups[name]["key_token"][0].values.tolist() == list(text)
+    assert {name: data.attrs["causal"] for name, data in result.groups.items()} == {
+        "encoder": False, "decoder": True, "cross": False,
+    }  # fmt: skip
+    for name in ("self", "previous", "next", "local", "distance"):
+        assert np.isnan(cross[name]).all(), f"{name}: queries and keys are other texts"
+    for name in ("entropy", "sink", "participation", "received"):
+        assert np.isfinite(cross[name]).all(), name
+    np.testing.assert_allclose(cross["received"].sum("key"), 10, rtol=1e-5)
+
+
+def test_an_encoder_decoder_without_a_target_reads_the_text_itself() -> None:
+    model, source = hf.build("bart", vocab_size=256), "the source"
+    result = profile(model, source, tokenizer=ByteTokenizer(), progress=False)
+    assert result.data["query_token"][0].values.tolist() == list(source)
+    assert result.groups["cross"].sizes["query"] == len(source)
+
+
+def test_padding_of_source_and_target() -> None:
+    model, inputs = hf.build("t5"), hf.inputs("t5", "right")
+    groups = profile(model, inputs, progress=False).groups
+    sizes = {name: (d["n_queries"].values.tolist(), d["n_keys"].values.tolist()) for name, d in groups.items()}
+    source, target = [hf.LENGTH, hf.LENGTH - hf.PADDED], [hf.TARGET, hf.TARGET - hf.PADDED]
+    assert sizes == {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
+    np.testing.assert_allclose(
+        groups["cross"]["received"].sum("key").values,
+        np.broadcast_to(np.array(target)[:, None, None], (2, 3, 4)),
+        rtol=1e-5,
+    )
+
+
+def test_towers_are_groups_of_their_own() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "projection_dim": 24}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"num_hidden_layers": 2, "vocab_size": 97, "eos_token_id": 96, "bos_token_id": 1},
+        vision_config=sizes | {"num_hidden_layers": 3, "image_size": 24, "patch_size": 4},
+        projection_dim=24,
+    )
+    inputs = hf.inputs("clip_text") | hf.inputs("vit")
+    groups = profile(transformers.CLIPModel(config), inputs, progress=False).groups
+    assert {name: (d.sizes["layer"], d.attrs["causal"]) for name, d in groups.items()} == {
+        "text": (2, True), "vision": (3, False),
+    }  # fmt: skip
+
+
+def test_layers_of_different_shapes_are_groups_of_their_own() -> None:
+    """Swin attends in windows, of which later layers have fewer, with more heads."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4
+    )
+    images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    groups = profile(transformers.SwinModel(config), {"pixel_values": images}, progress=False).groups
+    assert {name: (d.sizes["text"], d.sizes["head"], d["layer"].values.tolist()) for name, d in groups.items()} == {
+        "self": (4, 2, [0, 1]), "self-2": (1, 4, [2]),
+    }  # fmt: skip
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_chosen() -> None:
+    model, ids = tiny("llama4")
+    every, chosen = profile(model, ids, progress=False).data, profile(model, ids, layers=[3, 1], progress=False).data
+    assert chosen["layer"].values.tolist() == [1, 3]
+    assert chosen["module"].values.tolist() == ["layers.1.self_attn", "layers.3.self_attn"]
+    xr.testing.assert_identical(chosen, every.isel(layer=[1, 3]))
+
+
+@pytest.mark.parametrize(("map_tokens", "kept"), [(0, False), (hf.LENGTH - 1, False), (hf.LENGTH, True)])
+def test_maps_are_kept_of_short_texts(map_tokens: int, kept: bool) -> None:
+    data = profile(*tiny(), map_tokens=map_tokens, progress=False).data
+    assert ("weights" in data) is kept
+
+
+def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
+    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20}
+    assert "weights" in profile(minilm.model, TEXTS[1:], **settings).data
+    assert "weights" not in profile(minilm.model, TEXTS, **settings).data
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_local_window_counts_tokens_to_both_sides(window: int) -> None:
+    data = profile(*tiny("bert"), local_window=window, progress=False).data
+    n = np.arange(hf.LENGTH)
+    near = abs(n[:, None] - n) <= window
+    np.testing.assert_allclose(data["local"], (data["weights"].values * near).sum(-1), atol=1e-5)
+    assert data.attrs["local_window"] == window
+
+
+def test_sinks_of_a_model_that_learned_them() -> None:
+    data = profile(*tiny("gpt_oss"), progress=False).data
+    np.testing.assert_allclose(data["sink_mass"] + data["weights"].sum("key"), 1, atol=1e-5)
+    assert float(data["sink_mass"].max()) > 0.1
+    assert "sink_mass" not in profile(*tiny(), progress=False).data
+
+
+def test_the_model_is_left_in_training_as_it_was() -> None:
+    model, ids = tiny("bert")
+    model.train()
+    profile(model, ids, progress=False)
+    assert all(m.training for m in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    profile("random-gpt2", "abc")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_names_of_models() -> None:
+    model, ids = tiny()
+    assert profile(model, ids, progress=False).attrs["model"] == "LlamaModel"
+    assert profile(model, ids, progress=False, name="mine").attrs["model"] == "mine"
+    assert profile("random-gpt2", "abc", progress=False).attrs["model"] == "random-gpt2 (6 × 6 × 64, untrained)"
+
+
+# --- models by name -----------------------------------------------------------------------------------------------
+
+
+def test_random_gpt2_reads_bytes_and_is_causal() -> None:
+    text = "Zoë läuft."
+    result = profile("random-gpt2", text, progress=False)
+    n = len(text.encode())
+    assert result.data.sizes == {"text": 1, "layer": 6, "head": 6, "query": n, "key": n}
+    assert result.data["query_token"][0].values.tolist() == list("Zo\ufffd\ufffd l\ufffd\ufffduft.")
+    assert result.data.attrs["causal"] is True
+    assert (np.triu(result.data["weights"].values, 1) == 0).all()
+    assert result.attrs["text_preview"] == text
+    again = profile("random-gpt2", text, progress=False)
+    xr.testing.assert_identical(again.data, result.data)
+
+
+def test_random_gpt2_is_as_long_as_the_text_and_disturbs_no_generator() -> None:
+    torch.manual_seed(1)
+    want = torch.rand(3)
+    torch.manual_seed(1)
+    model = random_gpt2(1500, layers=1, heads=2)
+    assert torch.equal(torch.rand(3), want)
+    assert model.config.n_positions == 1500
+    assert load("random-gpt2", tokens=1500).model.config.n_positions == 1500
+    assert load("random-gpt2").model.config.n_positions == 1024
+
+
+def test_a_folder_is_loaded(tmp_path: Path) -> None:
+    model, ids = tiny("bert")
+    model.save_pretrained(tmp_path)
+    got = profile(str(tmp_path), ids, progress=False)
+    xr.testing.assert_identical(got.data, profile(model, ids, progress=False).data)
+    assert got.attrs["model"] == str(tmp_path)
+    with pytest.raises(InputError, match="text but there is no tokenizer"):
+        profile(str(tmp_path), "text", progress=False)
+
+
+def test_the_bundled_texts() -> None:
+    assert 600 < len(default_text()) < 3000
+    assert default_text() == default_text().strip()
+    assert len(library_text(100_000)) == 100_000
+    assert library_text(100_000).startswith(library_text(99))
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+LLAMA, IDS = "llama", [5, 6, 7]
+ERRORS: dict[str, tuple[Callable[[], object], str]] = {
+    "empty text": (lambda: profile("random-gpt2", ""), "the text is empty, expected at least one token"),
+    "blank text": (lambda: profile("random-gpt2", " \n\t "), "the text is empty, expected at least one token"),
+    "an empty text among others": (lambda: profile("random-gpt2", ["a", ""]), "the text is empty"),
+    "no text": (lambda: profile("random-gpt2", []), "no text given, expected at least one"),
+    "texts of numbers": (lambda: profile("random-gpt2", [1, 2]), "inputs holds int, expected texts, token ids or a"),
+    "too long": (
+        lambda: profile("minilm", "word " * 511),
+        "513 tokens, but BertModel has 512 positions; expected a shorter text",
+    ),
+    "too long, where positions count from 2": (
+        lambda: profile(hf.build("roberta"), torch.full((63,), 5)), "63 tokens, but RobertaModel has 62 positions",
+    ),
+    "target too long": (
+        lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target="b" * 65),
+        "65 tokens, but BartModel has 64 positions",
+    ),
+    "empty target": (
+        lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target=""), "no tokens, exp",
+    ),
+    "target without a decoder": (
+        lambda: profile("random-gpt2", "a", target="b"), "target is given, but GPT2Model has no decoder",
+    ),
+    "no tokenizer": (
+        lambda: profile(hf.build(LLAMA), "text"), r"inputs is text but there is no tokenizer; pass tokenizer=…, or tok",
+    ),
+    "ids too large": (
+        lambda: profile(hf.build(LLAMA), torch.tensor([5, 97])), r"token ids lie in 5\.\.97, expected 0\.\.96",
+    ),
+    "ids negative": (
+        lambda: profile(hf.build(LLAMA), torch.tensor([-1, 5])), r"token ids lie in -1\.\.5, expected 0\.\.96",
+    ),
+    "target ids too large": (
+        lambda: profile(
+            hf.build("bart"), {"input_ids": torch.tensor([IDS]), "decoder_input_ids": torch.tensor([[1, 99]])}
+        ),
+        r"token ids lie in 1\.\.99, expected 0\.\.96",
+    ),
+    "float ids": (
+        lambda: profile(hf.build(LLAMA), torch.ones(3)), r"a torch.float32 tensor of shape \(3,\), expected token ids",
+    ),
+    "bool ids": (lambda: profile(hf.build(LLAMA), torch.ones(3) > 0), r"a torch.bool tensor of shape \(3,\), expected"),
+    "ids of three dimensions": (
+        lambda: profile(hf.build(LLAMA), torch.ones(1, 2, 3).long()), r"shape \(1, 2, 3\), expected .* \(batch, l",
+    ),
+    "no ids": (lambda: profile(hf.build(LLAMA), torch.ones(0).long()), "no tokens, expected at least one"),
+    "no layers": (lambda: profile("random-gpt2", "a", layers=[]), r"layers is \[\], expected layer numbers from 0"),
+    "negative layers": (lambda: profile("random-gpt2", "a", layers=[0, -1]), r"layers is \[-1, 0\], expected"),
+    "layers beyond": (
+        lambda: profile("random-gpt2", "a", layers=[6, 9]), r"layers is \[6, 9\], but the model has .* layers 0\.\.5",
+    ),
+    "some layers beyond": (
+        lambda: profile("random-gpt2", "a", layers=[0, 6]), r"layers is \[0, 6\], but the model has .* layers 0\.\.5",
+    ),
+    "window": (lambda: profile("random-gpt2", "a", local_window=0), "local_window is 0, expected at least 1 token"),
+    "maps": (lambda: profile("random-gpt2", "a", map_tokens=-1), "map_tokens is -1, expected 0"),
+    "dtype": (
+        lambda: profile("random-gpt2", "a", dtype="float8"),
+        "dtype is 'float8', expected one of float32, bfloat16, float16, float64",
+    ),
+    "no folder": (lambda: profile("./no/such/folder", "a"), r"model: no folder \./no/such/folder"),
+    "not a Hugging Face model": (
+        lambda: profile(nn.Linear(2, 3), torch.tensor(IDS)), "Linear does not send its attention through",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_came_and_what_was_expected(case: str) -> None:
+    run, message = ERRORS[case]
+    with pytest.raises(InputError, match=message):
+        run()
+
+
+@pytest.mark.parametrize(("name", "n"), [("bert", 64), ("roberta", 62), ("gpt2", 64)])
+def test_the_longest_text_that_fits(name: str, n: int) -> None:
+    ids = torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(1))
+    assert profile(hf.build(name), ids, progress=False).data.sizes["query"] == n
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
+def test_a_name_that_nothing_has_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    what = rf"cannot load '{name}' \(.+\); expected 'minilm' or 'random-gpt2', a folder with a Hugging Face model, or a"
+    with pytest.raises(InputError, match=what):
+        profile(name, "text")
+
+
+def test_a_run_without_any_attention_is_an_error() -> None:
+    model, ids = tiny()
+    model.layers = nn.ModuleList()
+    model.unused = hf.build("llama").layers[0]
+    with pytest.raises(
+        InputError, match=r"LlamaModel has attention that did not pass .*: unused\.self_attn; pass partial"
+    ):
+        profile(model, ids, progress=False)
+    with pytest.raises(InputError, match="LlamaModel ran none of the attention that qkv can observe"):
+        profile(model, ids, progress=False, partial=True)
+
+
+def test_weights_that_are_nan_are_an_error() -> None:
+    model, ids = tiny()
+    model.layers[0].self_attn.q_proj.weight.data[:] = torch.nan
+    with pytest.raises(InputError, match=r"layers\.0\.self_attn computes scores that are NaN"):
+        profile(model, ids, progress=False)
