@@ -140,6 +140,8 @@ def sweep(
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     sums = _Sums(call, mass)
     firsts = torch.as_tensor(first).expand(b).tolist()
+    if not all(0 <= f < call.k.shape[2] for f in firsts):
+        raise InputError(f"first is {first}, expected a key from 0 to {call.k.shape[2] - 1}")
     key_heads = call.k.shape[1]
     together = max(1, HEADS // (h // key_heads))
     for item in range(b):

@@ -26,6 +26,7 @@ from qkv.scores import Dot
 from qkv.tiles import Call, at_least_float32, classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
+ALIGN = 16  # the stock kernel is a fifth slower when the number of keys is not a multiple of this
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 
@@ -51,8 +52,12 @@ def run(call: Call) -> Partial:
     q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
     if call.score.factor(d) <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
         q, call = q * call.score.factor(d), replace(call, score=Dot(1.0))
-    out, lse = _Flash.apply(q, k, v, call.sink, call)
-    return Partial(out[..., :dv], lse)
+    sink = call.sink
+    if call.needs_grad:
+        part = Partial(*_Flash.apply(q, k, v, sink, call))
+    else:
+        part, _ = _forward(q, k, v, sink, call, training=False)
+    return part if part.out.shape[-1] == dv else Partial(part.out[..., :dv], part.lse)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -102,7 +107,7 @@ class Part:
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     allowed: Bool[Tensor, "b h q k"] | None = None
-    pattern: Float[Tensor, "1 1 q k"] | None = None  # additive; every row sees a key and every key is seen
+    pattern: Float[Tensor, "1 1 q k"] | None = None  # additive, and every row sees a key
     count: int = 1
     step: int = 0
 
@@ -139,7 +144,9 @@ class Part:
 Block = list[Part]  # parts that share their rows; their results merge
 
 
-def blocks(mask: Mask | None, grid: Grid, dtype: torch.dtype, *, biased: bool = False) -> Iterator[Block]:
+def blocks(
+    mask: Mask | None, grid: Grid, dtype: torch.dtype, *, biased: bool = False, training: bool = False
+) -> Iterator[Block]:
     """The calls that cover what `mask` shows; a repeated pattern is one call, unless each has a bias of its own."""
     band = (-math.inf, math.inf) if mask is None else mask.band
     if mask is None or (band is not None and band == (-math.inf, math.inf)):
@@ -147,7 +154,7 @@ def blocks(mask: Mask | None, grid: Grid, dtype: torch.dtype, *, biased: bool = 
     elif band is not None and not biased and band[0] == 0 and band[1] >= grid.n_keys - 1:
         yield _causal_block(grid.n_queries, grid.offset)
     elif band is not None and not biased and math.isfinite(band[0]) and math.isfinite(band[1]):
-        yield from _band_blocks(mask, int(band[0]), int(band[1]), grid, dtype)
+        yield from _band_blocks(mask, grid, dtype, shares=4 if training else 8)
     else:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
 
@@ -162,12 +169,18 @@ def _causal_block(n_queries: int, offset: int) -> Block:
     return [Part(rows, slice(0, lead)), square] if lead else [square]
 
 
-def _band_blocks(mask: Mask, low: int, high: int, grid: Grid, dtype: torch.dtype) -> Iterator[Block]:
+def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> Iterator[Block]:
     """One call for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
-    step = TILE // 2 if high - low < TILE else TILE
+    assert mask.band is not None
+    low, high = map(int, mask.band)
+    # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
+    # more: an eighth of the band was fastest forward, a quarter both ways.
+    step = min(TILE, max(TILE // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
+    spare = -(step + high - low) % ALIGN  # hidden keys at the end of each tile
     first = max(0, high - grid.offset)  # queries before it would see keys before key 0
     last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
-    count, rest = divmod(max(0, last - first), step)
+    count = (min(last, grid.n_keys - grid.offset + low - spare) - first) // step
+    rest = last - first - count * step
     if count < 2:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
@@ -176,18 +189,18 @@ def _band_blocks(mask: Mask, low: int, high: int, grid: Grid, dtype: torch.dtype
             yield _causal_block(first, grid.offset)
     else:
         yield from _tile_blocks(mask, grid, 0, first)
-    for start, size, repeats in ((first, step, count), (last - rest, rest, 1)):
+    for start, size, repeats, more in ((first, step, count, spare), (last - rest, rest, 1, 0)):
         if size:
-            keys = slice(start + grid.offset - high, start + grid.offset + size - low)
-            pattern = _band_pattern(low, high, size, dtype)
+            keys = slice(start + grid.offset - high, start + grid.offset + size - low + more)
+            pattern = _band_pattern(low, high, size, keys.stop - keys.start, dtype)
             yield [Part(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
     yield from _tile_blocks(mask, grid, last, grid.n_queries)
 
 
 @functools.lru_cache(maxsize=16)
-def _band_pattern(low: int, high: int, step: int, dtype: torch.dtype) -> Float[Tensor, "1 1 q k"]:
-    """0 where low ≤ q − k ≤ high and −inf elsewhere, for `step` queries and all the keys they see."""
-    back = high + torch.arange(step)[:, None] - torch.arange(step + high - low)
+def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dtype) -> Float[Tensor, "1 1 q k"]:
+    """0 where low ≤ q − k ≤ high and −inf elsewhere; the first query stands `high` keys after the first key."""
+    back = high + torch.arange(queries)[:, None] - torch.arange(keys)
     return torch.zeros(back.shape, dtype=dtype).masked_fill_((back < low) | (back > high), -torch.inf)[None, None]
 
 
@@ -238,10 +251,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        cut = list(blocks(call.mask, call.grid, at_least_float32(q.dtype), biased=bool(call.biases)))
-        part = _fold(q, k, v, cut, call)
-        if sink is not None:
-            part = part.with_sink(sink[:, None])
+        part, cut = _forward(q, k, v, sink, call, training=True)
         ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
         ctx.blocks, ctx.call = cut, call
         ctx.set_materialize_grads(False)
@@ -266,6 +276,16 @@ class _Flash(torch.autograd.Function):
             grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
         grads = _fold_backward(grad, q, k, v, out, lse, ctx.blocks, ctx.call)
         return *(g[..., :d] for g in grads), grad_sink, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
+) -> tuple[Partial, list[Block]]:
+    """Attention of all parts, the sink included, and the parts."""
+    dtype, biased = at_least_float32(q.dtype), bool(call.biases)
+    cut = list(blocks(call.mask, call.grid, dtype, biased=biased, training=training))
+    part = _fold(q, k, v, cut, call)
+    return (part if sink is None else part.with_sink(sink[:, None])), cut
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[Block], call: Call) -> Partial:
