@@ -159,7 +159,7 @@ class _Sums:
     def __init__(self, call: Call, mass: Mapping[str, Mask]) -> None:
         b, h, n_queries, _ = call.q.shape
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
-        self.total, self.surprise, self.squares = (torch.zeros_like(zeros) for _ in range(3))
+        self.total, self.bits, self.squares = (torch.zeros_like(zeros) for _ in range(3))
         self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
         self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
@@ -173,7 +173,7 @@ class _Sums:
         sink_mass = None
         if call.sink is not None:
             sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink[:, None] - lse))
-        entropy = torch.where(seen, torch.log(total) - self.surprise / total, 0.0).clamp(min=0)
+        entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(seen, self.squares, 1.0)
         dtype = lse.dtype
         return Statistics(
@@ -208,12 +208,12 @@ class _RowSums:
         self.places: list[tuple[int, int]] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
         self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
 
-    def add(self, weights: Tensor, surprise: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
+    def add(self, weights: Tensor, log2: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
         """Add a tile, whose middle is `middle` keys from the first query of the block; returns its row totals.
 
         Moments are taken about the middle: float32 products then lose nothing to large positions.
         """
-        total, one, two, norm, minus_entropy = self.pieces[len(self.places)]
+        total, one, two, norm, minus_bits = self.pieces[len(self.places)]
         size = weights.shape[-1]
         place = torch.arange(size, dtype=weights.dtype, device=weights.device) - size // 2
         torch.sum(weights, -1, out=total)
@@ -221,7 +221,7 @@ class _RowSums:
         torch.mv(flat, place, out=one.view(-1))
         torch.mv(flat, place.square(), out=two.view(-1))
         torch.linalg.vector_norm(weights, dim=-1, out=norm)
-        torch.sum(torch.mul(weights, surprise, out=scratch), -1, out=minus_entropy)
+        torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
         self.places.append((middle, sign))
         if len(self.places) == self.ROOM:
             total = total.clone()
@@ -232,21 +232,21 @@ class _RowSums:
         """Add what the tiles left to the sums."""
         if not self.places:
             return
-        total, one, two, norm, surprise = self.pieces[: len(self.places)].double().unbind(1)
+        total, one, two, norm, minus_bits = self.pieces[: len(self.places)].double().unbind(1)
         places = torch.tensor(self.places, dtype=torch.float64, device=total.device)
         middle, sign = (x[:, None, None, None] for x in places.unbind(1))
         offset = one + middle * total
         offset2 = two + middle * (one + offset)
-        parts = (total, offset, offset2, norm.square(), surprise, sign * total, sign * offset)
+        parts = (total, offset, offset2, norm.square(), minus_bits, sign * total, sign * offset)
         self.sums += torch.stack([x.sum(0) for x in parts])
         self.places.clear()
 
     def put(self, sums: _Sums, at: tuple[slice, ...]) -> None:
         """Write to `sums`; offsets so far are from the block's first query, now from each query itself."""
         self.flush()
-        total, offset, offset2, squares, surprise, signed, signed_offset = self.sums
+        total, offset, offset2, squares, minus_bits, signed, signed_offset = self.sums
         row = torch.arange(total.shape[-1], dtype=torch.float64, device=total.device)
-        sums.total[at], sums.squares[at], sums.surprise[at] = total, squares, surprise
+        sums.total[at], sums.squares[at], sums.bits[at] = total, squares, -minus_bits
         sums.offset[at] = offset - row * total
         sums.offset2[at] = offset2 - row * (2 * offset - row * total)
         sums.distance[at] += signed_offset - row * signed
@@ -321,18 +321,18 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
             continue
         shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
         weights, scratch = (x[: math.prod(shape)].view(shape) for x in desk.buffers)
-        surprise = tiles.surprise(rows, cols, lse, out=scratch)  # ln A
+        log2 = tiles.log2_weights(rows, cols, lse, out=scratch)
         if kinds[c] == PARTIAL:
             hidden = tiles.hidden(rows, cols)
-            surprise.masked_fill_(hidden, HIDDEN)
+            log2.masked_fill_(hidden, HIDDEN)
             sums.visible[at] += (~hidden).sum(-1)
         if call.biases:
-            surprise.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
-        torch.exp(surprise, out=weights)
+            log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
+        torch.exp2(log2, out=weights)
         desk.received[:, :, cols] += weights.sum(-2)
         sign = -1 if part.backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
         middle = cols.start + (cols.stop - cols.start) // 2 - start
-        total = sums_here.add(weights, surprise, scratch, middle, sign)
+        total = sums_here.add(weights, log2, scratch, middle, sign)
         if sign == 0:
             steps = grid.rows(rows.start, rows.stop)[:, None] - grid.columns(cols.start, cols.stop)
             sums.distance[at] += (weights * steps.abs()).sum(-1)
