@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
 from benchmarks.profile_cost import slope
-from benchmarks.timing import THREADS, alternating, median_ratio
+from benchmarks.timing import THREADS, alone, alternating, median_ratio
 
 HEADS, DIM = 6, 64
 
@@ -37,8 +39,22 @@ def dense_causal(repeats: int = 15) -> dict[str, Any]:
     return {"time: attend / SDPA, causal, by length (≤ 1.03)": ratios, "seconds": seconds}
 
 
-def window(n: int = 8192, size: int = 256, repeats: int = 9) -> dict[str, Any]:
-    """`Window(256)` / FlexAttention compiled with a block mask, forward, float32."""
+def window(processes: int = 5) -> dict[str, Any]:
+    """`Window(256)` / FlexAttention compiled, forward, float32, 8,192 tokens: median over fresh processes.
+
+    Where a process happens to get its memory moves the ratio by a tenth either way, more than repeats within one do.
+    """
+    runs = [alone("benchmarks.attend_speed") for _ in range(processes)]
+    return {
+        "largest difference": max(run["difference"] for run in runs),
+        "time: Window(256) / FlexAttention (≤ 1.0)": statistics.median(run["flex"] for run in runs),
+        "time: Window(256) / dense causal SDPA": statistics.median(run["sdpa"] for run in runs),
+        "runs": runs,
+    }
+
+
+def window_in_this_process(n: int = 8192, size: int = 256, repeats: int = 9) -> dict[str, Any]:
+    """Ratios of `Window(size)` to FlexAttention with a block mask, and to dense causal SDPA."""
     torch.set_num_threads(THREADS)
     q, k, v = tensors(n)
     flex = torch.compile(flex_attention)
@@ -53,16 +69,12 @@ def window(n: int = 8192, size: int = 256, repeats: int = 9) -> dict[str, Any]:
             {
                 "flex": lambda: flex(q, k, v, block_mask=blocks),
                 "attend": lambda: qkv.attend(q, k, v, mask=qkv.masks.Window(size)),
-                "sdpa causal": lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
+                "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=True),
             },
             repeats,
         )
-    return {
-        "largest difference": float(error),
-        "time: Window(256) / FlexAttention (≤ 1.0)": median_ratio(times, "attend", "flex"),
-        "time: Window(256) / dense causal SDPA": median_ratio(times, "attend", "sdpa causal"),
-        "seconds": times,
-    }
+    ratios = {name: median_ratio(times, "attend", name) for name in ("flex", "sdpa")}
+    return {"difference": float(error), **ratios, "seconds": times}
 
 
 def window_training(size: int = 256, repeats: int = 5) -> dict[str, Any]:
@@ -80,3 +92,7 @@ def window_training(size: int = 256, repeats: int = 5) -> dict[str, Any]:
         times = sorted(alternating({"step": step}, repeats)["step"])
         medians[n] = times[len(times) // 2]
     return {"seconds": medians, "exponent of time": slope(medians)}  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    print(json.dumps(window_in_this_process()))

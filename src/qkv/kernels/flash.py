@@ -26,6 +26,7 @@ from qkv.scores import Dot
 from qkv.tiles import Call, at_least_float32, classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
+CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
 ALIGN = 16  # the stock kernel is a fifth slower when the number of keys is not a multiple of this
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
@@ -170,7 +171,7 @@ def _causal_block(n_queries: int, offset: int) -> Block:
 
 
 def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> Iterator[Block]:
-    """One call for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
+    """Few calls for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
     assert mask.band is not None
     low, high = map(int, mask.band)
     # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
@@ -189,7 +190,9 @@ def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> 
             yield _causal_block(first, grid.offset)
     else:
         yield from _tile_blocks(mask, grid, 0, first)
-    for start, size, repeats, more in ((first, step, count, spare), (last - rest, rest, 1, 0)):
+    together = max(1, CALL_ROWS // (grid.batch * grid.heads * step))
+    calls = [(first + t * step, step, min(together, count - t), spare) for t in range(0, count, together)]
+    for start, size, repeats, more in (*calls, (last - rest, rest, 1, 0)):
         if size:
             keys = slice(start + grid.offset - high, start + grid.offset + size - low + more)
             pattern = _band_pattern(low, high, size, keys.stop - keys.start, dtype)
