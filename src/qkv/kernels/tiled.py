@@ -99,12 +99,7 @@ def _fold_backward(
     inner = (grad * out).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse
     lse = part.lse.masked_fill(part.lse == -torch.inf, 0)
-    dq, dk, dv = (
-        torch.zeros_like(out[..., :1].expand(call.q.shape)),
-        torch.zeros_like(tiles.k),
-        torch.zeros_like(v),
-    )
-    dq = dq.contiguous()
+    dq, dk, dv = v.new_zeros(call.q.shape), torch.zeros_like(tiles.k), torch.zeros_like(v)
     columns = list(spans(call.k.shape[2], TILE))
     for rows, kinds in zip(spans(call.q.shape[2], TILE), tiles.classes(call.mask, TILE), strict=True):
         for cols, kind in zip(columns, kinds, strict=True):

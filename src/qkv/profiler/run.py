@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -419,6 +418,8 @@ def _peak_memory() -> int:
     if status.exists():  # exact; ru_maxrss may also count the process that started this one
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -127,7 +127,7 @@ def _does(kind: str) -> str:
         return "spread their weight over many keys"
     if kind.startswith("local"):
         return f"stay within {kind.removeprefix('local ')} tokens"
-    return f"mostly attend to {_TARGETS.get(kind, kind)}"
+    return f"attend most to {_TARGETS.get(kind, kind)}"
 
 
 def _uniform_first(data: xr.Dataset) -> float:
