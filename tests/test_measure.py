@@ -444,6 +444,11 @@ def test_the_spread_of_a_sharp_row_is_small(n: int) -> None:
         assert ((got.spread.double().square() - square).abs() < 0.002 + rounding * square).all()
 
 
+def test_statistics_show_their_sizes() -> None:
+    q, k, _ = triple(2, 6, 3, 5, 7, 8, 8)
+    assert repr(qkv.measure(q, k)) == "Statistics(batch=2, heads=6, queries=5, keys=7)"
+
+
 def test_received_of_many_queries_adds_up() -> None:
     """4096 equal queries and keys: every key receives exactly 1."""
     n = 4096

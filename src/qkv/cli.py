@@ -24,8 +24,8 @@ FIGURES = ("overview", "received", "entropy", "sink")
 
 
 def profile(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "minilm",
-    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = None,
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "minilm",
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
     /,
     *,
     file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
@@ -43,10 +43,13 @@ def profile(
     Runs the model once on a text, prints what stands out, and writes to DIR: report.html (one file, opens offline),
     figures as PNG, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
 
-    qkv profile                                    a trained BERT on a bundled text
-    qkv profile gpt2 "The cat sat on the mat."     a model of the Hugging Face hub
-    qkv profile ./my-model --file book.txt         a folder, and a text of your own
-    qkv profile random-gpt2 --tokens 32768         what a long context costs
+    qkv profile                                    (a trained BERT on a bundled text)
+
+    qkv profile gpt2 "The cat sat on the mat."     (a model of the Hugging Face hub)
+
+    qkv profile ./my-model --file book.txt         (a folder, and a text of your own)
+
+    qkv profile random-gpt2 --tokens 32768         (what a long context costs)
 
     Args:
         model: A folder with a Hugging Face model, a name on the hub, "minilm" (a trained BERT that comes with the demo
@@ -62,6 +65,9 @@ def profile(
         map_tokens: Keep whole attention maps for texts up to this long.
         partial: Go on even if some attention of the model cannot be observed.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     from qkv.profiler import models, run
 
     wanted = None if layers is None else _numbers(layers)
@@ -71,7 +77,8 @@ def profile(
         raise InputError(f"--tokens is {tokens}, expected at least 1")
     passage = _passage(text, file, tokens)
     with _folder(out):
-        loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
+        with Console(stderr=True).status(f"loading {escape(model)}"):
+            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
         inputs: Any = passage if tokens is None else _first_tokens(loaded, passage, tokens)
         result = run.profile(
             loaded.model,

@@ -65,6 +65,10 @@ class Statistics:
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
     """Weight inside each sub-mask asked for."""
 
+    def __repr__(self) -> str:
+        b, h, n_queries = self.entropy.shape
+        return f"Statistics(batch={b}, heads={h}, queries={n_queries}, keys={self.received.shape[2]})"
+
 
 @torch.no_grad()
 def measure(

@@ -70,8 +70,10 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
 
 def _quiet() -> None:
     """No progress bars and advice from transformers on our terminal."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
