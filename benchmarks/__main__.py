@@ -8,13 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import attend_speed, profile_cost
+from benchmarks import attend_speed, profile_cost, sweep_speed
 from benchmarks.timing import save
 
 ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "dense_causal": attend_speed.dense_causal,
     "window": attend_speed.window,
     "window_training": attend_speed.window_training,
+    "masks": attend_speed.masks,
+    "sweep": sweep_speed.sweep_and_its_parts,
     "profile_cost": profile_cost.against_plain,
     "profile_length": profile_cost.against_length,
 }
@@ -35,7 +37,7 @@ def main() -> None:
             if isinstance(value, float):
                 console.print(f"  {what}: {value:.3g}", highlight=False)
             elif what.startswith("time"):
-                parts = ", ".join(f"{n:,}: {v:.3f}" for n, v in value.items())
+                parts = ", ".join(f"{n}: {v:.3f}" for n, v in value.items())
                 console.print(f"  {what}: {parts}", highlight=False)
 
 

@@ -94,5 +94,28 @@ def window_training(size: int = 256, repeats: int = 5) -> dict[str, Any]:
     return {"seconds": medians, "exponent of time": slope(medians)}  # type: ignore[arg-type]
 
 
+def masks(n: int = 4096, repeats: int = 5) -> dict[str, Any]:
+    """`attend` with masks that are not one call of the stock kernel / dense causal, forward, float32."""
+    torch.set_num_threads(THREADS)
+    q, k, v = tensors(n)
+    m = qkv.masks
+    documents = m.Document(torch.arange(n) // 700)
+    asked = {
+        "causal": m.Causal(),
+        "prefix | causal": m.Prefix(100) | m.Causal(),
+        "document & causal": documents & m.Causal(),
+        "causal & right padding": m.Causal() & m.Padding([n - 96]),
+        "causal & left padding": m.Causal() & m.Padding([n - 96], side="left"),
+        "window & document": m.Window(256) & documents,
+        "not causal": ~m.Causal(),
+        "boolean tensor": torch.ones(n, n, dtype=torch.bool).tril(),
+    }
+    with torch.no_grad():
+        jobs = {name: lambda mask=mask: qkv.attend(q, k, v, mask=mask) for name, mask in asked.items()}
+        seconds = alternating(jobs, repeats)
+    ratios = {name: median_ratio(seconds, name, "causal") for name in asked if name != "causal"}
+    return {"time: mask / dense causal": ratios, "seconds": seconds}
+
+
 if __name__ == "__main__":
     print(json.dumps(window_in_this_process()))

@@ -165,7 +165,7 @@ class ScoreTiles:
     ) -> Float[Tensor, "b h q k"]:
         """(Final score − `lse`) / ln 2, whose exp2 is the weight; not masked. Without a bias it is made in `out`.
 
-        Base 2 because torch's exp is MKL's, which on some processors takes four times as long as its exp2.
+        Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
         """
         if self.call.biases:
             return self.scores(rows, columns).sub_(lse[..., None]).mul_(LOG2_E)
