@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import qkv
 from conftest import MASKS, close, fits, largest_tensor, mask_trees, rand, set_tile, triple
 from qkv import attend, biases, masks
 from qkv.masks import Causal, Padding, Window
@@ -244,3 +245,16 @@ def test_a_mask_tensor_is_a_few_tiles(n: int) -> None:
         attend(q, k, v, mask=mask, kernel="flash").sum().backward()
 
     assert largest_tensor(step) <= 3 * 256 * n
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tiled"])
+def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
+    """Also for a query that sees nothing, whose lse is then −inf itself."""
+    q, k, v = triple(1, 2, 2, 5, 3, 4, 4, grad=True)
+    sink = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    asked = {"mask": masks.Causal(), "kernel": kernel}  # five queries, three keys: the first two see nothing
+    out = qkv.attend(q, k, v, normalizer=qkv.normalizers.Softmax(sink=sink), **asked)
+    torch.testing.assert_close(out, qkv.attend(q, k, v, **asked))
+    grads = torch.autograd.grad(out.sum(), (q, k, v, sink))
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[3] == 0).all()

@@ -135,17 +135,19 @@ def sweep(
         if not isinstance(part, Mask):
             raise InputError(f"mass[{name!r}] is {type(part).__name__}, expected a mask from qkv.masks")
         part.check(call.grid)
-    if queries is not None and (queries.dtype != torch.bool or queries.shape != (b, n_queries)):
-        raise InputError(
-            f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
-        )
     if queries is not None:
+        if queries.dtype != torch.bool or queries.shape != (b, n_queries):
+            raise InputError(
+                f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
+            )
         lse = lse.masked_fill(~queries[:, None], -torch.inf)
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     sums = _Sums(call, mass)
-    firsts = torch.as_tensor(first).expand(b).tolist()
-    if not all(0 <= f < call.k.shape[2] for f in firsts):
-        raise InputError(f"first is {first}, expected a key from 0 to {call.k.shape[2] - 1}")
+    firsts = [first] * b if isinstance(first, int) else first.tolist()
+    if len(firsts) != b or not all(0 <= f < call.k.shape[2] for f in firsts):
+        raise InputError(
+            f"first is {first}, expected a key from 0 to {call.k.shape[2] - 1}, or one for each of {b} batch items"
+        )
     key_heads = call.k.shape[1]
     together = max(1, HEADS // (h // key_heads))
     for item in range(b):

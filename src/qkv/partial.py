@@ -76,4 +76,5 @@ def sink_gradient(
     lse = part.lse
     inner = (grad.to(lse.dtype) * part.out.to(lse.dtype)).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse
-    return -(torch.exp(sink[:, None] - lse) * inner).sum((0, 2))
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))  # of a row that not even the sink has
+    return -(share * inner).sum((0, 2))

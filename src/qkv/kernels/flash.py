@@ -27,7 +27,7 @@ from qkv.tiles import Call, at_least_float32, classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
 CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
-ALIGN = 16  # the stock kernel is a fifth slower when the number of keys is not a multiple of this
+ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 

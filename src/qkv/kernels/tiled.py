@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from qkv.masks import EMPTY, PARTIAL
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import Call, ScoreTiles, detached, spans
+from qkv.tiles import Call, ScoreTiles, detached, spans, without_unseen
 
 TILE = 256
 
@@ -76,7 +76,7 @@ def _fold(tiles: ScoreTiles, v: Tensor) -> Partial:
             if kind == PARTIAL:
                 hidden = tiles.hidden(rows, cols)
                 scores = scores.masked_fill(hidden, -torch.inf)
-                values = _zero_unseen(values, hidden, b)
+                values = _visible(values, hidden, b)
             new = torch.maximum(top, scores.amax(-1))
             safe = new.clamp(min=torch.finfo(v.dtype).min)  # −inf − −inf would be NaN
             weights, shrink = torch.exp(scores - safe[..., None]), torch.exp(top - safe)
@@ -93,7 +93,6 @@ def _fold_backward(
     tiles: ScoreTiles, part: Partial, grad: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = tiles.call
-    b = call.q.shape[0]
     grad, out, v = (x.to(tiles.dtype) for x in (grad, part.out, call.v))
     v = v.flatten(0, 1)
     inner = (grad * out).sum(-1)
@@ -113,7 +112,7 @@ def _fold_backward(
             if kind == PARTIAL:
                 hidden = tiles.hidden(rows, cols)
                 weights = weights.masked_fill(hidden, 0)
-                keys, values = (_zero_unseen(x, hidden, b) for x in (keys, values))
+                keys, values = (_visible(x, hidden, call.q.shape[0]) for x in (keys, values))
             dv[:, cols] += tiles.weigh_back(weights, grad[:, :, rows])
             slope = weights * (tiles.weigh(grad[:, :, rows], values.transpose(1, 2)) - inner[:, :, rows, None])
             if call.biases:
@@ -126,10 +125,6 @@ def _fold_backward(
     return dq.to(call.q.dtype), dk.view(call.k.shape).to(call.k.dtype), dv.view(call.v.shape).to(call.v.dtype)
 
 
-def _zero_unseen(x: Tensor, hidden: Tensor, batch: int) -> Tensor:
-    """x (b · key heads, k, d) with zeros where every pair of the tile is hidden: NaN in padding stays there."""
-    unseen = hidden.all(2).all(1)  # (b or 1, k)
-    if not unseen.any():
-        return x
-    unseen = unseen.expand(batch, -1).repeat_interleave(len(x) // batch, 0)
-    return x.masked_fill(unseen[..., None], 0)
+def _visible(x: Tensor, hidden: Tensor, batch: int) -> Tensor:
+    """Keys or values (batch · key heads, k, d) of a tile, zero where no query of it may look."""
+    return without_unseen(x.unflatten(0, (batch, -1)), ~hidden).flatten(0, 1)

@@ -81,10 +81,11 @@ class Plots:
         sharpest = median.idxmin()
         seen = data["visible"].values
         uniform = float(np.log(seen[seen > 0]).mean())
-        title = (
-            f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
-            f"as if {np.exp(median[sharpest]):,.0f} keys shared the weight"
-        )
+        if median.max() - median.min() < 0.05:  # nats: no difference that a reader would call one
+            title = f"Attention is equally sharp in every layer: {median[sharpest]:.1f} nats in the median head, "
+        else:
+            title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
+        title += f"as if {np.exp(median[sharpest]):,.0f} keys shared the weight"
         figure, axes = _by_layer(self._name(), data, heads, "entropy", title)
         axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
         _note(axes, uniform, "uniform\nattention")
@@ -148,14 +149,14 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
     width = max(left + across * (wide + gap_x), 7.2)
     figure = Figure(figsize=(width, top + down * (tall + gap_y)), facecolor="white")
     _title(figure, _sentence(data, heads, names), _subtitle(name, data))
-    # Shares have one scale, so that panels compare.
+    # Shares have one scale, so that panels compare; and a tenth at least, so that next to nothing looks like it.
     shares = [heads[name].max() for name in names if STATISTICS[name].unit == "%"]
     for index, statistic in enumerate(names):
         row, column = divmod(index, across)
         x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
         axes, bar = _place(figure, x, y, wide, tall), _place(figure, x + wide + 0.09, y, 0.08, tall)
         unit = STATISTICS[statistic].unit
-        most = {"%": max(shares, default=1.0), "ratio": 1.0}.get(unit, heads[statistic].max())
+        most = {"%": max([0.1, *shares]), "ratio": 1.0}.get(unit, heads[statistic].max())
         _grid(axes, heads.pivot(index="layer", columns="head", values=statistic), statistic, most, cell)
         _colour_bar(bar, axes.images[0], unit)
         if column == 0:

@@ -105,7 +105,7 @@ function tiles() {
 function scaleOf(statistic) {
   const values = view().heads[statistic].filter((x) => x !== null);
   const { unit } = PAGE.statistics[statistic];
-  return unit === "ratio" ? 1 : Math.max(...values, 1e-9);
+  return unit === "ratio" ? 1 : Math.max(...values, unit === "%" ? 0.1 : 1e-9); // next to nothing should look like it
 }
 
 function overview() {
