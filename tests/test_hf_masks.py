@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from qkv.masks import EMPTY, FULL, PARTIAL, And, Causal, Grid, Mask, Or, Predicate, Shifted, Tiles
+from qkv.masks import EMPTY, FULL, PARTIAL, And, Causal, Grid, Mask, Or, Predicate, Region, Shifted, Tiles
 from qkv.profiler.hf_masks import LazyMask, decode, lazy_mask
 
 BATCH, NQ, NK = 3, 11, 17
@@ -106,7 +106,7 @@ def shown(lazy: LazyMask) -> Tensor:
     if lazy.mask is None:
         return torch.ones(shape, dtype=torch.bool)
     lazy.mask.check(grid)
-    return lazy.mask.visible(grid.rows(0, grid.n_queries), grid.columns(0, grid.n_keys), grid).expand(shape)
+    return lazy.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid).expand(shape)
 
 
 def theirs(function: Function, **sizes: Any) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Shifted, Window
+from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 
 FAR = 2**62  # a window that ends beyond any sequence
 
@@ -53,7 +53,7 @@ class LazyMask:
         grid = self.grid
         if self.mask is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        seen = self.mask.visible(grid.rows(0, grid.n_queries), grid.columns(0, grid.n_keys), grid)
+        seen = self.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
         hidden = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return hidden.masked_fill(~seen, torch.finfo(self.dtype).min).expand(self.shape)
 

@@ -1,0 +1,43 @@
+"""Masks: which query may attend to which key.
+
+A mask is **True where a query may attend**. It is a description, not a tensor: it can tell any
+tile of the score matrix what is visible, and classify whole tiles as empty, partial or full, so that
+kernels skip the first, mask the second and leave the third alone. Masks compose with ``&``, ``|``, ``~``.
+
+Positions are key indices. Query ``i`` stands at position ``i + offset``, where ``offset`` is
+``n_keys - n_queries`` unless stated otherwise: the last query sees the last key (bottom-right alignment).
+"""
+
+from __future__ import annotations
+
+from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Region, Shifted, Tiles
+from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.masks.patterns import Causal, Dilated, Global, Prefix, RandomKeys, Strided, Window, bigbird, longformer
+
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "And",
+    "Blockwise",
+    "Causal",
+    "Dense",
+    "Dilated",
+    "Document",
+    "Global",
+    "Grid",
+    "Mask",
+    "Not",
+    "Or",
+    "Padding",
+    "Predicate",
+    "Prefix",
+    "RandomKeys",
+    "Region",
+    "Shifted",
+    "Strided",
+    "Tiles",
+    "Window",
+    "bigbird",
+    "longformer",
+]

@@ -1,0 +1,312 @@
+"""What a mask is: the pairs it shows, its classes of tiles, and how masks compose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from qkv.errors import InputError
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # in this order `and` is min, `or` is max and `not` is 2 - x
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The score matrix a mask is laid over: its sizes, and where query 0 stands among the keys."""
+
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+    offset: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @staticmethod
+    def of(n_queries: int, n_keys: int, batch: int = 1, heads: int = 1) -> Grid:
+        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries)
+
+    def rows(self, start: int, stop: int) -> Int[Tensor, " q"]:
+        """Positions of queries ``start`` to ``stop``."""
+        return torch.arange(start, stop, device=self.device) + self.offset
+
+    def columns(self, start: int, stop: int) -> Int[Tensor, " k"]:
+        return torch.arange(start, stop, device=self.device)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of the score matrix: which queries and keys, of which batch items and query heads."""
+
+    rows: slice
+    columns: slice
+    batch: slice = field(default_factory=lambda: slice(None))
+    heads: slice = field(default_factory=lambda: slice(None))
+
+    def of(self, x: Tensor) -> Tensor:
+        """The region's part of x (b, h, q, k), whose dimensions of size 1 stand for all."""
+        cuts = (self.batch, self.heads, self.rows, self.columns)
+        return x[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, x.shape, strict=True))]
+
+    def indices(self, grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch items, heads, query positions and keys of the region, shaped to broadcast to (b, h, q, k)."""
+        b = torch.arange(grid.batch, device=grid.device)[self.batch]
+        h = torch.arange(grid.heads, device=grid.device)[self.heads]
+        q, k = grid.rows(self.rows.start, self.rows.stop), grid.columns(self.columns.start, self.columns.stop)
+        return b[:, None, None, None], h[:, None, None], q[:, None], k
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """First and last position (inclusive) of every row tile and every column tile."""
+
+    q_first: Int[Tensor, " rows"]
+    q_last: Int[Tensor, " rows"]
+    k_first: Int[Tensor, " cols"]
+    k_last: Int[Tensor, " cols"]
+
+    @staticmethod
+    def of(grid: Grid, rows: int, columns: int, start: int = 0, stop: int | None = None) -> Tiles:
+        """Tiles of `rows` × `columns` over queries `start` to `stop` and all keys."""
+        stop = grid.n_queries if stop is None else stop
+        q = torch.arange(start, stop, rows)
+        k = torch.arange(0, grid.n_keys, columns)
+        return Tiles(
+            q + grid.offset,
+            (q + rows).clamp(max=stop) - 1 + grid.offset,
+            k,
+            (k + columns).clamp(max=grid.n_keys) - 1,
+        )
+
+
+class Mask:
+    """Base of all masks. A subclass says which pairs it shows (`sees`) and may classify tiles (`classify`)."""
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
+
+        Integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``; so is the result, which
+        need not have the dimensions it does not depend on.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what is visible")
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h rows cols"]:
+        """EMPTY, PARTIAL or FULL for each tile; PARTIAL is always a safe answer. b and h may be 1."""
+        return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), PARTIAL, dtype=torch.int8)
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """``(low, high)`` if exactly the pairs with low ≤ q − k ≤ high are visible, else None."""
+        return None
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` if the mask cannot be laid over `grid`."""
+
+    # --- what follows from those -------------------------------------------------------------------------------------
+
+    def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
+        """Visibility inside a region; b and h may be 1."""
+        b, h, q, k = region.indices(grid)
+        seen = self.sees(b, h, q, k, grid)
+        seen = seen[(None,) * (4 - seen.ndim)]
+        return seen.expand(*seen.shape[:2], len(q), len(k))
+
+    def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
+        """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are alike.
+
+        >>> from qkv.masks import Causal
+        >>> Causal().dense(2, 3)[0, 0].int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+        """
+        grid = Grid.of(n_queries, n_keys, batch, heads)
+        self.check(grid)
+        return self.allowed(Region(slice(0, n_queries), slice(0, n_keys)), grid)
+
+    def visible_keys(self, grid: Grid) -> Int[Tensor, "b h nq"]:
+        """How many keys each query may attend to, in linear memory; b and h may be 1.
+
+        >>> from qkv.masks import Window
+        >>> Window(2).visible_keys(Grid.of(4, 4))[0, 0].tolist()
+        [1, 2, 2, 2]
+        """
+        return _count(self, grid)
+
+    def sparsity(self, n_queries: int, n_keys: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
+        """The share of pairs that are hidden, counted exactly in linear memory; n_keys is n_queries unless given.
+
+        >>> from qkv.masks import Causal
+        >>> Causal().sparsity(4)
+        0.375
+        """
+        grid = Grid.of(n_queries, n_queries if n_keys is None else n_keys, batch, heads)
+        self.check(grid)
+        return 1 - float(self.visible_keys(grid).double().mean()) / grid.n_keys
+
+    def plot(self, n_queries: int, n_keys: int | None = None, *, ax: object = None, tile: int | None = None) -> object:
+        """Draw the mask over n_queries × n_keys pairs (square unless given) and return the matplotlib axes.
+
+        Up to 512 tokens each cell is a pair; beyond, each is the visible share of a tile. `tile` draws the boundaries
+        of tiles of that size, coloured by class. Needs a batch item and a head of their own no more than `dense` does.
+        """
+        from qkv.masks import picture
+
+        return picture.draw(self, n_queries, n_queries if n_keys is None else n_keys, ax=ax, tile=tile)
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, _as_mask(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, _as_mask(other))
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+
+def _as_mask(value: object) -> Mask:
+    if not isinstance(value, Mask):
+        raise InputError(
+            f"mask: cannot combine a mask with {type(value).__name__}; "
+            "wrap a boolean tensor (True = may attend) in qkv.masks.Dense"
+        )
+    return value
+
+
+def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
+    tiles = Tiles.of(grid, tile, tile)
+    kinds = mask.classify(tiles, grid)
+    widths = tiles.k_last - tiles.k_first + 1
+    full = ((kinds == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
+    total = full.to(grid.device)
+    partial = (kinds == PARTIAL).any(0).any(0)
+    for row, column in partial.nonzero().tolist():
+        rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
+        region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
+        seen = mask.allowed(region, grid).sum(-1)
+        seen = seen * (kinds[:, :, row, column, None] == PARTIAL).to(grid.device)
+        if seen.shape[:2] != total.shape[:2]:
+            shape = torch.broadcast_shapes(seen.shape[:2], total.shape[:2])
+            total = total.expand(*shape, -1).clone()
+        total[:, :, rows] += seen
+    return total
+
+
+def tile_classes(full: Tensor, empty: Tensor) -> Tensor:
+    """PARTIAL everywhere but where `full` or `empty` says better; given (rows, cols) or (b, h, rows, cols)."""
+    out = torch.where(empty, EMPTY, torch.where(full, FULL, PARTIAL)).to(torch.int8)
+    return out if out.ndim == 4 else out[None, None]
+
+
+@dataclass(frozen=True)
+class Shifted(Mask):
+    """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare."""
+
+    mask: Mask
+    offset: int
+
+    def _grid(self, grid: Grid) -> Grid:
+        return replace(grid, offset=self.offset)
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(self._grid(grid))
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.mask.sees(b, h, q - grid.offset + self.offset, k, self._grid(grid))
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        move = self.offset - grid.offset
+        moved = replace(tiles, q_first=tiles.q_first + move, q_last=tiles.q_last + move)
+        return self.mask.classify(moved, self._grid(grid))
+
+
+@dataclass(frozen=True)
+class And(Mask):
+    """Visible where both masks say so."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        if self.left.band is None or self.right.band is None:
+            return None
+        (a, b), (c, d) = self.left.band, self.right.band
+        return max(a, c), min(b, d)
+
+    def check(self, grid: Grid) -> None:
+        self.left.check(grid)
+        self.right.check(grid)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.left.sees(b, h, q, k, grid) & self.right.sees(b, h, q, k, grid)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        return torch.minimum(self.left.classify(tiles, grid), self.right.classify(tiles, grid))
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """Visible where either mask says so."""
+
+    left: Mask
+    right: Mask
+
+    def check(self, grid: Grid) -> None:
+        self.left.check(grid)
+        self.right.check(grid)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.left.sees(b, h, q, k, grid) | self.right.sees(b, h, q, k, grid)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        return torch.maximum(self.left.classify(tiles, grid), self.right.classify(tiles, grid))
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """Visible where the mask says not."""
+
+    mask: Mask
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(grid)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return ~self.mask.sees(b, h, q, k, grid)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        return FULL - self.mask.classify(tiles, grid)
+
+
+@dataclass(frozen=True)
+class Blockwise(Mask):
+    """A mask over blocks of `size` tokens: a pair is visible where `mask` shows the pair of its blocks.
+
+    Positions 0 … size − 1 are block 0 and so on; the last block may be short.
+
+    >>> from qkv.masks import Causal
+    >>> Blockwise(Causal(), 2).dense(4, 4)[0, 0].int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    """
+
+    mask: Mask
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token a block")
+
+    def _grid(self, grid: Grid) -> Grid:
+        first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size
+        return replace(grid, n_queries=last - first + 1, n_keys=-(-grid.n_keys // self.size), offset=first)
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(self._grid(grid))
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.mask.sees(b, h, q // self.size, k // self.size, self._grid(grid))
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        blocks = Tiles(*(x // self.size for x in (tiles.q_first, tiles.q_last, tiles.k_first, tiles.k_last)))
+        return self.mask.classify(blocks, self._grid(grid))

@@ -1,0 +1,209 @@
+"""Masks made of data: lengths, document ids, tensors, functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.masks.base import Grid, Mask, Region, Tiles, tile_classes
+
+
+class _TensorMask(Mask):
+    """A mask made of data: compared by identity, moved to the grid's device when used."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, eq=False)
+class Padding(_TensorMask):
+    """Keys that are padding are invisible to every query.
+
+    `lengths` gives the number of real keys of each batch item; they stand at the start (``side="right"``:
+    padding on the right) or at the end (``side="left"``). Queries are not masked: use `Document`
+    with −1 to mask padding on both sides.
+
+    >>> Padding([1, 2]).dense(1, 3, batch=2)[:, 0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+
+    lengths: Sequence[int] | Int[Tensor, " b"]
+    side: str = "right"
+
+    def __post_init__(self) -> None:
+        lengths = torch.as_tensor(self.lengths)
+        if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+            raise InputError(
+                f"Padding: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}, "
+                "expected one integer a batch item"
+            )
+        if self.side not in ("left", "right"):
+            raise InputError(f"Padding: side is {self.side!r}, expected 'left' or 'right'")
+        object.__setattr__(self, "lengths", lengths)
+
+    def _range(self, grid: Grid) -> tuple[Tensor, Tensor]:
+        """First visible key and first key after them, shaped (b, 1, 1, 1)."""
+        lengths = torch.as_tensor(self.lengths)[:, None, None, None]
+        return (0 * lengths, lengths) if self.side == "right" else (grid.n_keys - lengths, 0 * lengths + grid.n_keys)
+
+    def check(self, grid: Grid) -> None:
+        lengths = torch.as_tensor(self.lengths)
+        if len(lengths) not in (1, grid.batch):
+            raise InputError(f"Padding: {len(lengths)} lengths for a batch of {grid.batch}")
+        if int(lengths.min()) < 0 or int(lengths.max()) > grid.n_keys:
+            raise InputError(
+                f"Padding: lengths lie in {int(lengths.min())}..{int(lengths.max())}, "
+                f"expected 0..{grid.n_keys} (the number of keys)"
+            )
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        lengths = torch.as_tensor(self.lengths).to(k.device)
+        length = lengths[b] if len(lengths) > 1 else lengths[0]
+        return (k < length) if self.side == "right" else (k >= grid.n_keys - length)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        start, stop = (x.cpu() for x in self._range(grid))
+        shape = (-1, -1, len(tiles.q_first), -1)
+        full = (tiles.k_first >= start) & (tiles.k_last < stop)
+        empty = (tiles.k_last < start) | (tiles.k_first >= stop)
+        return tile_classes(full.expand(shape), empty.expand(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Document(_TensorMask):
+    """Positions see only positions of their own document; a negative id belongs to none and sees nothing.
+
+    `ids` is (n_keys,) or (batch, n_keys); query i has the id of position i + offset. Several texts packed
+    into one row, chunked attention and padding on both sides are all this mask.
+
+    >>> (Document([0, 0, 1]) & Causal()).dense(3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+
+    ids: Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        ids = torch.as_tensor(self.ids)
+        if ids.ndim not in (1, 2) or ids.dtype.is_floating_point or ids.dtype == torch.bool:
+            raise InputError(
+                f"Document: ids is {ids.dtype} of shape {tuple(ids.shape)}, "
+                "expected integers of shape (n_keys,) or (batch, n_keys)"
+            )
+        object.__setattr__(self, "ids", ids if ids.ndim == 2 else ids[None])
+
+    def check(self, grid: Grid) -> None:
+        shape = tuple(torch.as_tensor(self.ids).shape)
+        if shape[0] not in (1, grid.batch) or shape[1] != grid.n_keys:
+            raise InputError(
+                f"Document: ids has shape {shape}, expected (1 or {grid.batch}, {grid.n_keys}) for this batch"
+            )
+        if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
+            raise InputError(
+                f"Document: {grid.n_queries} queries cannot have ids among {grid.n_keys} keys; "
+                "expected no more queries than keys"
+            )
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        ids = torch.as_tensor(self.ids).to(k.device)
+        b = b if len(ids) > 1 else torch.zeros_like(q)
+        ours, theirs = ids[b, q], ids[b, k]
+        return (ours == theirs) & (ours >= 0)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        ids = torch.as_tensor(self.ids).cpu()
+        q_min, q_max = _extremes(ids, tiles.q_first, tiles.q_last)
+        k_min, k_max = _extremes(ids, tiles.k_first, tiles.k_last)
+        q_min, q_max = q_min[:, None, :, None], q_max[:, None, :, None]
+        k_min, k_max = k_min[:, None, None, :], k_max[:, None, None, :]
+        full = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
+        empty = (q_max < k_min) | (k_max < q_min) | (q_max < 0) | (k_max < 0)
+        return tile_classes(full, empty)
+
+
+def _extremes(ids: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest id in each span of positions."""
+    spans = _spans(first, last)
+    return torch.stack([ids[:, s].amin(1) for s in spans], 1), torch.stack([ids[:, s].amax(1) for s in spans], 1)
+
+
+def _spans(first: Tensor, last: Tensor) -> list[slice]:
+    return [slice(a, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(_TensorMask):
+    """A boolean tensor, True where a query may attend, of a shape that broadcasts to (batch, heads, nq, nk).
+
+    Integer and float masks are refused: libraries disagree on what 1, 0 and −inf mean.
+
+    >>> Dense(torch.tensor([[True, False]])).dense(1, 2)[0, 0].tolist()
+    [[True, False]]
+    """
+
+    tensor: Bool[Tensor, "..."]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor) or self.tensor.dtype != torch.bool:
+            kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
+            raise InputError(
+                f"mask: got {kind}, expected a boolean tensor that is True where a query may attend; "
+                "compare an integer mask with == (for example `ids == 1`), "
+                "and pass an additive 0 / −inf mask as bias=qkv.biases.Dense(tensor)"
+            )
+        if not 2 <= self.tensor.ndim <= 4:
+            raise InputError(
+                f"mask: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
+                "or (batch, heads, nq, nk)"
+            )
+        missing = 4 - self.tensor.ndim
+        object.__setattr__(self, "tensor", self.tensor[(None,) * missing])
+
+    def check(self, grid: Grid) -> None:
+        expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
+        if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
+            raise InputError(
+                f"mask: shape {tuple(self.tensor.shape)} does not broadcast to "
+                f"(batch, heads, queries, keys) = {expected}"
+            )
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        where = (b, h, q - grid.offset, k)
+        seen = self.tensor.to(k.device)
+        return seen[tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, seen.shape, strict=True))]
+
+    def allowed(self, region: Region, grid: Grid) -> Tensor:
+        seen = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
+        size = (region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
+        return seen.expand(*seen.shape[:2], *size)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        some = every = self.tensor
+        q_spans = _spans(tiles.q_first - grid.offset, tiles.q_last - grid.offset)
+        for dim, spans in ((2, q_spans), (3, _spans(tiles.k_first, tiles.k_last))):
+            one = self.tensor.shape[dim] == 1  # one row (column) stands for all of them
+            cut = [(slice(None),) * dim + (slice(0, 1) if one else span,) for span in spans]
+            some = torch.cat([some[c].any(dim, keepdim=True) for c in cut], dim)
+            every = torch.cat([every[c].all(dim, keepdim=True) for c in cut], dim)
+        return tile_classes(every.cpu(), ~some.cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class Predicate(_TensorMask):
+    """Whatever a function says: ``function(batch, head, q, k) -> bool tensor`` on broadcasting index tensors.
+
+    Positions `q` and `k` are key positions as everywhere in this module. Nothing is known of the tiles beforehand,
+    so every one is evaluated; memory stays linear.
+
+    >>> even = Predicate(lambda b, h, q, k: (q - k) % 2 == 0)
+    >>> even.dense(2, 3)[0, 0].int().tolist()
+    [[0, 1, 0], [1, 0, 1]]
+    """
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.function(b, h, q, k)

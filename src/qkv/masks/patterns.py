@@ -1,0 +1,336 @@
+"""Masks that are a rule on positions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.masks.base import Blockwise, Grid, Mask, Tiles, tile_classes
+
+
+class _Band(Mask):
+    """All pairs with low ≤ q − k ≤ high, where q and k are positions."""
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        assert self.band is not None
+        low, high = self.band
+        back = q - k
+        if math.isinf(high):
+            return back >= low
+        return (back >= low) & (back <= high)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        assert self.band is not None
+        low, high = self.band
+        least, most = _distances(tiles)
+        return tile_classes((least >= low) & (most <= high), (most < low) | (least > high))
+
+
+def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Least and greatest q − k of each tile, (rows, cols)."""
+    return tiles.q_first[:, None] - tiles.k_last, tiles.q_last[:, None] - tiles.k_first
+
+
+@dataclass(frozen=True)
+class Causal(_Band):
+    """A query sees its own position and everything before it.
+
+    >>> Causal().dense(3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    @property
+    def band(self) -> tuple[float, float]:
+        return 0, math.inf
+
+
+@dataclass(frozen=True)
+class Window(_Band):
+    """A query sees `size` keys, the last of them its own, and `ahead` keys after it.
+
+    ``Window(w)`` is the sliding window of a causal model; ``Window(r + 1, ahead=r)`` is the symmetric
+    window of radius r. (Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825.)
+
+    >>> Window(2).dense(3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    size: int
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        _check_window("Window", self.size, self.ahead)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        return -self.ahead, self.size - 1
+
+
+def _check_window(name: str, size: int, ahead: int) -> None:
+    if size < 1:
+        raise InputError(f"{name}: size is {size}, expected at least 1 (the query's own key)")
+    if ahead < 0:
+        raise InputError(f"{name}: ahead is {ahead}, expected 0 or more keys after the query")
+
+
+def _check_step(name: str, step: int) -> None:
+    if step < 1:
+        raise InputError(f"{name}: step is {step}, expected at least 1 position")
+
+
+@dataclass(frozen=True)
+class Strided(Mask):
+    """A query sees every `step`-th key, counted from its own in both directions.
+
+    The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.2) is ``(Strided(l) | Window(l)) & Causal()``, with
+    l near √n: two layers then reach every position.
+
+    >>> (Strided(2) & Causal()).dense(4, 4)[0, 0].int().tolist()
+    [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
+    """
+
+    step: int
+
+    def __post_init__(self) -> None:
+        _check_step("Strided", self.step)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return (q - k) % self.step == 0
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        return _step_classes(*_distances(tiles), self.step)
+
+
+def _step_classes(least: Tensor, most: Tensor, step: int) -> Tensor:
+    """Classes of tiles of distances least … most when every `step`-th distance is visible."""
+    multiple = most.div(step, rounding_mode="floor") * step  # the greatest that is not above
+    full = (multiple >= least) & ((least == most) | (step == 1))
+    return tile_classes(full, multiple < least)
+
+
+@dataclass(frozen=True)
+class Dilated(Mask):
+    """A window with gaps: `size` keys `step` positions apart, the last of them the query's own, and `ahead` after it.
+
+    (Beltagy et al. 2020, arXiv:2004.05150, fig. 2c.)
+
+    >>> Dilated(2, step=2).dense(4, 4)[0, 0].int().tolist()
+    [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
+    """
+
+    size: int
+    step: int
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        _check_window("Dilated", self.size, self.ahead)
+        _check_step("Dilated", self.step)
+
+    def _window(self) -> Window:
+        return Window((self.size - 1) * self.step + 1, self.ahead * self.step)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self._window().sees(b, h, q, k, grid) & ((q - k) % self.step == 0)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        least, most = _distances(tiles)
+        low, high = -self.ahead * self.step, (self.size - 1) * self.step  # both multiples of the step
+        inside = _step_classes(least.clamp(low, high), most.clamp(low, high), self.step)
+        return torch.minimum(inside, self._window().classify(tiles, grid))
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """The first `length` keys are visible to every query; nothing else.
+
+    A prefix language model (Raffel et al. 2020, arXiv:1910.10683, fig. 4) is ``Prefix(n) | Causal()``.
+
+    >>> (Prefix(2) | Causal()).dense(3, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise InputError(f"Prefix: length is {self.length}, expected 0 or more keys")
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return (k < self.length).expand(*torch.broadcast_shapes(q.shape, k.shape))
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
+        empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)
+        return tile_classes(full, empty)
+
+
+@dataclass(frozen=True)
+class Global(Mask):
+    """The tokens at `indices` see every key and are seen by every query; nothing else is visible.
+
+    Negative indices count from the last key. (Beltagy et al. 2020, arXiv:2004.05150, §3.1; Zaheer et al. 2020,
+    arXiv:2007.14062, §2.) For keys that all may see but that see no more than others, use `Prefix` or `Dense`.
+
+    >>> Global([0]).dense(3, 3)[0, 0].int().tolist()
+    [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    """
+
+    indices: Sequence[int]
+
+    def __post_init__(self) -> None:
+        indices = torch.as_tensor(self.indices)
+        if indices.ndim != 1 or (len(indices) and indices.dtype not in (torch.int64, torch.int32)):
+            raise InputError(
+                f"Global: indices is {indices.dtype} of shape {tuple(indices.shape)}, expected a sequence of integers"
+            )
+        object.__setattr__(self, "indices", tuple(dict.fromkeys(indices.tolist())))
+
+    def check(self, grid: Grid) -> None:
+        wrong = [i for i in self.indices if not -grid.n_keys <= i < grid.n_keys]
+        if wrong:
+            raise InputError(
+                f"Global: index {wrong[0]} lies outside {grid.n_keys} keys, expected {-grid.n_keys}..{grid.n_keys - 1}"
+            )
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        chosen = _chosen(self.indices, grid.n_keys).to(k.device)
+        inside = (q >= 0) & (q < grid.n_keys)  # a query may stand before the first key
+        return (chosen[q.clamp(0, grid.n_keys - 1)] & inside) | chosen[k]
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
+
+        def share(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+            found = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
+            return found > 0, found == last - first + 1
+
+        (some_q, all_q), (some_k, all_k) = share(tiles.q_first, tiles.q_last), share(tiles.k_first, tiles.k_last)
+        return tile_classes(all_q[:, None] | all_k, ~(some_q[:, None] | some_k))
+
+
+@functools.lru_cache(maxsize=8)
+def _chosen(indices: tuple[int, ...], n_keys: int) -> Tensor:
+    """True at the chosen keys."""
+    chosen = torch.zeros(n_keys, dtype=torch.bool)
+    chosen[torch.tensor(indices, dtype=torch.long)] = True
+    return chosen
+
+
+@dataclass(frozen=True)
+class RandomKeys(Mask):
+    """Every query sees `size` random keys, no key twice; the same for the same seed, number of keys and position.
+
+    Keys that `besides` shows to the query already are not drawn, so that ``besides | RandomKeys(r, besides=besides)``
+    has r keys more (or all there are). All heads and batch items share the draw. (Zaheer et al. 2020,
+    arXiv:2007.14062, §2.)
+
+    >>> RandomKeys(2, seed=1).dense(5, 5).sum(-1).tolist()
+    [[[2, 2, 2, 2, 2]]]
+    """
+
+    size: int
+    seed: int = 0
+    besides: Mask | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
+
+    def check(self, grid: Grid) -> None:
+        if grid.offset < 0:
+            raise InputError(
+                f"RandomKeys: {grid.n_queries} queries stand before the first of {grid.n_keys} keys; "
+                "expected no more queries than keys"
+            )
+        if self.besides is not None:
+            self.besides.check(grid)
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        drawn = _draw(self.size, self.seed, self.besides, grid.n_keys).to(k.device)[q]
+        seen = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=k.device)
+        for one in drawn.unbind(-1):
+            seen = seen | (one == k)
+        return seen
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)
+        found = torch.zeros(len(tiles.q_first), len(tiles.k_first), dtype=torch.long)
+        for row, (first, last) in enumerate(zip(tiles.q_first.tolist(), tiles.q_last.tolist(), strict=True)):
+            keys = drawn[first : last + 1].flatten()
+            tile = torch.bucketize(keys[keys >= 0], tiles.k_first, right=True) - 1
+            found[row] = torch.bincount(tile, minlength=len(tiles.k_first))
+        area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
+        return tile_classes(found == area, found == 0)
+
+
+DRAW_ROWS = 1024  # rows whose candidates are all held in memory at once, when some are excluded
+
+
+@functools.lru_cache(maxsize=8)
+def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
+    """Random keys (n_keys positions, size) of every position; −1 where there were not enough."""
+    generator = torch.Generator().manual_seed(seed)
+    if besides is None and size * 4 <= n_keys:
+        drawn = torch.randint(n_keys, (n_keys, size), generator=generator)
+        while len(again := _with_repeats(drawn)):
+            drawn[again] = torch.randint(n_keys, (len(again), size), generator=generator)
+        return drawn
+    grid, drawn = Grid.of(n_keys, n_keys), []
+    for start in range(0, n_keys, DRAW_ROWS):
+        rows = slice(start, min(start + DRAW_ROWS, n_keys))
+        rank = torch.rand(rows.stop - rows.start, n_keys, generator=generator)
+        if besides is not None:
+            rank[_shown(besides, rows, grid)] = -1
+        best, keys = rank.topk(min(size, n_keys), -1)
+        drawn.append(torch.where(best >= 0, keys, -1))
+    return torch.cat(drawn)
+
+
+def _with_repeats(drawn: Tensor) -> Tensor:
+    order = drawn.sort(-1).values
+    return (order[:, 1:] == order[:, :-1]).any(-1).nonzero()[:, 0]
+
+
+def _shown(mask: Mask, rows: slice, grid: Grid) -> Tensor:
+    from qkv.masks.base import Region
+
+    return mask.allowed(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
+
+
+def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:
+    """Longformer's mask: `window` keys around the query, half on each side, and global `tokens`.
+
+    `window` is even, as in the paper: window / 2 keys before the query, its own, and window / 2 after. Causal, a query
+    sees the `window` keys before it and its own; global tokens see and are seen backward only. (Beltagy et al. 2020,
+    arXiv:2004.05150, §3.1.)
+
+    >>> longformer(2, [0]).dense(5, 5)[0, 0].int().tolist()[3]
+    [1, 0, 1, 1, 1]
+    """
+    if window < 2 or window % 2:
+        raise InputError(f"longformer: window is {window}, expected an even number of keys, half on each side")
+    if causal:
+        return Window(window + 1) | (Global(tokens) & Causal())
+    return Window(window // 2 + 1, ahead=window // 2) | Global(tokens)
+
+
+def bigbird(block: int = 64, random: int = 3, *, window: int = 3, seed: int = 0) -> Mask:
+    """BigBird's mask over blocks of tokens: a window of `window` blocks, `random` random ones, first and last global.
+
+    Random blocks are never ones that the query sees already. (Zaheer et al. 2020, arXiv:2007.14062, §2 and app. D.)
+
+    >>> bigbird(block=2, random=0).sparsity(16)
+    0.46875
+    """
+    if window < 1 or window % 2 == 0:
+        raise InputError(f"bigbird: window is {window}, expected an odd number of blocks around the query's own")
+    if random < 0:
+        raise InputError(f"bigbird: random is {random}, expected 0 or more blocks")
+    near = Window(window // 2 + 1, ahead=window // 2) | Global([0, -1])
+    return Blockwise(near | RandomKeys(random, seed, besides=near) if random else near, block)
