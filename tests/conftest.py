@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "masks", "biases", "scores", "normalizers", "partial", "tiles", "reference", "kernels", "measure",
+    "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles", "weights",
+    "reference", "kernels", "linear", "measure",
     "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float

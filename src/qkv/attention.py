@@ -10,12 +10,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv.biases import Bias
+from qkv.call import Call, as_biases, as_mask, at_least_float32
+from qkv.errors import InputError
 from qkv.kernels import KERNELS, choose
 from qkv.masks import EMPTY, FULL, Mask, Tiles
 from qkv.measure import Statistics, measure
-from qkv.normalizers import Softmax
-from qkv.scores import Dot
-from qkv.tiles import Call, as_biases, as_mask, at_least_float32, classes
+from qkv.normalizers import Normalizer
+from qkv.scores import Score
+from qkv.tiles import classes
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,10 @@ def attend(
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
-    score: Dot | None = None,
-    normalizer: Softmax | None = None,
+    score: Score | None = None,
+    normalizer: Normalizer | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     return_weights: bool = False,
@@ -84,12 +87,23 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
-    call = _call(q, k, v, mask, bias, score, normalizer, dropout_p)
+    call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
+    if return_lse and not call.normalizer.has_lse:
+        raise InputError(
+            f"return_lse: {type(call.normalizer).__name__} makes weights without a log-sum-exp; only Softmax has one"
+        )
     name, _, _ = choose(call, kernel, weights=return_weights)
     result = KERNELS[name].run(call)
-    part, weights = result if isinstance(result, tuple) else (result, None)
-    wanted = [part.out, *([part.lse] if return_lse else []), *([weights] if return_weights else [])]
-    return wanted[0] if len(wanted) == 1 else tuple(wanted)
+    if not (return_lse or return_weights):
+        return result.out
+    wanted = [result.out]
+    if return_lse:
+        assert result.lse is not None
+        wanted.append(result.lse)
+    if return_weights:
+        assert result.weights is not None
+        wanted.append(result.weights)
+    return tuple(wanted)
 
 
 def plan(
@@ -99,8 +113,8 @@ def plan(
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
-    score: Dot | None = None,
-    normalizer: Softmax | None = None,
+    score: Score | None = None,
+    normalizer: Normalizer | None = None,
     dropout_p: float = 0.0,
     kernel: str = "auto",
     return_weights: bool = False,
@@ -137,10 +151,9 @@ def _pairs(call: Call, tile: int = 256) -> int:
 
 def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
-    score: Dot | None, normalizer: Softmax | None, dropout_p: float,
+    score: Score | None, normalizer: Normalizer | None, dropout_p: float, seed: int | None = None,
 ) -> Call:  # fmt: skip
-    score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
-    return Call(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p)
+    return Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer, dropout_p, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +171,8 @@ class Attention:
 
     mask: Mask | Bool[Tensor, "..."] | None = None
     bias: Bias | Sequence[Bias] | None = None
-    score: Dot | None = None
-    normalizer: Softmax | None = None
+    score: Score | None = None
+    normalizer: Normalizer | None = None
     dropout_p: float = 0.0
 
     def _parts(self) -> dict[str, object]:

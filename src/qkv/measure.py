@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,12 +17,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
+from qkv.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, choose
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
-from qkv.normalizers import Softmax
-from qkv.scores import Dot
-from qkv.tiles import HIDDEN, Call, ScoreTiles, as_biases, as_mask, detached, spans
+from qkv.normalizers import Normalizer
+from qkv.parallel import each
+from qkv.scores import Score
+from qkv.tiles import HIDDEN, ScoreTiles, spans
 
 TILE = 256
 HEADS = 8  # heads swept together: a tile of all of them should stay in cache
@@ -78,8 +79,8 @@ def measure(
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
-    score: Dot | None = None,
-    normalizer: Softmax | None = None,
+    score: Score | None = None,
+    normalizer: Normalizer | None = None,
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
@@ -113,8 +114,7 @@ def measure(
     >>> [round(x, 4) for x in s.mass["last two"][0, 0].tolist()]
     [1.0, 1.0, 0.6667, 0.5]
     """
-    score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
-    call = Call(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
+    call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
     name, _, _ = choose(call, "auto")
     return sweep(call, KERNELS[name].run(call).lse, mass=mass, first=first, queries=queries)
 
@@ -178,7 +178,7 @@ class _Sums:
         mean = self.offset / total
         sink_mass = None
         if call.sink is not None:
-            sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink[:, None] - lse))
+            sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink - lse))
         entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(seen, self.squares, 1.0)
         dtype = lse.dtype
@@ -285,30 +285,11 @@ class _Desk(threading.local):
 
 
 def _sweep_heads(part: _Part, sums: _Sums) -> None:
-    """Add one part to the sums, blocks of rows in parallel.
-
-    Each thread runs its own single-threaded operations on its own block. One operation shared by all threads would
-    wait for the slowest of them dozens of times a tile, which on a busy machine costs more than the arithmetic.
-    """
+    """Add one part to the sums, blocks of rows in parallel."""
     shares: list[Tensor] = []
     desk = _Desk(part, shares)
-    threads = min(torch.get_num_threads(), len(part.rows)) if part.lse.device.type == "cpu" else 1
-
-    def work(row: int) -> None:
-        with torch.no_grad():
-            _sweep_rows(part, row, sums, desk)
-
     longest_first = range(len(part.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
-    if threads == 1:
-        for row in longest_first:
-            work(row)
-    else:
-        before = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                list(pool.map(work, longest_first))
-        finally:
-            torch.set_num_threads(before)  # what threads that start later will find
+    each(lambda row: _sweep_rows(part, row, sums, desk), longest_first, part.lse.device)
     sums.received[part.here] += sum(shares)
 
 
@@ -332,7 +313,7 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
             hidden = tiles.hidden(rows, cols)
             log2.masked_fill_(hidden, HIDDEN)
             sums.visible[at] += (~hidden).sum(-1)
-        if call.biases:
+        if call.biases or tiles.vector is not None:
             log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
         torch.exp2(log2, out=weights)
         desk.received[:, :, cols] += weights.sum(-2)

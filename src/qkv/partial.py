@@ -67,14 +67,14 @@ def _merge(parts: Sequence[Partial]) -> Partial:
 
 
 def sink_gradient(
-    sink: Float[Tensor, " h"],
+    sink: Float[Tensor, "#b h #q"],
     part: Partial,
     grad: Float[Tensor, "b h q d"],
     grad_lse: Float[Tensor, "b h q"] | None,
-) -> Float[Tensor, " h"]:
+) -> Float[Tensor, "#b h #q"]:
     """Gradient of the sink merged into `part`: d lse/dσ = e^(σ − lse) and d out/dσ = −out·e^(σ − lse)."""
     lse = part.lse
     inner = (grad.to(lse.dtype) * part.out.to(lse.dtype)).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))  # of a row that not even the sink has
-    return -(share * inner).sum((0, 2))
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - lse))  # of a row that not even the sink has
+    return -(share * inner).sum_to_size(sink.shape)

@@ -1,16 +1,53 @@
-"""Scores: how much a query and a key have to do with each other, before masking and normalising."""
+"""Scores: how much a query and a key have to do with each other, before biases, masks and normalising.
+
+A score first takes query and key to where they are compared (`project`); then either they are multiplied, which every
+kernel can do, or (`Additive`) added and squashed, which only some can.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from qkv.errors import InputError
 
 
+class Score:
+    """Base of all scores."""
+
+    vector: Float[Tensor, "..."] | None
+    """If not None, the score is ``vector · tanh(q + k)`` of the projected; otherwise ``factor · q · k``."""
+
+    def project(
+        self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b hkv nk dk"]
+    ) -> tuple[Float[Tensor, "b h nq d"], Float[Tensor, "b hkv nk d"]]:
+        """Queries and keys where they are compared; differentiable."""
+        if q.shape[3] != k.shape[3]:
+            raise InputError(f"q and k differ in head_dim: q {tuple(q.shape)}, k {tuple(k.shape)}")
+        return q, k
+
+    def factor(self, head_dim: int) -> float:
+        """What the product of two projected vectors of `head_dim` entries is multiplied by."""
+        return 1.0
+
+
+class Product(Score):
+    """Base of the scores that are a product of query and key once projected."""
+
+    vector: ClassVar[None] = None
+
+
 @dataclass(frozen=True)
-class Dot:
+class Dot(Product):
     """Dot product times `scale`; 1/√d when None (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
+    ``Dot(scale=1.0)`` is the plain dot product (Luong et al. 2015, arXiv:1508.04025, eq. 8).
 
     >>> Dot().factor(64)
     0.125
@@ -25,5 +62,170 @@ class Dot:
             raise InputError(f"Dot: scale is {self.scale}, expected a finite number or None for 1/√d")
 
     def factor(self, head_dim: int) -> float:
-        """What the dot product of two vectors of `head_dim` entries is multiplied by."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class General(Product):
+    """Bilinear: q · W k (Luong et al. 2015, arXiv:1508.04025, eq. 8). Queries and keys may differ in size.
+
+    `weight` is W, (dq, dk), or (heads, dq, dk) with one for each query head; `scale` multiplies the score. W = I is
+    the plain dot product.
+
+    >>> q = k = torch.eye(2)[None, None]
+    >>> General(torch.tensor([[0.0, 1.0], [2.0, 0.0]])).project(q, k)[0][0, 0].tolist()
+    [[0.0, 1.0], [2.0, 0.0]]
+    """
+
+    weight: Float[Tensor, "dq dk"] | Float[Tensor, "heads dq dk"]
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_weight("General", "weight", self.weight)
+        if not math.isfinite(self.scale):
+            raise InputError(f"General: scale is {self.scale}, expected a finite number")
+
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        _check_size("General", "weight", self.weight, -2, q, "q")
+        _check_size("General", "weight", self.weight, -1, k, "k")
+        return q @ self.weight.to(q), k
+
+    def factor(self, head_dim: int) -> float:
+        return self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class Cosine(Product):
+    """`scale` times the cosine of query and key: query-key normalisation (Henry et al. 2020, arXiv:2010.04245, eq. 4).
+
+    `scale` is a number, or a tensor (heads,) with one for each query head, which may be learned. A vector of norm 0
+    has cosine 0 with all.
+
+    >>> q, k = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[6.0, 8.0]]]])
+    >>> round(float((Cosine(2.0).project(q, k)[0] * Cosine(2.0).project(q, k)[1]).sum()), 4)
+    2.0
+    """
+
+    scale: float | Float[Tensor, " heads"] = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, Tensor):
+            if self.scale.ndim != 1 or not self.scale.dtype.is_floating_point:
+                raise InputError(
+                    f"Cosine: scale is {self.scale.dtype} of shape {tuple(self.scale.shape)}, "
+                    "expected a number or one float a query head, shape (heads,)"
+                )
+        elif not math.isfinite(self.scale):
+            raise InputError(f"Cosine: scale is {self.scale}, expected a finite number")
+
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super().project(q, k)
+        if isinstance(self.scale, Tensor) and len(self.scale) != q.shape[1]:
+            raise InputError(f"Cosine: scale has {len(self.scale)} numbers for {q.shape[1]} query heads")
+        scale = self.scale[:, None, None].to(q) if isinstance(self.scale, Tensor) else self.scale
+        return _unit(q) * scale, _unit(k)
+
+
+def _unit(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.nn.functional.normalize(wide, dim=-1, eps=torch.finfo(wide.dtype).tiny ** 0.5).to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Additive(Score):
+    """v · tanh(W q + U k) (Bahdanau et al. 2015, arXiv:1409.0473, app. A.1.2).
+
+    `vector` is v, (a,), or (heads, a) with one for each query head. `w_q` is W, (a, dq), or (heads, a, dq); `w_k` is
+    U, (a, dk), or (key heads, a, dk). Without them queries and keys are taken as projected already, of size a.
+    `bias` (a,) is added inside the tanh. All may be learned.
+
+    >>> q, k = torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 2, 3)
+    >>> from qkv import attend
+    >>> attend(q, k, torch.tensor([[[[0.0], [1.0]]]]), score=Additive(torch.ones(3))).item()
+    0.5
+    """
+
+    vector: Float[Tensor, " a"] | Float[Tensor, "heads a"]
+    w_q: Float[Tensor, "a dq"] | Float[Tensor, "heads a dq"] | None = None
+    w_k: Float[Tensor, "a dk"] | Float[Tensor, "hkv a dk"] | None = None
+    bias: Float[Tensor, " a"] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.vector, Tensor) or self.vector.ndim not in (1, 2):
+            raise InputError(f"Additive: vector is {_kind(self.vector)}, expected a float tensor (a,) or (heads, a)")
+        for name, weight in (("w_q", self.w_q), ("w_k", self.w_k)):
+            if weight is not None:
+                _check_weight("Additive", name, weight)
+
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for name, weight, x, of in (("w_q", self.w_q, q, "q"), ("w_k", self.w_k, k, "k")):
+            if weight is not None:
+                _check_size("Additive", name, weight, -1, x, of)
+        q = q if self.w_q is None else q @ self.w_q.to(q).transpose(-1, -2)
+        k = k if self.w_k is None else k @ self.w_k.to(k).transpose(-1, -2)
+        a = self.vector.shape[-1]
+        if not q.shape[3] == k.shape[3] == a:
+            raise InputError(
+                f"Additive: vector has {a} entries, but queries have {q.shape[3]} and keys {k.shape[3]} after "
+                "projection; expected all equal"
+            )
+        if self.vector.ndim == 2 and len(self.vector) != q.shape[1]:
+            raise InputError(f"Additive: vector has {len(self.vector)} rows for {q.shape[1]} query heads")
+        return (q if self.bias is None else q + self.bias.to(q)), k
+
+
+def Concat(  # noqa: N802  (a score like the others, whose parameters are laid out differently)
+    weight: Float[Tensor, "a dq_dk"], vector: Float[Tensor, " a"], query_size: int
+) -> Additive:
+    """v · tanh(W [q; k]) (Luong et al. 2015, arXiv:1508.04025, eq. 8): `Additive`, W cut after `query_size` columns.
+
+    >>> Concat(torch.ones(3, 5), torch.ones(3), query_size=2).w_k.shape
+    torch.Size([3, 3])
+    """
+    if weight.ndim != 2 or not 0 < query_size < weight.shape[1]:
+        raise InputError(
+            f"Concat: weight has shape {tuple(weight.shape)} and query_size is {query_size}, "
+            "expected (a, dq + dk) and 0 < dq < dq + dk"
+        )
+    return Additive(vector, weight[:, :query_size], weight[:, query_size:])
+
+
+@dataclass(frozen=True, eq=False)
+class Features(Product):
+    """φ(q) · φ(k) for a feature map φ with values ≥ 0: the score of linear attention.
+
+    With ``normalizer=Identity(divide="sum")`` this is linear attention (Katharopoulos et al. 2020, arXiv:2006.16236,
+    eq. 5), in O(n) where the mask allows. Feature maps are in `qkv.features`.
+
+    >>> from qkv import attend, features, normalizers
+    >>> q = k = v = torch.randn(1, 2, 9, 4)
+    >>> attend(q, k, v, score=Features(features.elu_plus_one), normalizer=normalizers.Identity("sum")).shape
+    torch.Size([1, 2, 9, 4])
+    """
+
+    map: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        if not callable(self.map):
+            raise InputError(f"Features: map is {_kind(self.map)}, expected a function such as features.elu_plus_one")
+
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super().project(q, k)
+        of_queries = getattr(self.map, "of_queries", self.map)  # random features stabilise queries on their own
+        return of_queries(q), self.map(k)
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_weight(score: str, name: str, weight: object) -> None:
+    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point or weight.ndim not in (2, 3):
+        raise InputError(f"{score}: {name} is {_kind(weight)}, expected a float matrix, or one a head")
+
+
+def _check_size(score: str, name: str, weight: Tensor, dim: int, x: Tensor, of: str) -> None:
+    if weight.shape[dim] != x.shape[3] or (weight.ndim == 3 and len(weight) != x.shape[1] and dim != -1):
+        raise InputError(f"{score}: {name} has shape {tuple(weight.shape)}, which does not fit {of} {tuple(x.shape)}")
+    if score == "Additive" and weight.ndim == 3 and len(weight) != x.shape[1]:
+        raise InputError(f"{score}: {name} has shape {tuple(weight.shape)}, which does not fit {of} {tuple(x.shape)}")

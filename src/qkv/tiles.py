@@ -1,126 +1,19 @@
-"""One attention call, and its score matrix tile by tile."""
+"""The score matrix of one attention call, tile by tile, and how its scores become weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import Bias
-from qkv.errors import InputError
-from qkv.masks import FULL, PARTIAL, Dense, Grid, Mask, Region, Tiles
-from qkv.normalizers import Softmax
-from qkv.scores import Dot
+from qkv.call import Call, at_least_float32
+from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
 
 LOG2_E = math.log2(math.e)
 HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """Checked arguments of one attention call; every kernel takes exactly this."""
-
-    q: Float[Tensor, "b h nq d"]
-    k: Float[Tensor, "b hkv nk d"]
-    v: Float[Tensor, "b hkv nk dv"]
-    mask: Mask | None = None
-    biases: tuple[Bias, ...] = ()
-    score: Dot = field(default_factory=Dot)
-    normalizer: Softmax = field(default_factory=Softmax)
-    dropout_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_tensors(self.q, self.k, self.v)
-        if self.mask is not None:
-            self.mask.check(self.grid)
-        for bias in self.biases:
-            bias.check(self.grid)
-        if not isinstance(self.score, Dot):
-            raise InputError(f"score is {self.score!r}, expected an instance of qkv.scores.Dot")
-        if not isinstance(self.normalizer, Softmax):
-            raise InputError(f"normalizer is {self.normalizer!r}, expected an instance of qkv.normalizers.Softmax")
-        if not 0 <= self.dropout_p < 1:
-            raise InputError(f"dropout_p is {self.dropout_p}, expected a probability in [0, 1)")
-        self.normalizer.sink_of(self.q.shape[1], self.q)  # raises if its length does not fit
-
-    @property
-    def grid(self) -> Grid:
-        batch, heads, n_queries, _ = self.q.shape
-        n_keys = self.k.shape[2]
-        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, self.q.device)
-
-    @property
-    def scale(self) -> float:
-        """What q·k is multiplied by before any bias; the temperature is in it when no bias comes between."""
-        factor = self.score.factor(self.q.shape[3])
-        return factor if self.biases else factor / self.normalizer.temperature
-
-    @property
-    def sink(self) -> Float[Tensor, " h"] | None:
-        like = self.q.new_empty((), dtype=at_least_float32(self.q.dtype))
-        return self.normalizer.sink_of(self.q.shape[1], like)
-
-    @property
-    def needs_grad(self) -> bool:
-        sink = self.normalizer.sink
-        tensors = [self.q, self.k, self.v, *(p for b in self.biases for p in b.parameters())]
-        if isinstance(sink, Tensor):
-            tensors.append(sink)
-        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which scores, weights and statistics of `dtype` inputs are kept."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} is {kind}, expected a float tensor (batch, heads, length, head_dim)")
-        if x.ndim != 4:
-            raise InputError(f"{name} has shape {tuple(x.shape)}, expected (batch, heads, length, head_dim)")
-        if 0 in x.shape:
-            raise InputError(f"{name} has shape {tuple(x.shape)}, expected at least 1 in every dimension")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.shape[0] == k.shape[0] == v.shape[0]):
-        raise InputError(f"q, k and v differ in batch size: {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise InputError(f"q and k differ in head_dim: {shapes}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise InputError(f"k and v differ in heads or length: {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise InputError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: {shapes}")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
-        raise InputError(f"q, k and v differ in dtype or device: {kinds}")
-
-
-def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
-    """A tuple of biases of what users pass for `bias`."""
-    if bias is None:
-        return ()
-    biases = (bias,) if isinstance(bias, Bias) else bias
-    if not isinstance(biases, Sequence) or not all(isinstance(b, Bias) for b in biases):
-        raise InputError(
-            f"bias is {type(bias).__name__}, expected one of qkv.biases or several in a tuple; "
-            "wrap a float tensor in qkv.biases.Dense"
-        )
-    return tuple(biases)
-
-
-def as_mask(mask: Mask | Tensor | None) -> Mask | None:
-    """A mask object of what users pass for `mask`."""
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, type) and issubclass(mask, Mask):
-        raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
-    return Dense(mask)
 
 
 class ScoreTiles:
@@ -135,30 +28,53 @@ class ScoreTiles:
         self.dtype = at_least_float32(call.q.dtype)
         self.group = call.q.shape[1] // call.k.shape[1]
         start, stop, _ = key_heads.indices(call.k.shape[1])
-        self.batch, self.heads = batch, slice(start * self.group, stop * self.group)
+        self.batch, self.heads, self.key_heads = batch, slice(start * self.group, stop * self.group), slice(start, stop)
         q, k = call.q[batch, self.heads], call.k[batch, start:stop]
         self.shape = q.shape[:2]  # (batch, query heads)
-        self.q = (q.to(self.dtype) * call.scale).reshape(-1, self.group, *q.shape[2:])
+        self.q = (q.to(self.dtype) * (call.scale if call.vector is None else 1)).reshape(-1, self.group, *q.shape[2:])
         self.k = k.to(self.dtype).flatten(0, 1)
+        self.v = call.v[batch, start:stop].to(self.dtype).flatten(0, 1)
+        self.vector = None
+        if call.vector is not None:
+            vector = call.vector[self.heads].to(self.dtype).expand(*self.shape, -1)
+            self.vector = vector.reshape(len(self.k), self.group, 1, 1, -1)
         self._patterns: dict[tuple[int, int, int], Tensor] = {}
+
+    def of(self, x: Tensor | None) -> Tensor | None:
+        """The part of x (b, h, …), where dimensions of size 1 stand for all, that belongs to these heads."""
+        if x is None:
+            return None
+        return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
 
     def region(self, rows: slice, columns: slice) -> Region:
         return Region(rows, columns, self.batch, self.heads)
 
-    def product(self, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
-        """scale · q·k of the tile, before any bias."""
-        q = self.q[:, :, rows].flatten(1, 2)
-        return torch.bmm(q, self.k[:, columns].transpose(1, 2)).view(*self.shape, rows.stop - rows.start, -1)
+    def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+        """scale · q·k of the tile, or vector · tanh(q + k), before any bias; made in `out` if given."""
+        if self.vector is not None:
+            return (self.squashed(rows, columns) @ self.vector.transpose(-1, -2)).view(
+                *self.shape, rows.stop - rows.start, -1
+            )
+        q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
+        if out is None:
+            return torch.bmm(q, k).view(*self.shape, rows.stop - rows.start, -1)
+        torch.bmm(q, k, out=out.view(len(k), -1, out.shape[3]))
+        return out
+
+    def squashed(self, rows: slice, columns: slice) -> Float[Tensor, "n g q k a"]:
+        """tanh(q + k) of the tile, for additive scores."""
+        return torch.tanh(self.q[:, :, rows, None] + self.k[:, None, None, columns])
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of a product: biased, divided by the temperature; not masked."""
         for bias in self.call.biases:
             product = bias.apply(product, self.region(rows, columns))
-        return product / self.call.normalizer.temperature if self.call.biases else product
+        divided = self.call.normalizer.temperature != 1 and (self.call.biases or self.vector is not None)
+        return product / self.call.normalizer.temperature if divided else product
 
-    def scores(self, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
-        """Final scores of the tile; not masked."""
-        return self.biased(self.product(rows, columns), rows, columns)
+    def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+        """Final scores of the tile; not masked. Made in `out`, if given, when nothing but a product is asked for."""
+        return self.biased(self.product(rows, columns, out), rows, columns)
 
     def log2_weights(
         self, rows: slice, columns: slice, lse: Float[Tensor, "b h q"], out: Float[Tensor, "b h q k"]
@@ -167,7 +83,7 @@ class ScoreTiles:
 
         Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
         """
-        if self.call.biases:
+        if self.call.biases or self.vector is not None:
             return self.scores(rows, columns).sub_(lse[..., None]).mul_(LOG2_E)
         q = self.q[:, :, rows].flatten(1, 2)
         folded = out.view(len(self.k), -1, out.shape[3])
@@ -176,9 +92,10 @@ class ScoreTiles:
         torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
         return out
 
-    def classes(self, mask: Mask | None, size: int) -> list[list[int]]:
-        """EMPTY, PARTIAL or FULL for each tile of `size`, over all heads and batch items of these score tiles."""
-        kinds = classes(mask, Tiles.of(self.call.grid, size, size), self.call.grid)
+    def classes(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
+        """EMPTY, PARTIAL or FULL for each tile of rows × columns (square unless given), over all these heads."""
+        columns = rows if columns is None else columns
+        kinds = classes(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
         everything = slice(None)
         kinds = Region(everything, everything, self.batch, self.heads).of(kinds)
         low, high = kinds.amin((0, 1)), kinds.amax((0, 1))
@@ -196,9 +113,14 @@ class ScoreTiles:
             self._patterns[key] = hidden
         return hidden
 
-    def weigh(self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"]) -> Float[Tensor, "b h q d"]:
+    def weigh(
+        self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
+    ) -> Float[Tensor, "b h q d"]:
         """weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
         folded = weights.reshape(len(v), -1, weights.shape[3])
+        if out is not None:
+            torch.bmm(folded, v, out=out.view(*folded.shape[:2], -1))
+            return out
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
 
     def weigh_back(self, weights: Float[Tensor, "b h q k"], x: Float[Tensor, "b h q d"]) -> Float[Tensor, "n k d"]:
@@ -225,10 +147,3 @@ def classes(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c
 def spans(length: int, size: int) -> Iterator[slice]:
     """Consecutive slices of `size` that cover `length`; the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
-
-
-def detached(call: Call) -> Call:
-    """The same call with nothing that wants a gradient."""
-    sink = call.normalizer.sink
-    normalizer = replace(call.normalizer, sink=sink.detach()) if isinstance(sink, Tensor) else call.normalizer
-    return replace(call, q=call.q.detach(), k=call.k.detach(), v=call.v.detach(), normalizer=normalizer)

@@ -20,10 +20,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qkv.biases import ByDistance
+from qkv.call import Call, Result, at_least_float32
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.normalizers import Softmax
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.scores import Dot
-from qkv.tiles import Call, at_least_float32, classes, without_unseen
+from qkv.tiles import classes, without_unseen
 
 TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
 CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
@@ -40,25 +42,31 @@ def why_not(call: Call) -> str | None:
         return f"torch {torch.__version__} lacks the flash kernel for CPU that it folds"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
-    if not all(b.additive for b in call.biases):
-        return "the bias does more to a score than add to it"
-    if torch.is_grad_enabled() and any(p.requires_grad for b in call.biases for p in b.parameters()):
+    if not isinstance(call.normalizer, Softmax):
+        return f"its weights are a softmax, not {type(call.normalizer).__name__}"
+    if call.vector is not None:
+        return "additive scores are no product of query and key"
+    if call.capped:
+        return "a soft cap does more to a score than add to it"
+    if call.values is not None:
+        return "it has no room for values that depend on the distance"
+    if torch.is_grad_enabled() and any(b.tensor is not None and b.tensor.requires_grad for b in call.biases):
         return "the stock kernel has no gradient for a bias"
     return None
 
 
-def run(call: Call) -> Partial:
+def run(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
-    if call.score.factor(d) <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
-        q, call = q * call.score.factor(d), replace(call, score=Dot(1.0))
+    if call.factor <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
+        q, call = q * call.factor, replace(call, factor=1.0)
     sink = call.sink
     if call.needs_grad:
         part = Partial(*_Flash.apply(q, k, v, sink, call))
     else:
         part, _ = _forward(q, k, v, sink, call, training=False)
-    return part if part.out.shape[-1] == dv else Partial(part.out[..., :dv], part.lse)
+    return Result(part.out[..., :dv], part.lse)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -108,7 +116,8 @@ class Part:
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     allowed: Bool[Tensor, "b h q k"] | None = None
-    pattern: Float[Tensor, "1 1 q k"] | None = None  # additive, and every row sees a key
+    pattern: Float[Tensor, "1 h q k"] | None = None  # additive, and every row sees a key
+    flipped: bool = False  # the pattern is for the rows in reverse
     count: int = 1
     step: int = 0
 
@@ -119,19 +128,20 @@ class Part:
         """What the calls see of x (b, h, n, …): (b, h, size, …), or as a batch of calls (count, b·h, size, …)."""
         span = self._span(x, where)
         if self.count == 1:
-            return span
+            return span.flip(2) if self.flipped and where is self.rows else span
         tiles = span.flatten(0, 1).unfold(1, where.stop - where.start, self.step)
         return tiles.movedim(-1, 2).transpose(0, 1)
 
     def put(self, x: Tensor, value: Tensor) -> None:
         """Assign `value`, shaped as `cut` gives it, to the rows of x; tiles of rows never overlap."""
         span = self._span(x, self.rows)
+        value = value.flip(2) if self.flipped else value
         span.copy_(value if self.count == 1 else value.transpose(0, 1).flatten(1, 2).view_as(span))
 
     def add(self, x: Tensor, where: slice, value: Tensor) -> None:
         """Add `value`, shaped as `cut` gives it, to x; where tiles overlap they add up."""
         if self.count == 1:
-            self._span(x, where).add_(value)
+            self._span(x, where).add_(value.flip(2) if self.flipped and where is self.rows else value)
             return
         span = self._span(x, where)
         value = value.transpose(0, 1).unflatten(0, span.shape[:2])  # (b, h, count, size, d)
@@ -145,19 +155,33 @@ class Part:
 Block = list[Part]  # parts that share their rows; their results merge
 
 
-def blocks(
-    mask: Mask | None, grid: Grid, dtype: torch.dtype, *, biased: bool = False, training: bool = False
-) -> Iterator[Block]:
-    """The calls that cover what `mask` shows; a repeated pattern is one call, unless each has a bias of its own."""
+def blocks(call: Call, *, training: bool) -> Iterator[Block]:
+    """The calls of the stock kernel that cover what the mask of a call shows."""
+    mask, grid = call.mask, call.grid
     band = (-math.inf, math.inf) if mask is None else mask.band
-    if mask is None or (band is not None and band == (-math.inf, math.inf)):
+    if band is not None and call.biases:
+        by_distance = _by_distance(call)
+        if by_distance is not None:
+            yield from _biased_band_blocks(by_distance, band, mask, call, training=training)
+            return
+    if band == (-math.inf, math.inf):
         yield [Part(slice(0, grid.n_queries), slice(0, grid.n_keys))]
-    elif band is not None and not biased and band[0] == 0 and band[1] >= grid.n_keys - 1:
+    elif band is not None and not call.biases and band[0] == 0 and band[1] >= grid.n_keys - 1:
         yield _causal_block(grid.n_queries, grid.offset)
-    elif band is not None and not biased and math.isfinite(band[0]) and math.isfinite(band[1]):
-        yield from _band_blocks(mask, grid, dtype, shares=4 if training else 8)
+    elif band is not None and not call.biases and math.isfinite(band[0]) and math.isfinite(band[1]):
+        assert mask is not None
+        yield from _band_blocks(mask, call, training=training)
     else:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
+
+
+def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
+    """All biases as one number a head and distance, over the temperature, if that is what they are and it is finite."""
+    if not all(isinstance(bias, ByDistance) for bias in call.biases):
+        return None
+    tensors = [bias.tensor for bias in call.biases if bias.tensor is not None]
+    total = sum(tensors[1:], tensors[0]).detach().to(at_least_float32(call.q.dtype)) / call.normalizer.temperature
+    return total if total.isfinite().all() else None
 
 
 def _causal_block(n_queries: int, offset: int) -> Block:
@@ -170,9 +194,12 @@ def _causal_block(n_queries: int, offset: int) -> Block:
     return [Part(rows, slice(0, lead)), square] if lead else [square]
 
 
-def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> Iterator[Block]:
+def _band_blocks(
+    mask: Mask, call: Call, bias: Float[Tensor, "h distances"] | None = None, *, training: bool
+) -> Iterator[Block]:
     """Few calls for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
     assert mask.band is not None
+    grid, shares, dtype = call.grid, 4 if training else 8, at_least_float32(call.q.dtype)
     low, high = map(int, mask.band)
     # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
     # more: an eighth of the band was fastest forward, a quarter both ways.
@@ -185,7 +212,7 @@ def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> 
     if count < 2:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
-    if low == 0:
+    if low == 0 and bias is None:
         if first > max(0, -grid.offset):
             yield _causal_block(first, grid.offset)
     else:
@@ -196,6 +223,9 @@ def _band_blocks(mask: Mask, grid: Grid, dtype: torch.dtype, *, shares: int) -> 
         if size:
             keys = slice(start + grid.offset - high, start + grid.offset + size - low + more)
             pattern = _band_pattern(low, high, size, keys.stop - keys.start, dtype)
+            if bias is not None:
+                added = ByDistance(bias, grid.n_keys).tile(Region(slice(start, start + size), keys))
+                pattern = (pattern + added).repeat(1, grid.batch if repeats > 1 and len(bias) > 1 else 1, 1, 1)
             yield [Part(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
     yield from _tile_blocks(mask, grid, last, grid.n_queries)
 
@@ -205,6 +235,34 @@ def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dty
     """0 where low ≤ q − k ≤ high and −inf elsewhere; the first query stands `high` keys after the first key."""
     back = high + torch.arange(queries)[:, None] - torch.arange(keys)
     return torch.zeros(back.shape, dtype=dtype).masked_fill_((back < low) | (back > high), -torch.inf)[None, None]
+
+
+def _biased_band_blocks(
+    bias: Float[Tensor, "h distances"], band: tuple[float, float], mask: Mask | None, call: Call, *, training: bool
+) -> Iterator[Block]:
+    """Rows of tiles whose bias is a view of one vector a head: what depends on i − j needs no matrix.
+
+    With the rows in reverse the bias of row i and key j stands at i + j of the reversed vector, and a view with both
+    strides 1 is that matrix. A band mask is −inf in the vector.
+    """
+    low, high = band
+    if math.isfinite(low) and math.isfinite(high):
+        assert mask is not None
+        yield from _band_blocks(mask, call, bias, training=training)
+        return
+    grid = call.grid
+    back = torch.arange(bias.shape[1]) - (grid.n_keys - 1) + grid.offset
+    vector = bias.masked_fill((back < low) | (back > high), -torch.inf).flip(-1)
+    first = 0 if math.isinf(low) else max(0, int(low) - grid.offset)  # rows before it see nothing, nor those after last
+    last = grid.n_queries if math.isinf(high) else min(grid.n_queries, grid.n_keys + int(high) - grid.offset)
+    size = min(4, max(1, grid.n_queries // (8 * TILE))) * TILE
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        left = 0 if math.isinf(high) else max(0, start + grid.offset - int(high))
+        right = grid.n_keys if math.isinf(low) else min(grid.n_keys, stop + grid.offset - int(low))
+        shape, stride = (1, len(vector), stop - start, right - left), vector.stride(0)
+        view = vector.as_strided(shape, (0, stride, 1, 1), vector.storage_offset() + grid.n_queries - stop + left)
+        yield [Part(slice(start, stop), slice(left, right), pattern=view, flipped=True)]
 
 
 def _tile_blocks(mask: Mask, grid: Grid, start: int, stop: int) -> Iterator[Block]:
@@ -285,10 +343,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
 ) -> tuple[Partial, list[Block]]:
     """Attention of all parts, the sink included, and the parts."""
-    dtype, biased = at_least_float32(q.dtype), bool(call.biases)
-    cut = list(blocks(call.mask, call.grid, dtype, biased=biased, training=training))
+    cut = list(blocks(call, training=training))
     part = _fold(q, k, v, cut, call)
-    return (part if sink is None else part.with_sink(sink[:, None])), cut
+    return (part if sink is None else part.with_sink(sink)), cut
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[Block], call: Call) -> Partial:
@@ -353,7 +410,7 @@ def _fold_backward(
 
 
 def _scale(call: Call) -> float:
-    return call.score.factor(call.q.shape[3]) / call.normalizer.temperature
+    return call.factor / call.normalizer.temperature
 
 
 def _added(part: Part, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:

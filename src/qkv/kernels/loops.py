@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv import reference
-from qkv.partial import Partial
-from qkv.tiles import Call
+from qkv.call import Call
 
 
 def why_not(call: Call) -> str | None:

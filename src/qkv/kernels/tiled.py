@@ -1,130 +1,539 @@
-"""Softmax attention of any score, tile by tile in plain tensor operations: linear memory, any device.
+"""Attention of any composition, tile by tile in plain tensor operations: linear memory, any device.
 
-Online softmax over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682). The backward makes each tile again rather
-than keeping it.
+Softmax is the online one over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682); pointwise weights just add up;
+entmax and hard attention look at panels of a few whole rows. The backward makes each tile again rather than keeping it:
+at a fixed level (log-sum-exp, threshold) a weight depends on its own score only, and what the level does to a row is
+one number a query, so one pass over the tiles serves all normalizers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qkv import noise
+from qkv.biases import ByQuery
+from qkv.call import Call, Result, detached
 from qkv.masks import EMPTY, PARTIAL
+from qkv.normalizers import Hard, Pointwise, Softmax
+from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import Call, ScoreTiles, detached, spans, without_unseen
+from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, spans, without_unseen
+from qkv.weights import level, log_sum_exp, slopes, weigh
 
 TILE = 256
+HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
+PANEL = 2**21  # scores of whole rows held at once
+SQUASHED = 2**20  # numbers in a tile of additive scores before they are summed
 
 
 def why_not(call: Call) -> str | None:
-    """Why this kernel cannot serve the call, or None if it can."""
-    if call.dropout_p:
-        return "dropout acts on weights, which it never forms"
-    if torch.is_grad_enabled() and any(p.requires_grad for b in call.biases for p in b.parameters()):
-        return "it has no gradient for a bias tensor, which is as large as the weights anyway"
+    """Why this kernel cannot serve the call: it serves all."""
     return None
 
 
-def run(call: Call) -> Partial:
-    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
-    return Partial(*_Tiled.apply(call.q, call.k, call.v, call.sink, call))
+def run(call: Call) -> Result:
+    """Attention in memory linear in the sequence, differentiable in every tensor of the call and through the lse."""
+    if not call.needs_grad:
+        found = _forward(detached(call))
+        return Result(found.out.to(call.q.dtype), found.lse)
+    tensors = call.tensors()
+    out, lse = _Tiled.apply(call, list(tensors), *tensors.values())
+    return Result(out, lse if isinstance(call.normalizer, Softmax) else None)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        tiles = ScoreTiles(call)
-        part = _fold(tiles, v.to(tiles.dtype).flatten(0, 1))
-        part = part if sink is None else part.with_sink(sink[:, None])
-        part = Partial(part.out.to(q.dtype), part.lse)
-        ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
-        ctx.call = call
+    def forward(ctx: Any, call: Call, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        found = _forward(detached(call))
+        out = found.out.to(call.q.dtype)
+        ctx.save_for_backward(*tensors, out, found.level, found.mean, found.total, found.chosen)
+        ctx.call, ctx.names = call, names
         ctx.set_materialize_grads(False)
-        return part.out, part.lse
+        lse = found.lse
+        if lse is None:
+            lse = out.new_empty(0)
+            ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        *tensors, out, level_, mean, total, chosen = ctx.saved_tensors
         if grad is None and grad_lse is None:
-            return None, None, None, None, None
+            return (None,) * (2 + len(tensors))
         grad = torch.zeros_like(out) if grad is None else grad
-        call = detached(replace(ctx.call, q=q, k=k, v=v))  # a view of a leaf would pull it into the graph of a tile
-        grads = _fold_backward(ScoreTiles(call), Partial(out, lse), grad, grad_lse)
-        grad_sink = None if sink is None else sink_gradient(sink, Partial(out, lse), grad, grad_lse)
-        return *grads, grad_sink, None
+        call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))))
+        found = _Found(out, level_, mean, total, chosen)
+        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if need}
+        grads = _backward(call, found, grad, grad_lse, wanted)
+        return (
+            None,
+            None,
+            *(grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)),
+        )
 
 
-def _fold(tiles: ScoreTiles, v: Tensor) -> Partial:
-    call = tiles.call
-    b, h, nq, _ = call.q.shape
-    out = v.new_zeros(b, h, nq, v.shape[2])
-    lse = v.new_full((b, h, nq), -torch.inf)
-    columns = list(spans(call.k.shape[2], TILE))
-    for rows, kinds in zip(spans(nq, TILE), tiles.classes(call.mask, TILE), strict=True):
-        size = rows.stop - rows.start
-        top, total = v.new_full((b, h, size), -torch.inf), v.new_zeros(b, h, size)
-        acc = v.new_zeros(b, h, size, v.shape[2])
-        for cols, kind in zip(columns, kinds, strict=True):
+@dataclass(eq=False)
+class _Found:
+    """What a forward leaves, (b, h, nq, …) in float32 or better."""
+
+    out: Tensor
+    level: Tensor | None = None
+    """Log-sum-exp or threshold of each row."""
+    mean: Tensor | None = None
+    """Mean of the values by the slopes of the weights, where that is not `out`."""
+    total: Tensor | None = None
+    """Sum of the weights, where that is what they are divided by."""
+    chosen: Tensor | None = None
+    """The key of each row, in hard attention; −1 for none."""
+    lse: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """One batch item and the heads of it that are worked on together."""
+
+    tiles: ScoreTiles
+    rows: list[slice]
+    columns: list[slice]
+    kinds: list[list[int]]
+
+    def at(self, rows: slice) -> tuple[slice, slice, slice]:
+        return self.tiles.batch, self.tiles.heads, rows
+
+
+def _groups(call: Call) -> list[_Group]:
+    b, h, n_queries, d = call.q.shape
+    key_heads, n_keys = call.k.shape[1:3]
+    together = max(1, HEADS // (h // key_heads))
+    size = TILE
+    if call.vector is not None:
+        size = min(size, max(8, math.isqrt(SQUASHED // (d * min(together * (h // key_heads), h)))))
+    groups = []
+    for item in range(b):
+        for heads in spans(key_heads, together):
+            tiles = ScoreTiles(call, slice(item, item + 1), heads)
+            rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
+            groups.append(_Group(tiles, rows, columns, tiles.classes(call.mask, size)))
+    return groups
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(call: Call) -> _Found:
+    b, h, n_queries, _ = call.q.shape
+    zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
+    normalizer = call.normalizer
+    found = _Found(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    if isinstance(normalizer, Pointwise):
+        rows_of, found.total = _pointwise_rows, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
+    elif isinstance(normalizer, Softmax):
+        rows_of, found.level = _softmax_rows, torch.zeros_like(zeros)
+    else:
+        rows_of, found.level, found.mean = _panel_rows, torch.zeros_like(zeros), torch.zeros_like(found.out)
+        found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if isinstance(normalizer, Hard) else None
+    near = None
+    if call.values is not None:
+        near = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
+    groups, desk = _groups(call), _Desk()
+    jobs = [(group, row) for group in groups for row in reversed(range(len(group.rows)))]  # long rows first
+    each(lambda job: rows_of(job[0], job[1], found, near, desk), jobs, call.q.device)
+    if near is not None:
+        assert call.values is not None
+        found.out += near.tensor @ call.values.to(near.tensor)
+    if found.total is not None:
+        found.total.masked_fill_(found.total == 0, 1)
+        found.out /= found.total[..., None]
+    if call.divisor is not None:
+        found.out /= call.divisor[..., None]
+    if isinstance(normalizer, Softmax):
+        assert found.level is not None
+        if call.sink is not None:
+            part = Partial(found.out, found.level).with_sink(call.sink)
+            found.out, found.level = part.out, part.lse
+        found.lse = found.level
+    return found
+
+
+class _Desk(threading.local):
+    """Buffers of one thread: fresh memory for each tile would cost as much as its arithmetic."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size = math.prod(shape)
+        if name not in self.kept or self.kept[name].numel() < size:
+            self.kept[name] = like.new_empty(size)
+        return self.kept[name][:size].view(shape)
+
+
+def _tile(group: _Group, rows: slice, cols: slice, kind: int, desk: _Desk) -> tuple[Tensor, Tensor | None]:
+    """Final scores of a tile, shifted, and which of them are hidden."""
+    tiles = group.tiles
+    shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
+    scores = tiles.scores(rows, cols, desk.buffer("scores", shape, tiles.q))
+    shift = tiles.of(tiles.call.shift)
+    if shift is not None:
+        scores = scores.add_((shift[..., rows] if shift.shape[2] > 1 else shift)[..., None])
+    return scores, tiles.hidden(rows, cols) if kind == PARTIAL else None
+
+
+def _kept(group: _Group, rows: slice, cols: slice) -> Tensor:
+    """What weights of a tile are multiplied by in dropout: 0, or 1 / (1 − p)."""
+    call = group.tiles.call
+    kept = noise.uniform(call.seed, group.tiles.region(rows, cols), call.grid) >= call.dropout_p
+    return kept.to(group.tiles.dtype).div_(1 - call.dropout_p)
+
+
+def _softmax_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk: _Desk) -> None:
+    tiles, rows = group.tiles, group.rows[r]
+    shape = (*tiles.shape, rows.stop - rows.start)
+    top, total = tiles.q.new_full(shape, -torch.inf), tiles.q.new_zeros(shape)
+    acc = tiles.q.new_zeros(*shape, tiles.v.shape[2])
+    for cols, kind in zip(group.columns, group.kinds[r], strict=True):
+        if kind == EMPTY:
+            continue
+        scores, hidden = _tile(group, rows, cols, kind, desk)
+        values = tiles.v[:, cols]
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+            values = _visible(values, hidden)
+        new = torch.maximum(top, scores.amax(-1))
+        safe = new.clamp(min=torch.finfo(new.dtype).min)  # −inf − −inf would be NaN
+        weights = scores.sub_(safe[..., None]).mul_(LOG2_E).exp2_()  # base 2: MKL's exp is slow on some processors
+        shrink = torch.exp(top - safe)
+        total = total * shrink + weights.sum(-1)
+        acc *= shrink[..., None]
+        if near is not None:
+            near.tensor[group.at(rows)] *= shrink[..., None]
+        _add(group, rows, cols, weights, values, acc, near)
+        top = new
+    seen = total != 0  # NaN is not nothing
+    total = torch.where(seen, total, 1.0)
+    found.out[group.at(rows)] = acc / total[..., None]
+    assert found.level is not None
+    found.level[group.at(rows)] = torch.where(seen, top + torch.log(total), -torch.inf)
+    if near is not None:
+        near.tensor[group.at(rows)] /= total[..., None]
+
+
+def _add(
+    group: _Group, rows: slice, cols: slice, weights: Tensor, values: Tensor, acc: Tensor, near: ByQuery | None
+) -> None:
+    """Add weights · values of a tile to `acc`, and what they are worth by distance to `near`."""
+    if group.tiles.call.dropout_p:
+        weights = weights * _kept(group, rows, cols)
+    folded = weights.view(len(values), -1, weights.shape[3])
+    acc.view(len(values), -1, acc.shape[3]).baddbmm_(folded, values)
+    if near is not None:
+        near.add_gradient(near.tensor, group.tiles.region(rows, cols), weights)
+
+
+def _pointwise_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk: _Desk) -> None:
+    tiles, rows = group.tiles, group.rows[r]
+    normalizer = tiles.call.normalizer
+    assert isinstance(normalizer, Pointwise)
+    acc = tiles.q.new_zeros(*tiles.shape, rows.stop - rows.start, tiles.v.shape[2])
+    for cols, kind in zip(group.columns, group.kinds[r], strict=True):
+        if kind == EMPTY:
+            continue
+        scores, hidden = _tile(group, rows, cols, kind, desk)
+        weights, values = normalizer.weight(scores, inplace=True), tiles.v[:, cols]
+        if hidden is not None:
+            weights.masked_fill_(hidden, 0)
+            values = _visible(values, hidden)
+        if found.total is not None:
+            found.total[group.at(rows)] += weights.sum(-1)
+        _add(group, rows, cols, weights, values, acc, near)
+    found.out[group.at(rows)] = acc
+
+
+def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk: _Desk) -> None:
+    tiles, call = group.tiles, group.tiles.call
+    shown = [(cols, kind) for cols, kind in zip(group.columns, group.kinds[r], strict=True) if kind != EMPTY]
+    if not shown:
+        return
+    width = sum(cols.stop - cols.start for cols, _ in shown)
+    height = max(1, PANEL // (math.prod(tiles.shape) * width))
+    keys = torch.cat([torch.arange(cols.start, cols.stop, device=call.q.device) for cols, _ in shown])
+    for start in range(group.rows[r].start, group.rows[r].stop, height):
+        rows = slice(start, min(start + height, group.rows[r].stop))
+        panel, kept, seen = [], [], tiles.k.new_zeros(width, dtype=torch.bool)
+        noises, at = [], 0
+        for cols, kind in shown:
+            scores, hidden = _tile(group, rows, cols, kind, desk)
+            size = cols.stop - cols.start
+            panel.append(scores.clone() if hidden is None else scores.masked_fill(hidden, -torch.inf))
+            seen[at : at + size] = True if hidden is None else ~hidden.all(2).all(1).all(0)
+            at += size
+            if call.dropout_p:
+                kept.append(_kept(group, rows, cols))
+            if isinstance(call.normalizer, Hard) and call.normalizer.sample:
+                noises.append(noise.gumbel(call.seed, tiles.region(rows, cols), call.grid))
+        scores = torch.cat(panel, -1)
+        values = torch.where(seen[:, None], tiles.v[:, keys], 0.0)
+        at_rows = group.at(rows)
+        assert found.level is not None
+        assert found.mean is not None
+        if isinstance(call.normalizer, Hard):
+            lse = log_sum_exp(scores)
+            found.level[at_rows] = lse
+            soft = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+            found.mean[at_rows] = tiles.weigh(soft, values)
+            best = (scores + torch.cat(noises, -1) if noises else scores).argmax(-1, keepdim=True)
+            assert found.chosen is not None
+            found.chosen[at_rows] = keys[best[..., 0]].masked_fill(lse == -torch.inf, -1)
+            weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(lse[..., None] == -torch.inf, 0)
+        else:
+            found.level[at_rows] = level(call.normalizer, scores)
+            weights = weigh(call.normalizer, scores, found.level[at_rows])
+            turned = slopes(call.normalizer, weights)
+            total = turned.sum(-1, keepdim=True)
+            turned /= torch.where(total == 0, 1.0, total)
+            if kept:
+                weights, turned = weights * torch.cat(kept, -1), turned * torch.cat(kept, -1)
+            found.mean[at_rows] = tiles.weigh(turned, values)
+        found.out[at_rows] = tiles.weigh(weights, values)
+        if near is not None:
+            turned = soft if isinstance(call.normalizer, Hard) else turned
+            mean = ByQuery(torch.zeros_like(near.tensor[at_rows]), near.offset + rows.start)
+            at = 0
+            for cols, _ in shown:
+                part = slice(at, at + cols.stop - cols.start)
+                near.add_gradient(near.tensor, tiles.region(rows, cols), weights[..., part])
+                region = _local(rows, cols)
+                mean.add_gradient(mean.tensor, region, turned[..., part])
+                at = part.stop
+            assert call.values is not None
+            table = tiles.of(call.values[None])
+            assert table is not None
+            found.mean[at_rows] += mean.tensor @ table[0].to(mean.tensor)
+
+
+def _local(rows: slice, cols: slice) -> Any:
+    from qkv.masks import Region
+
+    return Region(slice(0, rows.stop - rows.start), cols)
+
+
+def _visible(x: Tensor, hidden: Tensor) -> Tensor:
+    """Keys or values (key heads, k, d) of a tile, zero where no query of it may look."""
+    return without_unseen(x[None], ~hidden)[0]
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Backward:
+    """What all tiles of a backward read and add to."""
+
+    level: Tensor | None
+    grad: Tensor
+    """Of the output, divided by what the weights are divided by."""
+    inner: Tensor | None
+    """What the level of a row does to the slope of each of its scores."""
+    totals: dict[str, Tensor]
+    near: ByQuery | None = None
+    mass: ByQuery | None = None
+    lock: Any = field(default_factory=threading.Lock)
+
+
+def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    grad, out = grad.to(wide), found.out.to(wide)
+    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
+    if "sink" in totals:
+        assert call.sink is not None
+        assert found.level is not None
+        totals["sink"] = sink_gradient(call.sink, Partial(out, found.level), grad, grad_lse)
+    if "shift" in totals:
+        totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=grad.device)
+    scaled = grad
+    for divisor in (found.total, call.divisor):
+        scaled = scaled if divisor is None else scaled / divisor[..., None]
+    inner = None
+    if not isinstance(call.normalizer, Pointwise) or call.normalizer.divide == "sum":
+        inner = (scaled * (out if found.mean is None else found.mean)).sum(-1)
+        inner = inner if grad_lse is None else inner - grad_lse
+    level_ = found.level
+    if level_ is not None:
+        level_ = level_.masked_fill(level_ == -torch.inf, -HIDDEN)  # such rows see nothing: e^(s − ∞) = 0
+    state = _Backward(level_, scaled, inner, totals)
+    if call.values is not None:
+        table = call.values.to(wide)
+        state.near = ByQuery(scaled @ table.transpose(-1, -2), call.grid.offset)
+        state.mass = ByQuery(torch.zeros_like(state.near.tensor), call.grid.offset)
+    groups, desk = _groups(call), _Desk()
+    shares = -(-torch.get_num_threads() // len(groups)) if grad.device.type == "cpu" else 1
+    # Each job adds up gradients of keys and values of its own; they are then added in a fixed order, so that the same
+    # call gives the same bits.
+    jobs = [_Job(group, rows) for group in groups for s in range(shares) if (rows := range(len(group.rows))[s::shares])]
+    each(lambda job: job.run(state, desk), jobs, grad.device)
+    for job in jobs:
+        job.collect(call, totals)
+    if isinstance(call.normalizer, Hard) and "v" in totals:
+        assert found.chosen is not None
+        _add_chosen(call, found.chosen, grad, totals["v"])
+    if "values" in totals:
+        assert state.mass is not None
+        mass = state.mass.tensor
+        if isinstance(call.normalizer, Hard):
+            assert found.chosen is not None
+            mass = _chosen_distances(call, found.chosen, mass)
+        totals["values"] = torch.einsum("bhqr,bhqd->hrd", mass, scaled).sum_to_size(totals["values"].shape)
+    if "shift" in totals:
+        assert call.shift is not None
+        totals["shift"] = totals["shift"].sum_to_size(call.shift.shape)
+    return totals
+
+
+def _add_chosen(call: Call, chosen: Tensor, grad: Tensor, total: Tensor) -> None:
+    """Gradient of the values that hard attention chose."""
+    b, h, n_queries, dv = grad.shape
+    index = chosen.clamp(min=0).view(b, total.shape[1], -1)
+    given = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
+    total.scatter_add_(2, index[..., None].expand_as(given), given)
+
+
+def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
+    from qkv.biases import clipped
+
+    index = clipped(call.grid.rows(0, chosen.shape[2]), chosen, like.shape[3] // 2)
+    return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
+
+
+@dataclass(eq=False)
+class _Job:
+    """Some rows of a group, and the gradients of its keys, values and vector that they give."""
+
+    group: _Group
+    rows: range
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dvector: Tensor | None = None
+
+    def run(self, state: _Backward, desk: _Desk) -> None:
+        tiles = self.group.tiles
+        self.dk, self.dv = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
+        if tiles.vector is not None:
+            self.dvector = torch.zeros_like(tiles.vector)
+        for r in self.rows:
+            self._run_rows(r, state, desk)
+
+    def collect(self, call: Call, totals: dict[str, Tensor]) -> None:
+        tiles = self.group.tiles
+        for name, x in (("k", self.dk), ("v", self.dv)):
+            if name in totals:
+                assert x is not None
+                inside = totals[name][tiles.batch, tiles.key_heads]
+                inside += x.view(inside.shape)
+        if "vector" in totals:
+            assert self.dvector is not None
+            inside = totals["vector"][tiles.heads]
+            inside += self.dvector.view(inside.shape)
+
+    def _run_rows(self, r: int, state: _Backward, desk: _Desk) -> None:
+        group, tiles = self.group, self.group.tiles
+        call, normalizer = tiles.call, tiles.call.normalizer
+        rows, at = group.rows[r], group.at(group.rows[r])
+        grad = state.grad[at].reshape(len(tiles.v), -1, tiles.v.shape[2])
+        inner = None if state.inner is None else state.inner[at].reshape(len(tiles.v), -1, 1)
+        dq = torch.zeros_like(tiles.q[:, :, rows]).flatten(1, 2)
+        assert self.dk is not None
+        assert self.dv is not None
+        for cols, kind in zip(group.columns, group.kinds[r], strict=True):
             if kind == EMPTY:
                 continue
-            scores, values = tiles.scores(rows, cols), v[:, cols]
-            if kind == PARTIAL:
-                hidden = tiles.hidden(rows, cols)
-                scores = scores.masked_fill(hidden, -torch.inf)
-                values = _visible(values, hidden, b)
-            new = torch.maximum(top, scores.amax(-1))
-            safe = new.clamp(min=torch.finfo(v.dtype).min)  # −inf − −inf would be NaN
-            weights, shrink = torch.exp(scores - safe[..., None]), torch.exp(top - safe)
-            total = total * shrink + weights.sum(-1)
-            acc = acc * shrink[..., None] + tiles.weigh(weights, values)
-            top = new
-        seen = total != 0  # NaN is not nothing
-        out[:, :, rows] = acc / torch.where(seen, total, 1.0)[..., None]
-        lse[:, :, rows] = torch.where(seen, top + torch.log(torch.where(seen, total, 1.0)), -torch.inf)
-    return Partial(out, lse)
+            shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
+            scores, hidden = _tile(group, rows, cols, kind, desk)
+            if isinstance(normalizer, Pointwise):
+                weights = normalizer.weight(scores, inplace=True)
+            elif isinstance(normalizer, Softmax | Hard):
+                assert state.level is not None
+                weights = scores.sub_(state.level[at][..., None]).mul_(LOG2_E).exp2_()
+            else:
+                assert state.level is not None
+                weights = weigh(normalizer, scores, state.level[at])
+            values, keys = tiles.v[:, cols], tiles.k[:, cols]
+            if hidden is not None:
+                weights.masked_fill_(hidden, 0)
+                values, keys = _visible(values, hidden), _visible(keys, hidden)
+            kept = _kept(group, rows, cols) if call.dropout_p else None
+            if not isinstance(normalizer, Hard):
+                met = weights if kept is None else weights * kept
+                folded = met.view(len(values), -1, met.shape[3])
+                self.dv[:, cols].baddbmm_(folded.transpose(1, 2), grad)
+                if state.mass is not None:
+                    with state.lock:
+                        state.mass.add_gradient(state.mass.tensor, tiles.region(rows, cols), met)
+            slope = desk.buffer("slope", shape, tiles.q)
+            torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, shape[3]))
+            if state.near is not None:
+                slope += state.near.tile(tiles.region(rows, cols))
+            if kept is not None:
+                slope *= kept
+            if inner is not None:
+                slope.view(len(values), -1, shape[3]).sub_(inner)
+            slope *= slopes(normalizer, weights)
+            if hidden is not None:
+                slope.masked_fill_(hidden, 0)
+            if "shift" in state.totals:
+                state.totals["shift"][at] += slope.sum(-1)
+            slope = self._through_biases(rows, cols, slope, hidden, state)
+            self._through_product(rows, cols, slope, keys, dq, desk)
+        if "q" in state.totals:
+            scale = call.scale if tiles.vector is None else 1
+            state.totals["q"][at] = dq.view(*tiles.shape, rows.stop - rows.start, -1) * scale
 
+    def _through_biases(
+        self, rows: slice, cols: slice, slope: Tensor, hidden: Tensor | None, state: _Backward
+    ) -> Tensor:
+        """The slope at the product, from that at the final scores; biases get theirs."""
+        tiles = self.group.tiles
+        call = tiles.call
+        if call.normalizer.temperature != 1 and (call.biases or tiles.vector is not None):
+            slope = slope / call.normalizer.temperature
+        if not call.biases:
+            return slope
+        region, before = tiles.region(rows, cols), []
+        if call.capped:
+            score = tiles.product(rows, cols)
+            for bias in call.biases:
+                before.append(score)
+                score = bias.apply(score, region)
+        for i, bias in reversed(list(enumerate(call.biases))):
+            if f"bias {i}" in state.totals:
+                with state.lock:
+                    bias.add_gradient(state.totals[f"bias {i}"], region, slope)
+            if call.capped:
+                slope = bias.back(slope, before[i])
+                slope = slope if hidden is None else slope.masked_fill(hidden, 0)
+        return slope
 
-def _fold_backward(
-    tiles: ScoreTiles, part: Partial, grad: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    call = tiles.call
-    grad, out, v = (x.to(tiles.dtype) for x in (grad, part.out, call.v))
-    v = v.flatten(0, 1)
-    inner = (grad * out).sum(-1)
-    inner = inner if grad_lse is None else inner - grad_lse
-    lse = part.lse.masked_fill(part.lse == -torch.inf, 0)
-    dq, dk, dv = v.new_zeros(call.q.shape), torch.zeros_like(tiles.k), torch.zeros_like(v)
-    columns = list(spans(call.k.shape[2], TILE))
-    for rows, kinds in zip(spans(call.q.shape[2], TILE), tiles.classes(call.mask, TILE), strict=True):
-        for cols, kind in zip(columns, kinds, strict=True):
-            if kind == EMPTY:
-                continue
-            with torch.enable_grad():  # only to go back through the biases
-                product = tiles.product(rows, cols).requires_grad_(bool(call.biases))
-                scores = tiles.biased(product, rows, cols)
-            weights = torch.exp(scores.detach() - lse[:, :, rows, None])
-            keys, values = tiles.k[:, cols], v[:, cols]
-            if kind == PARTIAL:
-                hidden = tiles.hidden(rows, cols)
-                weights = weights.masked_fill(hidden, 0)
-                keys, values = (_visible(x, hidden, call.q.shape[0]) for x in (keys, values))
-            dv[:, cols] += tiles.weigh_back(weights, grad[:, :, rows])
-            slope = weights * (tiles.weigh(grad[:, :, rows], values.transpose(1, 2)) - inner[:, :, rows, None])
-            if call.biases:
-                (slope,) = torch.autograd.grad(scores, product, slope)
-                if kind == PARTIAL:
-                    slope = slope.masked_fill(hidden, 0)
-            dq[:, :, rows] += tiles.weigh(slope, keys) * call.scale
-            q = tiles.q[:, :, rows].reshape(*slope.shape[:3], -1)
-            dk[:, cols] += tiles.weigh_back(slope, q)  # tiles.q carries the scale
-    return dq.to(call.q.dtype), dk.view(call.k.shape).to(call.k.dtype), dv.view(call.v.shape).to(call.v.dtype)
-
-
-def _visible(x: Tensor, hidden: Tensor, batch: int) -> Tensor:
-    """Keys or values (batch · key heads, k, d) of a tile, zero where no query of it may look."""
-    return without_unseen(x.unflatten(0, (batch, -1)), ~hidden).flatten(0, 1)
+    def _through_product(self, rows: slice, cols: slice, slope: Tensor, keys: Tensor, dq: Tensor, desk: _Desk) -> None:
+        tiles = self.group.tiles
+        assert self.dk is not None
+        if tiles.vector is None:
+            folded = slope.reshape(len(keys), -1, slope.shape[3])
+            dq.baddbmm_(folded, keys)
+            self.dk[:, cols].baddbmm_(folded.transpose(1, 2), tiles.q[:, :, rows].flatten(1, 2))  # q carries the scale
+            return
+        assert self.dvector is not None
+        met = tiles.squashed(rows, cols)  # (key heads, group, q, k, a)
+        slope = slope.reshape(*met.shape[:-1], 1)
+        self.dvector += (slope * met).sum((2, 3), keepdim=True)
+        inside = slope * tiles.vector * (1 - met * met)
+        if slope.isnan().any():
+            inside = torch.where(slope == 0, 0.0, inside)
+        dq += inside.sum(3).flatten(1, 2)
+        self.dk[:, cols] += inside.sum((1, 2))

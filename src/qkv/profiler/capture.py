@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkv import biases
+from qkv.call import Call, as_mask, detached
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, choose, eager
 from qkv.masks import And, Causal, Dense, Mask, Window
@@ -28,7 +29,6 @@ from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
 from qkv.profiler.hf_masks import LazyMask, lazy_mask
 from qkv.scores import Dot
-from qkv.tiles import Call, as_mask, detached
 
 # Arguments that say nothing about which weights result: bookkeeping, or already in the mask.
 INERT = {
@@ -116,7 +116,7 @@ class Observer:
             bias = (biases.Dense(position_bias[..., : key.shape[2]]), *bias)
         if softcap is not None:
             bias = (biases.SoftCap(softcap), *bias)
-        call = Call(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux))
+        call = Call.of(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux))
         kernel, _, _ = choose(call, "auto")
         part = KERNELS[kernel].run(call)
         if part.lse.isnan().any():
@@ -234,7 +234,9 @@ def _routes(module: nn.Module) -> bool:
 def _weights(call: Call) -> Tensor:
     """The weights of a short call, float32 whatever its dtype."""
     q, k, v = (x.float() for x in (call.q, call.k, call.v))
-    return eager.run(replace(call, q=q, k=k, v=v))[1]
+    weights = eager.run(replace(call, q=q, k=k, v=v)).weights
+    assert weights is not None
+    return weights
 
 
 def _read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
