@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv import biases, masks, normalizers, scores
 from qkv.attention import Attention, Plan, attend, plan
+from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
 from qkv.measure import Statistics, measure
 from qkv.partial import Partial, merge
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attention",
+    "Choice",
     "InputError",
     "Partial",
     "Plan",
@@ -29,6 +31,7 @@ __all__ = [
     "Statistics",
     "attend",
     "biases",
+    "choose_keys",
     "masks",
     "measure",
     "merge",

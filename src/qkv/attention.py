@@ -5,46 +5,70 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.call import Call, as_biases, as_mask, at_least_float32
+from qkv.call import Call, as_biases, as_mask
+from qkv.cost import Cost, cost
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, choose
-from qkv.masks import EMPTY, FULL, Mask, Tiles
+from qkv.masks import Mask
 from qkv.measure import Statistics, measure
 from qkv.normalizers import Normalizer
 from qkv.scores import Score
-from qkv.tiles import classes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will serve a call, and at what cost."""
+    """What will serve a call, and at what cost. ``print(plan)`` reads well."""
 
     kernel: str
     reason: str
     rejected: Mapping[str, str]
     """Why each other kernel was not taken."""
-    flops: int
-    """Multiplications and additions of the two products over the tiles that are not empty."""
-    bytes: int
-    """Size of what is read and written once: q, k, v, the output, the lse, and the weights if they are formed."""
+    cost: Cost
+    share: float
+    """Share of all pairs of query and key that are computed."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the products in a forward."""
+        return self.cost.flops
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written at least once in a forward."""
+        return self.cost.bytes
+
+    @property
+    def peak(self) -> int:
+        """Estimate of the memory a forward needs beside its inputs, in bytes."""
+        return self.cost.peak
 
     def __str__(self) -> str:
+        width = max(map(len, (self.kernel, *self.rejected)))
         lines = [
-            f"kernel   {self.kernel}: {self.reason}",
-            f"work     {self.flops / 1e9:,.3g} GFLOP, {self.bytes / 2**20:,.3g} MiB read and written",
+            f"{self.kernel:<{width}}  {self.reason}",
+            f"{'':<{width}}  work    {_amount(self.flops, 'FLOP', 1000)} over {self.share:.0%} of the pairs",
+            f"{'':<{width}}  memory  {_amount(self.peak, 'B', 1024)} beside the inputs (estimate), "
+            f"{_amount(self.bytes, 'B', 1024)} read and written",
+            *(f"{name:<{width}}  not: {why}" for name, why in self.rejected.items()),
         ]
-        lines += [f"not      {name}: {why}" for name, why in self.rejected.items()]
         return "\n".join(lines)
 
 
+def _amount(value: float, unit: str, step: int) -> str:
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if step == 1024 else ["", "k", "M", "G", "T"]
+    power = 0
+    while value >= step and power < len(prefixes) - 1:
+        value, power = value / step, power + 1
+    return f"{value:.3g} {prefixes[power]}{unit}"
+
+
 def attend(
-    q: Float[Tensor, "b h nq d"],
-    k: Float[Tensor, "b hkv nk d"],
+    q: Float[Tensor, "b h nq dq"],
+    k: Float[Tensor, "b hkv nk dk"],
     v: Float[Tensor, "b hkv nk dv"],
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
@@ -66,11 +90,15 @@ def attend(
         mask: **True where a query may attend**: a mask of `qkv.masks` or a boolean tensor that broadcasts to
             (b, h, nq, nk). With nq ≠ nk the last query stands at the last key. A query that sees nothing gives zeros.
         bias: what happens to a score before the mask: one of `qkv.biases`, or several in a tuple.
-        score: how a query and a key are compared; `Dot`, scaled by 1/√d, if None.
-        normalizer: how scores become weights; `Softmax()` if None.
-        dropout_p: probability with which each weight is dropped. Pass 0 when not training.
-        kernel: ``"auto"``, or a name to insist on: ``"flash"``, ``"tiled"``, ``"eager"``, ``"reference"``.
+        score: how a query and a key are compared: one of `qkv.scores`; `Dot`, scaled by 1/√d, if None.
+        normalizer: how scores become weights: one of `qkv.normalizers`; `Softmax()` if None.
+        dropout_p: probability with which each weight is dropped and the others scaled up. Pass 0 when not training.
+        dropout_seed: of what is dropped, and of what `Hard` draws; from torch's generator if None. The same seed drops
+            the same pairs on every kernel.
+        kernel: ``"auto"``, or a name to insist on: one of ``"linear"``, ``"flash"``,
+            ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
+            Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk); this alone forms them.
 
     Returns:
@@ -107,8 +135,8 @@ def attend(
 
 
 def plan(
-    q: Float[Tensor, "b h nq d"],
-    k: Float[Tensor, "b hkv nk d"],
+    q: Float[Tensor, "b h nq dq"],
+    k: Float[Tensor, "b hkv nk dk"],
     v: Float[Tensor, "b hkv nk dv"],
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
@@ -128,25 +156,9 @@ def plan(
     """
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
-    b, h, nq, d = q.shape
-    nk, dv = v.shape[2:]
-    pairs = b * h * nq * nk if name in ("eager", "reference") else _pairs(call)
-    size = q.element_size()
-    moved = size * (q.numel() + k.numel() + v.numel() + b * h * nq * dv)
-    moved += b * h * nq * at_least_float32(q.dtype).itemsize
-    if name in ("eager", "reference"):
-        moved += size * b * h * nq * nk
-    return Plan(name, reason, rejected, 2 * pairs * (d + dv), moved)
-
-
-def _pairs(call: Call, tile: int = 256) -> int:
-    """Pairs of query and key in tiles that are not empty; half of those in partial tiles."""
-    grid = call.grid
-    tiles = Tiles.of(grid, tile, tile)
-    kinds = classes(call.mask, tiles, grid).expand(grid.batch, grid.heads, -1, -1)
-    area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
-    share = torch.where(kinds == FULL, 1.0, torch.where(kinds == EMPTY, 0.0, 0.5))
-    return int((share.double() * area).sum())
+    found = cost(name, call)
+    b, h, n_queries, _ = q.shape
+    return Plan(name, reason, rejected, found, found.pairs / (b * h * n_queries * k.shape[2]))
 
 
 def _call(
@@ -159,6 +171,8 @@ def _call(
 @dataclass(frozen=True, eq=False)
 class Attention:
     """A composition, frozen: everything of `attend` but the tensors.
+
+    Dropout acts only where ``training=True`` is passed.
 
     >>> import torch, qkv
     >>> local = qkv.Attention(mask=qkv.masks.Window(64))
@@ -180,22 +194,34 @@ class Attention:
 
     def __call__(
         self,
-        q: Float[Tensor, "b h nq d"],
-        k: Float[Tensor, "b hkv nk d"],
+        q: Float[Tensor, "b h nq dq"],
+        k: Float[Tensor, "b hkv nk dk"],
         v: Float[Tensor, "b hkv nk dv"],
         *,
+        training: bool = False,
+        dropout_seed: int | None = None,
         kernel: str = "auto",
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """`attend` with this composition."""
+        """`attend` with this composition; without dropout unless `training`."""
         asked = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
-        return attend(q, k, v, dropout_p=self.dropout_p, **self._parts(), **asked)  # type: ignore[arg-type]
+        dropout = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
+        return attend(q, k, v, **dropout, **self._parts(), **asked)  # type: ignore[arg-type]
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_weights: bool = False) -> Plan:
+    def plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        training: bool = False,
+        kernel: str = "auto",
+        return_weights: bool = False,
+    ) -> Plan:
         """`plan` with this composition."""
-        asked = {"kernel": kernel, "return_weights": return_weights}
-        return plan(q, k, v, dropout_p=self.dropout_p, **self._parts(), **asked)  # type: ignore[arg-type]
+        asked = {"kernel": kernel, "return_weights": return_weights, "dropout_p": self.dropout_p if training else 0.0}
+        return plan(q, k, v, **self._parts(), **asked)  # type: ignore[arg-type]
 
     def measure(self, q: Tensor, k: Tensor, v: Tensor | None = None, **asked: object) -> Statistics:
         """`measure` with this composition; `asked` are its `mass`, `first` and `queries`."""

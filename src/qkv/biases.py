@@ -57,7 +57,8 @@ class Bias:
     def with_tensor(self, tensor: Tensor) -> Bias:
         """The same bias made of another tensor."""
         made: Any = self
-        return replace(made, tensor=tensor)  # type: ignore[no-any-return]
+        bound: Bias = replace(made, tensor=tensor)
+        return bound
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class SoftCap(Bias):
     """
 
     cap: float
-    tensor: ClassVar[None] = None
+    tensor: ClassVar[None] = None  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if not (self.cap > 0 and math.isfinite(self.cap)):

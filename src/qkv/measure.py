@@ -17,14 +17,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.call import Call, as_biases, as_mask, detached
+from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, choose
+from qkv.kernels import KERNELS, choose, tiled
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
-from qkv.normalizers import Normalizer
+from qkv.normalizers import Normalizer, Softmax
 from qkv.parallel import each
 from qkv.scores import Score
 from qkv.tiles import HIDDEN, ScoreTiles, spans
+from qkv.weights import Rows, weigh
 
 TILE = 256
 HEADS = 8  # heads swept together: a tile of all of them should stay in cache
@@ -35,12 +36,13 @@ class Statistics:
     """Exact statistics of the weights A of one call, a number for each query or key of each head.
 
     Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
-    logit, or 0 where nothing is visible. `entropy`, `distance`, `spread` and `participation` describe the shape of a
-    row and use a_ij = A_ij / M_i; all other weights are absolute. Empty rows give 0 (and lse −inf).
+    logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
+    `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
+    are absolute. Empty rows give 0 (and lse −inf).
     """
 
-    lse: Float[Tensor, "b h nq"]
-    """Log-sum-exp of the scores, a sink logit included."""
+    lse: Float[Tensor, "b h nq"] | None
+    """Log-sum-exp of the scores, a sink logit included; None where the normalizer has none."""
     entropy: Float[Tensor, "b h nq"]
     """−Σ a ln a, in nats."""
     sink: Float[Tensor, "b h nq"]
@@ -73,8 +75,8 @@ class Statistics:
 
 @torch.no_grad()
 def measure(
-    q: Float[Tensor, "b h nq d"],
-    k: Float[Tensor, "b hkv nk d"],
+    q: Float[Tensor, "b h nq dq"],
+    k: Float[Tensor, "b hkv nk dk"],
     v: Float[Tensor, "b hkv nk dv"] | None = None,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
@@ -115,21 +117,26 @@ def measure(
     [1.0, 1.0, 0.6667, 0.5]
     """
     call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
-    name, _, _ = choose(call, "auto")
-    return sweep(call, KERNELS[name].run(call).lse, mass=mass, first=first, queries=queries)
+    if isinstance(call.normalizer, Softmax):
+        name, _, _ = choose(call, "auto")
+        rows = KERNELS[name].run(call).lse
+    else:
+        rows = tiled.settle(call)
+    return sweep(call, rows, mass=mass, first=first, queries=queries)
 
 
 @torch.no_grad()
 def sweep(
     call: Call,
-    lse: Float[Tensor, "b h nq"],
+    rows: Rows | Float[Tensor, "b h nq"],
     *,
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
 ) -> Statistics:
-    """The statistics of `measure` when the log-sum-exp of the call is already known."""
+    """The statistics of `measure` when the log-sum-exp of the call, or what stands for it, is already known."""
     call, mass = detached(call), dict(mass or {})
+    rows = rows if isinstance(rows, Rows) else Rows(rows)
     b, h, n_queries, _ = call.q.shape
     for name, part in mass.items():
         if not isinstance(part, Mask):
@@ -140,7 +147,9 @@ def sweep(
             raise InputError(
                 f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
             )
-        lse = lse.masked_fill(~queries[:, None], -torch.inf)
+        if isinstance(call.normalizer, Softmax):
+            assert rows.level is not None
+            rows = Rows(rows.level.masked_fill(~queries[:, None], -torch.inf))
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     sums = _Sums(call, mass)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
@@ -153,10 +162,10 @@ def sweep(
     for item in range(b):
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
-            _sweep_heads(_Part(tiles, lse, mass, firsts[item]), sums)
+            _sweep_heads(_Part(tiles, rows, mass, firsts[item], queries), sums)
     if queries is not None:
         sums.visible.masked_fill_(~queries[:, None], 0)
-    return sums.statistics(call, lse)
+    return sums.statistics(call, rows)
 
 
 class _Sums:
@@ -172,16 +181,18 @@ class _Sums:
         self.visible = torch.zeros_like(zeros)
         self.received = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float64)
 
-    def statistics(self, call: Call, lse: Tensor) -> Statistics:
+    def statistics(self, call: Call, rows: Rows) -> Statistics:
+        lse = rows.level if isinstance(call.normalizer, Softmax) else None
         seen = self.total != 0
         total = torch.where(seen, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None
         if call.sink is not None:
+            assert lse is not None
             sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink - lse))
         entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(seen, self.squares, 1.0)
-        dtype = lse.dtype
+        dtype = at_least_float32(call.q.dtype)
         return Statistics(
             lse=lse,
             entropy=entropy.to(dtype),
@@ -261,12 +272,20 @@ class _RowSums:
 class _Part:
     """One batch item and some heads of it: their score tiles, and what to ask of them."""
 
-    def __init__(self, tiles: ScoreTiles, lse: Tensor, mass: Mapping[str, Mask], first: int) -> None:
+    def __init__(
+        self, tiles: ScoreTiles, rows: Rows, mass: Mapping[str, Mask], first: int, queries: Tensor | None
+    ) -> None:
         mask, grid = tiles.call.mask, tiles.call.grid
         self.tiles, self.mass, self.first = tiles, mass, first
         self.here = (tiles.batch, tiles.heads)
-        # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
-        self.lse = lse[self.here].masked_fill(lse[self.here] == -torch.inf, -HIDDEN)
+        self.level, self.total, self.chosen = (
+            None if x is None else x[self.here] for x in (rows.level, rows.total, rows.chosen)
+        )
+        self.uncounted = None if queries is None else ~queries[tiles.batch, None]
+        if isinstance(tiles.call.normalizer, Softmax):
+            # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
+            assert self.level is not None
+            self.level = self.level.masked_fill(self.level == -torch.inf, -HIDDEN)
         self.kinds = tiles.classes(mask, TILE)
         self.mass_kinds = {name: tiles.classes(part, TILE) for name, part in mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
@@ -279,8 +298,8 @@ class _Desk(threading.local):
 
     def __init__(self, part: _Part, shares: list[Tensor]) -> None:
         tiles = part.tiles
-        self.buffers = part.lse.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
-        self.received = part.lse.new_zeros(*tiles.shape, tiles.k.shape[1], dtype=torch.float64)
+        self.buffers = tiles.k.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
+        self.received = tiles.k.new_zeros(*tiles.shape, tiles.k.shape[1], dtype=torch.float64)
         shares.append(self.received)
 
 
@@ -289,7 +308,7 @@ def _sweep_heads(part: _Part, sums: _Sums) -> None:
     shares: list[Tensor] = []
     desk = _Desk(part, shares)
     longest_first = range(len(part.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
-    each(lambda row: _sweep_rows(part, row, sums, desk), longest_first, part.lse.device)
+    each(lambda row: _sweep_rows(part, row, sums, desk), longest_first, part.tiles.k.device)
     sums.received[part.here] += sum(shares)
 
 
@@ -298,8 +317,7 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
     tiles, rows, first = part.tiles, part.rows[r], part.first
     call, grid, at = tiles.call, tiles.call.grid, (*part.here, part.rows[r])
     start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
-    lse = part.lse[:, :, rows]
-    sums_here = _RowSums(lse[..., None])
+    sums_here = _RowSums(tiles.k.new_empty(*tiles.shape, rows.stop - rows.start, 0))
     kinds = part.kinds[r]
     full = sum(cols.stop - cols.start for cols, kind in zip(part.columns, kinds, strict=True) if kind == FULL)
     sums.visible[at] = full
@@ -308,14 +326,11 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
             continue
         shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
         weights, scratch = (x[: math.prod(shape)].view(shape) for x in desk.buffers)
-        log2 = tiles.log2_weights(rows, cols, lse, out=scratch)
-        if kinds[c] == PARTIAL:
-            hidden = tiles.hidden(rows, cols)
-            log2.masked_fill_(hidden, HIDDEN)
+        hidden = tiles.hidden(rows, cols) if kinds[c] == PARTIAL else None
+        if hidden is not None:
             sums.visible[at] += (~hidden).sum(-1)
-        if call.biases or tiles.vector is not None:
-            log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
-        torch.exp2(log2, out=weights)
+        make = _softmax if isinstance(call.normalizer, Softmax) else _other_weights
+        log2 = make(part, rows, cols, hidden, weights, scratch)
         desk.received[:, :, cols] += weights.sum(-2)
         sign = -1 if part.backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
         middle = cols.start + (cols.stop - cols.start) // 2 - start
@@ -335,6 +350,48 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
                 inside = inner.allowed(tiles.region(rows, cols), grid)
                 sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
     sums_here.put(sums, at)
+
+
+def _softmax(part: _Part, rows: slice, cols: slice, hidden: Tensor | None, weights: Tensor, scratch: Tensor) -> Tensor:
+    """Make the weights of a tile in `weights`; returns their log2."""
+    tiles = part.tiles
+    assert part.level is not None
+    log2 = tiles.log2_weights(rows, cols, part.level[:, :, rows], out=scratch)
+    if hidden is not None:
+        log2.masked_fill_(hidden, HIDDEN)
+    if tiles.call.biases or tiles.vector is not None:
+        log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
+    torch.exp2(log2, out=weights)
+    return log2
+
+
+def _other_weights(
+    part: _Part, rows: slice, cols: slice, hidden: Tensor | None, weights: Tensor, scratch: Tensor
+) -> Tensor:
+    """`_softmax` for any normalizer, from the definition of its weights."""
+    tiles, call = part.tiles, part.tiles.call
+    if part.chosen is not None:
+        keys = call.grid.columns(cols.start, cols.stop)
+        weights.copy_(keys == part.chosen[:, :, rows, None])
+    else:
+        scores = tiles.scores(rows, cols)
+        shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
+        if shift is not None:
+            scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
+        weights.copy_(weigh(call.normalizer, scores, None if part.level is None else part.level[:, :, rows]))
+        for by in (part.total, divisor):
+            if by is not None:
+                weights /= by[:, :, rows, None]
+    if hidden is not None:
+        weights.masked_fill_(hidden, 0)
+    if part.uncounted is not None:
+        weights.masked_fill_(part.uncounted[..., rows, None], 0)
+    if weights.min() < 0:
+        raise InputError(
+            f"measure: {type(call.normalizer).__name__} gives negative weights here, which have no entropy; "
+            "it measures normalizers and scores whose weights are 0 or more"
+        )
+    return torch.where(weights > 0, torch.log2(weights), HIDDEN)
 
 
 def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:

@@ -40,7 +40,7 @@ class Score:
 class Product(Score):
     """Base of the scores that are a product of query and key once projected."""
 
-    vector: ClassVar[None] = None
+    vector: ClassVar[None] = None  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ The level is the log-sum-exp of a softmax, the threshold of an entmax, nothing f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from qkv.normalizers import Entmax, Normalizer, Pointwise
@@ -15,6 +17,18 @@ Scores = Float[Tensor, "*n k"]
 Level = Float[Tensor, "*n"]
 
 STEPS = 100  # Newton's steps to a threshold; in practice about ten
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a query needs to know of all its scores before one of them becomes a weight."""
+
+    level: Float[Tensor, "b h nq"] | None = None
+    """Log-sum-exp (−inf where nothing is visible) or threshold."""
+    total: Float[Tensor, "b h nq"] | None = None
+    """Sum of pointwise weights, where they are divided by it; 1 where it is 0."""
+    chosen: Int[Tensor, "b h nq"] | None = None
+    """The key that hard attention took; −1 for none."""
 
 
 def weigh(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:

@@ -1,7 +1,7 @@
 """Kernels: ways to compute one attention call, and the choice among them.
 
-A kernel is a module with ``why_not(call)``, which says why it cannot serve a call or returns None; ``run(call)``, which
-serves it; and ``cost(call)``. None imports another.
+A kernel is a module with ``why_not(call)``, which says why it cannot serve a call or returns None, and ``run(call)``,
+which serves it. None imports another.
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def blocks(call: Call, *, training: bool) -> Iterator[Block]:
         assert mask is not None
         yield from _band_blocks(mask, call, training=training)
     else:
+        assert mask is not None
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
 
 
@@ -365,7 +366,12 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[Block], call: Call) -> Part
 
 def _covers(block: Block, grid: Grid) -> bool:
     part = block[0]
-    return part.count == 1 and part.batch == slice(None) and part.rows == slice(0, grid.n_queries)
+    return (
+        part.count == 1
+        and not part.flipped
+        and part.batch == slice(None)
+        and part.rows == slice(0, grid.n_queries)
+    )
 
 
 def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Partial:

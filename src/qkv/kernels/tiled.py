@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qkv import noise
-from qkv.biases import ByQuery
+from qkv.biases import ByQuery, clipped
 from qkv.call import Call, Result, detached
-from qkv.masks import EMPTY, PARTIAL
+from qkv.masks import EMPTY, PARTIAL, Region
 from qkv.normalizers import Hard, Pointwise, Softmax
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
 from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, spans, without_unseen
-from qkv.weights import level, log_sum_exp, slopes, weigh
+from qkv.weights import Rows, level, log_sum_exp, slopes, weigh
 
 TILE = 256
 HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
@@ -46,6 +46,12 @@ def run(call: Call) -> Result:
     tensors = call.tensors()
     out, lse = _Tiled.apply(call, list(tensors), *tensors.values())
     return Result(out, lse if isinstance(call.normalizer, Softmax) else None)
+
+
+def settle(call: Call) -> Rows:
+    """What every query knows of its scores after a forward: enough to make any of its weights alone."""
+    found = _forward(detached(call))
+    return Rows(found.level, found.total, found.chosen)
 
 
 class _Tiled(torch.autograd.Function):
@@ -294,8 +300,10 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
             found.chosen[at_rows] = keys[best[..., 0]].masked_fill(lse == -torch.inf, -1)
             weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(lse[..., None] == -torch.inf, 0)
         else:
-            found.level[at_rows] = level(call.normalizer, scores)
-            weights = weigh(call.normalizer, scores, found.level[at_rows])
+            tau = level(call.normalizer, scores)
+            assert tau is not None
+            found.level[at_rows] = tau
+            weights = weigh(call.normalizer, scores, tau)
             turned = slopes(call.normalizer, weights)
             total = turned.sum(-1, keepdim=True)
             turned /= torch.where(total == 0, 1.0, total)
@@ -319,9 +327,8 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
             found.mean[at_rows] += mean.tensor @ table[0].to(mean.tensor)
 
 
-def _local(rows: slice, cols: slice) -> Any:
-    from qkv.masks import Region
-
+def _local(rows: slice, cols: slice) -> Region:
+    """Columns of some rows that are counted from the first of them."""
     return Region(slice(0, rows.stop - rows.start), cols)
 
 
@@ -399,15 +406,13 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
 
 def _add_chosen(call: Call, chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     """Gradient of the values that hard attention chose."""
-    b, h, n_queries, dv = grad.shape
+    b, dv = len(grad), grad.shape[3]
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
     given = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
     total.scatter_add_(2, index[..., None].expand_as(given), given)
 
 
 def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
-    from qkv.biases import clipped
-
     index = clipped(call.grid.rows(0, chosen.shape[2]), chosen, like.shape[3] // 2)
     return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
 

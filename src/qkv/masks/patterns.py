@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Blockwise, Grid, Mask, Tiles, tile_classes
+from qkv.masks.base import Blockwise, Grid, Mask, Region, Tiles, tile_classes
 
 
 class _Band(Mask):
@@ -281,15 +281,15 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
         while len(again := _with_repeats(drawn)):
             drawn[again] = torch.randint(n_keys, (len(again), size), generator=generator)
         return drawn
-    grid, drawn = Grid.of(n_keys, n_keys), []
+    grid, parts = Grid.of(n_keys, n_keys), []
     for start in range(0, n_keys, DRAW_ROWS):
         rows = slice(start, min(start + DRAW_ROWS, n_keys))
         rank = torch.rand(rows.stop - rows.start, n_keys, generator=generator)
         if besides is not None:
             rank[_shown(besides, rows, grid)] = -1
         best, keys = rank.topk(min(size, n_keys), -1)
-        drawn.append(torch.where(best >= 0, keys, -1))
-    return torch.cat(drawn)
+        parts.append(torch.where(best >= 0, keys, -1))
+    return torch.cat(parts)
 
 
 def _with_repeats(drawn: Tensor) -> Tensor:
@@ -298,8 +298,6 @@ def _with_repeats(drawn: Tensor) -> Tensor:
 
 
 def _shown(mask: Mask, rows: slice, grid: Grid) -> Tensor:
-    from qkv.masks.base import Region
-
     return mask.allowed(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
 
 

@@ -1,0 +1,101 @@
+"""Hard attention with the log-probabilities that REINFORCE needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkv.biases import Bias
+from qkv.call import Call, as_biases, as_mask, at_least_float32
+from qkv.errors import InputError
+from qkv.kernels import KERNELS, choose, tiled
+from qkv.masks import Mask
+from qkv.normalizers import Hard, Softmax
+from qkv.scores import Score
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """One key a query, and how likely the choice was."""
+
+    index: Int[Tensor, "b h nq"]
+    """The chosen key; −1 where a query may attend to none."""
+    log_prob: Float[Tensor, "b h nq"]
+    """Natural logarithm of its softmax weight, differentiable; 0 where there is no choice."""
+
+    def take(self, v: Float[Tensor, "b hkv nk dv"]) -> Float[Tensor, "b h nq dv"]:
+        """The values of the chosen keys; 0 where there is none."""
+        b, h, n_queries = self.index.shape
+        folded = self.index.clamp(min=0).view(b, v.shape[1], -1, 1).expand(-1, -1, -1, v.shape[3])
+        taken = v.gather(2, folded).view(b, h, n_queries, -1)
+        return taken.masked_fill((self.index < 0)[..., None], 0)
+
+
+def choose_keys(
+    q: Float[Tensor, "b h nq dq"],
+    k: Float[Tensor, "b hkv nk dk"],
+    *,
+    mask: Mask | Bool[Tensor, "..."] | None = None,
+    bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None,
+    temperature: float = 1.0,
+    sample: bool = True,
+    seed: int | None = None,
+) -> Choice:
+    """One key for every query, drawn by the softmax of its scores, or the best one; in linear memory.
+
+    Values are not differentiable through a choice, but ``(reward − baseline) · log_prob`` has the gradient of the
+    expected reward (REINFORCE, Williams 1992; "hard" attention of Xu et al. 2015, arXiv:1502.03044, §4.1).
+
+    Args:
+        q: queries.
+        k: keys; ``h`` must be a multiple of ``hkv``.
+        mask: True where a query may attend.
+        bias: as in `attend`.
+        score: as in `attend`.
+        temperature: final scores are divided by it.
+        sample: draw; False takes the key with the highest score, the first of equals.
+        seed: of the draw; from torch's generator if None.
+
+    Raises:
+        InputError: for arguments that do not fit together.
+
+    >>> import torch, qkv
+    >>> q, k = torch.ones(1, 1, 1, 4), torch.tensor([0.0, 9.0])[None, None, :, None].expand(1, 1, 2, 4)
+    >>> choice = qkv.choose_keys(q, k, sample=False)
+    >>> choice.index.item(), round(choice.log_prob.exp().item(), 4), choice.take(k)[0, 0, 0, 0].item()
+    (1, 1.0, 9.0)
+    """
+    mask, given = as_mask(mask), as_biases(bias)
+    drawn = tiled.settle(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed)).chosen
+    assert drawn is not None
+    call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
+    if call.values is not None:
+        raise InputError("choose_keys: RelativePosition has values, which a choice of keys has no use for; pass none")
+    name, _, _ = choose(call, "auto")
+    lse = KERNELS[name].run(call).lse
+    none = drawn < 0
+    log_prob = torch.where(none, 0.0, _score(call, drawn.clamp(min=0)) - lse.masked_fill(none, 0))
+    return Choice(drawn, log_prob)
+
+
+def _score(call: Call, index: Tensor) -> Tensor:
+    """Final score of each query with the key of that index."""
+    wide = at_least_float32(call.q.dtype)
+    b, h, n_queries, d = call.q.shape
+    folded = index.view(b, call.k.shape[1], -1, 1).expand(-1, -1, -1, d)
+    q, k = call.q.to(wide), call.k.to(wide).gather(2, folded).view(b, h, n_queries, d)
+    if call.vector is None:
+        score = call.factor * (q * k).sum(-1)
+    else:
+        score = (torch.tanh(q + k) * call.vector.to(wide)[:, None]).sum(-1)
+    device = index.device
+    item, head = torch.arange(b, device=device)[:, None, None], torch.arange(h, device=device)[:, None]
+    row = torch.arange(n_queries, device=device)
+    for bias in call.biases:
+        score = bias.at(score, item, head, row, index)
+    return score / call.normalizer.temperature
