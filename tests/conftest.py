@@ -6,6 +6,7 @@ The import hook must come before the first import of qkv. It covers the core, mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,16 +22,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles", "weights",
-    "reference", "kernels", "linear", "measure",
-    "attention",
+    "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles",
+    "weights", "reference", "kernels", "linear", "measure", "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
 
 from qkv import masks, reference  # noqa: E402
-from qkv.normalizers import Softmax  # noqa: E402
-from qkv.scores import Dot  # noqa: E402
+from qkv.normalizers import Normalizer  # noqa: E402
+from qkv.scores import Score  # noqa: E402
 
 torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
 settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=60)
@@ -40,11 +40,12 @@ settings.load_profile("qkv")
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Shapes in signatures are not checked: for wrong input on purpose, and for loops over every pair."""
+    before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
     finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
+        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(params=[4, 8, 16])
@@ -61,9 +62,12 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Tiles of `size` in every kernel and in the sweep."""
+    """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
     for name in ("qkv.kernels.flash", "qkv.kernels.tiled", "qkv.measure"):
         monkeypatch.setattr(sys.modules[name], "TILE", size)
+    monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
+    linear = sys.modules["qkv.kernels.linear"]
+    monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -115,31 +119,14 @@ def largest_tensor(run: Callable[[], object]) -> int:
 
 def oracle(
     q: Tensor, k: Tensor, v: Tensor, *, mask: masks.Mask | None = None, bias: Any = None,
-    score: Dot | None = None, normalizer: Softmax | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    score: Score | None = None, normalizer: Normalizer | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """out, lse and weights by definition, in float64: nothing of `attend` but the arguments."""
     given = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-    sink = None if normalizer is None else normalizer.sink
-    nq, nk = q.shape[2], k.shape[2]
-
-    def bend(s: float, b: int, h: int, i: int, j: int) -> float:
-        for one in given:
-            s = reference.bends(one, s, b, h, i, j)
-        return s
-
     with unchecked():
-        result = reference.attention(
-            *(x.detach().double().numpy() for x in (q, k, v)),
-            visible=lambda b, h, i, j: reference.sees(mask, b, h, i, j, nq, nk),
-            bend=bend,
-            scale=None if score is None else score.scale,
-            temperature=1.0 if normalizer is None else normalizer.temperature,
-            sink=None
-            if sink is None
-            else np.broadcast_to(sink.detach().double() if isinstance(sink, Tensor) else sink, q.shape[1]),
-        )
-    out, lse, weights = (torch.from_numpy(x) for x in (result.out, result.lse, result.weights))
-    return out, lse, weights
+        found = reference.attention(q, k, v, mask=mask, bias=given, score=score, normalizer=normalizer)
+    lse = None if found.lse is None else torch.from_numpy(found.lse)
+    return torch.from_numpy(found.out), lse, torch.from_numpy(found.weights)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -183,13 +170,23 @@ MASKS: dict[str, MaskMaker] = {
     "dense rows": lambda nq, nk, b, h: masks.Dense(_chance(nq, 1)),
     "predicate": lambda nq, nk, b, h: masks.Predicate(lambda b, h, q, k: (q + 2 * k + h + b) % 3 > 0),
     "shifted": lambda nq, nk, b, h: masks.Shifted(masks.Causal(), 1),
+    "global": lambda nq, nk, b, h: masks.Global([0, -1]),
+    "global, causal": lambda nq, nk, b, h: masks.Global([nk // 2, 0]) & masks.Causal(),
+    "strided": lambda nq, nk, b, h: (masks.Strided(3) | masks.Window(3)) & masks.Causal(),
+    "dilated": lambda nq, nk, b, h: masks.Dilated(3, step=2),
+    "dilated ahead": lambda nq, nk, b, h: masks.Dilated(2, step=3, ahead=1),
+    "random keys": lambda nq, nk, b, h: masks.RandomKeys(3, seed=1),
+    "blockwise": lambda nq, nk, b, h: masks.Blockwise(masks.Causal(), 3),
+    "longformer": lambda nq, nk, b, h: masks.longformer(4, [0, -1]),
+    "longformer, causal": lambda nq, nk, b, h: masks.longformer(2, [0], causal=True),
+    "random bigbird": lambda nq, nk, b, h: masks.bigbird(2, random=1),
     "nothing": lambda nq, nk, b, h: ~masks.Prefix(nk),
 }
 
 
 def fits(name: str, nq: int, nk: int) -> bool:
-    """Whether the mask of this name can be laid over nq × nk: documents need every query to stand at a key."""
-    return nq <= nk or "document" not in name
+    """Whether the mask of this name can be laid over nq × nk: for some every query must stand at a key."""
+    return nq <= nk or not ("document" in name or "random" in name)
 
 
 @st.composite
@@ -220,6 +217,24 @@ def mask_trees(draw: st.DrawFn, nq: int, nk: int, batch: int, heads: int) -> mas
             st.integers(1, 3), st.integers(0, 3), st.integers(2, 4),
         ),
     ]  # fmt: skip
+    step = st.integers(1, 4)
+    tokens = st.lists(st.integers(-nk, nk - 1), max_size=3)
+    patterns = [
+        st.just(masks.Causal()),
+        st.builds(masks.Global, st.lists(st.sampled_from([0, -1]), max_size=2)),
+        st.builds(masks.Strided, step),
+        st.builds(masks.Dilated, step, step, st.integers(0, 2)),
+        st.builds(masks.Window, step, step),
+    ]
+    if nq <= nk:
+        drawn = st.builds(masks.RandomKeys, st.integers(0, nk + 1), st.integers(0, 9))
+        patterns += [drawn, st.builds(lambda m, r: m | masks.RandomKeys(r, 1, m), st.one_of(patterns), step)]
+    leaves += [
+        st.builds(masks.Global, tokens),
+        *patterns[2:],
+        st.builds(lambda a, b, n: masks.Blockwise(a & b, n), st.one_of(patterns), st.one_of(patterns), step),
+        st.builds(lambda a, b, n: masks.Blockwise(a | ~b, n), st.one_of(patterns), st.one_of(patterns), step),
+    ]
     if nq <= nk:
         ids = st.lists(st.integers(-1, 2), min_size=nk, max_size=nk).map(sorted) | st.lists(
             st.integers(-1, 2), min_size=nk, max_size=nk

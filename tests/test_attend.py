@@ -16,7 +16,7 @@ from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_tile, tri
 from qkv import InputError, attend, biases, masks
 from qkv.kernels import flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
-from qkv.normalizers import Softmax
+from qkv.normalizers import Hard, Softmax
 from qkv.scores import Dot
 
 FAST = ["flash", "tiled"]
@@ -156,7 +156,7 @@ def test_biases(bias: str, name: str) -> None:
     want = oracle(q, k, v, **asked)
     for kernel in KERNELS:
         if kernel == "flash" and "cap" in bias:
-            with pytest.raises(InputError, match="the bias does more to a score than add to it"):
+            with pytest.raises(InputError, match="a soft cap does more to a score than add to it"):
                 attend(q, k, v, kernel=kernel, **asked)
         else:
             check(kernel, q, k, v, want, **asked)
@@ -482,7 +482,7 @@ def test_plan_says_what_serves_and_why() -> None:
     plan = qkv.plan(q, k, v)
     assert plan.kernel == "flash"
     assert "fused" in plan.reason
-    assert set(plan.rejected) == {"tiled", "eager", "reference"}
+    assert set(plan.rejected) == {"linear", "flex", "tiled", "eager", "reference"}
     assert plan.rejected["tiled"] == plan.rejected["eager"] == "slower"
 
     capped = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))
@@ -495,11 +495,11 @@ def test_plan_says_what_serves_and_why() -> None:
     assert "never forms the weights" in formed.rejected["tiled"]
 
     dropped = qkv.plan(q, k, v, dropout_p=0.1)
-    assert dropped.kernel == "eager"
-    assert all("dropout" in dropped.rejected[name] for name in ("flash", "tiled", "reference"))
+    assert dropped.kernel == "tiled"
+    assert all("dropout" in dropped.rejected[name] for name in ("flash", "reference"))
 
     learned = qkv.plan(q, k, v, bias=biases.Dense(torch.zeros(11, 13, requires_grad=True)))
-    assert learned.kernel == "eager"
+    assert learned.kernel == "tiled"
     assert "gradient" in learned.rejected["flash"]
     with torch.no_grad():
         assert qkv.plan(q, k, v, bias=biases.Dense(torch.zeros(11, 13, requires_grad=True))).kernel == "flash"
@@ -531,13 +531,12 @@ def test_plan_counts_work_and_traffic() -> None:
     ("kernel", "asked", "why"),
     [
         ("flash", {"dropout_p": 0.5}, "dropout acts on weights"),
-        ("tiled", {"dropout_p": 0.5}, "dropout acts on weights"),
         ("reference", {"dropout_p": 0.5}, "it has no dropout"),
         ("flash", {"return_weights": True}, "never forms the weights"),
         ("tiled", {"return_weights": True}, "never forms the weights"),
         ("flash", {"bias": biases.SoftCap(1.0)}, "more to a score than add to it"),
         ("flash", {"bias": biases.Dense(torch.zeros(11, 13, requires_grad=True))}, "no gradient for a bias"),
-        ("tiled", {"bias": biases.Dense(torch.zeros(11, 13, requires_grad=True))}, "no gradient for a bias"),
+        ("reference", {"normalizer": Hard(sample=True)}, "it draws nothing"),
         ("reference", {"normalizer": Softmax(sink=torch.zeros(6, requires_grad=True))}, "it has no gradients"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -12,26 +13,39 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, fits, grids, mask_trees, unchecked
 from qkv import InputError
+from qkv.biases import Dense as Bias
+from qkv.call import Call
 from qkv.kernels import flash
 from qkv.masks import (
     EMPTY,
     FULL,
     PARTIAL,
+    Blockwise,
     Causal,
     Dense,
+    Dilated,
     Document,
+    Global,
     Grid,
     Mask,
     Padding,
     Predicate,
     Prefix,
+    RandomKeys,
     Region,
     Shifted,
+    Strided,
     Tiles,
     Window,
+    base,
+    bigbird,
+    longformer,
+    patterns,
+    picture,
 )  # fmt: skip
 from qkv.reference import sees
 
+mpl.use("Agg")
 SIZES = [(1, 1), (7, 11), (11, 7), (1, 5), (5, 1)]
 
 
@@ -111,6 +125,17 @@ def test_worked_out_by_hand() -> None:
     assert picture(~Causal(), 2, 3) == ["..x", "..."]
     assert picture(Shifted(Causal(), 0), 2, 3) == ["x..", "xx."]
     assert picture(Dense(torch.tensor([[True, False]])), 2, 2) == ["x.", "x."]
+    assert picture(Global([1, -1]), 4, 4) == [".x.x", "xxxx", ".x.x", "xxxx"]
+    assert picture(Global([1, -1]), 2, 4) == [".x.x", "xxxx"]
+    assert picture(Global([0]), 4, 2) == ["x.", "x.", "xx", "x."]  # query 2 stands at key 0
+    assert picture(Strided(3), 4, 4) == ["x..x", ".x..", "..x.", "x..x"]
+    assert picture(Strided(2), 2, 5) == [".x.x.", "x.x.x"]
+    assert picture(Dilated(2, 2), 4, 4) == ["x...", ".x..", "x.x.", ".x.x"]
+    assert picture(Dilated(2, 2, ahead=1), 3, 5) == ["x.x.x", ".x.x.", "..x.x"]
+    assert picture(Blockwise(Causal(), 2), 3, 5) == ["xxxx.", "xxxx.", "xxxxx"]  # queries stand at 2, 3 and 4
+    assert picture(Blockwise(Global([-1]), 2), 5, 5) == ["....x"] * 4 + ["xxxxx"]
+    assert picture(longformer(2, [0]), 4, 4) == ["xxxx", "xxx.", "xxxx", "x.xx"]
+    assert picture(longformer(2, [0], causal=True), 5, 5) == ["x....", "xx...", "xxx..", "xxxx.", "x.xxx"]
     assert picture(Predicate(lambda b, h, q, k: q == k), 2, 3) == [".x.", "..x"]
 
 
@@ -157,6 +182,146 @@ def test_boolean_algebra(data: st.DataObject) -> None:
     assert not shown(a & ~a, grid).any()
 
 
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [16, 49])
+def test_entries_grow_with_the_sequence_not_its_square(n: int) -> None:
+    """n·g for global tokens (each both ways), n·r for random keys, n·√n for strides of √n."""
+
+    def entries(mask: Mask) -> int:
+        count = int(mask.dense(n, n).sum())
+        assert mask.sparsity(n) == pytest.approx(1 - count / n**2)
+        return count
+
+    root = round(n**0.5)
+    assert entries(Global([0, 3, -1])) == 2 * 3 * n - 3 * 3
+    assert entries(Global([-1, n - 1])) == 2 * n - 1  # one token, named twice
+    assert entries(RandomKeys(5, seed=3)) == 5 * n
+    assert entries(Strided(root)) == n * root
+    assert entries((Strided(root) | Window(root)) & Causal()) < 2 * n * root
+    assert entries(Dilated(3, 2)) == 3 * n - 2 - 4
+
+
+@given(st.data())
+def test_visible_keys_and_sparsity_count_what_is_shown(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    mask = data.draw(mask_trees(grid.n_queries, grid.n_keys, grid.batch, grid.heads))
+    seen = shown(mask, grid)
+    for counted in (mask.visible_keys(grid), base._count(mask, grid, data.draw(st.integers(1, 5)))):
+        assert torch.equal(counted.expand(seen.shape[:3]), seen.sum(-1))
+    sizes = {"batch": grid.batch, "heads": grid.heads}
+    assert mask.sparsity(grid.n_queries, grid.n_keys, **sizes) == pytest.approx(1 - seen.double().mean().item())
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 6, 12, 13, 99])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_random_keys_are_distinct_and_the_same_again(size: int, seed: int) -> None:
+    seen = RandomKeys(size, seed).dense(13, 13)
+    assert (seen.sum(-1) == min(size, 13)).all()  # a key drawn twice would be missing
+    patterns._draw.cache_clear()
+    assert torch.equal(RandomKeys(size, seed).dense(13, 13), seen)
+    assert torch.equal(RandomKeys(size, seed).dense(5, 13), seen[:, :, 8:])  # a chunk of queries sees the same
+    if 0 < size < 13:
+        assert not torch.equal(RandomKeys(size, seed + 1).dense(13, 13), seen)
+
+
+def test_random_keys_are_drawn_evenly() -> None:
+    counts = torch.stack([RandomKeys(4, seed).dense(32, 32)[0, 0].sum(0) for seed in range(50)]).double().sum(0)
+    assert counts.sum() == 50 * 32 * 4
+    assert ((counts - 200).abs() < 5 * 200**0.5).all()
+
+
+@pytest.mark.parametrize("near", [Window(3, ahead=2), Global([0, -1]), Causal(), Prefix(0), ~Prefix(0)], ids=str)
+@pytest.mark.parametrize("size", [1, 4, 20])
+@pytest.mark.parametrize("rows", [3, 1024])
+def test_random_keys_besides_others_are_that_many_more(
+    near: Mask, size: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "DRAW_ROWS", rows)
+    patterns._draw.cache_clear()
+    seen, more = near.dense(11, 11), RandomKeys(size, besides=near).dense(11, 11)
+    assert not (seen & more).any()
+    assert torch.equal(more.sum(-1), (11 - seen.sum(-1)).clamp(max=size))
+    patterns._draw.cache_clear()
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(13, 13), (7, 13), (13, 7), (1, 5)])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 99])
+@pytest.mark.parametrize("inner", [Causal(), Window(2), Window(1, ahead=1), Global([0, -1]), ~Strided(2)], ids=str)
+def test_blockwise_is_the_mask_of_the_blocks(inner: Mask, size: int, nq: int, nk: int) -> None:
+    position = torch.arange(nq) + nk - nq
+    first = position[0].item() // size  # blocks of queries before the first key are negative
+    blocks = Grid(1, 1, position[-1].item() // size - first + 1, -(-nk // size), first)
+    table = inner.allowed(Region(slice(0, blocks.n_queries), slice(0, blocks.n_keys)), blocks)[0, 0]
+    want = table[position.div(size, rounding_mode="floor") - first][:, torch.arange(nk) // size]
+    assert torch.equal(Blockwise(inner, size).dense(nq, nk)[0, 0], want)
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 5])
+@pytest.mark.parametrize("random", [0, 1, 2])
+@pytest.mark.parametrize("n", [40, 38])
+def test_bigbird_block_by_block(block: int, random: int, n: int) -> None:
+    """First and last blocks see all and are seen by all, three around its own, and `random` more, exactly."""
+    seen = bigbird(block, random, seed=3).dense(n, n)[0, 0]
+    count = -(-n // block)
+    table = seen[::block, ::block]
+    assert torch.equal(table.repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :n], seen)  # whole blocks
+    for ends in (table[0], table[-1], table[:, 0], table[:, -1]):
+        assert ends.all()
+    i = torch.arange(count)
+    near = ((i[:, None] - i).abs() <= 1) | torch.isin(i, torch.tensor([0, count - 1]))
+    inside = slice(1, count - 1)
+    assert table[near].all()
+    assert torch.equal((table & ~near)[inside].sum(-1), (count - near.sum(-1)).clamp(max=random)[inside])
+
+
+@pytest.mark.parametrize("window", [2, 4, 6])
+def test_longformer_sees_half_its_window_on_each_side(window: int) -> None:
+    seen = longformer(window, []).dense(20, 20)[0, 0]
+    middle = slice(window, 20 - window)
+    assert (seen.sum(-1)[middle] == window + 1).all()  # and its own
+    assert torch.equal(seen, seen.T)
+    causal = longformer(window, [3], causal=True).dense(20, 20)[0, 0]
+    assert not causal.triu(1).any()
+    assert causal[3:, 3].all()
+    assert causal[3, : 3 + 1].all()
+    assert (longformer(window, [], causal=True).dense(20, 20)[0, 0].sum(-1)[window:] == window + 1).all()
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(13, 13), (5, 13)])
+@pytest.mark.parametrize("mask", [Causal(), longformer(2), bigbird(2, 1), Padding([9]), ~Window(3)], ids=str)
+def test_a_picture_is_what_dense_says(mask: Mask, nq: int, nk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, seen = Grid.of(nq, nk), mask.dense(nq, nk)[0, 0].double()
+    assert np.array_equal(picture.shares(mask, grid), seen.numpy())
+    axes = mask.plot(nq, nk)
+    (image,) = axes.get_images()
+    assert np.array_equal(np.asarray(image.get_array()), seen.numpy())
+    assert tuple(image.get_extent()) == (-0.5, nk - 0.5, nq - 0.5, -0.5)
+    assert f"{1 - seen.mean():.0%} hidden" in axes.get_title()
+    monkeypatch.setattr(picture, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
+    size = -(-nk // 4)
+    shares = picture.shares(mask, grid)
+    for (r, c), share in np.ndenumerate(shares):
+        assert share == pytest.approx(seen[r * size : (r + 1) * size, c * size : (c + 1) * size].mean().item())
+    assert shares.shape == (-(-nq // size), -(-nk // size))
+
+
+def test_a_picture_of_tiles_shows_their_classes() -> None:
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots()
+    assert Causal().plot(5, tile=2, ax=axes) is axes
+    kinds, _ = axes.get_images()
+    tiles = [[2 * (c < r) + (c == r) for c in range(3)] for r in range(3)]
+    want = np.repeat(np.repeat(tiles, 2, 0), 2, 1)[:5, :5]
+    want[4, 4] = FULL  # a tile of one pair
+    assert np.array_equal(np.asarray(kinds.get_array()), want)
+
+
 # --- classes of tiles -------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +343,9 @@ def test_full_tiles_are_full_and_empty_tiles_are_empty(data: st.DataObject) -> N
     [
         Causal(), Window(1), Window(3), Window(5, ahead=4), Prefix(0), Prefix(4), Prefix(99), ~Causal(), ~Prefix(5),
         Padding([5]), Padding([3], "left"), Padding([0, 6]), Shifted(Causal(), 2),
-        Dense(torch.tensor([[True]])),
+        Dense(torch.tensor([[True]])), Global([0, -1]), Global([2, 3, 4]), Global([]), ~Global([1, 2]),
+        Strided(1), Strided(3), ~Strided(2), Dilated(3, 2), Dilated(1, 5), Dilated(2, 3, ahead=1),
+        Blockwise(Causal(), 3), Blockwise(Window(2, ahead=1), 4), Blockwise(Global([-1]), 2), Blockwise(Strided(2), 2),
     ],
     ids=str,
 )  # fmt: skip
@@ -188,6 +355,16 @@ def test_classes_of_simple_masks_are_as_tight_as_can_be(mask: Mask, nq: int, nk:
     tiles = Tiles.of(grid, size, size + 1)
     want = truth(mask, tiles, grid)
     assert torch.equal(mask.classify(tiles, grid).expand_as(want), want)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(13, 13), (7, 19)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_classes_of_random_keys_are_as_tight_as_can_be(nq: int, nk: int, size: int) -> None:
+    grid = Grid.of(nq, nk)
+    tiles = Tiles.of(grid, size, size + 1)
+    for mask in (RandomKeys(3), RandomKeys(nk - 1, seed=2), RandomKeys(99), RandomKeys(2, besides=Window(3))):
+        for one in (mask, ~mask, Blockwise(mask, 2)):
+            assert torch.equal(one.classify(tiles, grid), truth(one, tiles, grid))
 
 
 def test_tiles_cover_the_matrix_once() -> None:
@@ -209,10 +386,18 @@ def test_bands_say_what_they_show() -> None:
 # --- cutting a mask into calls ----------------------------------------------------------------------------------------
 
 
+def parts(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[flash.Part]:
+    """The flash kernel's calls for a mask; a bias that is no number by distance keeps it from its short cuts."""
+    q, k = (torch.zeros(grid.batch, grid.heads, n, 1).double() for n in (grid.n_queries, grid.n_keys))
+    bias = [Bias(torch.zeros(1, 1).double())] if biased else []
+    call = Call.of(q, k, k, mask, bias)
+    return [part for block in flash.blocks(call, training=False) for part in block]
+
+
 def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
     """How many of the flash kernel's calls show each pair."""
     count = torch.zeros(grid.batch, grid.heads, grid.n_queries, grid.n_keys, dtype=torch.int64)
-    for part in (part for block in flash.blocks(mask, grid, torch.float64, biased=biased) for part in block):
+    for part in parts(mask, grid, biased=biased):
         for call in range(part.count):
             rows, keys = (slice(x.start + call * part.step, x.stop + call * part.step) for x in (part.rows, part.keys))
             where = count[part.batch][:, :, rows, keys]
@@ -250,14 +435,13 @@ def test_bands_are_covered_once_mostly_by_one_call(
         assert torch.equal(covered(mask, grid, biased=False), shown(mask, grid).long())
         assert torch.equal(covered(mask, grid, biased=True), shown(mask, grid).long())
         if min(nq, nk) > 40 and tile < 16:
-            assert max(part.count for block in flash.blocks(mask, grid, torch.float64) for part in block) >= 2
+            assert max(part.count for part in parts(mask, grid)) >= 2
 
 
 def test_no_mask_and_causal_need_no_mask_tensor() -> None:
     for mask in (None, Causal(), Window(99), Window(99, ahead=99)):
         for nq, nk in ((9, 9), (5, 9), (9, 5), (1, 9)):
-            parts = [part for block in flash.blocks(mask, Grid.of(nq, nk), torch.float64) for part in block]
-            assert all(part.allowed is None and part.pattern is None for part in parts)
+            assert all(part.allowed is None and part.pattern is None for part in parts(mask, Grid.of(nq, nk)))
             seen = Causal().dense(nq, nk) if mask in (Causal(), Window(99)) else torch.ones(1, 1, nq, nk)
             assert torch.equal(covered(mask, Grid.of(nq, nk), biased=False), seen.long())
 
@@ -291,6 +475,30 @@ def test_no_mask_and_causal_need_no_mask_tensor() -> None:
         (lambda: Document([[0], [0]]).dense(1, 1, batch=3), r"Document: ids has shape \(2, 1\)"),
         (lambda: Document([0, 0]).dense(3, 2), r"Document: 3 queries cannot have ids among 2 keys"),
         (lambda: Shifted(Document([0, 0]), 1).dense(2, 2), r"Document: 2 queries cannot have ids among 2 keys"),
+        (lambda: Global([0.5]), r"Global: indices is torch.float32 of shape \(1,\), expected a sequence of integers"),
+        (lambda: Global([[1]]), r"Global: indices is torch.int64 of shape \(1, 1\)"),
+        (lambda: Global([True]), r"Global: indices is torch.bool"),
+        (lambda: Global([3]).dense(5, 3), r"Global: index 3 lies outside 3 keys, expected -3..2"),
+        (lambda: Global([0, -4]).dense(3, 3), r"Global: index -4 lies outside 3 keys"),
+        (lambda: Strided(0), r"Strided: step is 0, expected at least 1"),
+        (lambda: Dilated(0, 2), r"Dilated: size is 0, expected at least 1"),
+        (lambda: Dilated(2, 0), r"Dilated: step is 0, expected at least 1"),
+        (lambda: Dilated(2, 2, ahead=-1), r"Dilated: ahead is -1, expected 0 or more"),
+        (lambda: RandomKeys(-1), r"RandomKeys: size is -1, expected 0 or more keys a query"),
+        (lambda: RandomKeys(2).dense(4, 3), r"RandomKeys: 4 queries stand before the first of 3 keys"),
+        (lambda: Shifted(RandomKeys(2), 2).dense(2, 3), r"RandomKeys: 2 queries stand after the last of 3 keys"),
+        (lambda: RandomKeys(2, besides=Padding([9])).dense(2, 3), r"Padding: lengths lie in 9..9"),
+        (lambda: Blockwise(Causal(), 0), r"Blockwise: size is 0, expected at least 1 token a block"),
+        (lambda: Blockwise(Global([4]), 2).dense(7, 7), r"Global: index 4 lies outside 4 keys"),
+        (lambda: longformer(3), r"longformer: window is 3, expected an even number of keys"),
+        (lambda: longformer(0), r"longformer: window is 0, expected an even number"),
+        (lambda: bigbird(0), r"Blockwise: size is 0"),
+        (lambda: bigbird(window=2), r"bigbird: window is 2, expected an odd number of blocks"),
+        (lambda: bigbird(random=-1), r"bigbird: random is -1, expected 0 or more blocks"),
+        (lambda: Causal().plot(0), r"plot: 0 queries, 0 keys, tile None; expected at least 1"),
+        (lambda: Causal().plot(3, 0), r"plot: 3 queries, 0 keys"),
+        (lambda: Causal().plot(3, tile=0), r"plot: 3 queries, 3 keys, tile 0"),
+        (lambda: Padding([9]).plot(3), r"Padding: lengths lie in 9..9"),
         (lambda: Dense(torch.ones(2, 3, dtype=torch.bool)).dense(3, 3), r"shape \(1, 1, 2, 3\) does not broadcast"),
     ],
 )  # fmt: skip
@@ -301,7 +509,7 @@ def test_what_masks_refuse(make: object, message: str) -> None:
 
 def test_checks_reach_into_compositions() -> None:
     wrong = Padding([9])
-    for mask in (wrong & Causal(), Causal() | wrong, ~wrong, Shifted(wrong, 0)):
+    for mask in (wrong & Causal(), Causal() | wrong, ~wrong, Shifted(wrong, 0), Blockwise(wrong, 1)):
         with pytest.raises(InputError, match=r"lengths lie in 9\.\.9"):
             mask.dense(2, 3)
 

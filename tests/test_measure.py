@@ -17,11 +17,11 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, close, fits, largest_tensor, mask_trees, oracle, rand, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, reference
+from qkv.call import Call
 from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
 from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
-from qkv.tiles import Call
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in ("mass", "sink_mass", "visible")]
@@ -292,7 +292,7 @@ def test_nan_where_a_query_does_not_count_stays_there_and_elsewhere_is_said() ->
 
 def test_a_known_lse_saves_the_first_pass() -> None:
     q, k, v = triple()
-    call = Call(q, k, v, Causal())
+    call = Call.of(q, k, v, Causal())
     lse = attend(q, k, v, mask=Causal(), return_lse=True)[1]
     compare(sweep(call, lse), {name: getattr(qkv.measure(q, k, mask=Causal()), name) for name in TENSORS})
 

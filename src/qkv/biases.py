@@ -221,8 +221,9 @@ class ALiBi(Bias):
 
     >>> q = k = torch.zeros(1, 1, 3, 4)
     >>> from qkv import attend
-    >>> attend(q, k, k, bias=ALiBi(torch.tensor([0.7])), return_weights=True)[1][0, 0, 2].round(decimals=3).tolist()
-    [0.14, 0.286, 0.575]
+    >>> weights = attend(q, k, k, bias=ALiBi(torch.tensor([0.7])), return_weights=True)[1]
+    >>> [round(x, 3) for x in weights[0, 0, 2].tolist()]
+    [0.141, 0.285, 0.574]
     """
 
     slopes: Float[Tensor, " heads"] | None = None

@@ -211,7 +211,9 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         raise InputError(
             f"Softmax: key has shape {tuple(key.shape)}, expected (heads, head_dim) = {(heads, given.k.shape[3])}"
         )
-    _, key = given.score.project(given.q, key[None, :, None].to(given.k))
+    # The learned keys of query heads that share a key head are projected as several keys of that head.
+    keys = key.to(given.k).unflatten(0, (given.k.shape[1], -1)).expand(len(given.q), -1, -1, -1)
+    key = given.score.project(given.q, keys)[1].flatten(1, 2)[:, :, None]
     q, key = projected.to(wide), key.to(wide)
     if given.score.vector is None:
         logit = given.score.factor(q.shape[3]) * (q * key).sum(-1)

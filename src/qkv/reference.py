@@ -1,104 +1,264 @@
-"""The oracle: attention as its definition says, in NumPy float64 and plain loops.
+"""The specification: every mechanism as its definition says, in NumPy float64 and plain loops.
 
-Read this to know what qkv computes. It shares no code with anything fast, forms everything, and is slow.
+Read it from top to bottom to know what qkv computes. One query is served at a time:
+
+1. `compare`: a score says how much the query and a key have to do with each other;
+2. `bends`: biases change that number, one after another; then the temperature divides it;
+3. `sees`: a mask says which keys the query may attend to at all;
+4. `weigh`: a normalizer turns the scores of those keys into weights;
+5. `attention`: the output is the sum of the values, each times its weight.
+
+It shares no code with anything fast, forms everything, and is slow. The only things it takes as data are the functions
+that a user passes and the keys that `RandomKeys` drew. It has no dropout, draws nothing and has no gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
-from qkv import biases, masks
+from qkv import biases, masks, normalizers, scores
 
 Array = np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
-class Reference:
-    """What one attention call means: output, log-sum-exp of the scores, and weights."""
-
-    out: Float64[Array, "b h nq dv"]
-    lse: Float64[Array, "b h nq"]
-    weights: Float64[Array, "b h nq nk"]
+def array(x: Any) -> Array:
+    """Numbers that a user passed, a torch tensor or anything else, in float64."""
+    return np.asarray(x.detach().cpu().double() if hasattr(x, "detach") else x, dtype=np.float64)
 
 
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    visible: Callable[[int, int, int, int], bool] = lambda b, h, i, j: True,
-    bend: Callable[[float, int, int, int, int], float] = lambda s, b, h, i, j: s,
-    scale: float | None = None,
-    temperature: float = 1.0,
-    sink: Array | None = None,
-) -> Reference:
-    """Attention of q (b, h, nq, d) over k (b, hkv, nk, d) and v (b, hkv, nk, dv).
+# --- 1. Scores ----------------------------------------------------------------------------------------------------
+#
+# A score compares the vectors of one query and one key. It first takes both to where they are compared, and there
+# multiplies them. The dot product grows with the number of dimensions, which 1/√d undoes (Vaswani et al. 2017, eq. 1).
+# General (Luong et al. 2015, eq. 8) has a matrix between them, q · W k. Cosine forgets their lengths (Henry et al.
+# 2020, eq. 4). Features are those of linear attention, φ(q) · φ(k) (Katharopoulos et al. 2020, eq. 4). Additive is the
+# oldest and the only one that is no product: v · tanh(W q + U k) (Bahdanau et al. 2015, app. A.1.2); the concatenation
+# of Luong et al., v · tanh(W [q; k]), is the same with W cut in two.
 
-    `visible(b, h, i, j)` says whether query i may attend to key j; `bend(score, b, h, i, j)` is the bias.
-    Query head h uses key head h // (h_q // h_kv).
 
-    >>> x = np.ones((1, 1, 2, 4))
-    >>> attention(x, x, x, visible=lambda b, h, i, j: j <= i).weights[0, 0].round(3).tolist()
-    [[1.0, 0.0], [0.5, 0.5]]
+def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -> float:
+    """How much a query (dq,) and a key (dk,) have to do with each other, before biases.
+
+    >>> compare(scores.Dot(), np.array([1.0, 2.0, 2.0, 1.0]), np.array([1.0, 1.0, 1.0, 2.0]), 0, 0)
+    3.5
+    >>> compare(scores.Cosine(10.0), np.array([3.0, 4.0]), np.array([6.0, 8.0]), 0, 0)
+    10.0
     """
-    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    batch, heads, n_queries, d = q.shape
-    _, key_heads, n_keys, dv = v.shape
-    factor = 1 / math.sqrt(d) if scale is None else scale
-    out = np.zeros((batch, heads, n_queries, dv))
-    lse = np.full((batch, heads, n_queries), -np.inf)
-    weights = np.zeros((batch, heads, n_queries, n_keys))
-    for b in range(batch):
-        for h in range(heads):
-            g = h // (heads // key_heads)
-            for i in range(n_queries):
-                keys = [j for j in range(n_keys) if visible(b, h, i, j)]
-                scores = [bend(factor * float(q[b, h, i] @ k[b, g, j]), b, h, i, j) / temperature for j in keys]
-                logits = scores if sink is None else [*scores, float(sink[h])]
-                top = max(logits, default=-math.inf)
-                if top == -math.inf:  # nothing to attend to: output 0, weights 0
-                    continue
-                total = sum(math.exp(s - top) for s in logits)
-                lse[b, h, i] = top + math.log(total)
-                for j, s in zip(keys, scores, strict=True):
-                    weights[b, h, i, j] = math.exp(s - lse[b, h, i])
-                    out[b, h, i] += weights[b, h, i, j] * v[b, g, j]
-    return Reference(out, lse, weights)
+    query, key = query_of(score, q, head), key_of(score, k, key_head)
+    if isinstance(score, scores.Additive):
+        return float(of_head(score.vector, head, 1) @ np.tanh(query + key))
+    return factor(score, len(query)) * float(query @ key)
+
+
+def query_of(score: scores.Score, q: Array, head: int) -> Array:
+    """The query where it is compared."""
+    match score:
+        case scores.Dot():
+            return q
+        case scores.General(weight):
+            return q @ of_head(weight, head, 2)
+        case scores.Cosine(scale):
+            return unit(q) * float(of_head(scale, head, 0))
+        case scores.Additive(_, weight, _, bias):
+            projected = q if weight is None else of_head(weight, head, 2) @ q
+            return projected if bias is None else projected + array(bias)
+        case scores.Features(feature_map):
+            return mapped(getattr(feature_map, "of_queries", feature_map), q)
+    raise TypeError(f"the reference has no definition of {type(score).__name__}")
+
+
+def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
+    """The key where it is compared."""
+    match score:
+        case scores.Dot() | scores.General():
+            return k
+        case scores.Cosine():
+            return unit(k)
+        case scores.Additive(_, _, weight, _):
+            return k if weight is None else of_head(weight, key_head, 2) @ k
+        case scores.Features(feature_map):
+            return mapped(feature_map, k)
+    raise TypeError(f"the reference has no definition of {type(score).__name__}")
+
+
+def factor(score: scores.Score, size: int) -> float:
+    """What the product of query and key is multiplied by, where they are compared in `size` dimensions."""
+    match score:
+        case scores.Dot(scale):
+            return 1 / math.sqrt(size) if scale is None else scale
+        case scores.General(_, scale):
+            return float(scale)
+    return 1.0
+
+
+def of_head(x: Any, head: int, ndim: int) -> Array:
+    """A parameter of `ndim` dimensions that all heads share, or that of this head where there is one each."""
+    x = array(x)
+    return array(x[head]) if x.ndim > ndim else x
+
+
+def unit(x: Array) -> Array:
+    """x over its length; 0 stays 0."""
+    length = math.sqrt(float(x @ x))
+    return x / length if length > 0 else x
+
+
+def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
+    """The features of one vector: the map is the user's, and of torch tensors (b, h, n, d)."""
+    import torch
+
+    return array(feature_map(torch.tensor(x)[None, None, None]))[0, 0, 0]
+
+
+# --- 2. Biases ----------------------------------------------------------------------------------------------------
+#
+# A bias makes another number of a score. Several apply in the order they are given. SoftCap bounds it smoothly. The
+# others add something: Dense a number for each pair (−∞ hides the pair), ByDistance a number for each distance p − j of
+# the query's position and the key. ALiBi adds −m |p − j|, with a slope m for each head (Press et al. 2022), T5 a
+# learned number for each head and bucket of distances (Raffel et al. 2020), Shaw et al. 2018 the product of the query
+# with a vector learned for each distance, as if it were added to the key: scale · q · (k + a); a second table is added
+# to the values, in `attention`.
+#
+# Query i of nq stands at position p = i + nk − nq: the last query at the last key.
+
+
+def bends(
+    bias: biases.Bias, score: float, b: int, h: int, i: int, j: int, *,
+    n_queries: int, n_keys: int, heads: int = 1, query: Array | None = None, scale: float = 1.0,
+) -> float:  # fmt: skip
+    """The score of query i and key j after `bias`; `query` is the query where it is compared.
+
+    >>> bends(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
+    2.0
+    >>> bends(biases.ALiBi(), 1.0, 0, 0, 3, 1, n_queries=4, n_keys=4, heads=8)
+    0.0
+    """
+    back = i + n_keys - n_queries - j  # p − j: how far back the key is
+    match bias:
+        case biases.SoftCap(cap):
+            return cap * math.tanh(score / cap)
+        case biases.Dense(tensor):
+            where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
+            return score + float(tensor.detach()[where])
+        case biases.ByDistance(tensor):
+            return score + float(tensor.detach()[h if len(tensor) > 1 else 0, i - j + n_keys - 1])
+        case biases.ALiBi(slopes):
+            slope = alibi_slopes(heads)[h] if slopes is None else float(slopes.detach()[h])
+            return score - slope * abs(back)
+        case biases.T5Bias(table, bidirectional, max_distance):
+            return score + float(table.detach()[t5_bucket(back, len(table), max_distance, bidirectional), h])
+        case biases.RelativePosition(keys, _):
+            assert query is not None
+            return score + scale * float(query @ vector_of(keys, h, back))
+    raise TypeError(f"the reference has no definition of {type(bias).__name__}")
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """For a power of two, a geometric sequence from 2^(−8/H) with that ratio; else first those of the power of two
+    below, then every other one of twice that power (Press et al. 2022, §3 and their code).
+
+    >>> alibi_slopes(2), alibi_slopes(3)
+    ([0.0625, 0.00390625], [0.0625, 0.00390625, 0.25])
+    """
+    below = 1
+    while 2 * below <= heads:
+        below *= 2
+    if below == heads:
+        ratio = 2 ** (-8 / heads)
+        return [ratio ** (n + 1) for n in range(heads)]
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: heads - below]
+
+
+def t5_bucket(back: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """Which bucket a distance falls in (Raffel et al. 2020, §2.1).
+
+    Bidirectional, the first half of the buckets is for keys at and behind the query and the second half for those
+    ahead; otherwise keys ahead count as distance 0. Of the n buckets of one direction the first e = n // 2 hold one
+    distance each; bucket e + t begins at distance e · (max / e)^(t / (n − e)), and the last holds all from there on.
+
+    >>> [t5_bucket(x, 32, 128, True) for x in (0, 3, 8, 50, 500, -3)]
+    [0, 3, 8, 13, 15, 19]
+    """
+    if bidirectional:
+        buckets //= 2
+        if back < 0:
+            return buckets + t5_bucket(-back, buckets, max_distance, False)
+    back = max(back, 0)
+    exact = buckets // 2
+    if back < exact:
+        return back
+    more, t = buckets - exact, 0
+    # back ≥ e (max / e)^((t + 1) / more), in whole numbers: without rounding.
+    while t + 1 < more and back**more * exact ** (t + 1) >= max_distance ** (t + 1) * exact**more:
+        t += 1
+    return exact + t
+
+
+def vector_of(table: Any, h: int, back: int) -> Array:
+    """The vector of the distance of a pair, in a table from `reach` or more back to `reach` or more ahead."""
+    table = of_head(table, h, 2)
+    reach = len(table) // 2
+    return table[min(max(-back, -reach), reach) + reach]
+
+
+# --- 3. Masks -----------------------------------------------------------------------------------------------------
+#
+# A mask says, pair by pair, which keys a query may attend to: True where it may. Patterns speak of the query's position
+# p among the keys, so that decoding one token sees what the whole sequence saw there. Masks compose by and, or and not.
 
 
 def sees(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
-    """Whether `mask` lets query i attend to key j, from the definition of each mask."""
+    """Whether `mask` lets query i attend to key j.
+
+    >>> [sees(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
+    [True, True, False]
+    """
     return mask is None or _sees(mask, b, h, i + n_keys - n_queries, i, j, n_keys)
 
 
 def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
     """The same for query i standing at position p among the keys."""
     match mask:
-        case masks.Causal():
+        case masks.Causal():  # itself and what comes before
             return j <= p
-        case masks.Window(size, ahead):
+        case masks.Window(size, ahead):  # `size` keys, the last of them its own, and some ahead
             return p - size < j <= p + ahead
-        case masks.Prefix(length):
+        case masks.Dilated(size, step, ahead):  # the same with gaps: keys p − step · n
+            return any(j == p - step * n for n in range(-ahead, size))
+        case masks.Strided(step):  # every step-th, counted from its own both ways (Child et al. 2019)
+            return (p - j) % step == 0
+        case masks.Prefix(length):  # the first keys, for all
             return j < length
-        case masks.Padding(lengths, side):
+        case masks.Global(indices):  # chosen tokens see all and are seen by all; −1 is the last key
+            chosen = [index if index >= 0 else n_keys + index for index in indices]
+            return p in chosen or j in chosen
+        case masks.RandomKeys(size, seed, besides):  # the table of drawn keys, one row a position, is the definition
+            from qkv.masks.patterns import _draw
+
+            return j in _draw(size, seed, besides, n_keys)[p].tolist()
+        case masks.Padding(lengths, side):  # keys that are real, at the start or at the end
             length = int(lengths[b if len(lengths) > 1 else 0])
             return j < length if side == "right" else j >= n_keys - length
-        case masks.Document(ids):
+        case masks.Document(ids):  # keys of the same document; a negative id is of none
             row = np.asarray(ids)[b if len(ids) > 1 else 0]
             return bool(row[p] >= 0 and row[p] == row[j])
-        case masks.Dense(tensor):
-            at = [x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True)]
-            return bool(np.asarray(tensor)[tuple(at)])
-        case masks.Predicate(function):
+        case masks.Dense(tensor):  # whatever the tensor says of query i, key j
+            where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
+            return bool(tensor[where])
+        case masks.Predicate(function):  # whatever the function says of position p, key j
             import torch
 
             return bool(function(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
-        case masks.Shifted(inner, offset):
+        case masks.Blockwise(inner, size):  # a mask over blocks of tokens: rows are those of the queries' blocks
+            first = (p - i) // size  # the block of query 0
+            return _sees(inner, b, h, p // size, p // size - first, j // size, math.ceil(n_keys / size))
+        case masks.Shifted(inner, offset):  # query 0 stands at `offset` instead
             return _sees(inner, b, h, i + offset, i, j, n_keys)
         case masks.And(left, right):
             return _sees(left, b, h, p, i, j, n_keys) and _sees(right, b, h, p, i, j, n_keys)
@@ -109,15 +269,183 @@ def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int)
     raise TypeError(f"the reference has no definition of {type(mask).__name__}")
 
 
-def bends(bias: biases.Bias, score: float, b: int, h: int, i: int, j: int) -> float:
-    """The score after `bias`, from the definition of each bias."""
-    match bias:
-        case biases.SoftCap(cap):
-            return cap * math.tanh(score / cap)
-        case biases.Dense(tensor):
-            at = [x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True)]
-            return score + float(tensor.detach()[tuple(at)])
-    raise TypeError(f"the reference has no definition of {type(bias).__name__}")
+# --- 4. Normalizers -----------------------------------------------------------------------------------------------
+#
+# The scores of the keys that one query sees become weights. Softmax, exp(s) over the sum of exp(s), is a distribution;
+# a sink is one more term of that sum that no key owns, so that a query may attend to nothing (gpt-oss,
+# arXiv:2508.10925). Entmax (Peters et al. 2019, eq. 10) gives low scores no weight at all; α = 2 is sparsemax, the
+# distribution nearest to the scores (Martins & Astudillo 2016). Hard attention takes the best key (Xu et al. 2015).
+# Pointwise normalizers look at each score alone: sigmoid σ(s + b) (Ramapuram et al. 2024, eq. 3), elu(s) + 1, max(s, 0)
+# (Wortsman et al. 2023), or the score itself; what they give may be divided by its sum, or by the number of keys that
+# the mask shows to the query.
+
+
+def weigh(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
+    """Weights (n,) of final scores (n,) of one query of head h, none of them −∞; its mask shows it `visible` keys.
+
+    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
+    [0.25, 0.75]
+    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2, sink=math.log(4)).round(3).tolist()
+    [0.125, 0.375]
+    >>> weigh(normalizers.ReLU(), np.array([-1.0, 6.0, 2.0]), 0, 4).tolist()
+    [0.0, 1.5, 0.5]
+    """
+    if len(s) == 0:
+        return s  # a query that sees nothing has no weights
+    match normalizer:
+        case normalizers.Softmax():
+            return np.exp(s - log_sum_exp(s, sink))
+        case normalizers.Entmax(alpha, _):
+            return sparsemax(s) if alpha == 2 else entmax(s, alpha)
+        case normalizers.Hard():
+            best = max(range(len(s)), key=lambda j: s[j])  # the first of equals
+            return np.array([float(j == best) for j in range(len(s))])
+        case normalizers.Sigmoid(bias):
+            shift = -math.log(visible) if bias is None else float(of_head(bias, h, 0))
+            return np.array([sigmoid(x + shift) for x in s])
+        case normalizers.EluPlusOne(divide):
+            w = np.array([x + 1 if x > 0 else math.exp(x) for x in s])
+        case normalizers.ReLU(divide):
+            w = np.array([max(x, 0.0) for x in s])
+        case normalizers.Identity(divide):
+            w = s
+        case _:
+            raise TypeError(f"the reference has no definition of {type(normalizer).__name__}")
+    if divide == "keys":
+        return w / visible
+    total = float(w.sum())
+    return w / total if divide == "sum" and total != 0 else w
+
+
+def log_sum_exp(s: Array, sink: float | None = None) -> float:
+    """ln Σ exp(s), a sink included; −∞ of nothing. The largest is taken out first, so that exp does not overflow."""
+    terms = [*s.tolist(), *([] if sink is None else [sink])]
+    top = max(terms, default=-math.inf)
+    return top if math.isinf(top) else top + math.log(sum(math.exp(x - top) for x in terms))
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + e^(−x)), by the form that does not overflow."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def sparsemax(s: Array) -> Array:
+    """[s − τ]₊ with τ such that it sums to one: exact, by sorting (Martins & Astudillo 2016, alg. 1).
+
+    >>> sparsemax(np.array([1.0, 0.5, -1.0])).tolist()
+    [0.75, 0.25, 0.0]
+    """
+    tau, total = 0.0, 0.0
+    for n, x in enumerate(sorted(s.tolist(), reverse=True), 1):
+        total += x
+        if 1 + n * x > total:  # the n largest have weight, if no more have
+            tau = (total - 1) / n
+    return np.maximum(s - tau, 0)
+
+
+def entmax(s: Array, alpha: float) -> Array:
+    """[(α − 1) s − τ]₊^(1/(α−1)) with τ such that it sums to one, by bisection (Peters et al. 2019, alg. 1).
+
+    At τ = max − 1 the largest alone has weight one, at τ = max none has any; between, the sum falls.
+
+    >>> entmax(np.array([0.0, 0.0]), 1.5).round(6).tolist()
+    [0.5, 0.5]
+    """
+    z = (alpha - 1) * (s - s.max())  # the same for all scores changes no weight
+    low, high = -1.0, 0.0
+    for _ in range(200):
+        tau = (low + high) / 2
+        low, high = (tau, high) if _powers(z - tau, alpha).sum() > 1 else (low, tau)
+    return _powers(z - low, alpha)
+
+
+def _powers(x: Array, alpha: float) -> Array:
+    return np.maximum(x, 0) ** (1 / (alpha - 1))
+
+
+# --- 5. Attention -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights."""
+
+    out: Float64[Array, "b h nq dv"]
+    lse: Float64[Array, "b h nq"] | None
+    weights: Float64[Array, "b h nq nk"]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: masks.Mask | None = None,
+    bias: Sequence[biases.Bias] = (),
+    score: scores.Score | None = None,
+    normalizer: normalizers.Normalizer | None = None,
+) -> Reference:
+    """Attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
+
+    Query head h uses key head h // (heads / key heads). A query that sees nothing has output 0, weights 0, lse −∞.
+
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> attention(x, x, x, mask=masks.Causal()).weights[0, 0].round(3).tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    q, k, v = array(q), array(k), array(v)
+    score = scores.Dot() if score is None else score
+    normalizer = normalizers.Softmax() if normalizer is None else normalizer
+    batch, heads, n_queries, _ = q.shape
+    _, key_heads, n_keys, dv = v.shape
+    out = np.zeros((batch, heads, n_queries, dv))
+    lse = np.full((batch, heads, n_queries), -np.inf)
+    weights = np.zeros((batch, heads, n_queries, n_keys))
+    for b, h, i in np.ndindex(batch, heads, n_queries):
+        g = h // (heads // key_heads)
+        query = query_of(score, q[b, h, i], h)
+        shown = [j for j in range(n_keys) if sees(mask, b, h, i, j, n_queries, n_keys)]
+        final = {}
+        for j in shown:
+            s = compare(score, q[b, h, i], k[b, g, j], h, g)
+            for one in bias:
+                s = bends(
+                    one, s, b, h, i, j, n_queries=n_queries, n_keys=n_keys, heads=heads, query=query,
+                    scale=factor(score, len(query)),
+                )  # fmt: skip
+            final[j] = s / normalizer.temperature
+        keys = [j for j in shown if final[j] != -math.inf]  # a bias of −∞ hides a pair, too
+        sink = _sink(normalizer, score, q[b, h, i], h, g)
+        seen = np.array([final[j] for j in keys])
+        lse[b, h, i] = log_sum_exp(seen, sink)
+        weights[b, h, i, keys] = weigh(normalizer, seen, h, len(shown), sink)
+        for j in keys:
+            out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
+    return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
+
+
+def _sink(normalizer: normalizers.Normalizer, score: scores.Score, q: Array, h: int, g: int) -> float | None:
+    """The logit of the term of a softmax that no key owns: a number a head, or that of a learned key of value 0.
+
+    The temperature divides the score of a learned key, which is one, but not a sink; biases and masks know neither
+    (Gu et al. 2025, arXiv:2410.10781).
+    """
+    if not isinstance(normalizer, normalizers.Softmax):
+        return None
+    if normalizer.key is not None:
+        return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature
+    return None if normalizer.sink is None else float(of_head(normalizer.sink, h, 0))
+
+
+def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
+    """What relative positions add to the value of a key that is `back` tokens back (Shaw et al. 2018, eq. 3)."""
+    for one in bias:
+        if isinstance(one, biases.RelativePosition) and one.values is not None:
+            return vector_of(one.values, h, back)
+    return 0.0
+
+
+# --- 6. Statistics of weights -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,216 @@
-"""Being written."""
+"""Attention by torch's FlexAttention: the mask as blocks, the biases as a function of one score.
+
+On CUDA it is compiled into one Triton kernel for the composition, in linear memory, with gradients. On CPU it runs as
+torch's own reference, which forms all scores and has no backward: enough to test that masks and biases say the same
+there. (Dong et al. 2024, arXiv:2412.05496.)
+"""
 
 from __future__ import annotations
 
-from qkv.call import Call, Result
+import contextlib
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from qkv.biases import Bias
+from qkv.call import Call, Result, at_least_float32, detached
+from qkv.masks import Grid, Mask
+from qkv.masks.convert import block_mask, survey
+from qkv.normalizers import Softmax
+from qkv.partial import Partial
+
+BLOCK = 128  # queries and keys of a block of the mask: what FlexAttention's kernels are tuned for
+SMALLEST_HEAD = 16  # of Triton's matrix product
+COMPOSITIONS = 256  # compiled kernels kept; torch's own limit of 8 is meant for one function, not for a library
 
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    return "it is being written"
+    device = call.q.device.type
+    if device not in ("cpu", "cuda"):
+        return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
+    if not _has_lse():
+        return f"the FlexAttention of torch {torch.__version__} does not return the log-sum-exp as it should"
+    if not isinstance(call.normalizer, Softmax):
+        return f"its weights are a softmax, not {type(call.normalizer).__name__}"
+    if call.dropout_p:
+        return "dropout acts on weights, which it never forms"
+    if call.vector is not None:
+        return "additive scores are no product of query and key"
+    if call.values is not None:
+        return "it has no room for values that depend on the distance"
+    if device == "cpu":
+        return "torch's FlexAttention has no backward on CPU" if call.needs_grad else None
+    if not _has_triton():
+        return "Triton is not installed, which it is compiled with"
+    if call.q.dtype == torch.float64:
+        return "its kernels sum in float32, which is too little for float64"
+    return None
+
+
+@functools.cache
+def _has_lse() -> bool:
+    """Whether this torch has FlexAttention with the arguments used here."""
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+    except ImportError:
+        return False
+    return "lse" in AuxRequest._fields and hasattr(BlockMask, "from_kv_blocks")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def run(call: Call) -> Result:
-    raise NotImplementedError
+    """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    if not call.needs_grad:
+        call = detached(call)  # FlexAttention on CPU refuses tensors that want a gradient even where none is kept
+    q, k, v = call.q, call.k, call.v
+    seen = None
+    if call.mask is not None:
+        seen = _seen(call.mask, call.grid, _versions(call.mask), BLOCK)
+        if seen.idle_keys is not None:  # so that NaN in padding stays there
+            k, v = (x.masked_fill(seen.idle_keys[:, None, :, None], 0) for x in (k, v))
+    d, dv = q.shape[3], v.shape[3]
+    q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
+    out, aux = _attention(q.device.type)(
+        q,
+        k,
+        v,
+        score_mod=_score_mod(call),
+        block_mask=None if seen is None else seen.blocks,
+        scale=call.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
+    if seen is not None and seen.blind is not None:
+        out, lse = out.masked_fill(seen.blind[..., None], 0), lse.masked_fill(seen.blind, -torch.inf)
+    part = Partial(out, lse)
+    if call.sink is not None:
+        part = part.with_sink(call.sink)
+    return Result(part.out, part.lse)
+
+
+def _fit(x: Tensor, size: int) -> Tensor:
+    """Heads as large as Triton needs them, padded with zeros."""
+    if x.device.type != "cuda":
+        return x
+    x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# --- FlexAttention itself --------------------------------------------------------------------------------------------
+
+
+def _attention(device: str) -> Callable[..., Any]:
+    return _compiled_attention if device == "cuda" else _reference_attention
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph: an error rather than a silent return to forming all scores. Shapes are left to torch, which compiles
+    # for the first ones it meets and, when they change, once more for any.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _compiled_attention(*args: Any, **kwargs: Any) -> Any:
+    import torch._dynamo
+
+    with (
+        _quiet(),
+        torch._dynamo.config.patch(recompile_limit=COMPOSITIONS, accumulated_recompile_limit=4 * COMPOSITIONS),
+    ):
+        return _compiled()(*args, **kwargs)
+
+
+def _reference_attention(*args: Any, **kwargs: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with _quiet():
+        return flex_attention(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without two warnings: that scores are formed, as is meant on CPU, and torch.compile's own about .grad."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile")
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def _score_mod(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """The final score of a pair from factor · q·k; None where they are the same but for `call.scale`."""
+    if not call.biases:
+        return None
+    biases, temperature = [_ready(bias, call) for bias in call.biases], call.normalizer.temperature
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        for bias in biases:
+            score = bias.at(score, b, h, q, k)
+        return score / temperature
+
+    return score_mod
+
+
+def _ready(bias: Bias, call: Call) -> Bias:
+    """A bias on the device of the call, of no more precision than scores, and of no less if gradients add up in it."""
+    if bias.tensor is None:
+        return bias
+    wide = at_least_float32(call.q.dtype)
+    narrow = torch.promote_types(bias.tensor.dtype, wide) == wide and not bias.tensor.requires_grad
+    made = bias.with_tensor(bias.tensor.to(call.q.device, bias.tensor.dtype if narrow else wide))
+    if made.tensor is not None and made.tensor.requires_grad and made.tensor._is_view():
+        # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
+        object.__setattr__(made, "tensor", made.tensor.clone())  # to make it anew would make a view again
+    return made
+
+
+# --- the mask as blocks ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A mask laid over a grid."""
+
+    blocks: Any  # BlockMask
+    blind: Bool[Tensor, "b h nq"] | None
+    """Queries that see nothing; None if there are none."""
+    idle_keys: Bool[Tensor, "b nk"] | None
+    """Keys that no query sees; None if there are none."""
+
+
+@functools.lru_cache(maxsize=8)
+def _seen(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> Seen:
+    """Kept for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
+    with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training, too
+        found = survey(mask, grid, size)
+        blind, idle = ~found.queries, ~found.keys
+        return Seen(
+            block_mask(mask, grid, found.kinds, size),
+            blind if blind.any() else None,
+            idle if idle.any() else None,
+        )
+
+
+def _versions(x: object) -> tuple[int, ...]:
+    """How often each tensor of a mask has been written to."""
+    if isinstance(x, Tensor):
+        return (0 if x.is_inference() else x._version,)
+    if not is_dataclass(x):
+        return ()
+    return tuple(n for field in fields(x) for n in _versions(getattr(x, field.name)))

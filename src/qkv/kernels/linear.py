@@ -1,14 +1,176 @@
-"""Being written."""
+"""Linear attention: where a weight is a product of features, keys and values sum up to a state before any query comes.
+
+Σ_j (φ(q)·φ(k_j)) v_j = φ(q) · Σ_j φ(k_j) v_jᵀ: O(n) in time and memory (Katharopoulos et al. 2020, arXiv:2006.16236,
+eq. 6). Causally the state grows with the query; it is kept once a chunk, and within its own chunk a query meets the
+keys one by one (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are worked on at once, in a few large products.
+"""
 
 from __future__ import annotations
 
-from qkv.call import Call, Result
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkv.call import Call, Result, at_least_float32
+from qkv.masks import And, Causal, Mask, Padding
+from qkv.normalizers import Identity
+
+CHUNK = 128
+
+
+@dataclass(frozen=True, eq=False)
+class LinearState:
+    """All that linear attention keeps of the keys and values so far, however many, in float32 or better."""
+
+    kv: Float[Tensor, "b hkv m dv"]
+    """Σ φ(k) vᵀ."""
+    k_sum: Float[Tensor, "b hkv m"]
+    """Σ φ(k)."""
+
+    @staticmethod
+    def empty(
+        batch: int, key_heads: int, n_features: int, value_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+    ) -> LinearState:  # fmt: skip
+        """The state before the first key."""
+        kv = torch.zeros(batch, key_heads, n_features, value_dim, dtype=dtype, device=device)
+        return LinearState(kv, kv[..., 0].clone())
+
+    def plus(self, k: Float[Tensor, "b hkv n m"], v: Float[Tensor, "b hkv n dv"]) -> LinearState:
+        """The state after more keys, given as features."""
+        return LinearState(self.kv + k.mT @ v, self.k_sum + k.sum(2))
 
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    return "it is being written"
+    if not isinstance(call.normalizer, Identity):
+        return f"its weights are the scores themselves, not {type(call.normalizer).__name__} of them"
+    if call.vector is not None:
+        return "additive scores are no product of query and key"
+    if call.biases or call.values is not None:
+        return "a bias depends on query and key together"
+    if call.dropout_p:
+        return "dropout acts on weights, which it never forms"
+    if _parts(call.mask) is None:
+        return "the mask is more than causal, padding, or both"
+    return None
+
+
+def _parts(mask: Mask | None) -> tuple[bool, Padding | None] | None:
+    """Whether the mask is causal, and its padding; None if there is more to it."""
+    if mask is None:
+        return False, None
+    if isinstance(mask, Causal):
+        return True, None
+    if isinstance(mask, Padding):
+        return False, mask
+    if isinstance(mask, And):
+        kinds = {type(mask.left): mask.left, type(mask.right): mask.right}
+        padding = kinds.get(Padding)
+        if isinstance(padding, Padding) and Causal in kinds:
+            return True, padding
+    return None
 
 
 def run(call: Call) -> Result:
-    raise NotImplementedError
+    """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
+    parts = _parts(call.mask)
+    assert parts is not None
+    causal, padding = parts
+    k, v = call.k, call.v
+    if padding is not None:
+        hidden = _hidden(call, padding)
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    assert isinstance(call.normalizer, Identity)
+    q = call.q if call.factor == 1 else call.q * call.factor
+    out, _ = attention(q, k, v, causal=causal, divided=call.normalizer.divide == "sum")
+    if call.divisor is not None:
+        out = out / call.divisor[..., None]
+    return Result(out.to(call.v.dtype), None)
+
+
+def _hidden(call: Call, padding: Padding) -> Bool[Tensor, "#b 1 nk 1"]:
+    lengths = torch.as_tensor(padding.lengths).to(call.k.device)[:, None]
+    position = torch.arange(call.k.shape[2], device=call.k.device)
+    hidden = position >= lengths if padding.side == "right" else position < call.k.shape[2] - lengths
+    return hidden[:, None, :, None]
+
+
+def attention(
+    q: Float[Tensor, "b h nq m"],
+    k: Float[Tensor, "b hkv nk m"],
+    v: Float[Tensor, "b hkv nk dv"],
+    state: LinearState | None = None,
+    *,
+    causal: bool,
+    divided: bool,
+    chunk: int = CHUNK,
+) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
+    """Linear attention of features q and k, `divided` by the sum of the weights or not; and the state after all keys.
+
+    A key of zeros is no key. With nq ≠ nk the last query stands at the last key; keys in `state` come before all.
+    """
+    dtype = at_least_float32(q.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    (b, hkv, n_keys, m), dv, n_queries = k.shape, v.shape[3], q.shape[2]
+    if state is None:
+        state = LinearState.empty(b, hkv, m, dv, dtype, q.device)
+    q = q.unflatten(1, (hkv, -1))  # (b, hkv, group, nq, m)
+    if not causal:
+        state = state.plus(k, v)
+        out = (q.flatten(2, 3) @ state.kv).view(*q.shape[:4], dv)
+        total = (q @ state.k_sum[:, :, None, :, None])[..., 0] if divided else None
+    else:
+        # Keys that every query sees go into the state; queries before the first key see nothing. The rest is square.
+        ahead = n_keys - n_queries
+        if ahead > 0:
+            state = state.plus(k[:, :, :ahead], v[:, :, :ahead])
+            k, v = k[:, :, ahead:], v[:, :, ahead:]
+        out, total, state = _square(q[:, :, :, max(0, -ahead) :], k, v, state, min(chunk, k.shape[2]), divided)
+    if total is not None:
+        out = out / torch.where(total == 0, 1.0, total)[..., None]
+    if out.shape[3] < n_queries:
+        out = torch.nn.functional.pad(out, (0, 0, n_queries - out.shape[3], 0))
+    return out.flatten(1, 2), state
+
+
+def _square(
+    q: Float[Tensor, "b hkv g n m"],
+    k: Float[Tensor, "b hkv n m"],
+    v: Float[Tensor, "b hkv n dv"],
+    state: LinearState,
+    chunk: int,
+    divided: bool,
+) -> tuple[Float[Tensor, "b hkv g n dv"], Float[Tensor, "b hkv g n"] | None, LinearState]:
+    """Causal attention where query i stands at key i: out, not yet divided; sums of the weights; the state after."""
+    group, n = q.shape[2:4]
+    if n % chunk:
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)) for x in (q, k, v))
+    k, v = k.unflatten(2, (-1, chunk)), v.unflatten(2, (-1, chunk))  # (b, hkv, chunks, chunk, …)
+    q = q.unflatten(3, (-1, chunk)).transpose(2, 3).flatten(3, 4)  # (b, hkv, chunks, group · chunk, m)
+
+    kv, before = _sums(k.mT @ v, state.kv)
+    weights = (q @ k.mT).unflatten(3, (group, chunk)).tril_().flatten(3, 4)
+    out = _add_product(weights @ v, q, before)
+    k_sum, before = _sums(k.sum(3), state.k_sum)
+    total = weights.sum(4) + (q @ before[..., None])[..., 0] if divided else None
+
+    def unfold(x: Tensor) -> Tensor:
+        return x.unflatten(3, (group, chunk)).transpose(2, 3).flatten(3, 4)[:, :, :, :n]
+
+    return unfold(out), None if total is None else unfold(total), LinearState(kv, k_sum)
+
+
+def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> tuple[Tensor, Tensor]:
+    """`start` plus the sum of all chunks; and, for each chunk, plus the sum of those before it."""
+    sums = torch.cat([start[:, :, None], x], 2).cumsum(2)
+    return sums[:, :, -1], sums[:, :, :-1]
+
+
+def _add_product(
+    out: Float[Tensor, "b hkv c q dv"], q: Float[Tensor, "b hkv c q m"], state: Float[Tensor, "b hkv c m dv"]
+) -> Float[Tensor, "b hkv c q dv"]:
+    """out + q @ state in one pass."""
+    return torch.baddbmm(out.flatten(0, 2), q.flatten(0, 2), state.flatten(0, 2)).view(out.shape)

@@ -1,13 +1,12 @@
-"""The NumPy oracle as a kernel, so that anything can be checked by ``kernel="reference"``."""
+"""The NumPy specification as a kernel, so that anything can be checked by ``kernel="reference"``."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from qkv import reference
-from qkv.call import Call
+from qkv.call import Call, Result, at_least_float32
+from qkv.normalizers import Hard
 
 
 def why_not(call: Call) -> str | None:
@@ -16,29 +15,24 @@ def why_not(call: Call) -> str | None:
         return "it has no gradients; detach the inputs or use torch.no_grad()"
     if call.dropout_p:
         return "it has no dropout"
+    if isinstance(call.normalizer, Hard) and call.normalizer.sample:
+        return "it draws nothing, and Hard(sample=True) does"
     return None
 
 
-def run(call: Call) -> tuple[Partial, Float[Tensor, "b h nq nk"]]:
+def run(call: Call) -> Result:
     """Attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
-    n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-
-    def visible(b: int, h: int, i: int, j: int) -> bool:
-        return reference.sees(call.mask, b, h, i, j, n_queries, n_keys)
-
-    def bend(score: float, b: int, h: int, i: int, j: int) -> float:
-        for bias in call.biases:
-            score = reference.bends(bias, score, b, h, i, j)
-        return score
-
-    result = reference.attention(
-        *(x.detach().cpu().double().numpy() for x in (call.q, call.k, call.v)),
-        visible=visible,
-        bend=bend,
-        scale=call.score.scale,
-        temperature=call.normalizer.temperature,
-        sink=None if call.sink is None else call.sink.detach().cpu().double().numpy(),
+    given = call.given
+    found = reference.attention(
+        given.q,
+        given.k,
+        given.v,
+        mask=given.mask,
+        bias=given.biases,
+        score=given.score,
+        normalizer=given.normalizer,
     )
-    out, lse, weights = (torch.from_numpy(x).to(call.q.device) for x in (result.out, result.lse, result.weights))
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    return Partial(out.to(call.q.dtype), lse.to(wide)), weights.to(call.q.dtype)
+    like, wide = call.v, at_least_float32(call.v.dtype)
+    out, weights = (torch.from_numpy(x).to(like) for x in (found.out, found.weights))
+    lse = None if found.lse is None else torch.from_numpy(found.lse).to(like.device, wide)
+    return Result(out, lse, weights)

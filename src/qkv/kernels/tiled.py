@@ -21,7 +21,7 @@ from qkv import noise
 from qkv.biases import ByQuery, clipped
 from qkv.call import Call, Result, detached
 from qkv.masks import EMPTY, PARTIAL, Region
-from qkv.normalizers import Hard, Pointwise, Softmax
+from qkv.normalizers import Hard, Identity, Pointwise, Softmax
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
 from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, spans, without_unseen
@@ -190,7 +190,11 @@ def _tile(group: _Group, rows: slice, cols: slice, kind: int, desk: _Desk) -> tu
     shift = tiles.of(tiles.call.shift)
     if shift is not None:
         scores = scores.add_((shift[..., rows] if shift.shape[2] > 1 else shift)[..., None])
-    return scores, tiles.hidden(rows, cols) if kind == PARTIAL else None
+    hidden = tiles.hidden(rows, cols) if kind == PARTIAL else None
+    if tiles.call.biases and isinstance(tiles.call.normalizer, Identity):  # others give a score of −inf no weight
+        gone = scores == -torch.inf
+        hidden = gone if hidden is None else hidden | gone
+    return scores, hidden
 
 
 def _kept(group: _Group, rows: slice, cols: slice) -> Tensor:

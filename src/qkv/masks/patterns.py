@@ -243,9 +243,10 @@ class RandomKeys(Mask):
             raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
 
     def check(self, grid: Grid) -> None:
-        if grid.offset < 0:
+        if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
+            where = "before the first" if grid.offset < 0 else "after the last"
             raise InputError(
-                f"RandomKeys: {grid.n_queries} queries stand before the first of {grid.n_keys} keys; "
+                f"RandomKeys: {grid.n_queries} queries stand {where} of {grid.n_keys} keys; "
                 "expected no more queries than keys"
             )
         if self.besides is not None:
@@ -262,9 +263,9 @@ class RandomKeys(Mask):
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)
         found = torch.zeros(len(tiles.q_first), len(tiles.k_first), dtype=torch.long)
         for row, (first, last) in enumerate(zip(tiles.q_first.tolist(), tiles.q_last.tolist(), strict=True)):
-            keys = drawn[first : last + 1].flatten()
-            tile = torch.bucketize(keys[keys >= 0], tiles.k_first, right=True) - 1
-            found[row] = torch.bincount(tile, minlength=len(tiles.k_first))
+            keys = drawn[first : last + 1].flatten().sort().values
+            # Tiles may share a column: under Blockwise they are of blocks, which two tiles of tokens may cut.
+            found[row] = torch.searchsorted(keys, tiles.k_last, right=True) - torch.searchsorted(keys, tiles.k_first)
         area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
         return tile_classes(found == area, found == 0)
 

@@ -1,0 +1,149 @@
+"""Writes docs/matrix.md: which kernel serves what, as the kernels themselves say.
+
+.venv/bin/python docs/make_matrix.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qkv
+from qkv import biases, masks, normalizers, scores
+from qkv.kernels import KERNELS
+from qkv.scores import Features
+
+B, H, N, D = 2, 2, 8, 4
+
+MASKS: dict[str, Any] = {
+    "none": None,
+    "`Causal()`": masks.Causal(),
+    "`Window(w)`": masks.Window(3),
+    "`Prefix(n)`": masks.Prefix(3),
+    "`Global(indices)`": masks.Global([0]),
+    "`Strided(step)`": masks.Strided(2),
+    "`Dilated(w, step)`": masks.Dilated(2, 2),
+    "`RandomKeys(r)`": masks.RandomKeys(2),
+    "`longformer(w, tokens)`": masks.longformer(2),
+    "`bigbird(block)`": masks.bigbird(1, 1),
+    "`Blockwise(mask, size)`": masks.Blockwise(masks.Causal(), 2),
+    "`Padding(lengths)`": masks.Padding([5, 8]),
+    "`Padding(lengths) & Causal()`": masks.Padding([5, 8]) & masks.Causal(),
+    "`Document(ids)`": masks.Document([0] * 4 + [1] * 4),
+    "`Dense(tensor)`": masks.Dense(torch.ones(N, N, dtype=torch.bool)),
+    "`Predicate(function)`": masks.Predicate(lambda b, h, q, k: q >= k),
+    "`Shifted(mask, offset)`": masks.Shifted(masks.Causal(), 0),
+}
+BIASES: dict[str, Any] = {
+    "none": None,
+    "`SoftCap(cap)`": biases.SoftCap(1.0),
+    "`Dense(tensor)`": biases.Dense(torch.zeros(N, N)),
+    "`ByDistance(tensor)`": biases.ByDistance(torch.zeros(1, 2 * N - 1)),
+    "`ALiBi()`": biases.ALiBi(),
+    "`T5Bias(table)`": biases.T5Bias(torch.zeros(8, H)),
+    "`RelativePosition(keys)`": biases.RelativePosition(torch.zeros(3, D)),
+    "`RelativePosition(keys, values)`": biases.RelativePosition(torch.zeros(3, D), torch.zeros(3, D)),
+    "a learned bias, in training": biases.Dense(torch.zeros(N, N, requires_grad=True)),
+}
+SCORES: dict[str, Any] = {
+    "`Dot()`": scores.Dot(),
+    "`General(weight)`": scores.General(torch.eye(D)),
+    "`Cosine()`": scores.Cosine(),
+    "`Additive(vector, …)`": scores.Additive(torch.zeros(D)),
+    "`Concat(weight, vector, dq)`": scores.Concat(torch.zeros(D, 2 * D), torch.zeros(D), D),
+    "`Features(map)`": Features(torch.relu),
+}
+NORMALIZERS: dict[str, Any] = {
+    "`Softmax()`": normalizers.Softmax(),
+    "`Softmax(sink=…)`": normalizers.Softmax(sink=0.0),
+    "`Softmax(key=…)`": normalizers.Softmax(key=torch.zeros(H, D)),
+    "`Sigmoid()`": normalizers.Sigmoid(),
+    "`EluPlusOne()`": normalizers.EluPlusOne(),
+    "`ReLU()`": normalizers.ReLU(),
+    "`Identity()`": normalizers.Identity(),
+    '`Identity("sum")`': normalizers.Identity("sum"),
+    "`Entmax()`": normalizers.Entmax(),
+    "`Sparsemax()`": normalizers.Sparsemax(),
+    "`Hard()`": normalizers.Hard(),
+    "`Hard(sample=True)`": normalizers.Hard(sample=True),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "`dropout_p` > 0": {"dropout_p": 0.1},
+    "`return_weights=True`": {"return_weights": True},
+    "gradients of q, k, v": {"train": True},
+}
+
+HEAD = """# What serves what
+
+Any mask goes with any bias, any score and any normalizer, and every kernel either computes the composition exactly or
+refuses it by name: nothing falls back in silence. `eager` serves everything and forms the weights, `tiled` serves
+everything without forming them; the others are faster where they can.
+Every pair of choices on every kernel is tested against the specification, [`qkv.reference`](../src/qkv/reference.py),
+in [`tests/test_matrix.py`](../tests/test_matrix.py), outputs and gradients. `qkv.plan(...)` says the same of your call.
+
+Written by `docs/make_matrix.py` from what the kernels say on a CPU, with torch {version}. A kernel serves a composition
+where all of its rows say yes; a number is that of the reason under the table. On CUDA `flex` trains, too, and `flash`
+serves nothing, since it folds torch's kernel for CPUs."""
+WITH = {
+    "Scores": 'Under softmax; for the kernel `linear` with `Identity("sum")`, the only kind of weight it has.',
+    "Masks": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
+    "Biases": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
+    "Normalizers": "With the dot product.",
+    "Also": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
+}
+
+
+def why(kernel: str, asked: dict[str, Any]) -> str | None:
+    """The reason a kernel gives for not serving a call, or None."""
+    asked = dict(asked)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, N, D, generator=generator) for _ in range(3))
+    if asked.pop("train", False):
+        q.requires_grad_()
+    try:
+        qkv.plan(q, k, v, kernel=kernel, **asked)
+    except qkv.InputError as error:
+        return str(error).split("cannot serve this call: ")[1]
+    return None
+
+
+def table(title: str, rows: dict[str, dict[str, Any]], of_linear: dict[str, Any]) -> str:
+    """One Markdown table, and its reasons below."""
+    lines = [f"## {title}", "", WITH[title], "", "| | " + " | ".join(f"`{name}`" for name in KERNELS) + " |"]
+    lines.append("|---|" + "---|" * len(KERNELS))
+    reasons: list[str] = []
+    for name, asked in rows.items():
+        cells = []
+        for kernel in KERNELS:
+            reason = why(kernel, asked if kernel != "linear" else of_linear | asked)
+            if reason is None:
+                cells.append("yes")
+                continue
+            if reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"no ({reasons.index(reason) + 1})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))] if reasons else []
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    by_sum = {"normalizer": normalizers.Identity("sum")}
+    linear = {"score": Features(torch.relu)} | by_sum
+    tables = [
+        table("Scores", {name: {"score": x} for name, x in SCORES.items()}, by_sum),
+        table("Masks", {name: {"mask": x} for name, x in MASKS.items()}, linear),
+        table("Biases", {name: {"bias": x} for name, x in BIASES.items()}, linear),
+        table("Normalizers", {name: {"normalizer": x} for name, x in NORMALIZERS.items()}, {}),
+        table("Also", OTHERS, linear),
+    ]
+    version = torch.__version__.split("+")[0]
+    page = "\n\n".join([HEAD.format(version=version), *tables])
+    Path(__file__).with_name("matrix.md").write_text(page + "\n")
+
+
+if __name__ == "__main__":
+    main()

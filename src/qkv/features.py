@@ -1,0 +1,103 @@
+"""Feature maps: functions φ(x) ≥ 0 of vectors, whose products φ(q) · φ(k) are the weights of linear attention.
+
+They go into `qkv.scores.Features`, or into `qkv.linear.linear_attend`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkv.errors import InputError
+
+
+def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """elu(x) + 1: exp(x) below 0, x + 1 above (Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7).
+
+    >>> elu_plus_one(torch.tensor([0.0, 2.0])).tolist()
+    [1.0, 3.0]
+    """
+    return torch.exp(x.clamp(max=0)) + torch.relu(x)  # elu(x) + 1 itself would round exp(x) away beside the 1
+
+
+def relu(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """max(x, 0) (Choromanski et al. 2021, arXiv:2009.14794, §4.2). A query with no feature in any key gets 0.
+
+    >>> relu(torch.tensor([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
+    return torch.relu(x)
+
+
+@dataclass(frozen=True, eq=False)
+class Favor:
+    """FAVOR+: positive random features of softmax attention (Choromanski et al. 2021, arXiv:2009.14794, §2.3–2.4).
+
+    φ(x) = exp(W x' − |x'|² / 2) / √m with x' = x / d^¼, so that φ(q) · φ(k) is exp(q·k / √d) in expectation, and linear
+    attention with these features, divided by its sum, estimates softmax attention. W (m, d) has orthogonal blocks of d
+    rows; the length of each row is that of a Gaussian vector. `n_features` m is ⌊d ln d⌋ if None. The same `seed` draws
+    the same W; nothing else is random.
+
+    The relative variance of an estimated weight is up to (exp(|q + k|² / √d) − 1) / m: where queries and keys are long,
+    no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through `of_queries`, as
+    `Features` does.
+
+    >>> phi = Favor(4, n_features=10_000)
+    >>> q, k = torch.tensor([0.5, -0.5, 0.0, 0.5]), torch.tensor([0.5, 0.0, 1.0, 0.5])
+    >>> print(f"{phi(q) @ phi(k):.1f} {torch.exp(q @ k / 4**0.5):.1f}")
+    1.3 1.3
+    """
+
+    head_dim: int
+    n_features: int | None = None
+    seed: int = 0
+    weight: Float[Tensor, "m d"] = field(init=False, repr=False)
+    """W, float64 on the CPU."""
+
+    def __post_init__(self) -> None:
+        d = self.head_dim
+        if d < 1:
+            raise InputError(f"Favor: head_dim is {d}, expected at least 1")
+        m = max(1, math.floor(d * math.log(d))) if self.n_features is None else self.n_features
+        if m < 1:
+            raise InputError(f"Favor: n_features is {m}, expected at least 1, or None for ⌊d ln d⌋")
+        object.__setattr__(self, "n_features", m)
+        object.__setattr__(self, "weight", _orthogonal_rows(m, d, self.seed))
+
+    def __call__(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
+        """φ(x): what keys go through."""
+        # Not stabilised by a maximum over keys: it would tie a key to those after it and to its neighbours in the
+        # batch. It need not be: w·x − |x|²/2 = |w|²/2 − |x − w|²/2 ≤ |w|²/2 whatever the key. That is about d/2, and
+        # exp of it fits float32 up to d = 128 or so; typical keys stay near exp(0) for any d.
+        return torch.exp(self._logits(x))
+
+    def of_queries(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
+        """φ(x) times a number of each query's own, which makes its largest feature 1.
+
+        The number cancels where weights are divided by their sum, and only there.
+        """
+        logits = self._logits(x)
+        return torch.exp(logits - logits.amax(-1, keepdim=True))
+
+    def redrawn(self, seed: int) -> Favor:
+        """The same map with other random features."""
+        return replace(self, seed=seed)
+
+    def _logits(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
+        if x.shape[-1] != self.head_dim:
+            raise InputError(f"Favor: got vectors of {x.shape[-1]} entries, expected head_dim = {self.head_dim}")
+        x = x.to(torch.promote_types(x.dtype, torch.float32)) * self.head_dim**-0.25
+        return x @ self.weight.to(x).T - (0.5 * x.square().sum(-1, keepdim=True) + 0.5 * math.log(len(self.weight)))
+
+
+def _orthogonal_rows(m: int, d: int, seed: int) -> Float[Tensor, "m d"]:
+    """Rows distributed as Gaussian vectors, orthogonal within each block of d."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(gaussian[0])
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over all rotations only with R's diagonal positive
+    return (q.mT * gaussian[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:m].contiguous()

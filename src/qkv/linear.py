@@ -1,0 +1,173 @@
+"""Attention in linear time: by features of queries and keys, or by projecting the keys to a few.
+
+`attend` with ``score=Features(...)`` and ``normalizer=Identity(...)`` is the same linear attention, with masks. Here
+are the forms that need more than a mask can say: a state to go on from, and Linformer's projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkv.call import Call, at_least_float32
+from qkv.errors import InputError
+from qkv.features import elu_plus_one
+from qkv.kernels import KERNELS, choose
+from qkv.kernels.linear import CHUNK, LinearState, attention
+from qkv.masks import Padding
+from qkv.normalizers import Identity
+from qkv.scores import Features
+
+__all__ = ["LinearState", "linear_attend", "linformer"]
+
+
+def linear_attend(
+    q: Float[Tensor, "b h nq d"],
+    k: Float[Tensor, "b hkv nk d"],
+    v: Float[Tensor, "b hkv nk dv"],
+    *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one,
+    causal: bool = True,
+    normalize: bool = True,
+    state: LinearState | None = None,
+    form: Literal["chunked", "recurrent"] = "chunked",
+    chunk: int = CHUNK,
+    return_state: bool = False,
+) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]:
+    """Linear attention: Σ (φ(q)·φ(k)) v over the visible keys, divided by Σ φ(q)·φ(k) if `normalize`.
+
+    Args:
+        q: queries.
+        k: keys; ``h`` must be a multiple of ``hkv``.
+        v: values.
+        features: φ, such as one of `qkv.features`.
+        causal: whether a query sees only its own key and those before; with nq ≠ nk the last query stands at the last
+            key. Keys in `state` come before all.
+        normalize: whether to divide by the sum of the weights (nothing where it is 0).
+        state: what an earlier call returned, to go on from.
+        form: ``"chunked"``, or ``"recurrent"``: one token after another, which is the definition.
+        chunk: tokens of a chunk. It changes speed and memory, not the result.
+        return_state: whether to return the state after the last key as well.
+
+    Returns:
+        ``out`` (b, h, nq, dv), or ``(out, state)``.
+
+    Raises:
+        InputError: for arguments that do not fit together.
+
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236, eq. 8–12 and 16–20.
+
+    >>> q = k = v = torch.randn(1, 4, 100, 16)
+    >>> whole = linear_attend(q, k, v)
+    >>> prompt, state = linear_attend(*(x[:, :, :99] for x in (q, k, v)), return_state=True)
+    >>> token = linear_attend(*(x[:, :, 99:] for x in (q, k, v)), state=state)
+    >>> torch.allclose(whole, torch.cat([prompt, token], 2), atol=1e-5)
+    True
+    """
+    call = Call.of(q, k, v, score=Features(features), normalizer=Identity())
+    if form not in ("chunked", "recurrent"):
+        raise InputError(f"form is {form!r}, expected 'chunked' or 'recurrent'")
+    if form == "recurrent" and not causal:
+        raise InputError("form is 'recurrent' with causal=False, expected 'chunked': every query sees all keys at once")
+    if chunk < 1:
+        raise InputError(f"chunk is {chunk}, expected at least 1 token")
+    if state is not None:
+        want = (k.shape[0], k.shape[1], call.k.shape[3], v.shape[3])
+        if state.kv.shape != want or state.k_sum.shape != want[:3]:
+            raise InputError(
+                f"state has kv {tuple(state.kv.shape)} and k_sum {tuple(state.k_sum.shape)}, "
+                f"expected {want} and {want[:3]} for these keys, values and features"
+            )
+        if causal and q.shape[2] > k.shape[2]:
+            raise InputError(
+                f"state: {q.shape[2]} queries with {k.shape[2]} new keys would stand among the keys summed up in it; "
+                "expected no more queries than new keys"
+            )
+    if form == "recurrent":
+        out, after = _recurrent(call.q, call.k, v, state, normalize)
+    else:
+        out, after = attention(call.q, call.k, v, state, causal=causal, divided=normalize, chunk=chunk)
+    return (out.to(v.dtype), after) if return_state else out.to(v.dtype)
+
+
+def _recurrent(
+    q: Float[Tensor, "b h nq m"],
+    k: Float[Tensor, "b hkv nk m"],
+    v: Float[Tensor, "b hkv nk dv"],
+    state: LinearState | None,
+    normalize: bool,
+) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
+    """Causal linear attention of features, by its definition."""
+    dtype = at_least_float32(q.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    (b, hkv, n_keys, m), (n_queries, dv) = k.shape, (q.shape[2], v.shape[3])
+    if state is None:
+        state = LinearState.empty(b, hkv, m, dv, dtype, q.device)
+    q = q.unflatten(1, (hkv, -1))
+    rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # these stand before the first key
+    for j in range(n_keys):
+        state = state.plus(k[:, :, j : j + 1], v[:, :, j : j + 1])
+        i = j - (n_keys - n_queries)
+        if i >= 0:
+            row = q[:, :, :, i] @ state.kv
+            total = q[:, :, :, i] @ state.k_sum[..., None]
+            rows.append(row / torch.where(total == 0, 1.0, total) if normalize else row)
+    return torch.stack(rows, 3).flatten(1, 2), state
+
+
+def linformer(
+    q: Float[Tensor, "b h nq d"],
+    k: Float[Tensor, "b hkv nk d"],
+    v: Float[Tensor, "b hkv nk dv"],
+    e: Float[Tensor, "nk r"] | Float[Tensor, "hkv nk r"],
+    f: Float[Tensor, "nk r"] | Float[Tensor, "hkv nk r"] | None = None,
+    *,
+    lengths: Sequence[int] | Int[Tensor, " b"] | None = None,
+) -> Float[Tensor, "b h nq dv"]:
+    """softmax(q (eᵀk)ᵀ / √d) fᵀv: exact attention to r learned mixtures of the keys, O(n r).
+
+    A mixture holds keys of all positions: there is no causal form, and the number of keys is fixed with `e`.
+
+    Args:
+        q: queries.
+        k: keys; ``h`` must be a multiple of ``hkv``.
+        v: values.
+        e: what mixes the keys, one for all heads or one for each key head.
+        f: what mixes the values; `e` if None.
+        lengths: number of real keys of each batch item; those after them are taken as zeros, before mixing.
+
+    Returns:
+        ``out`` (b, h, nq, dv).
+
+    Raises:
+        InputError: for arguments that do not fit together.
+
+    Source: Wang et al. 2020, arXiv:2006.04768, eq. 7.
+
+    >>> q = k = v = torch.randn(1, 4, 100, 16)
+    >>> linformer(q, k, v, torch.randn(100, 8) / 8**0.5).shape
+    torch.Size([1, 4, 100, 16])
+    """
+    grid = Call.of(q, k, v).grid  # checks them
+    f = e if f is None else f
+    heads, n_keys = k.shape[1:3]
+    for name, x in (("e", e), ("f", f)):
+        if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[:-1] not in ((n_keys,), (heads, n_keys)):
+            kind = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"linformer: {name} is {kind}, expected ({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
+            )
+    if e.shape[-1] != f.shape[-1]:
+        raise InputError(f"linformer: e mixes keys to {e.shape[-1]} and f values to {f.shape[-1]}, expected equal")
+    if lengths is not None:
+        padding = Padding(lengths)
+        padding.check(grid)
+        real = torch.arange(n_keys, device=k.device) < torch.as_tensor(lengths, device=k.device)[:, None]
+        k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
+    call = Call.of(q, e.to(k).mT @ k, f.to(v).mT @ v)
+    name, _, _ = choose(call, "auto")
+    return KERNELS[name].run(call).out

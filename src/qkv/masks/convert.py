@@ -1,0 +1,411 @@
+"""Masks to and from the libraries, each with its own sense of True and its own place for the first query.
+
+SDPA and FlexAttention mean "may attend" as qkv does, `nn.MultiheadAttention` means "may not". All of them count queries
+from row 0; qkv counts positions among the keys. The table is in docs/conventions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Region, Shifted, Tiles
+from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# --- torch.nn.functional.scaled_dot_product_attention ----------------------------------------------------------------
+
+
+def to_sdpa(
+    mask: Mask, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1
+) -> Bool[Tensor, "b h {n_queries} {n_keys}"]:
+    """`attn_mask` of torch's scaled_dot_product_attention: **True = may attend**; b and h are 1 where all are alike.
+
+    Raises `InputError` if the mask does not fit these sizes.
+
+    >>> from qkv.masks import Causal
+    >>> to_sdpa(Causal(), 2, 3)[0, 0].int().tolist()
+    [[1, 1, 0], [1, 1, 1]]
+    """
+    return mask.dense(n_queries, n_keys, batch=batch, heads=heads)
+
+
+def from_sdpa(
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    n_queries: int | None = None,
+    n_keys: int | None = None,
+) -> Mask:
+    """The mask that scaled_dot_product_attention makes of its arguments.
+
+    Args:
+        attn_mask: bool, **True = may attend**, (nq, nk) to (batch, heads, nq, nk); None shows everything.
+        is_causal: top-left aligned: the *first* query sees the first key, whatever the number of keys. The two agree
+            with `Causal` when nq = nk; give both numbers and equal ones become `Causal()`, which kernels know best.
+        n_queries: of the call, to check `attn_mask` against.
+        n_keys: likewise; both or neither.
+
+    Raises:
+        InputError: for a float `attn_mask`, which is a bias; for both a mask and `is_causal`; for a wrong shape.
+
+    >>> from_sdpa(is_causal=True).dense(2, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+    if (n_queries is None) != (n_keys is None):
+        raise InputError(f"from_sdpa: n_queries is {n_queries} and n_keys is {n_keys}, expected both or neither")
+    if attn_mask is None:
+        square = n_queries is not None and n_queries == n_keys
+        return (Causal() if square else Shifted(Causal(), 0)) if is_causal else ~Prefix(0)
+    if is_causal:
+        raise InputError("from_sdpa: got both attn_mask and is_causal=True, expected at most one of them, as in torch")
+    mask = Dense(_boolean("from_sdpa: attn_mask", attn_mask, "may attend"))
+    if n_queries is not None and n_keys is not None:
+        mask.check(Grid.of(n_queries, n_keys, *mask.tensor.shape[:2]))
+    return mask
+
+
+def _boolean(name: str, x: object, meaning: str) -> Tensor:
+    if isinstance(x, Tensor) and x.dtype.is_floating_point:
+        raise InputError(
+            f"{name} is {x.dtype}, which torch adds to the scores, expected a boolean tensor (True = {meaning}); "
+            "pass it as bias=qkv.biases.Dense(tensor)"
+        )
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name} is {kind}, expected a boolean tensor (True = {meaning})")
+    return x
+
+
+# --- torch.nn.MultiheadAttention --------------------------------------------------------------------------------------
+
+
+def to_multihead(mask: Mask, n_queries: int, n_keys: int, *, batch: int, heads: int) -> Bool[Tensor, "*n nq nk"]:
+    """`attn_mask` of nn.MultiheadAttention: **True = may NOT attend**.
+
+    (nq, nk) if the mask is the same for all items and heads, else (batch · heads, nq, nk), heads running fastest. A
+    query that sees nothing gives NaN there. Raises `InputError` if the mask does not fit these sizes.
+
+    >>> from qkv.masks import Causal
+    >>> to_multihead(Causal(), 2, 3, batch=4, heads=8).int().tolist()
+    [[0, 0, 1], [0, 0, 0]]
+    """
+    hidden = ~mask.dense(n_queries, n_keys, batch=batch, heads=heads)
+    if hidden.shape[:2] == (1, 1):
+        return hidden[0, 0]
+    return hidden.expand(batch, heads, -1, -1).flatten(0, 1)
+
+
+def from_multihead(
+    attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int | None = None
+) -> Mask:
+    """The mask that nn.MultiheadAttention makes of its arguments; without any it shows everything.
+
+    Args:
+        attn_mask: bool, **True = may NOT attend**, (nq, nk) or (batch · heads, nq, nk).
+        key_padding_mask: bool, **True = the key is padding**, (batch, nk), or (nk,) for one item.
+        heads: number of heads; needed for an `attn_mask` of three dimensions.
+
+    Raises:
+        InputError: for a float mask, which is a bias; for a wrong shape; for `heads` missing.
+
+    >>> from_multihead(key_padding_mask=torch.tensor([[False, False, True]])).dense(1, 3)[0, 0].int().tolist()
+    [[1, 1, 0]]
+    """
+    parts: list[Mask] = []
+    if attn_mask is not None:
+        hidden = _boolean("from_multihead: attn_mask", attn_mask, "may not attend")
+        shape = tuple(hidden.shape)
+        if hidden.ndim not in (2, 3):
+            raise InputError(f"from_multihead: attn_mask is {shape}, expected (nq, nk) or (batch · heads, nq, nk)")
+        if hidden.ndim == 3:
+            if heads is None or heads < 1 or shape[0] % heads:
+                raise InputError(
+                    f"from_multihead: attn_mask is {shape} and heads is {heads}, "
+                    "expected (batch · heads, nq, nk) and the number of heads"
+                )
+            hidden = hidden.unflatten(0, (-1, heads))
+        parts.append(Dense(~hidden))
+    if key_padding_mask is not None:
+        padding = _boolean("from_multihead: key_padding_mask", key_padding_mask, "padding")
+        if padding.ndim not in (1, 2):
+            raise InputError(f"from_multihead: key_padding_mask is {tuple(padding.shape)}, expected (batch, nk)")
+        parts.append(Dense(~padding.view(-1, 1, 1, padding.shape[-1])))
+    if not parts:
+        return ~Prefix(0)
+    return parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+# --- torch FlexAttention ----------------------------------------------------------------------------------------------
+
+
+def mask_mod(
+    mask: Mask,
+    n_queries: int,
+    n_keys: int,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    device: str | torch.device = "cpu",
+) -> Visible:
+    """The function ``(b, h, q, k) -> bool`` of FlexAttention, **True = may attend**, with q the *row* of a query.
+
+    For these sizes only: with nq ≠ nk query 0 stands at position nk − nq. Data of the mask is moved to `device`, and
+    what a mask draws is drawn now, so that the function can be traced and compiled. Raises `InputError` if the mask
+    does not fit the sizes.
+
+    >>> from qkv.masks import Causal
+    >>> zero = torch.tensor(0)
+    >>> mask_mod(Causal(), 2, 3)(zero, zero, zero, torch.tensor(1)).item()
+    True
+    """
+    grid = _grid(n_queries, n_keys, batch, heads, device)
+    mask.check(grid)
+    return grid_mod(mask, grid)
+
+
+def _grid(n_queries: int, n_keys: int, batch: int, heads: int, device: str | torch.device) -> Grid:
+    return replace(Grid.of(n_queries, n_keys, batch, heads), device=torch.device(device))
+
+
+def grid_mod(mask: Mask, grid: Grid) -> Visible:
+    """`mask_mod` of a mask that has been checked, over a whole grid."""
+    ready, offset = _ready(mask, grid), grid.offset
+    return lambda b, h, q, k: ready.sees(b, h, q + offset, k, grid)
+
+
+def _ready(mask: Mask, grid: Grid) -> Mask:
+    """The same mask made of tensors on the grid's device: nothing to move, to draw, to make or to look up in a cache.
+
+    All of that would happen while FlexAttention traces the function, where it fails or draws anew.
+    """
+    match mask:
+        case And(left, right) | Or(left, right):
+            return type(mask)(_ready(left, grid), _ready(right, grid))
+        case Not(inner):
+            return Not(_ready(inner, grid))
+        case Shifted(inner, offset):
+            return Predicate(_moved(_ready(inner, mask._grid(grid)), offset - grid.offset, mask._grid(grid)))
+        case Blockwise(inner, size):
+            return Predicate(_blocked(_ready(inner, mask._grid(grid)), size, mask._grid(grid)))
+        case Padding(lengths):
+            return replace(mask, lengths=torch.as_tensor(lengths).to(grid.device))
+        case Document(ids):
+            return replace(mask, ids=torch.as_tensor(ids).to(grid.device))
+        case Dense(tensor):
+            return replace(mask, tensor=tensor.to(grid.device))
+        case Prefix(length):
+            return Predicate(lambda b, h, q, k: k < length)
+        case Global(indices):
+            return Predicate(_global(_chosen(tuple(indices), grid.n_keys).to(grid.device)))
+        case RandomKeys(size, seed, besides):
+            return Predicate(_drawn(_draw(size, seed, besides, grid.n_keys).to(grid.device)))
+    return mask
+
+
+def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask.sees(b, h, q + by, k, grid)
+
+    return visible
+
+
+def _blocked(mask: Mask, size: int, grid: Grid) -> Visible:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask.sees(b, h, q // size, k // size, grid)
+
+    return visible
+
+
+def _global(chosen: Tensor) -> Visible:
+    last = len(chosen) - 1
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (chosen[q.clamp(0, last)] & (q >= 0) & (q <= last)) | chosen[k]
+
+    return visible
+
+
+def _drawn(keys: Tensor) -> Visible:
+    columns = [keys[:, i].contiguous() for i in range(keys.shape[1])]
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = k < 0  # none
+        for column in columns:
+            seen = seen | (column[q] == k)
+        return seen
+
+    return visible
+
+
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """What a mask shows of a grid, in blocks of `size` × `size`: exact, and found one row of blocks at a time."""
+
+    kinds: Int[Tensor, "b h rows cols"]
+    """EMPTY, PARTIAL or FULL; b and h may be 1."""
+    queries: Bool[Tensor, "b h nq"]
+    """Which queries see a key."""
+    keys: Bool[Tensor, "b nk"]
+    """Which keys a query of any head sees."""
+
+
+def survey(mask: Mask, grid: Grid, size: int) -> Survey:
+    """Classes of blocks, where `classify` may say PARTIAL for want of knowing, and which queries and keys take part."""
+    ready = _ready(mask, grid)
+    known = mask.classify(Tiles.of(grid, size, size), grid)
+    probe = ready.allowed(Region(slice(0, 1), slice(0, 1)), grid)
+    shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
+    kinds = known.to(grid.device).expand(*shape, -1, -1).clone()
+    partial = (known == PARTIAL).any(0).any(0)
+    queries = (kinds == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
+    keys = (kinds == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
+    for row in partial.any(1).nonzero()[:, 0].tolist():
+        found = partial[row].nonzero()
+        first, stop = int(found[0]), int(found[-1]) + 1
+        rows = slice(row * size, min((row + 1) * size, grid.n_queries))
+        columns = slice(first * size, min(stop * size, grid.n_keys))
+        seen = ready.allowed(Region(rows, columns), grid)
+        queries[:, :, rows] |= seen.any(-1)
+        keys[:, columns] |= seen.any(2).any(1)
+        spare = (stop - first) * size - seen.shape[3]
+        some, every = seen.any(2), seen.all(2)
+        some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
+        every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
+        kinds[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(kinds)
+    return Survey(kinds, queries, keys)
+
+
+def block_mask(mask: Mask, grid: Grid, kinds: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
+    """FlexAttention's own form of a mask whose blocks are of these `kinds`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    kinds = kinds.clone()
+    # A short block at the edge is never full in FlexAttention, which pads with hidden pairs.
+    if grid.n_queries % size:
+        kinds[:, :, -1] = kinds[:, :, -1].clamp(max=PARTIAL)
+    if grid.n_keys % size:
+        kinds[..., -1] = kinds[..., -1].clamp(max=PARTIAL)
+    return BlockMask.from_kv_blocks(
+        *_listing(kinds == PARTIAL),
+        *_listing(kinds == FULL),
+        BLOCK_SIZE=size,
+        mask_mod=grid_mod(mask, grid),
+        seq_lengths=(grid.n_queries, grid.n_keys),
+    )
+
+
+def _listing(chosen: Bool[Tensor, "b h rows cols"]) -> tuple[Int[Tensor, "b h rows"], Int[Tensor, "b h rows cols"]]:
+    """How many blocks of each row are chosen, and their columns, followed by the others."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
+
+
+def to_flex(
+    mask: Mask,
+    n_queries: int,
+    n_keys: int,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    device: str | torch.device = "cpu",
+    block_size: int = 128,
+) -> BlockMask:
+    """The BlockMask of FlexAttention, **True = may attend**; None for `batch` or `heads` means it is the same for all.
+
+    What ``create_block_mask(mask_mod(mask, …))`` gives, in memory linear in the sequence: blocks that the mask knows to
+    be empty or full are not looked into. Raises `InputError` if the mask does not fit the sizes.
+
+    >>> from qkv.masks import Causal
+    >>> to_flex(Causal(), 256, 256).sparsity()
+    25.0
+    """
+    if block_size < 1:
+        raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
+    grid = _grid(n_queries, n_keys, batch or 1, heads or 1, device)
+    mask.check(grid)
+    kinds = survey(mask, grid, block_size).kinds.expand(grid.batch, grid.heads, -1, -1)
+    return block_mask(mask, grid, kinds, block_size)
+
+
+def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: int | None = None) -> Mask:
+    """The mask of a BlockMask, or of a ``mask_mod(b, h, q, k)`` that counts queries from row 0; True = may attend.
+
+    A mask_mod is called on broadcasting index tensors. Of a BlockMask, blocks it does not list are hidden and blocks
+    it lists as full are visible, as in its compiled kernels. Pairs beyond the lengths it was made for, or beyond
+    `n_queries` and `n_keys` where given, are hidden.
+
+    Raises `InputError` for anything else, for a sliced BlockMask (torch takes its mask_mod away), and for lengths that
+    are not those of the BlockMask.
+
+    >>> from_flex(lambda b, h, q, k: k <= q).dense(2, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0]]
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    sizes: tuple[int | None, int | None] = (n_queries, n_keys)
+    if isinstance(mask, BlockMask):
+        made_for: tuple[int, int] = tuple(mask.seq_lengths)  # type: ignore[assignment]
+        if any(given not in (None, size) for given, size in zip(sizes, made_for, strict=True)):
+            raise InputError(f"from_flex: n_queries, n_keys are {sizes}, but the BlockMask was made for {made_for}")
+        visible, sizes = _block_visible(mask), made_for
+    elif isinstance(mask, Mask) or not callable(mask):
+        raise InputError(
+            f"from_flex: mask is {type(mask).__name__}, expected a BlockMask or a function mask_mod(b, h, q, k)"
+        )
+    else:
+        visible = mask
+    # Shifted to 0: there, position and row of a query are one, whatever the lengths of the call.
+    return Shifted(Predicate(visible if sizes == (None, None) else _within(visible, *sizes)), 0)
+
+
+def _within(visible: Visible, n_queries: int | None, n_keys: int | None) -> Visible:
+    def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
+        for x, size in ((q, n_queries), (k, n_keys)):
+            seen = seen if size is None else seen & (x >= 0) & (x < size)
+        return seen
+
+    return inside
+
+
+def _bounded(x: Tensor, size: int | None) -> Tensor:
+    """Indices that a function of tensors may look up."""
+    return x if size is None else x.clamp(0, size - 1)
+
+
+def _block_visible(mask: Any) -> Visible:
+    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise InputError("from_flex: mask is a slice of a BlockMask, expected a whole one or one with its mask_mod set")
+    partial = _listed(mask.kv_num_blocks, mask.kv_indices)
+    full = None if mask.full_kv_num_blocks is None else _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    rows, columns = mask.BLOCK_SIZE
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def listed(blocks: Tensor) -> Tensor:
+            where = (b, h, q // rows, k // columns)
+            found = blocks.to(k.device)
+            return found[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, found.shape, strict=True))]
+
+        seen = listed(partial) & mask.mask_mod(b, h, q, k)
+        return seen if full is None else seen | listed(full)
+
+    return visible
+
+
+def _listed(count: Tensor, indices: Tensor) -> Bool[Tensor, "b h rows cols"]:
+    """Which blocks are among the first `count` of the lists `indices` (…, rows, cols)."""
+    count, indices = (x[(None,) * (4 - indices.ndim)] for x in (count, indices))
+    used = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
+    return torch.zeros_like(used).scatter(-1, indices.long(), used)

@@ -1,0 +1,255 @@
+"""Masks to and from the libraries: the same pairs both ways, and the same outputs of the libraries themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import qkv
+from conftest import MASKS, fits, grids, mask_trees, triple, unchecked
+from qkv import InputError, biases, masks
+from qkv.masks import Causal, Dense, Global, Mask, Padding, RandomKeys, Shifted, Window
+
+B, H, NQ, NK = 2, 3, 11, 13
+
+MORE: dict[str, Mask] = {
+    "global": Global([0, -1]),
+    "global, shifted": Shifted(Global([0, 2]), 1),
+    "dilated": masks.Dilated(2, step=2),
+    "strided": masks.Strided(3) & Causal(),
+    "random": RandomKeys(2, seed=1),
+    "no random": RandomKeys(0),
+    "random besides": RandomKeys(2, besides=Window(3)),
+    "bigbird": masks.bigbird(block=2, random=1),
+    "longformer": masks.longformer(4, [0, 3]),
+    "blocks of dense": masks.Blockwise(Dense(torch.rand(1, 7, generator=torch.Generator().manual_seed(1)) < 0.5), 2),
+}
+
+
+def whole(mask: Mask, nq: int, nk: int, batch: int = B, heads: int = H) -> Tensor:
+    return mask.dense(nq, nk, batch=batch, heads=heads).expand(batch, heads, -1, -1)
+
+
+def every_mask(nq: int = NQ, nk: int = NK) -> dict[str, Mask]:
+    found = {name: make(nq, nk, B, H) for name, make in MASKS.items() if fits(name, nq, nk)}
+    return {name: mask for name, mask in (found | MORE).items() if mask is not None}
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_round_trips(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    b, h, nq, nk = grid.batch, grid.heads, grid.n_queries, grid.n_keys
+    mask = data.draw(mask_trees(nq, nk, b, h))
+    want = whole(mask, nq, nk, b, h)
+    sizes: dict[str, Any] = {"batch": b, "heads": h}
+
+    theirs = masks.to_sdpa(mask, nq, nk, **sizes)
+    assert torch.equal(theirs.expand_as(want), want)
+    assert torch.equal(whole(masks.from_sdpa(theirs, n_queries=nq, n_keys=nk), nq, nk, b, h), want)
+
+    hidden = masks.to_multihead(mask, nq, nk, **sizes)
+    assert torch.equal(whole(masks.from_multihead(hidden, heads=h), nq, nk, b, h), want)
+
+    size = data.draw(st.sampled_from([1, 3, 4, 128]))
+    blocks = masks.to_flex(mask, nq, nk, **sizes, block_size=size)
+    assert torch.equal(whole(masks.from_flex(blocks), nq, nk, b, h), want)
+    visible = masks.mask_mod(mask, nq, nk, **sizes)
+    assert torch.equal(whole(masks.from_flex(visible), nq, nk, b, h), want)
+
+
+@given(st.data())
+def test_flex_blocks_are_those_of_torch(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    b, h, nq, nk = grid.batch, grid.heads, grid.n_queries, grid.n_keys
+    mask = data.draw(mask_trees(nq, nk, b, h))
+    visible = masks.mask_mod(mask, nq, nk, batch=b, heads=h)
+    with unchecked():
+        assert torch.equal(torch_flex.create_mask(visible, b, h, nq, nk, device="cpu"), whole(mask, nq, nk, b, h))
+        theirs = torch_flex.create_block_mask(visible, b, h, nq, nk, device="cpu", BLOCK_SIZE=4)
+    same_blocks(masks.to_flex(mask, nq, nk, batch=b, heads=h, block_size=4), theirs)
+
+
+def same_blocks(ours: Any, theirs: Any) -> None:
+    assert (ours.shape, ours.BLOCK_SIZE) == (theirs.shape, theirs.BLOCK_SIZE)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        count, indices = (getattr(ours, f"{kind}_{x}") for x in ("num_blocks", "indices"))
+        assert torch.equal(count, getattr(theirs, f"{kind}_num_blocks"))
+        assert indices.dtype == torch.int32
+        used = torch.arange(indices.shape[-1]) < count[..., None]
+        assert torch.equal(indices[used], getattr(theirs, f"{kind}_indices")[used])
+
+
+@pytest.mark.parametrize("name", every_mask())
+def test_every_mask_as_flex_blocks(name: str) -> None:
+    mask = every_mask()[name]
+    visible = masks.mask_mod(mask, NQ, NK, batch=B, heads=H)
+    with unchecked():
+        theirs = torch_flex.create_block_mask(visible, B, H, NQ, NK, device="cpu", BLOCK_SIZE=4)
+    same_blocks(masks.to_flex(mask, NQ, NK, batch=B, heads=H, block_size=4), theirs)
+
+
+def test_flex_blocks_never_form_the_mask() -> None:
+    from conftest import largest_tensor
+
+    n = 4096
+    for mask in (Causal(), Window(100), masks.Predicate(lambda b, h, q, k: (q - k) % 2 == 0)):
+        assert largest_tensor(lambda mask=mask: masks.to_flex(mask, n, n)) <= 2 * 128 * n  # type: ignore[misc]
+
+
+def test_flex_of_a_mask_that_is_the_same_for_all() -> None:
+    assert masks.to_flex(Causal(), 5, 7).shape == (1, 1, 5, 7)
+    with pytest.raises(InputError, match="2 lengths for a batch of 1"):
+        masks.to_flex(Padding([3, 4]), 5, 7)
+
+
+# --- outputs of the libraries -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", every_mask())
+def test_sdpa_gives_the_same(name: str) -> None:
+    mask = every_mask()[name]
+    q, k, v = triple(B, H, H, NQ, NK)
+    some = whole(mask, NQ, NK).any(-1)
+    theirs = scaled_dot_product_attention(q, k, v, attn_mask=masks.to_sdpa(mask, NQ, NK, batch=B, heads=H))
+    torch.testing.assert_close(qkv.attend(q, k, v, mask=mask, kernel="eager")[some], theirs[some])
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(5, 7), (7, 5), (6, 6), (1, 4)])
+def test_sdpa_is_causal_is_top_left(nq: int, nk: int) -> None:
+    q, k, v = triple(B, H, H, nq, nk)
+    theirs = scaled_dot_product_attention(q, k, v, is_causal=True)
+    for mask in (masks.from_sdpa(is_causal=True), masks.from_sdpa(is_causal=True, n_queries=nq, n_keys=nk)):
+        torch.testing.assert_close(qkv.attend(q, k, v, mask=mask), theirs)
+    assert (masks.from_sdpa(is_causal=True, n_queries=nq, n_keys=nk) == Causal()) == (nq == nk)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "dense of heads", "dense of items", "padding", "bigbird"])
+def test_multihead_gives_the_same(name: str) -> None:
+    mask = every_mask(NK, NK)[name]
+    allowed, hidden = whole(mask, NK, NK), masks.to_multihead(mask, NK, NK, batch=B, heads=H)
+    assert hidden.shape == ((NK, NK) if mask.dense(NK, NK, batch=B, heads=H).shape[:2] == (1, 1) else (B * H, NK, NK))
+    multihead_equals(mask, allowed, attn_mask=hidden)
+
+
+def test_multihead_padding_and_mask_together() -> None:
+    hidden, padding = (
+        masks.to_multihead(Causal(), NK, NK, batch=B, heads=H),
+        torch.arange(NK) >= torch.tensor([[5], [9]]),
+    )
+    both = masks.from_multihead(hidden, padding, heads=H)
+    assert torch.equal(whole(both, NK, NK), whole(Causal() & Padding([5, 9]), NK, NK))
+    multihead_equals(both, whole(both, NK, NK), attn_mask=hidden, key_padding_mask=padding)
+    one = masks.from_multihead(key_padding_mask=padding[0])
+    assert torch.equal(whole(one, NK, NK), whole(Padding([5]), NK, NK))
+
+
+def multihead_equals(mask: Mask, allowed: Tensor, **theirs: Tensor) -> None:
+    torch.manual_seed(5)
+    d = 4
+    module = nn.MultiheadAttention(H * d, H, batch_first=True, dtype=torch.float64)
+    x = torch.randn(B, NK, H * d, dtype=torch.float64)
+    with torch.no_grad():
+        want, _ = module(x, x, x, need_weights=False, **theirs)
+        q, k, v = (
+            y.unflatten(2, (H, d)).transpose(1, 2)
+            for y in nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, 2)
+        )
+        out = qkv.attend(q, k, v, mask=mask, kernel="eager")
+        assert isinstance(out, Tensor)
+        some = allowed.any(-1).all(1)  # of a query with a blind head all is NaN there
+        assert some.any()
+        torch.testing.assert_close(module.out_proj(out.transpose(1, 2).flatten(2))[some], want[some])
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", "documents, causal", "padding, window", "dense of heads", "bigbird", "random"]
+)
+def test_flex_attention_gives_the_same(name: str) -> None:
+    mask = every_mask()[name]
+    q, k, v = triple(B, H, H, NQ, NK)
+    with unchecked(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # torch's switch: eager, no warning
+        theirs = torch_flex.flex_attention(q, k, v, block_mask=masks.to_flex(mask, NQ, NK, batch=B, heads=H))
+    torch.testing.assert_close(qkv.attend(q, k, v, mask=mask, kernel="eager"), theirs)
+
+
+# --- from FlexAttention -----------------------------------------------------------------------------------------------
+
+
+def test_from_flex_counts_rows_not_positions() -> None:
+    ours = masks.from_flex(lambda b, h, q, k: k <= q)
+    assert torch.equal(ours.dense(3, 5), Shifted(Causal(), 0).dense(3, 5))
+    assert torch.equal(ours.dense(5, 5), Causal().dense(5, 5))
+
+
+def test_from_flex_hides_what_lies_beyond() -> None:
+    ids = torch.tensor([0, 0, 1])
+    visible = masks.from_flex(lambda b, h, q, k: ids[q] == ids[k], 3, 3)
+    assert visible.dense(4, 4)[0, 0].int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    blocks = masks.to_flex(Causal(), 3, 3, block_size=2)
+    assert masks.from_flex(blocks, 3).dense(4, 4)[0, 0].int().tolist()[2:] == [[1, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_from_flex_believes_the_lists_of_blocks() -> None:
+    one = torch.ones(1, 1, 2, dtype=torch.int32)
+    order = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    theirs = torch_flex.BlockMask.from_kv_blocks(one, order, BLOCK_SIZE=2, mask_mod=lambda b, h, q, k: q >= k)
+    want = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert masks.from_flex(theirs).dense(4, 4)[0, 0].int().tolist() == want
+    none = 0 * one
+    theirs = torch_flex.BlockMask.from_kv_blocks(none, order, one, order, BLOCK_SIZE=2)
+    assert masks.from_flex(theirs).dense(4, 4)[0, 0].int().tolist() == [[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_floats_are_biases() -> None:
+    added = torch.zeros(NQ, NK)
+    for convert in (masks.from_sdpa, masks.from_multihead, lambda x: masks.from_multihead(key_padding_mask=x)):
+        with unchecked(), pytest.raises(InputError, match=r"float32.*True = .*bias=qkv\.biases\.Dense\(tensor\)"):
+            convert(added)
+    assert biases.Dense(added).tensor.shape == (1, 1, NQ, NK)  # what the message asks for exists
+
+
+def test_refusals() -> None:
+    square = torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(InputError, match=r"attn_mask is torch\.int64, expected a boolean tensor"):
+        masks.from_sdpa(torch.ones(3, 3, dtype=torch.long))
+    with pytest.raises(InputError, match="both attn_mask and is_causal=True, expected at most one"):
+        masks.from_sdpa(square, is_causal=True)
+    with pytest.raises(InputError, match="n_queries is 3 and n_keys is None, expected both or neither"):
+        masks.from_sdpa(square, n_queries=3)
+    with pytest.raises(InputError, match="does not broadcast"):
+        masks.from_sdpa(square, n_queries=4, n_keys=3)
+    with pytest.raises(InputError, match="expected \\(batch · heads, nq, nk\\) and the number"):
+        masks.from_multihead(square[None].expand(4, -1, -1))
+    with pytest.raises(InputError, match="expected \\(batch · heads, nq, nk\\) and the number"):
+        masks.from_multihead(square[None].expand(4, -1, -1), heads=3)
+    with pytest.raises(InputError, match="attn_mask is \\(3,\\), expected \\(nq, nk\\)"):
+        masks.from_multihead(square[0])
+    with pytest.raises(InputError, match="key_padding_mask is \\(1, 3, 3\\), expected \\(batch, nk\\)"):
+        masks.from_multihead(key_padding_mask=square[None])
+    with pytest.raises(InputError, match="block_size is 0, expected at least 1"):
+        masks.to_flex(Causal(), 3, 3, block_size=0)
+    with unchecked(), pytest.raises(InputError, match="mask is Causal, expected a BlockMask or a function"):
+        masks.from_flex(Causal())  # type: ignore[arg-type]
+    blocks = masks.to_flex(Causal(), 8, 8, block_size=4)
+    with pytest.raises(InputError, match=r"\(9, None\), but the BlockMask was made for \(8, 8\)"):
+        masks.from_flex(blocks, 9)
+    with pytest.raises(InputError, match="slice of a BlockMask"):
+        masks.from_flex(blocks[:, :, 0])
+    with pytest.raises(InputError, match="does not broadcast"):
+        masks.mask_mod(Dense(square), 4, 3)
+    assert masks.from_sdpa().dense(2, 3).all()
+    assert masks.from_multihead().dense(2, 3).all()
