@@ -242,6 +242,10 @@ class RandomKeys(Mask):
         if self.size < 0:
             raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
 
+    @property
+    def by_value(self) -> bool:
+        return self.besides is None or self.besides.by_value
+
     def check(self, grid: Grid) -> None:
         if grid.offset < 0:
             raise InputError(
