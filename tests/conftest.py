@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
     "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles",
-    "weights", "reference", "kernels", "linear", "measure", "attention",
+    "weights", "parts", "reference", "kernels", "linear", "measure", "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
@@ -63,7 +63,7 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.kernels.flash", "qkv.kernels.tiled", "qkv.measure"):
+    for name in ("qkv.parts", "qkv.kernels.tiled", "qkv.measure"):
         monkeypatch.setattr(sys.modules[name], "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
     linear = sys.modules["qkv.kernels.linear"]

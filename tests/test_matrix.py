@@ -113,7 +113,10 @@ def cells() -> list[tuple[str, str, str, str]]:
     return found
 
 
-CELLS = cells()
+MORE = itertools.product(  # all masks for what flash, flex and linear serve, which few of the cells above are
+    MASKS, ("none", "dense that hides", "alibi of the paper"), ("dot", "features"), ("off by one", "identity by sum")
+)
+CELLS = list(dict.fromkeys([*cells(), *MORE]))
 
 
 @dataclass(frozen=True)
@@ -261,3 +264,10 @@ def test_eagers_gradients_are_finite_differences(names: tuple[str, str, str, str
         return sum((part * rand(*part.shape, seed=7 + n)).sum() for n, part in enumerate(parts))
 
     assert torch.autograd.gradcheck(total, cell.leaves)
+
+
+def test_every_kernel_serves_some_cells() -> None:
+    for kernel in FAST:
+        with torch.no_grad():
+            served = sum(refusal(made(*names), kernel) is None for names in CELLS if names[1] == "none")
+        assert served >= 6, kernel

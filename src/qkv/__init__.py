@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qkv import biases, masks, normalizers, scores
+from qkv import biases, features, masks, normalizers, scores
 from qkv.attention import Attention, Plan, attend, plan
 from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
+from qkv.linear import LinearState, linear_attend, linformer
 from qkv.measure import Statistics, measure
 from qkv.partial import Partial, merge
 
@@ -25,6 +26,7 @@ __all__ = [
     "Attention",
     "Choice",
     "InputError",
+    "LinearState",
     "Partial",
     "Plan",
     "Profile",
@@ -32,6 +34,9 @@ __all__ = [
     "attend",
     "biases",
     "choose_keys",
+    "features",
+    "linear_attend",
+    "linformer",
     "masks",
     "measure",
     "merge",

@@ -11,8 +11,7 @@ from qkv.kernels import FORM_WEIGHTS
 from qkv.masks import EMPTY, FULL, Tiles
 from qkv.tiles import classes
 
-TILE = 256
-
+TILE = 256  # of the tiled kernel
 
 @dataclass(frozen=True)
 class Cost:
@@ -67,7 +66,8 @@ CHUNK = 128  # of the linear kernel
 def visible_pairs(call: Call) -> int:
     """Pairs of query and key in tiles that are not empty; half of those in partial tiles."""
     grid = call.grid
-    tiles = Tiles.of(grid, TILE, TILE)
+    size = max(64, grid.n_keys // 1024)
+    tiles = Tiles.of(grid, size, size)
     kinds = classes(call.mask, tiles, grid).expand(grid.batch, grid.heads, -1, -1)
     area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
     share = torch.where(kinds == FULL, 1.0, torch.where(kinds == EMPTY, 0.0, 0.5))

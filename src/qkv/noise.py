@@ -22,6 +22,11 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def _scrambled(seed: int) -> int:
+    """The seed hashed on its own: else the next seed would be this one, moved by a query."""
+    return int(_mixed(torch.tensor((_mixed(torch.tensor(seed & _MASK)).item() + 0x9E3779B9) & _MASK)))
+
+
 def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
     """Numbers in (0, 1), one for each pair of a region; float32, of 24 bits.
 
@@ -32,7 +37,7 @@ def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
     True
     """
     b, h, q, k = region.indices(grid)
-    row = _mixed((q - grid.offset + seed) & _MASK)
+    row = _mixed((q - grid.offset + _scrambled(seed)) & _MASK)
     for index in (h, b):
         row = _mixed((row + (index + 1) * 0x9E3779B9) & _MASK)
     bits = _mixed((row ^ _mixed(k + 0x632BE5AB)) & _MASK)

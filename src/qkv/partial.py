@@ -34,8 +34,11 @@ class Partial:
 
     def with_sink(self, sink: Float[Tensor, "*#n"]) -> Partial:
         """Merged with a logit that carries no value: weight leaves the keys, and nothing is added."""
-        lse = torch.logaddexp(self.lse, sink)
-        share = torch.where(self.lse == -torch.inf, 0.0, torch.exp(self.lse - lse))
+        empty = self.lse == -torch.inf
+        nothing = empty & (sink == -torch.inf)  # ∞ − ∞ is NaN, in the gradient, too: such rows stay out of it
+        both = torch.logaddexp(self.lse.masked_fill(nothing, 0), torch.where(nothing, 0.0, sink))
+        share = torch.exp(self.lse - both).masked_fill(empty, 0)
+        lse = both.masked_fill(nothing, -torch.inf)
         return Partial(self.out * share[..., None].to(self.out.dtype), lse)
 
 

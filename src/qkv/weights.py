@@ -84,9 +84,10 @@ def threshold(normalizer: Entmax, scores: Scores) -> Level:
         tau = torch.where(empty, 0.0, top - 1)
         for _ in range(STEPS):
             step = _newton(z, tau, p)
-            tau, before = torch.where(empty, 0.0, tau + step.clamp(min=0)), tau
-            if torch.equal(tau, before) or (step.abs() <= 2 * torch.finfo(z.dtype).eps * (1 + tau.abs())).all():
+            moving = step > 2 * torch.finfo(z.dtype).eps * (1 + tau.abs())  # a row rests when it is there: what others
+            if not moving.any():  # do is nothing to it
                 break
+            tau = torch.where(moving, tau + step, tau)
     # One more step from the root moves it nowhere, and its derivative is that of the root by the implicit function.
     return torch.where(empty, 0.0, tau + _newton(z, tau, p)) if z.requires_grad else tau
 

@@ -41,7 +41,7 @@ def run(call: Call) -> Result:
     out = tiles.weigh(weights, v.to(tiles.dtype).flatten(0, 1))
     if call.values is not None:
         out = out + _relative(call, weights)
-    return Result(out.to(call.q.dtype), lse, weights.to(call.q.dtype))
+    return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from qkv import noise
 from qkv.biases import ByQuery, clipped
 from qkv.call import Call, Result, detached
-from qkv.masks import EMPTY, PARTIAL, Region
+from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.normalizers import Hard, Identity, Pointwise, Softmax
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
@@ -42,7 +42,7 @@ def run(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in every tensor of the call and through the lse."""
     if not call.needs_grad:
         found = _forward(detached(call))
-        return Result(found.out.to(call.q.dtype), found.lse)
+        return Result(found.out.to(call.v.dtype), found.lse)
     tensors = call.tensors()
     out, lse = _Tiled.apply(call, list(tensors), *tensors.values())
     return Result(out, lse if isinstance(call.normalizer, Softmax) else None)
@@ -58,7 +58,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         found = _forward(detached(call))
-        out = found.out.to(call.q.dtype)
+        out = found.out.to(call.v.dtype)
         ctx.save_for_backward(*tensors, out, found.level, found.mean, found.total, found.chosen)
         ctx.call, ctx.names = call, names
         ctx.set_materialize_grads(False)
@@ -119,7 +119,7 @@ def _groups(call: Call) -> list[_Group]:
     b, h, n_queries, d = call.q.shape
     key_heads, n_keys = call.k.shape[1:3]
     together = max(1, HEADS // (h // key_heads))
-    size = TILE
+    size = _tile_size(call)
     if call.vector is not None:
         size = min(size, max(8, math.isqrt(SQUASHED // (d * min(together * (h // key_heads), h)))))
     groups = []
@@ -129,6 +129,19 @@ def _groups(call: Call) -> list[_Group]:
             rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
             groups.append(_Group(tiles, rows, columns, tiles.classes(call.mask, size)))
     return groups
+
+
+def _tile_size(call: Call) -> int:
+    """`TILE`, or a quarter of it where that leaves out much of what the mask hides."""
+    if call.mask is None or call.q.shape[2] < 4 * TILE:
+        return TILE
+
+    def shown(size: int) -> float:
+        tiles = Tiles.of(call.grid, size, size)
+        assert call.mask is not None
+        return float((call.mask.classify(tiles, call.grid) != EMPTY).double().mean())
+
+    return TILE // 4 if shown(TILE // 4) < 0.6 * shown(TILE) else TILE
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------

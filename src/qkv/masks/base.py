@@ -101,6 +101,11 @@ class Mask:
         """``(low, high)`` if exactly the pairs with low ≤ q − k ≤ high are visible, else None."""
         return None
 
+    @property
+    def by_value(self) -> bool:
+        """Whether equal masks are the same for ever; not so where data or a function may change behind it."""
+        return True
+
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the mask cannot be laid over `grid`."""
 
@@ -198,8 +203,33 @@ def tile_classes(full: Tensor, empty: Tensor) -> Tensor:
     return out if out.ndim == 4 else out[None, None]
 
 
+class _Of(Mask):
+    """A mask made of another."""
+
+    mask: Mask
+
+    @property
+    def by_value(self) -> bool:
+        return self.mask.by_value
+
+
+class _Two(Mask):
+    """A mask made of two others."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def by_value(self) -> bool:
+        return self.left.by_value and self.right.by_value
+
+    def check(self, grid: Grid) -> None:
+        self.left.check(grid)
+        self.right.check(grid)
+
+
 @dataclass(frozen=True)
-class Shifted(Mask):
+class Shifted(_Of):
     """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare."""
 
     mask: Mask
@@ -221,7 +251,7 @@ class Shifted(Mask):
 
 
 @dataclass(frozen=True)
-class And(Mask):
+class And(_Two):
     """Visible where both masks say so."""
 
     left: Mask
@@ -234,10 +264,6 @@ class And(Mask):
         (a, b), (c, d) = self.left.band, self.right.band
         return max(a, c), min(b, d)
 
-    def check(self, grid: Grid) -> None:
-        self.left.check(grid)
-        self.right.check(grid)
-
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return self.left.sees(b, h, q, k, grid) & self.right.sees(b, h, q, k, grid)
 
@@ -246,15 +272,11 @@ class And(Mask):
 
 
 @dataclass(frozen=True)
-class Or(Mask):
+class Or(_Two):
     """Visible where either mask says so."""
 
     left: Mask
     right: Mask
-
-    def check(self, grid: Grid) -> None:
-        self.left.check(grid)
-        self.right.check(grid)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return self.left.sees(b, h, q, k, grid) | self.right.sees(b, h, q, k, grid)
@@ -264,7 +286,7 @@ class Or(Mask):
 
 
 @dataclass(frozen=True)
-class Not(Mask):
+class Not(_Of):
     """Visible where the mask says not."""
 
     mask: Mask
@@ -280,7 +302,7 @@ class Not(Mask):
 
 
 @dataclass(frozen=True)
-class Blockwise(Mask):
+class Blockwise(_Of):
     """A mask over blocks of `size` tokens: a pair is visible where `mask` shows the pair of its blocks.
 
     Positions 0 … size − 1 are block 0 and so on; the last block may be short.

@@ -18,6 +18,10 @@ class _TensorMask(Mask):
 
     __hash__ = object.__hash__
 
+    @property
+    def by_value(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class Padding(_TensorMask):

@@ -162,7 +162,7 @@ class Prefix(Mask):
             raise InputError(f"Prefix: length is {self.length}, expected 0 or more keys")
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return (k < self.length).expand(*torch.broadcast_shapes(q.shape, k.shape))
+        return (k < self.length).expand(torch.broadcast_shapes(q.shape, k.shape))
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
@@ -241,6 +241,10 @@ class RandomKeys(Mask):
     def __post_init__(self) -> None:
         if self.size < 0:
             raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
+
+    @property
+    def by_value(self) -> bool:
+        return self.besides is None or self.besides.by_value
 
     def check(self, grid: Grid) -> None:
         if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:

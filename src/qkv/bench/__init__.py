@@ -1,0 +1,1 @@
+"""`qkv bench`: every mechanism beside what one would pick instead, on this machine."""

@@ -1,0 +1,312 @@
+"""What is measured: each mechanism, and what one would use for it without qkv."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu, scaled_dot_product_attention
+
+import qkv
+from qkv import biases, features, masks, normalizers, scores
+
+LARGEST = 3 * 2**30  # bytes of a tensor of all scores beyond which a rival that forms one is left out
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table: the tensors, and what is asked of them."""
+
+    n: int
+    heads: int
+    dtype: torch.dtype
+    backward: bool
+    dim: int = 64
+
+    def tensors(self) -> list[Tensor]:
+        """q, k and v, the same for every contender."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, self.heads, self.n, self.dim)
+        made = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(3)]
+        return [x.requires_grad_(self.backward) for x in made]
+
+    @property
+    def scores(self) -> int:
+        """Bytes of all scores of all heads."""
+        return self.heads * self.n * self.n * self.dtype.itemsize
+
+
+Contender = Callable[[Case, Tensor, Tensor, Tensor], Run | None]  # None where it cannot or should not run
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a ratio of times should be: ours / that of a rival, at lengths from `n` on."""
+
+    rival: str
+    at_most: float
+    n: int = 512
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A composition of `attend` (or another call), and its rivals."""
+
+    what: str
+    asked: Callable[[Case], dict[str, Any]]
+    rivals: Mapping[str, Contender] = field(default_factory=dict)
+    goals: tuple[Goal, ...] = ()
+    call: Callable[..., Tensor] | None = None
+
+    def ours(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
+        """The call of qkv."""
+        asked = self.asked(case)
+        call: Callable[..., Any] = qkv.attend if self.call is None else self.call
+        return lambda: call(q, k, v, **asked)
+
+    def flops(self, case: Case) -> int | None:
+        """Of a forward, by `qkv.plan`."""
+        if self.call is not None:
+            return None
+        q, k, v = Case(case.n, case.heads, case.dtype, False).tensors()
+        return qkv.plan(q, k, v, **self.asked(case)).flops
+
+
+# --- rivals -----------------------------------------------------------------------------------------------------------
+
+
+def causal_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
+    """torch's fused attention, causal."""
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def masked_sdpa(mask: Callable[[Case], masks.Mask]) -> Contender:
+    """torch's fused attention with the mask as a tensor."""
+
+    def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        if case.n * case.n * 4 > LARGEST:
+            return None
+        seen = mask(case).dense(case.n, case.n)
+        return lambda: scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    return contender
+
+
+def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
+    """torch's fused attention, the causal mask and the bias of all heads as a tensor."""
+
+    def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        if case.scores > LARGEST:
+            return None
+        n, grid = case.n, masks.Grid.of(case.n, case.n, 1, case.heads)
+        whole = masks.Region(slice(0, n), slice(0, n))
+        added = bias(case).bound(q.detach(), grid, 0.125).tile(whole).to(q.dtype)
+        added = added.masked_fill(~masks.Causal().dense(n, n), -torch.inf)
+        return lambda: scaled_dot_product_attention(q, k, v, attn_mask=added)
+
+    return contender
+
+
+def flex(mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., Any] | None = None) -> Contender:
+    """FlexAttention compiled for CPU, which has no backward; its block mask is made beforehand."""
+
+    def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        if case.backward or case.n < 4096:  # each length is compiled anew
+            return None
+        from torch.nn.attention.flex_attention import flex_attention
+
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, dynamic=False)
+        blocks = None if mask is None else masks.to_flex(mask(case), case.n, case.n)
+        return lambda: compiled(q, k, v, block_mask=blocks, score_mod=score)  # type: ignore[no-any-return]
+
+    return contender
+
+
+def eager(weigh: Callable[[Tensor], Tensor]) -> Contender:
+    """What one writes by hand: scores, a causal mask, weights, values."""
+
+    def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        if case.scores > LARGEST:
+            return None
+        hidden = ~torch.ones(case.n, case.n, dtype=torch.bool).tril()
+
+        def run() -> Tensor:
+            s = q @ k.transpose(-1, -2) * case.dim**-0.5
+            return weigh(s.masked_fill(hidden, -torch.inf)) @ v
+
+        return run
+
+    return contender
+
+
+def x_transformers(**settings: Any) -> Contender:
+    """`Attend` of x-transformers, if it is installed."""
+
+    def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+        if importlib.util.find_spec("x_transformers") is None or (not settings.get("flash") and case.scores > LARGEST):
+            return None
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from x_transformers.attend import Attend
+
+            attend = Attend(causal=True, **settings)
+        return lambda: attend(q, k, v)[0]  # type: ignore[no-any-return]
+
+    return contender
+
+
+def plain(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
+    """qkv's own causal softmax: what the addition costs."""
+    return lambda: qkv.attend(q, k, v, mask=masks.Causal())  # type: ignore[return-value]
+
+
+# --- mechanisms -------------------------------------------------------------------------------------------------------
+
+
+def _causal(**asked: Any) -> Callable[[Case], dict[str, Any]]:
+    return lambda case: {"mask": masks.Causal(), **asked}
+
+
+def _alibi_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score - torch.exp2(-(h + 1.0)) * (i - j)
+
+
+def _softmax_off_by_one(s: Tensor) -> Tensor:
+    top = s.detach().amax(-1, keepdim=True).clamp(min=0)
+    powers = torch.exp(s - top)
+    return powers / (powers.sum(-1, keepdim=True) + torch.exp(-top))
+
+
+def _elu_plus_one(s: Tensor) -> Tensor:
+    return torch.where(s == -torch.inf, 0.0, elu(s) + 1)
+
+
+WINDOW, BIGBIRD, LONGFORMER = masks.Window(256), masks.bigbird(), masks.longformer(512)
+
+
+def _sparse(mask: masks.Mask, what: str) -> Mechanism:
+    return Mechanism(
+        what,
+        lambda case: {"mask": mask},
+        {"sdpa": masked_sdpa(lambda case: mask), "flex": flex(lambda case: mask)},
+        (Goal("flex", 1.0, 8192), Goal("sdpa", 0.2, 8192, backward=True)),
+    )
+
+
+def _table(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 8
+
+
+MECHANISMS: dict[str, Mechanism] = {
+    "causal": Mechanism(
+        "softmax, causal",
+        _causal(),
+        {
+            "sdpa": causal_sdpa,
+            "flex": flex(lambda case: masks.Causal()),
+            "eager": eager(lambda s: s.softmax(-1)),
+            "x-transformers": x_transformers(flash=True),
+        },
+        (Goal("sdpa", 1.03),),
+    ),
+    "sink": Mechanism(
+        "a learned sink logit a head",
+        lambda case: {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=_table(case.heads))},
+        {"plain": plain},
+        (Goal("plain", 1.10),),
+    ),
+    "off-by-one": Mechanism(
+        "softmax with 1 added to the denominator",
+        _causal(normalizer=normalizers.Softmax(sink=0.0)),
+        {"plain": plain, "eager": eager(_softmax_off_by_one)},
+        (Goal("plain", 1.10),),
+    ),
+    "key-bias": Mechanism(
+        "a learned key with value 0",
+        lambda case: {
+            "mask": masks.Causal(), "normalizer": normalizers.Softmax(key=_table(case.heads, case.dim).to(case.dtype)),
+        },
+        {"plain": plain},
+        (Goal("plain", 1.10),),
+    ),
+    "alibi": Mechanism(
+        "ALiBi",
+        _causal(bias=biases.ALiBi()),
+        {
+            "plain": plain,
+            "sdpa": biased_sdpa(lambda case: biases.ALiBi()),
+            "flex": flex(lambda case: masks.Causal(), _alibi_score),
+        },
+        (Goal("plain", 1.25), Goal("sdpa", 1.0)),
+    ),
+    "t5": Mechanism(
+        "T5's relative position buckets",
+        lambda case: {"mask": masks.Causal(), "bias": biases.T5Bias(_table(32, case.heads), bidirectional=False)},
+        {"plain": plain, "sdpa": biased_sdpa(lambda case: biases.T5Bias(_table(32, case.heads), bidirectional=False))},
+    ),
+    "shaw": Mechanism(
+        "Shaw's relative keys and values",
+        lambda case: {
+            "mask": masks.Causal(), "bias": biases.RelativePosition(_table(33, case.dim), _table(33, case.dim)),
+        },
+    ),
+    "soft-cap": Mechanism("scores capped at 50", _causal(bias=biases.SoftCap(50.0)), {"plain": plain}),
+    "window": _sparse(WINDOW, "sliding window of 256"),
+    "bigbird": _sparse(BIGBIRD, "BigBird, blocks of 64"),
+    "longformer": _sparse(LONGFORMER, "Longformer, window of 512, one global token"),
+    "sigmoid": Mechanism(
+        "sigmoid, bias −8",
+        _causal(normalizer=normalizers.Sigmoid(-8.0)),
+        {"eager": eager(lambda s: torch.sigmoid(s - 8))},
+        (Goal("eager", 0.5, 4096),),
+    ),
+    "elu": Mechanism(
+        "ELU + 1 on the scores",
+        _causal(normalizer=normalizers.EluPlusOne()),
+        {"eager": eager(_elu_plus_one)},
+        (Goal("eager", 0.5, 4096),),
+    ),
+    "relu": Mechanism("ReLU over the number of keys", _causal(normalizer=normalizers.ReLU())),
+    "entmax": Mechanism("1.5-entmax", _causal(normalizer=normalizers.Entmax())),
+    "cosine": Mechanism("cosine scores", _causal(score=scores.Cosine()), {"plain": plain}),
+    "additive": Mechanism(
+        "Bahdanau's additive score of size 16",
+        lambda case: {
+            "mask": masks.Causal(),
+            "score": scores.Additive(
+                _table(16).to(case.dtype), _table(16, case.dim).to(case.dtype), _table(16, case.dim).to(case.dtype)
+            ),
+        },
+    ),
+    "linear": Mechanism(
+        "linear attention, elu + 1",
+        _causal(score=scores.Features(features.elu_plus_one), normalizer=normalizers.Identity("sum")),
+        {"sdpa": causal_sdpa},
+        (Goal("sdpa", 1.0, 2048),),
+    ),
+    "favor": Mechanism(
+        "Performer, 256 random features",
+        lambda case: {
+            "mask": masks.Causal(),
+            "score": scores.Features(features.Favor(case.dim, 256)),
+            "normalizer": normalizers.Identity("sum"),
+        },
+        {"sdpa": causal_sdpa},
+    ),
+    "linformer": Mechanism(
+        "Linformer, 256 rows",
+        lambda case: {"e": _table(case.n, 256).to(case.dtype)},
+        {"sdpa": lambda case, q, k, v: lambda: scaled_dot_product_attention(q, k, v)},
+        call=qkv.linformer,
+    ),
+}

@@ -1,0 +1,32 @@
+"""Memory of one mechanism in this process alone.
+
+python -m qkv.bench.one MECHANISM TOKENS HEADS DTYPE BACKWARD   prints JSON: bytes it grew by beside its inputs
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from qkv.bench.contenders import MECHANISMS, Case
+from qkv.bench.run import _with_backward
+from qkv.bench.timing import resident
+
+
+def main() -> None:
+    name, n, heads, dtype, backward = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], bool(int(sys.argv[5]))
+    torch.set_num_threads(2)
+    mechanism = MECHANISMS[name]
+    for tokens in (512, n):  # the first warms up: what libraries load is not what we measure
+        case = Case(tokens, heads, getattr(torch, dtype), backward)
+        q, k, v = case.tensors()
+        job = mechanism.ours(case, q, k, v)
+        base = resident("VmRSS")
+        (_with_backward(job, (q, k, v)) if backward else job)()
+    print(json.dumps({"grown": max(1, resident() - base)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Run the table: times of all contenders in turn, memory of ours in fresh processes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
+from qkv.bench.timing import alone, machine
+from qkv.errors import InputError
+
+ONCE = 5.0  # seconds of a first run beyond which a contender runs no more
+LEAST, MOST = 3, 15  # repeats
+
+
+def bench(
+    mechanisms: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    heads: int = 8,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = False,
+    threads: int = 2,
+    seconds: float = 2.0,
+    memory: Sequence[int] = (),
+    on_cell: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Times of each mechanism and its rivals at each length, medians of alternating repeats, and what follows.
+
+    A cell takes about `seconds`, or three turns if that is longer. `memory` are the lengths at which the memory of our
+    own is measured, in a process of its own each.
+    """
+    unknown = [name for name in mechanisms if name not in MECHANISMS]
+    if unknown:
+        raise InputError(f"no mechanism {unknown[0]!r}; there are {', '.join(MECHANISMS)}")
+    torch.set_num_threads(threads)
+    rows: dict[str, Any] = {}
+    for name in mechanisms:
+        mechanism, cells = MECHANISMS[name], {}
+        for n in lengths:
+            on_cell(f"{name}, {n:,} tokens")
+            case = Case(n, heads, dtype, backward)
+            cells[n] = _cell(mechanism, case, seconds)
+        grown = {}
+        for n in memory:
+            on_cell(f"{name}, memory at {n:,} tokens")
+            grown[n] = alone("qkv.bench.one", name, n, heads, str(dtype).removeprefix("torch."), int(backward))["grown"]
+        ours = {n: cell["seconds"]["qkv"] for n, cell in cells.items() if n >= 2048}
+        rows[name] = {
+            "what": mechanism.what,
+            "cells": cells,
+            "memory": grown,
+            "exponent of time": slope(ours),
+            "exponent of memory": slope(grown),
+            "goals": [
+                {
+                    "rival": goal.rival,
+                    "at most": goal.at_most,
+                    "n": n,
+                    "got": cells[n]["ratios"][goal.rival],
+                }
+                for goal in mechanism.goals
+                for n in lengths
+                if goal.backward == backward and n >= goal.n and goal.rival in cells[n]["ratios"]
+            ],
+        }
+    return {
+        "machine": machine(threads),
+        "heads": heads,
+        "head_dim": 64,
+        "dtype": str(dtype).removeprefix("torch."),
+        "pass": "forward and backward" if backward else "forward",
+        "sgemm FLOP/s": _sgemm(),
+        "mechanisms": rows,
+    }
+
+
+def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
+    q, k, v = case.tensors()
+    jobs: dict[str, Run] = {"qkv": mechanism.ours(case, q, k, v)}
+    for rival, contender in mechanism.rivals.items():
+        job = contender(case, q, k, v)
+        if job is not None:
+            jobs[rival] = job
+    if case.backward:
+        jobs = {name: _with_backward(job, (q, k, v)) for name, job in jobs.items()}
+    times = _alternating(jobs, seconds)
+    medians = {name: statistics.median(x) for name, x in times.items()}
+    return {
+        "seconds": medians,
+        "ratios": {
+            name: statistics.median(a / b for a, b in zip(times["qkv"], x, strict=False))
+            for name, x in times.items()
+            if name != "qkv"
+        },
+        "repeats": {name: len(x) for name, x in times.items()},
+        "flops": mechanism.flops(case),
+    }
+
+
+def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
+    def run() -> Tensor:
+        out = job()
+        out.backward(torch.ones_like(out))
+        for x in inputs:
+            x.grad = None
+        return out
+
+    return run
+
+
+def _alternating(jobs: Mapping[str, Run], seconds: float) -> dict[str, list[float]]:
+    """Times of all jobs in turn; what is very slow runs once, and that first run counts."""
+    times: dict[str, list[float]] = {}
+    with torch.set_grad_enabled(True):
+        first = {name: _timed(job) for name, job in jobs.items()}
+        slow = {name for name, x in first.items() if x > ONCE and _timed(jobs[name]) > ONCE}
+        times = {name: [first[name]] if name in slow else [] for name in jobs}
+        started, turn = time.perf_counter(), 0
+        while turn < LEAST or (turn < MOST and time.perf_counter() - started < seconds):
+            for name, job in jobs.items():
+                if name not in slow:
+                    times[name].append(_timed(job))
+            turn += 1
+            if len(slow) == len(jobs):
+                break
+    return times
+
+
+def _timed(job: Run) -> float:
+    started = time.perf_counter()
+    job()
+    return time.perf_counter() - started
+
+
+def _sgemm(size: int = 2048) -> float:
+    """FLOP/s of one large float32 product: what no product of ours can exceed."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / min(_timed(lambda: a @ b) for _ in range(5))
+
+
+def slope(values: Mapping[int, float]) -> float | None:
+    """Least-squares slope of ln value against ln n; None with fewer than two lengths."""
+    if len(values) < 2 or min(values.values()) <= 0:
+        return None
+    xs, ys = [math.log(n) for n in values], [math.log(v) for v in values.values()]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)

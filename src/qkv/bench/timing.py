@@ -1,0 +1,73 @@
+"""How we measure: alternating repeats in one process for time, a fresh process each for memory."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.errors import InputError
+
+
+def alternating(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every job, `repeats` times each, taking turns so that a slow moment of the machine hits all alike.
+
+    One turn before those warms up and does not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 1):
+        for name, job in jobs.items():
+            started = time.perf_counter()
+            job()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def median_ratio(seconds: Mapping[str, list[float]], job: str, base: str) -> float:
+    """Median over repeats of job / base of the same turn."""
+    return statistics.median(a / b for a, b in zip(seconds[job], seconds[base], strict=True))
+
+
+def alone(module: str, *arguments: object) -> dict[str, Any]:
+    """Run ``python -m module arguments`` in a fresh process; it prints one line of JSON last."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def resident(which: str = "VmHWM") -> int:
+    """Bytes of this process in memory: ``VmHWM`` at most so far, ``VmRSS`` now. (Linux.)"""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise InputError("memory is read from /proc/self/status, which this system does not have")
+    line = next(x for x in status.read_text().splitlines() if x.startswith(which))
+    return int(line.split()[1]) * 1024
+
+
+def machine(threads: int) -> dict[str, str]:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [x.split(":", 1)[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "threads": str(threads),
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
