@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
     "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles",
-    "weights", "parts", "reference", "kernels", "linear", "measure", "attention",
+    "weights", "parts", "reference", "kernels", "linear", "measure", "choice", "cost", "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
@@ -66,6 +67,10 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     for name in ("qkv.parts", "qkv.kernels.tiled", "qkv.measure"):
         monkeypatch.setattr(sys.modules[name], "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
+    parts = sys.modules["qkv.parts"]
+    monkeypatch.setattr(parts, "SPARSE_TILE", max(1, size // 2))
+    monkeypatch.setattr(parts, "SPARSE_KEYS", 1)
+    monkeypatch.setattr(parts, "_KEPT", OrderedDict())  # what was cut with other tiles
     linear = sys.modules["qkv.kernels.linear"]
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, fits, grids, mask_trees, unchecked
-from qkv import InputError
+from conftest import MASKS, fits, grids, mask_trees, set_tile, unchecked
+from qkv import InputError, parts
 from qkv.biases import Dense as Bias
 from qkv.call import Call
-from qkv.kernels import flash
 from qkv.masks import (
     EMPTY,
     FULL,
@@ -386,18 +385,21 @@ def test_bands_say_what_they_show() -> None:
 # --- cutting a mask into calls ----------------------------------------------------------------------------------------
 
 
-def parts(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[flash.Part]:
-    """The flash kernel's calls for a mask; a bias that is no number by distance keeps it from its short cuts."""
-    q, k = (torch.zeros(grid.batch, grid.heads, n, 1).double() for n in (grid.n_queries, grid.n_keys))
-    bias = [Bias(torch.zeros(1, 1).double())] if biased else []
-    call = Call.of(q, k, k, mask, bias)
-    return [part for block in flash.blocks(call, training=False) for part in block]
+def pieces(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[parts.Part | parts.Gathered]:
+    """What the flash kernel would call the stock kernel with."""
+    q, k = (torch.zeros(grid.batch, grid.heads, n, 1) for n in (grid.n_queries, grid.n_keys))
+    bias = (Bias(torch.zeros(1, 1)),) if biased else ()
+    cut = parts.covers(Call.of(q, k, k, mask, bias), training=False)
+    return [part for cover in cut for block in cover for part in block]
 
 
 def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
     """How many of the flash kernel's calls show each pair."""
     count = torch.zeros(grid.batch, grid.heads, grid.n_queries, grid.n_keys, dtype=torch.int64)
-    for part in parts(mask, grid, biased=biased):
+    for part in pieces(mask, grid, biased=biased):
+        if isinstance(part, parts.Gathered):
+            count_gathered(part, count, grid)
+            continue
         for call in range(part.count):
             rows, keys = (slice(x.start + call * part.step, x.stop + call * part.step) for x in (part.rows, part.keys))
             where = count[part.batch][:, :, rows, keys]
@@ -411,13 +413,30 @@ def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
     return count
 
 
+def count_gathered(part: parts.Gathered, count: Tensor, grid: Grid) -> None:
+    """Add what gathered tiles show; no key may stand twice in a row."""
+    size = parts.SPARSE_TILE
+    for t, (row, columns) in enumerate(zip(part.row_tiles.tolist(), part.key_tiles.tolist(), strict=True)):
+        assert len(set(columns)) == len(columns)
+        for c, column in enumerate(columns):
+            where = count[part.item, :, row * size : (row + 1) * size, column * size : (column + 1) * size]
+            seen = torch.ones(1, size, size, dtype=torch.bool)
+            if part.allowed is not None:
+                seen = part.allowed[t, :, :, c * size : (c + 1) * size]
+                assert not seen[..., where.shape[2] :].any()  # beyond the last key
+            where += seen[..., : where.shape[2]].long()
+
+
 @given(st.data())
 def test_calls_of_the_flash_kernel_cover_each_visible_pair_once(data: st.DataObject) -> None:
     grid = data.draw(grids(most=40))
     mask = data.draw(mask_trees(grid.n_queries, grid.n_keys, grid.batch, grid.heads))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "TILE", data.draw(st.sampled_from([4, 8])))
-        patch.setattr(flash, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
+        set_tile(patch, data.draw(st.sampled_from([4, 8])))
+        patch.setattr(parts, "SPARSE_KEYS", data.draw(st.sampled_from([1, 1000])))
+        patch.setattr(parts, "SPARSE_SHARE", data.draw(st.sampled_from([0.3, 0.8])))
+        patch.setattr(parts, "GATHERED", data.draw(st.sampled_from([1, 100])))
+        patch.setattr(parts, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
         got = covered(mask, grid, biased=data.draw(st.booleans()))
     assert torch.equal(got, shown(mask, grid).long())
 
@@ -428,20 +447,20 @@ def test_calls_of_the_flash_kernel_cover_each_visible_pair_once(data: st.DataObj
 def test_bands_are_covered_once_mostly_by_one_call(
     nq: int, nk: int, tile: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "TILE", tile)
+    set_tile(monkeypatch, tile)
     grid = Grid.of(nq, nk, 2, 3)
     for size in (1, 2, tile - 1, tile, tile + 1):
         mask = Window(size, ahead=ahead)
         assert torch.equal(covered(mask, grid, biased=False), shown(mask, grid).long())
         assert torch.equal(covered(mask, grid, biased=True), shown(mask, grid).long())
         if min(nq, nk) > 40 and tile < 16:
-            assert max(part.count for part in parts(mask, grid)) >= 2
+            assert max(part.count for part in pieces(mask, grid) if isinstance(part, parts.Part)) >= 2
 
 
 def test_no_mask_and_causal_need_no_mask_tensor() -> None:
     for mask in (None, Causal(), Window(99), Window(99, ahead=99)):
         for nq, nk in ((9, 9), (5, 9), (9, 5), (1, 9)):
-            assert all(part.allowed is None and part.pattern is None for part in parts(mask, Grid.of(nq, nk)))
+            assert all(part.allowed is None and part.pattern is None for part in pieces(mask, Grid.of(nq, nk)))
             seen = Causal().dense(nq, nk) if mask in (Causal(), Window(99)) else torch.ones(1, 1, nq, nk)
             assert torch.equal(covered(mask, Grid.of(nq, nk), biased=False), seen.long())
 
@@ -487,7 +506,7 @@ def test_no_mask_and_causal_need_no_mask_tensor() -> None:
         (lambda: RandomKeys(-1), r"RandomKeys: size is -1, expected 0 or more keys a query"),
         (lambda: RandomKeys(2).dense(4, 3), r"RandomKeys: 4 queries stand before the first of 3 keys"),
         (lambda: Shifted(RandomKeys(2), 2).dense(2, 3), r"RandomKeys: 2 queries stand after the last of 3 keys"),
-        (lambda: RandomKeys(2, besides=Padding([9])).dense(2, 3), r"Padding: lengths lie in 9..9"),
+        (lambda: RandomKeys(2, besides=Padding([9])), r"RandomKeys: besides is made of data"),
         (lambda: Blockwise(Causal(), 0), r"Blockwise: size is 0, expected at least 1 token a block"),
         (lambda: Blockwise(Global([4]), 2).dense(7, 7), r"Global: index 4 lies outside 4 keys"),
         (lambda: longformer(3), r"longformer: window is 3, expected an even number of keys"),

@@ -13,6 +13,7 @@ from qkv.tiles import classes
 
 TILE = 256  # of the tiled kernel
 
+
 @dataclass(frozen=True)
 class Cost:
     """Of the forward of one call."""

@@ -24,7 +24,8 @@ def _mixed(x: Tensor) -> Tensor:
 
 def _scrambled(seed: int) -> int:
     """The seed hashed on its own: else the next seed would be this one, moved by a query."""
-    return int(_mixed(torch.tensor((_mixed(torch.tensor(seed & _MASK)).item() + 0x9E3779B9) & _MASK)))
+    once = int(_mixed(torch.tensor(seed & _MASK)))
+    return int(_mixed(torch.tensor((once + 0x9E3779B9) & _MASK)))
 
 
 def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:

@@ -29,7 +29,7 @@ KEPT_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
 SPARSE_TILE = 64  # of masks that show little of any row
 SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have them gathered
 SPARSE_KEYS = 1024  # with fewer keys it is not worth while
-GATHERED = 2**16  # keys of all heads and tiles gathered at once: they should stay in cache
+GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 
@@ -53,8 +53,8 @@ class Part:
         part = self._cut(x, self.rows)
         return part.flip(2) if self.flipped else part
 
-    def keys_of(self, x: Tensor) -> Tensor:
-        """Its part of x (b, hkv, nk, …), shaped as by `rows_of`."""
+    def keys_of(self, x: Tensor, room: Room | None = None) -> Tensor:
+        """Its part of x (b, hkv, nk, …), shaped as by `rows_of`; a view that needs no room."""
         return self._cut(x, self.keys)
 
     def put(self, x: Tensor, value: Tensor) -> None:
@@ -113,6 +113,19 @@ class Part:
             span[:, :, start:stop].unfold(2, size, self.step).add_(piece.transpose(-1, -2))
 
 
+class Room:
+    """Memory for gathered rows that is used again and again: fresh memory would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    def of(self, rows: int, like: Tensor) -> Tensor:
+        """Room for as many rows as those of `like`."""
+        if self.kept is None or self.kept.numel() < rows * like.shape[1]:
+            self.kept = like.new_empty(rows * like.shape[1])
+        return self.kept[: rows * like.shape[1]].view(rows, -1)
+
+
 @dataclass(frozen=True, eq=False)
 class Gathered:
     """Tiles of rows of one batch item, each with the tiles of keys it sees, gathered side by side."""
@@ -137,10 +150,11 @@ class Gathered:
             return tiled[:, self._runs[0][0]].transpose(0, 1)
         return torch.cat([tiled[:, tiles] for tiles, _ in self._runs], 1).transpose(0, 1)
 
-    def keys_of(self, x: Tensor) -> Tensor:
-        """Its part of x (b, hkv, nk, …): (tiles, hkv, size, …)."""
-        tiles = self._tiled(_whole_tiles(x)).index_select(1, self.key_tiles.flatten())
-        return tiles.unflatten(1, self.key_tiles.shape).flatten(2, 3).transpose(0, 1)
+    def keys_of(self, x: Tensor, room: Room | None = None) -> Tensor:
+        """Its part of x (b, hkv, nk, d): (tiles, hkv, size, d), made in `room` if given. Fast if x is contiguous."""
+        flat, index = self._flat(_whole_tiles(x))
+        seen = torch.index_select(flat, 0, index, out=None if room is None else room.of(len(index), flat))
+        return seen.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
 
     def put(self, x: Tensor, value: Tensor) -> None:
         """Assign `value`, shaped as by `rows_of`, to its rows of x."""
@@ -156,20 +170,16 @@ class Gathered:
 
     def add_keys(self, x: Tensor, value: Tensor) -> None:
         """Add `value`, shaped as by `keys_of`, to its keys of x; many tiles may see one key."""
-        value = value.transpose(0, 1).unflatten(2, (-1, SPARSE_TILE)).flatten(1, 2).to(x.dtype)
         spare = -x.shape[2] % SPARSE_TILE
-        if not spare:
-            self._tiled(x).index_add_(1, self.key_tiles.flatten(), value)
-            return
-        total = x.new_zeros(1, x.shape[1], x.shape[2] + spare, x.shape[3])
-        Gathered(0, self.grid, self.row_tiles, self.key_tiles, None)._tiled(total).index_add_(
-            1, self.key_tiles.flatten(), value
-        )
-        x[self.item] += total[0, :, : x.shape[2]]
+        total = x if not spare else x.new_zeros(*x.shape[:2], x.shape[2] + spare, x.shape[3])
+        flat, index = self._flat(total)
+        flat.index_add_(0, index, value.transpose(0, 1).reshape(len(index), -1).to(x.dtype))
+        if spare:
+            x[self.item] += total[self.item, :, : x.shape[2]]
 
     def bias(self, bias: Bias, dtype: torch.dtype) -> Tensor:
         """What an additive bias adds to its scores."""
-        rows, keys = _positions(self.row_tiles), _positions(self.key_tiles)
+        rows, keys = _positions(self.row_tiles[:, None]), _positions(self.key_tiles)
         heads = torch.arange(self.grid.heads)[:, None, None]
         keys = keys.clamp(max=self.grid.n_keys - 1)[:, None, None]
         return bias.at(torch.zeros((), dtype=dtype), torch.tensor(self.item), heads, rows[:, None, :, None], keys)
@@ -191,6 +201,15 @@ class Gathered:
         edges = [0, *breaks.tolist(), len(self.row_tiles)]
         first = self.row_tiles.tolist()
         return [(slice(first[a], first[a] + b - a), slice(a, b)) for a, b in itertools.pairwise(edges)]
+
+    def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tiles of all heads of x (b, hkv, n, d) as rows, a view if x is contiguous, and which of them are seen.
+
+        Whole rows of one matrix are copied ten times as fast as slices of a dimension in the middle.
+        """
+        heads, tiles = x.shape[1], x.shape[2] // SPARSE_TILE
+        index = (torch.arange(heads)[:, None] * tiles + self.key_tiles.flatten()).flatten()
+        return x[self.item].reshape(heads * tiles, -1), index
 
     def _tiled(self, x: Tensor) -> Tensor:
         """x (b, h, n, …) of its item as (h, n / size, size, …), without the last tile if that is short."""
@@ -225,9 +244,7 @@ def covers(call: Call, *, training: bool) -> list[Cover]:
     if call.biases:
         by_distance = _by_distance(call)
         if by_distance is None:
-            return [
-                _kept(mask, grid) if mask is not None else _tile_blocks(Causal() | ~Causal(), grid, 0, grid.n_queries)
-            ]
+            return [_tile_blocks(mask, grid, 0, grid.n_queries)]
         return [_biased_band_blocks(by_distance, band, mask, call, training=training)]
     if mask is None or band == (-math.inf, math.inf):
         return [[[Part(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
@@ -364,7 +381,12 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
         return
     kinds = classes(mask, Tiles.of(grid, SPARSE_TILE, SPARSE_TILE), grid)
     low, high = kinds.amin(1), kinds.amax(1)
-    kinds = torch.where(low == high, low, PARTIAL).expand(grid.batch, -1, -1)  # over heads: (b, rows, columns)
+    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    shared = _shared_keys(kinds)
+    if shared is not None:
+        yield from _shared_blocks(mask, grid, kinds, shared)
+        return
+    kinds = kinds.expand(grid.batch, -1, -1)
     seen = (kinds != EMPTY).sum(-1)
     sparse = seen * SPARSE_TILE <= grid.n_keys * SPARSE_SHARE
     sparse[:, grid.n_queries // SPARSE_TILE :] = False  # a last short tile
@@ -384,6 +406,39 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
                 columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
                 allowed = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
                 yield [Gathered(item, grid, some, columns, allowed)]
+
+
+def _shared_keys(kinds: Tensor) -> slice | None:
+    """The keys of one or two neighbouring tiles, if half of the rows or more see no others."""
+    row = kinds[0, len(kinds[0]) // 2] != EMPTY
+    columns = row.nonzero()[:, 0]
+    if not 1 <= len(columns) <= 2 or columns[-1] - columns[0] != len(columns) - 1:
+        return None
+    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    if alike.double().mean() < 0.5:
+        return None
+    return slice(int(columns[0]) * SPARSE_TILE, (int(columns[-1]) + 1) * SPARSE_TILE)
+
+
+def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[Block]:
+    """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
+    row = torch.zeros(kinds.shape[2], dtype=torch.bool)
+    row[keys.start // SPARSE_TILE : keys.stop // SPARSE_TILE] = True
+    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    at = 0
+    for same, group in itertools.groupby(alike.tolist()):
+        start, at = at, min(at + len(list(group)) * SPARSE_TILE, grid.n_queries)
+        if not same:
+            yield from _tile_blocks(mask, grid, start, at)
+            continue
+        rows, columns = slice(start, at), slice(keys.start, min(keys.stop, grid.n_keys))
+        allowed = mask.allowed(Region(rows, columns), grid)
+        some = allowed.any(2).any(1).any(0).nonzero()[:, 0]
+        if len(some):
+            first = columns.start + int(some[0]) // ALIGN * ALIGN
+            last = min(columns.start + int(some[-1]) // ALIGN * ALIGN + ALIGN, columns.stop)
+            inside = slice(first - columns.start, last - columns.start)
+            yield [Part(rows, slice(first, last), allowed=allowed[..., inside].contiguous())]
 
 
 def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:

@@ -125,7 +125,7 @@ def flex(mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., 
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False)
         blocks = None if mask is None else masks.to_flex(mask(case), case.n, case.n)
-        return lambda: compiled(q, k, v, block_mask=blocks, score_mod=score)  # type: ignore[no-any-return]
+        return lambda: compiled(q, k, v, block_mask=blocks, score_mod=score)
 
     return contender
 
@@ -160,7 +160,7 @@ def x_transformers(**settings: Any) -> Contender:
             from x_transformers.attend import Attend
 
             attend = Attend(causal=True, **settings)
-        return lambda: attend(q, k, v)[0]  # type: ignore[no-any-return]
+        return lambda: attend(q, k, v)[0]
 
     return contender
 
@@ -234,7 +234,8 @@ MECHANISMS: dict[str, Mechanism] = {
     "key-bias": Mechanism(
         "a learned key with value 0",
         lambda case: {
-            "mask": masks.Causal(), "normalizer": normalizers.Softmax(key=_table(case.heads, case.dim).to(case.dtype)),
+            "mask": masks.Causal(),
+            "normalizer": normalizers.Softmax(key=_table(case.heads, case.dim).to(case.dtype)),
         },
         {"plain": plain},
         (Goal("plain", 1.10),),
@@ -257,7 +258,8 @@ MECHANISMS: dict[str, Mechanism] = {
     "shaw": Mechanism(
         "Shaw's relative keys and values",
         lambda case: {
-            "mask": masks.Causal(), "bias": biases.RelativePosition(_table(33, case.dim), _table(33, case.dim)),
+            "mask": masks.Causal(),
+            "bias": biases.RelativePosition(_table(33, case.dim), _table(33, case.dim)),
         },
     ),
     "soft-cap": Mechanism("scores capped at 50", _causal(bias=biases.SoftCap(50.0)), {"plain": plain}),

@@ -16,7 +16,13 @@ from qkv.bench.timing import resident
 
 
 def main() -> None:
-    name, n, heads, dtype, backward = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], bool(int(sys.argv[5]))
+    name, n, heads, dtype, backward = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+        bool(int(sys.argv[5])),
+    )
     torch.set_num_threads(2)
     mechanism = MECHANISMS[name]
     for tokens in (512, n):  # the first warms up: what libraries load is not what we measure

@@ -22,7 +22,7 @@ from qkv.call import Call, Result, at_least_float32
 from qkv.masks import Grid
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.parts import Block, Gathered, Part, covers
+from qkv.parts import Block, Gathered, Part, Room, covers
 from qkv.tiles import without_unseen
 
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
@@ -145,10 +145,12 @@ def _forward(
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -> Partial:
-    clean = _clean(cut, k, v)
+    clean, rooms = _clean(cut, k, v), (Room(), Room())
+    if any(isinstance(block[0], Gathered) for cover in cut for block in cover):
+        k, v = k.contiguous(), v.contiguous()
     first = cut[0]
     if len(cut) == len(first) == 1 and _covers(first[0], call.grid):
-        return merge(*[_attend(part, q, k, v, call, clean=clean) for part in first[0]])
+        return merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in first[0]])
     covered = sum(block[0].covers(len(q)) for block in first)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
     if covered < len(q) * q.shape[2]:
@@ -156,13 +158,19 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -
         lse.fill_(-torch.inf)
     for cover in cut:
         for block in cover:
-            parts = [_attend(part, q, k, v, call, clean=clean) for part in block]
+            whole = merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in block])
             if cover is not first:
-                parts.append(Partial(block[0].rows_of(out), block[0].rows_of(lse)))
-            whole = merge(*parts)
+                whole = _merged(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole)
             block[0].put(out, whole.out)
             block[0].put(lse, whole.lse)
     return Partial(out, lse)
+
+
+def _merged(a: Partial, b: Partial) -> Partial:
+    """`merge` of two without a gradient, in one pass over the outputs."""
+    nothing = (a.lse == -torch.inf) & (b.lse == -torch.inf)
+    share = torch.sigmoid(b.lse - a.lse).masked_fill_(nothing, 0)
+    return Partial(torch.lerp(a.out, b.out, share[..., None].to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
 
 
 def _clean(cut: list[list[Block]], k: Tensor, v: Tensor) -> bool:
@@ -182,9 +190,11 @@ def _covers(block: Block, grid: Grid) -> bool:
     )
 
 
-def _attend(part: Part | Gathered, q: Tensor, k: Tensor, v: Tensor, call: Call, *, clean: bool) -> Partial:
+def _attend(
+    part: Part | Gathered, q: Tensor, k: Tensor, v: Tensor, call: Call, rooms: tuple[Room, Room], *, clean: bool
+) -> Partial:
     added, hidden = _added(part, call)
-    k, v = (_seen(part, x, clean=clean) for x in (k, v))
+    k, v = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
     rows = part.rows_of(q)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
     if k.shape[2] < SHORT and (lost := rows.isnan().any(-1)).any():
@@ -202,22 +212,23 @@ def _fold_backward(
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0)  # such rows see nothing, so e^(−∞ − 0) = 0 is their weight
-    clean = _clean(cut, k, v)
+    clean, rooms = _clean(cut, k, v), (Room(), Room())
     for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
         added, _ = _added(part, call)
-        keys, values = (_seen(part, x, clean=clean) for x in (k, v))
-        rows = [part.rows_of(x) for x in (grad, q)]
-        known = [part.rows_of(x) for x in (out, lse)]
-        grads = _stock_backward(*rows, keys, values, *known, causal=part.causal, scale=_scale(call), added=added)
+        keys, values = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
+        slope, queries, known, level = (part.rows_of(x) for x in (grad, q, out, lse))
+        grads = _stock_backward(
+            slope, queries, keys, values, known, level, causal=part.causal, scale=_scale(call), added=added
+        )
         part.add_rows(dq, grads[0])
         part.add_keys(dk, grads[1])
         part.add_keys(dv, grads[2])
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _seen(part: Part | Gathered, x: Tensor, *, clean: bool) -> Tensor:
+def _seen(part: Part | Gathered, x: Tensor, room: Room, *, clean: bool) -> Tensor:
     """Keys or values of a part, zero where none of its queries may look unless that does not matter."""
-    x = part.keys_of(x)
+    x = part.keys_of(x, room)
     return x if clean else without_unseen(x, part.allowed)
 
 
@@ -242,8 +253,8 @@ def _added(part: Part | Gathered, call: Call) -> tuple[Tensor | None, Bool[Tenso
     if added is None:
         return None, None
     if call.biases:  # they may hide pairs, too
-        hidden = (added == -torch.inf).all(-1)
-        hidden = hidden if hidden.any() else None
+        none = (added == -torch.inf).all(-1)
+        hidden = none if none.any() else None
     else:
         hidden = part.hidden_rows
     return added.expand(*added.shape[:2], *part.size), hidden

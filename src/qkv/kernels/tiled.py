@@ -141,7 +141,8 @@ def _tile_size(call: Call) -> int:
         assert call.mask is not None
         return float((call.mask.classify(tiles, call.grid) != EMPTY).double().mean())
 
-    return TILE // 4 if shown(TILE // 4) < 0.6 * shown(TILE) else TILE
+    small = max(1, TILE // 4)
+    return small if shown(small) < 0.6 * shown(TILE) else TILE
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------

@@ -145,7 +145,10 @@ class Mask:
         >>> Causal().sparsity(4)
         0.375
         """
-        grid = Grid.of(n_queries, n_queries if n_keys is None else n_keys, batch, heads)
+        n_keys = n_queries if n_keys is None else n_keys
+        if min(n_queries, n_keys, batch, heads) < 1:
+            raise InputError(f"sparsity: {n_queries} queries and {n_keys} keys, expected at least 1 of each")
+        grid = Grid.of(n_queries, n_keys, batch, heads)
         self.check(grid)
         return 1 - float(self.visible_keys(grid).double().mean()) / grid.n_keys
 

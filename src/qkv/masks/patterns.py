@@ -241,10 +241,11 @@ class RandomKeys(Mask):
     def __post_init__(self) -> None:
         if self.size < 0:
             raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
-
-    @property
-    def by_value(self) -> bool:
-        return self.besides is None or self.besides.by_value
+        if self.besides is not None and not self.besides.by_value:
+            raise InputError(
+                "RandomKeys: besides is made of data or a function, which may differ between batch items and heads; "
+                "expected a mask of positions alone"
+            )
 
     def check(self, grid: Grid) -> None:
         if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
