@@ -39,8 +39,15 @@ lint: venv  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv  ## all benchmarks, about ten minutes; writes benchmarks/results
+MECHANISMS := benchmarks/results/mechanisms
+SOME := causal sink off-by-one key-bias alibi window bigbird longformer sigmoid elu linear
+
+bench: venv  ## all benchmarks, about an hour; writes benchmarks/results
 	$(BIN)/python -m benchmarks
+	$(BIN)/qkv bench --lengths 512 1024 2048 4096 8192 16384 --memory 4096 8192 16384 --seconds 1.5 --out $(MECHANISMS)
+	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/qkv bench $(SOME) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
+	$(BIN)/qkv bench $(SOME) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)
 
 docs: venv  ## the figures and numbers in README.md and docs/, made again
 	$(BIN)/python docs/make_figures.py

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import alone
+from qkv.bench.timing import alone
 from qkv.cli import main as qkv_main
 
 

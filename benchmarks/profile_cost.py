@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from benchmarks.one_run import HEADS, inputs, plain, profiled
-from benchmarks.timing import THREADS, alone, alternating, median_ratio
+from benchmarks.timing import THREADS
+from qkv.bench.run import slope
+from qkv.bench.timing import alone, alternating, median_ratio
 from qkv.profiler.models import random_gpt2
 
 TOKENS, LAYERS = 8192, 6
@@ -41,10 +42,3 @@ def against_length(lengths: tuple[int, ...] = (8192, 16384, 32768, 65536)) -> di
         "seconds": {n: run["seconds"] for n, run in runs.items()},
         "exponent of memory (≤ 1.1)": slope(grown),
     }
-
-
-def slope(values: dict[int, int]) -> float:
-    """Least-squares slope of ln value against ln n."""
-    xs, ys = [math.log(n) for n in values], [math.log(v) for v in values.values()]
-    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)

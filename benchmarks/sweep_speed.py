@@ -8,16 +8,17 @@ import torch
 
 import qkv
 from benchmarks.attend_speed import tensors
-from benchmarks.timing import THREADS, alternating, median_ratio
+from benchmarks.timing import THREADS
+from qkv.bench.timing import alternating, median_ratio
+from qkv.call import Call
 from qkv.measure import sweep
-from qkv.tiles import Call
 
 
 def sweep_and_its_parts(n: int = 8192, repeats: int = 5) -> dict[str, Any]:
     """Every statistic / one causal flash pass; and per tile of 6 × 256 × 256: exp / exp2, one product / three."""
     torch.set_num_threads(THREADS)
     q, k, v = tensors(n)
-    call = Call(q, k, v, qkv.masks.Causal())
+    call = Call.of(q, k, v, qkv.masks.Causal())
     _, lse = qkv.attend(q, k, v, mask=qkv.masks.Causal(), return_lse=True)
     passes = alternating(
         {"flash": lambda: qkv.attend(q, k, v, mask=qkv.masks.Causal()), "sweep": lambda: sweep(call, lse)}, repeats

@@ -1,71 +1,15 @@
-"""How we measure: alternating repeats in one process for time, a fresh process each for memory."""
+"""Where results go, and how they are kept; how to measure is in `qkv.bench.timing`."""
 
 from __future__ import annotations
 
 import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from qkv.bench.timing import machine
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = 2
-
-
-def alternating(jobs: Mapping[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
-    """Seconds of each job, repeat by repeat, all in turn, so that a busy moment hits all alike. One warm-up each."""
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(repeats + 1):
-        for name, job in jobs.items():
-            started = time.perf_counter()
-            job()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
-def median_ratio(seconds: Mapping[str, list[float]], job: str, base: str) -> float:
-    """Median over repeats of job / base of the same turn."""
-    return statistics.median(a / b for a, b in zip(seconds[job], seconds[base], strict=True))
-
-
-def alone(module: str, *arguments: object) -> dict[str, Any]:
-    """Run ``python -m module arguments`` in a fresh process; it prints one line of JSON last."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
-def resident(which: str = "VmHWM") -> int:
-    """Bytes of this process in memory: ``VmHWM`` at most so far, ``VmRSS`` now. (Linux.)"""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(which))
-    return int(line.split()[1]) * 1024
-
-
-def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [x.split(":", 1)[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "threads": str(THREADS),
-        "torch": torch.__version__,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
@@ -73,6 +17,6 @@ def save(name: str, result: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    unfinished.write_text(json.dumps({"machine": machine(THREADS), **result}, indent=1) + "\n")
     unfinished.replace(path)
     return path

@@ -12,7 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import linear_error
+import make_matrix
+import matplotlib.pyplot as plt
+
 import qkv
+from qkv.bench import run, show
 from qkv.profiler.models import load
 from qkv.profiler.texts import default_text
 
@@ -36,6 +41,25 @@ def pictures() -> None:
         shot = f"--screenshot={figures / 'report.png'}"
         size = ["--window-size=1280,1240", "--virtual-time-budget=4000", f"--user-data-dir={folder}/chromium"]
         subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
+
+
+def masks() -> None:
+    """docs/figures/masks.png: what masks look like."""
+    m = qkv.masks
+    drawn = {
+        "bigbird()": (m.bigbird(), 4096),
+        "longformer(16, [0, 24])": (m.longformer(16, [0, 24]), 64),
+        "(Strided(8) | Window(8)) & Causal()": ((m.Strided(8) | m.Window(8)) & m.Causal(), 64),
+        "Dilated(6, step=3)": (m.Dilated(6, 3), 64),
+        "Prefix(4) | Window(16)": (m.Prefix(4) & m.Causal() | m.Window(16), 64),
+        "Document(…) & Causal()": (m.Document([0] * 20 + [1] * 13 + [2] * 31) & m.Causal(), 64),
+    }
+    fig, axes = plt.subplots(2, 3, figsize=(9, 6.4), layout="constrained")
+    for ax, (name, (mask, n)) in zip(axes.flat, drawn.items(), strict=True):
+        mask.plot(n, ax=ax)
+        ax.set_title(f"{name}\n{mask.sparsity(n):.0%} of {n:,} × {n:,} hidden", fontsize=9)
+    fig.savefig(DOCS / "figures" / "masks.png", dpi=120)
+    plt.close(fig)
 
 
 def minilm() -> None:
@@ -91,8 +115,34 @@ def benchmarks() -> None:
                 lines.append(f"| {name} | {what} | {value:.3g} |")
             elif what.startswith("time"):
                 lines += [f"| {name} | {what}: {n.replace('|', 'or')} | {v:.3f} |" for n, v in value.items()]
-    lines += ["", *_profile_table(results), "", "Machine: " + _machine(results)]
+    lines += ["", *_profile_table(results), "", *_mechanisms(), "Machine: " + _machine(results)]
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
+
+
+def _mechanisms() -> list[str]:
+    """Tables of `qkv bench`: what was to be reached, and everything."""
+    found = {path.stem: run.load(path) for path in sorted((RESULTS / "mechanisms").glob("*.json"))}
+    lines = [
+        "## Every mechanism",
+        "",
+        "By `qkv bench`: milliseconds of qkv, and its time over that of what one would use instead, in the same run.",
+        "`plain` is qkv's own causal softmax; `sdpa` torch's fused attention, with a mask or bias tensor where it",
+        "must; `flex` FlexAttention compiled for CPU (its block mask made beforehand; forward only, from 4,096 tokens",
+        "on); `eager` weights formed by hand. A rival is left out where all scores would take more than 3 GiB.",
+        "Exponents are fitted from 2,048 tokens on (time); of memory, the growth of a fresh process, over the last",
+        "three lengths.",
+        "",
+        "![Milliseconds by length](figures/bench.png)",
+        "",
+    ]
+    for result in found.values():
+        shape = f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}"
+        lines += [f"### {shape[0].upper()}{shape[1:]}", ""]
+        if any(row["goals"] for row in result["mechanisms"].values()):
+            lines += ["Goals:", "", show.goals(result)]
+        lines += ["All:", "", show.markdown(result)]
+    shutil.copy(RESULTS / "mechanisms" / "float32-8-forward.png", DOCS / "figures" / "bench.png")
+    return lines
 
 
 def _profile_table(results: dict[str, Any]) -> list[str]:
@@ -112,5 +162,8 @@ def _machine(results: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     pictures()
+    masks()
+    linear_error.linear_error(DOCS / "figures" / "linear_error.png")
+    make_matrix.main()
     minilm()
     benchmarks()

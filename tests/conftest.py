@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
     "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles",
-    "weights", "parts", "reference", "kernels", "linear", "measure", "choice", "cost", "attention",
+    "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost", "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
@@ -64,13 +64,13 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.parts", "qkv.kernels.tiled", "qkv.measure"):
+    for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure"):
         monkeypatch.setattr(sys.modules[name], "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
-    parts = sys.modules["qkv.parts"]
-    monkeypatch.setattr(parts, "SPARSE_TILE", max(1, size // 2))
-    monkeypatch.setattr(parts, "SPARSE_KEYS", 1)
-    monkeypatch.setattr(parts, "_KEPT", OrderedDict())  # what was cut with other tiles
+    cuts = sys.modules["qkv.cuts"]
+    monkeypatch.setattr(cuts, "SPARSE_TILE", max(1, size // 2))
+    monkeypatch.setattr(cuts, "SPARSE_KEYS", 1)
+    monkeypatch.setattr(cuts, "_KEPT", OrderedDict())  # what was cut with other tiles
     linear = sys.modules["qkv.kernels.linear"]
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import qkv
 from conftest import MASKS, fits, grids, mask_trees, set_tile, unchecked
-from qkv import InputError, parts
+from qkv import InputError, cuts, parts
 from qkv.biases import Dense as Bias
 from qkv.call import Call
 from qkv.masks import (
@@ -389,7 +389,7 @@ def pieces(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[parts
     """What the flash kernel would call the stock kernel with."""
     q, k = (torch.zeros(grid.batch, grid.heads, n, 1) for n in (grid.n_queries, grid.n_keys))
     bias = (Bias(torch.zeros(1, 1)),) if biased else ()
-    cut = parts.covers(Call.of(q, k, k, mask, bias), training=False)
+    cut = cuts.covers(Call.of(q, k, k, mask, bias), training=False)
     return [part for cover in cut for block in cover for part in block]
 
 
@@ -415,7 +415,7 @@ def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
 
 def count_gathered(part: parts.Gathered, count: Tensor, grid: Grid) -> None:
     """Add what gathered tiles show; no key may stand twice in a row."""
-    size = parts.SPARSE_TILE
+    size = part.tile
     for t, (row, columns) in enumerate(zip(part.row_tiles.tolist(), part.key_tiles.tolist(), strict=True)):
         assert len(set(columns)) == len(columns)
         for c, column in enumerate(columns):
@@ -433,10 +433,10 @@ def test_calls_of_the_flash_kernel_cover_each_visible_pair_once(data: st.DataObj
     mask = data.draw(mask_trees(grid.n_queries, grid.n_keys, grid.batch, grid.heads))
     with pytest.MonkeyPatch.context() as patch:
         set_tile(patch, data.draw(st.sampled_from([4, 8])))
-        patch.setattr(parts, "SPARSE_KEYS", data.draw(st.sampled_from([1, 1000])))
-        patch.setattr(parts, "SPARSE_SHARE", data.draw(st.sampled_from([0.3, 0.8])))
-        patch.setattr(parts, "GATHERED", data.draw(st.sampled_from([1, 100])))
-        patch.setattr(parts, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
+        patch.setattr(cuts, "SPARSE_KEYS", data.draw(st.sampled_from([1, 1000])))
+        patch.setattr(cuts, "SPARSE_SHARE", data.draw(st.sampled_from([0.3, 0.8])))
+        patch.setattr(cuts, "GATHERED", data.draw(st.sampled_from([1, 100])))
+        patch.setattr(cuts, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))
         got = covered(mask, grid, biased=data.draw(st.booleans()))
     assert torch.equal(got, shown(mask, grid).long())
 

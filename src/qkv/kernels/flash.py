@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qkv.call import Call, Result, at_least_float32
+from qkv.cuts import Block, covers
 from qkv.masks import Grid
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.parts import Block, Gathered, Part, Room, covers
+from qkv.parts import Gathered, Part, Room
 from qkv.tiles import without_unseen
 
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
