@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from qkv.call import Call, at_least_float32
-from qkv.kernels import FORM_WEIGHTS
-from qkv.masks import EMPTY, FULL, Tiles
+from qkv.kernels import FORM_WEIGHTS, linear, tiled
+from qkv.masks import EMPTY, FULL, Padding, Tiles
 from qkv.tiles import classes
-
-TILE = 256  # of the tiled kernel
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ def cost(kernel: str, call: Call) -> Cost:
     flops = pairs * (score_flops + 2 * dv)
     result = own * out + wide * b * h * n_queries
     if kernel == "linear":
-        chunks = -(-n_keys // CHUNK)
-        causal = call.mask is not None and call.mask.band is not None
-        inside = b * h * n_queries * CHUNK if causal else 0
+        chunks = -(-n_keys // linear.CHUNK)
+        causal = call.mask is not None and not isinstance(call.mask, Padding)
+        inside = b * h * n_queries * linear.CHUNK if causal else 0
         pairs = inside
         flops = inside * 2 * (d + dv) + 2 * d * (dv + 1) * (b * h * n_queries + b * call.k.shape[1] * n_keys)
         peak = result + wide * (inputs + out + inside + (b * call.k.shape[1] * chunks * d * dv if causal else 0))
@@ -52,16 +50,13 @@ def cost(kernel: str, call: Call) -> Cost:
     elif kernel == "reference":
         peak = result + 8 * b * h * n_queries * n_keys
     elif kernel == "tiled":
-        heads = min(8, h)
-        peak = result + wide * (inputs + 2 * out) + torch.get_num_threads() * 3 * wide * heads * TILE * TILE
+        heads = min(tiled.HEADS, h)
+        peak = result + wide * (inputs + 2 * out) + torch.get_num_threads() * 3 * wide * heads * tiled.TILE**2
     else:  # flash, flex
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
-        peak = result + own * padded + torch.get_num_threads() * wide * 2 * TILE * (512 + dv)
+        peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)
     moved += own * b * h * n_queries * n_keys if kernel in FORM_WEIGHTS else 0
     return Cost(pairs, flops, moved, peak)
-
-
-CHUNK = 128  # of the linear kernel
 
 
 def visible_pairs(call: Call) -> int:
