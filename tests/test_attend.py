@@ -131,6 +131,26 @@ def test_layouts_in_memory_do_not_matter(kernel: str) -> None:
         close(attend(*strided, mask=mask, kernel=kernel), attend(*tensors, mask=mask, kernel=kernel))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["none", "causal", "window"])
+def test_vectors_may_lie_anywhere_in_memory(kernel: str, name: str) -> None:
+    """Entries of a vector apart, or all the same one."""
+    tensors = triple(nq=23, nk=23, d=5, dv=5)
+    apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors]
+    same = [x[..., :1].expand(*x.shape) for x in tensors]
+    mask = MASKS[name](23, 23, 2, 6)
+    for strided in (apart, same):
+        assert all(x.stride(-1) != 1 for x in strided)
+        found = []
+        for inputs in (strided, [x.contiguous() for x in strided]):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            out = attend(*leaves, mask=mask, kernel=kernel)
+            assert isinstance(out, Tensor)
+            found.append((out, *torch.autograd.grad(out.sum(), leaves)))  # whose gradient is one number, expanded
+        for got, want in zip(*found, strict=True):
+            close(got, want)
+
+
 # --- scores, biases, normalizers --------------------------------------------------------------------------------------
 
 BIASES = {

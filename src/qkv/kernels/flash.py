@@ -89,7 +89,7 @@ def _stock(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, added: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
+    out, lse = op(*map(_dense, (q, k, v)), 0.0, causal, attn_mask=added, scale=scale)
     return out, lse
 
 
@@ -98,7 +98,12 @@ def _stock_backward(
     *, causal: bool, scale: float, added: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=added, scale=scale)
+    return op(*map(_dense, (grad, q, k, v, out)), lse, 0.0, causal, attn_mask=added, scale=scale)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The same with the entries of a vector side by side in memory, as the operators take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # --- forward and backward ---------------------------------------------------------------------------------------------
