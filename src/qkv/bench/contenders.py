@@ -114,7 +114,9 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
     return contender
 
 
-def flex(mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., Any] | None = None) -> Contender:
+def flex(
+    mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., Any] | None = None, block: int = 128
+) -> Contender:
     """FlexAttention compiled for CPU, which has no backward; its block mask is made beforehand."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
@@ -124,7 +126,7 @@ def flex(mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., 
 
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False)
-        blocks = None if mask is None else masks.to_flex(mask(case), case.n, case.n)
+        blocks = None if mask is None else masks.to_flex(mask(case), case.n, case.n, block_size=block)
         return lambda: compiled(q, k, v, block_mask=blocks, score_mod=score)
 
     return contender
@@ -194,11 +196,11 @@ def _elu_plus_one(s: Tensor) -> Tensor:
 WINDOW, BIGBIRD, LONGFORMER = masks.Window(256), masks.bigbird(), masks.longformer(512)
 
 
-def _sparse(mask: masks.Mask, what: str) -> Mechanism:
+def _sparse(mask: masks.Mask, what: str, block: int = 128) -> Mechanism:
     return Mechanism(
         what,
         lambda case: {"mask": mask},
-        {"sdpa": masked_sdpa(lambda case: mask), "flex": flex(lambda case: mask)},
+        {"sdpa": masked_sdpa(lambda case: mask), "flex": flex(lambda case: mask, block=block)},
         (Goal("flex", 1.0, 8192), Goal("sdpa", 0.2, 8192, backward=True)),
     )
 
@@ -264,7 +266,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "soft-cap": Mechanism("scores capped at 50", _causal(bias=biases.SoftCap(50.0)), {"plain": plain}),
     "window": _sparse(WINDOW, "sliding window of 256"),
-    "bigbird": _sparse(BIGBIRD, "BigBird, blocks of 64"),
+    "bigbird": _sparse(BIGBIRD, "BigBird, blocks of 64", block=64),
     "longformer": _sparse(LONGFORMER, "Longformer, window of 512, one global token"),
     "sigmoid": Mechanism(
         "sigmoid, bias −8",
