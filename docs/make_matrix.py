@@ -129,8 +129,8 @@ def table(title: str, rows: dict[str, dict[str, Any]], of_linear: dict[str, Any]
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Write the page."""
+def page() -> str:
+    """The whole page."""
     by_sum = {"normalizer": normalizers.Identity("sum")}
     linear = {"score": Features(torch.relu)} | by_sum
     tables = [
@@ -141,9 +141,8 @@ def main() -> None:
         table("Also", OTHERS, linear),
     ]
     version = torch.__version__.split("+")[0]
-    page = "\n\n".join([HEAD.format(version=version), *tables])
-    Path(__file__).with_name("matrix.md").write_text(page + "\n")
+    return "\n\n".join([HEAD.format(version=version), *tables]) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    Path(__file__).with_name("matrix.md").write_text(page())

@@ -151,6 +151,17 @@ def test_vectors_may_lie_anywhere_in_memory(kernel: str, name: str) -> None:
             close(got, want)
 
 
+@pytest.mark.usefixtures("tile4")
+def test_a_mask_tensor_written_in_place_is_read_anew() -> None:
+    """What positions alone decide is cut once and kept; what data decide never is."""
+    q, k, v = triple(nq=23, nk=23)
+    tensor = rand(23, 23, seed=6) > 1
+    mask = (Dense(tensor) | masks.Prefix(1)) & Causal()
+    for _ in range(2):
+        close(attend(q, k, v, mask=mask, kernel="flash"), attend(q, k, v, mask=mask, kernel="eager"))
+        tensor.logical_not_()
+
+
 # --- scores, biases, normalizers --------------------------------------------------------------------------------------
 
 BIASES = {

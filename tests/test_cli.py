@@ -171,10 +171,10 @@ def test_readme_commands_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_readme_python_runs(tmp_path: Path) -> None:
-    """The README's Python, as it stands, in a fresh interpreter."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/mechanisms.md"])
+def test_python_in_the_documentation_runs(page: str, tmp_path: Path) -> None:
+    """The Python of a page, as it stands, in a fresh interpreter."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

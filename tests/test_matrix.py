@@ -6,10 +6,12 @@ compared with finite differences. Any two choices occur together on every kernel
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,3 +273,14 @@ def test_every_kernel_serves_some_cells() -> None:
         with torch.no_grad():
             served = sum(refusal(made(*names), kernel) is None for names in CELLS if names[1] == "none")
         assert served >= 6, kernel
+
+
+def test_the_published_table_is_what_the_kernels_say() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("make_matrix", docs / "make_matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    published = (docs / "matrix.md").read_text()
+    assert published == module.page(), "run `make docs`"

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import qkv
 from conftest import MASKS, close, fits, largest_tensor, mask_trees, oracle, rand, set_tile, triple, unchecked
-from qkv import InputError, attend, biases, masks, reference
+from qkv import InputError, attend, biases, masks, normalizers, reference
 from qkv.call import Call
 from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
 from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
-from qkv.scores import Dot
+from qkv.scores import Additive, Dot
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in ("mass", "sink_mass", "visible")]
@@ -456,3 +456,53 @@ def test_received_of_many_queries_adds_up() -> None:
     got = qkv.measure(q, q)
     close(got.received, torch.ones(1, 1, n), eps=8)
     close(got.entropy, torch.full((1, 1, n), math.log(n)), eps=8)
+
+
+# --- other normalizers and scores -------------------------------------------------------------------------------------
+
+NORMALIZERS = {
+    "sigmoid": normalizers.Sigmoid(),
+    "sigmoid of heads": normalizers.Sigmoid(rand(6, seed=3)),
+    "elu": normalizers.EluPlusOne(),
+    "elu over the sum": normalizers.EluPlusOne("sum"),
+    "relu": normalizers.ReLU(),
+    "relu over the sum": normalizers.ReLU("sum"),
+    "entmax": normalizers.Entmax(1.5, temperature=0.7),
+    "sparsemax": normalizers.Sparsemax(),
+    "hard": normalizers.Hard(),
+    "key": Softmax(key=rand(6, 3, seed=4)),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("score", [None, Additive(rand(6, 4), rand(4, 3), rand(4, 3))], ids=["dot", "additive"])
+@pytest.mark.parametrize("mask", ["none", "causal", "bigbird", "padding", "nothing"])
+def test_every_normalizer(name: str, score: Additive | None, mask: str, tile: int) -> None:
+    q, k, v = triple(nq=11, nk=13)
+    asked = {"mask": MASKS[mask](11, 13, 2, 6), "normalizer": NORMALIZERS[name], "score": score}
+    _, lse, weights = oracle(q, k, v, **asked)
+    got = qkv.measure(q, k, **asked, first=2)
+    if lse is None:
+        assert got.lse is None
+    else:
+        close(got.lse, lse)
+    want = wanted(weights, torch.zeros(2, 6, 11), first=2)
+    del want["lse"]
+    compare(got, want)
+
+
+def test_queries_that_do_not_count_under_any_normalizer() -> None:
+    q, k, _ = triple(nq=11, nk=11)
+    counted = torch.arange(11) < torch.tensor([[11], [7]])
+    asked = {"mask": Causal(), "normalizer": normalizers.Sigmoid()}
+    got, every = qkv.measure(q, k, **asked, queries=counted), qkv.measure(q, k, **asked)
+    close(got.entropy[0], every.entropy[0])
+    assert (got.entropy[1, :, 7:] == 0).all()
+    weights = attend(q, k, k, **asked, return_weights=True)[1]
+    close(got.received, (weights * counted[:, None, :, None]).sum(2), eps=640)
+
+
+def test_negative_weights_have_no_entropy() -> None:
+    q, k, _ = triple()
+    with pytest.raises(InputError, match="Identity gives negative weights here, which have no entropy"):
+        qkv.measure(q, k, normalizer=normalizers.Identity())

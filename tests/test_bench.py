@@ -1,0 +1,134 @@
+"""`qkv bench`: rivals compute the same thing; results are saved, loaded, shown and drawn. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qkv import InputError
+from qkv.bench import run, show
+from qkv.bench.contenders import MECHANISMS, Case, Goal
+from qkv.bench.timing import alternating, median_ratio
+from qkv.cli import main
+
+SAME = {"sdpa", "eager", "x-transformers"}
+OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # softmax attention, which they stand in for
+
+
+def case(n: int = 96, *, backward: bool = False) -> Case:
+    return Case(n, 4, torch.float32, backward, dim=16)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_rivals_compute_the_same(name: str) -> None:
+    mechanism, small = MECHANISMS[name], case()
+    q, k, v = small.tensors()
+    ours = mechanism.ours(small, q, k, v)()
+    assert ours.shape == q.shape
+    for rival, contender in mechanism.rivals.items():
+        if rival not in SAME or (name, rival) in OTHER:
+            continue
+        theirs = contender(small, q, k, v)
+        if theirs is None:
+            assert rival == "x-transformers"  # which may not be installed
+            continue
+        torch.testing.assert_close(ours, theirs(), rtol=2e-5, atol=2e-5)
+
+
+def test_flex_computes_the_same_score() -> None:
+    """The rival compiles, which is slow; its score function and its mask are checked uncompiled, by their numbers."""
+    from qkv.bench.contenders import _alibi_score
+    from qkv.biases import alibi_slopes
+
+    h, i, j = torch.arange(8)[:, None, None], torch.arange(5)[:, None], torch.arange(5)
+    got = _alibi_score(torch.zeros(()), torch.tensor(0), h, i, j)
+    torch.testing.assert_close(got, -alibi_slopes(8)[:, None, None] * (i - j))
+
+
+def test_rivals_that_would_form_too_much_are_left_out() -> None:
+    large = Case(32768, 8, torch.float32, backward=False, dim=1)
+    q = torch.zeros(1)
+    for name, rival in (("sigmoid", "eager"), ("alibi", "sdpa"), ("window", "sdpa")):
+        assert MECHANISMS[name].rivals[rival](large, q, q, q) is None
+    assert MECHANISMS["window"].rivals["flex"](case(backward=True), q, q, q) is None  # no backward on CPU
+
+
+def test_a_run_is_saved_loaded_and_shown(tmp_path: Path) -> None:
+    seen: list[str] = []
+    result = run.bench(["causal", "linformer"], [64, 96], heads=2, seconds=0, threads=1, on_cell=seen.append)
+    assert seen == [f"{name}, {n} tokens" for name in ("causal", "linformer") for n in (64, 96)]
+    path = tmp_path / "result.json"
+    run.save(result, path)
+    loaded = run.load(path)
+    assert loaded == json.loads(json.dumps(result), object_hook=_numbers)
+    text = show.markdown(loaded)
+    cell = result["mechanisms"]["causal"]["cells"][96]
+    assert set(cell["seconds"]) >= {"qkv", "sdpa", "eager"}
+    assert f"{cell['ratios']['sdpa']:.3f}" in text
+    assert f"{1e3 * cell['seconds']['qkv']:.3g} ms" in text
+    show.figure(loaded, tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 10_000
+    assert cell["flops"] == 2 * 2 * 64 * 2 * (64 * 64 * 0.5 + 64 * 32 + 32 * 32 * 0.5)
+
+
+def _numbers(x: dict) -> dict:
+    return {int(k) if k.isdigit() else k: v for k, v in x.items()}
+
+
+def test_goals_say_by_how_much() -> None:
+    goals = [{"rival": "sdpa", "at most": 1.0, "n": 4096, "got": got} for got in (0.98, 1.25)]
+    text = show.goals({"mechanisms": {"causal": {"goals": goals}}})
+    assert "| 4,096 | 1.00 | 0.980 | reached |" in text
+    assert "| 4,096 | 1.00 | 1.250 | missed by 25% |" in text
+    assert Goal("sdpa", 1.0) in (Goal("sdpa", 1.0, 512, backward=False),)
+
+
+def test_exponents() -> None:
+    assert run.slope({n: 3.0 * n**1.5 for n in (256, 1024, 4096)}) == pytest.approx(1.5)
+    assert run.slope({1024: 1.0}) is None
+    assert run.slope({}) is None
+
+
+def test_turns_alternate_and_ratios_are_of_the_same_turn() -> None:
+    turns: list[str] = []
+    times = alternating({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3)
+    assert turns == ["a", "b"] * 4  # the first of them warms up
+    assert [len(x) for x in times.values()] == [3, 3]
+    assert median_ratio({"a": [2.0, 9.0, 4.0], "b": [1.0, 3.0, 4.0]}, "a", "b") == 2.0
+
+
+@pytest.mark.slow
+def test_memory_of_a_mechanism_is_linear() -> None:
+    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[4096, 16384])
+    grown = result["mechanisms"]["sigmoid"]["memory"]
+    assert grown[16384] < 2 * 16384 * 16384 * 4 / 10  # a tenth of all its scores
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
+    assert main([*asked, "--out", str(tmp_path), "--name", "mine"]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
+    assert "sink" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["nothing"], "no mechanism 'nothing'; there are causal"),
+        (["--lengths", "0"], "are counts, expected at least 1"),
+        (["--threads", "0"], "are counts, expected at least 1"),
+    ],
+)
+def test_bad_input(asked: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *asked, "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_unknown_names_raise() -> None:
+    with pytest.raises(InputError, match="no mechanism 'x'"):
+        run.bench(["x"], [64])

@@ -1,0 +1,112 @@
+"""`choose_keys`: a key for every query, and the log-probability of the choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import qkv
+from conftest import close, rand, triple
+from qkv import InputError, attend, biases, choose_keys, masks
+from qkv.normalizers import Hard
+from qkv.scores import Additive, Cosine, General
+
+CASES = {
+    "plain": {},
+    "causal": {"mask": masks.Causal()},
+    "biased": {"mask": masks.Causal(), "bias": (biases.ALiBi(), biases.SoftCap(0.8))},
+    "relative": {"bias": biases.RelativePosition(rand(5, 3))},
+    "t5": {"bias": biases.T5Bias(rand(8, 6), max_distance=20)},
+    "dense": {"bias": biases.Dense(rand(6, 11, 13))},
+    "general": {"score": General(rand(6, 3, 3), 0.4)},
+    "cosine": {"score": Cosine(3.0), "mask": masks.Window(4)},
+    "additive": {"score": Additive(rand(6, 7), rand(7, 3), rand(7, 3))},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.usefixtures("tile4")
+def test_log_probabilities_are_those_of_the_weights(name: str, sample: bool) -> None:
+    q, k, v = triple(grad=True)
+    choice = choose_keys(q, k, **CASES[name], temperature=0.7, sample=sample, seed=3)
+    softmax = qkv.normalizers.Softmax(0.7)
+    _, weights = attend(q, k, v, **CASES[name], normalizer=softmax, return_weights=True)
+    assert choice.index.shape == q.shape[:3]
+    assert (choice.index >= 0).all()
+    picked = weights.gather(3, choice.index[..., None])[..., 0]
+    close(choice.log_prob, picked.log().detach())
+    slope = rand(*q.shape[:3], seed=9)
+    got = torch.autograd.grad((choice.log_prob * slope).sum(), (q, k))
+    want = torch.autograd.grad((picked.log() * slope).sum(), (q, k))
+    for x, y in zip(got, want, strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_it_takes_the_values_that_hard_attention_does(sample: bool) -> None:
+    q, k, v = triple()
+    choice = choose_keys(q, k, mask=masks.Causal(), sample=sample, seed=5)
+    for kernel in ("tiled", "eager"):
+        out = attend(q, k, v, mask=masks.Causal(), normalizer=Hard(sample=sample), dropout_seed=5, kernel=kernel)
+        close(choice.take(v), out)
+
+
+def test_the_best_key_is_the_best() -> None:
+    q, k, v = triple()
+    weights = attend(q, k, v, mask=masks.Window(5), return_weights=True)[1]
+    assert torch.equal(choose_keys(q, k, mask=masks.Window(5), sample=False).index, weights.argmax(-1))
+
+
+def test_draws_follow_the_weights() -> None:
+    q, k, v = triple(b=1, h=1, hkv=1, nq=1, nk=5)
+    weights = attend(q, k, v, return_weights=True)[1][0, 0, 0]
+    n = 4000
+    drawn = torch.tensor([choose_keys(q, k, seed=s).index.item() for s in range(n)])
+    share = torch.bincount(drawn, minlength=5) / n
+    assert ((share - weights).abs() < 4 * (weights * (1 - weights) / n).sqrt()).all()
+
+
+def test_reinforce_finds_the_gradient_of_the_expected_reward() -> None:
+    q, k, v = triple(b=1, h=1, hkv=1, nq=1, nk=3, grad=True)
+    reward = torch.tensor([1.0, -2.0, 0.5])
+    weights = attend(q, k, v, return_weights=True)[1][0, 0, 0]
+    (want,) = torch.autograd.grad((weights * reward).sum(), q)
+    n, total = 3000, torch.zeros_like(q)
+    for s in range(n):
+        choice = choose_keys(q, k, seed=s)
+        total += torch.autograd.grad(reward[choice.index.item()] * choice.log_prob.sum(), q)[0]
+    assert (total / n - want).abs().max() < 0.1 * max(1.0, float(want.abs().max()))
+
+
+def test_the_generator_of_torch_decides_unless_a_seed_does() -> None:
+    q, k, _ = triple(nq=40, nk=60)
+
+    def drawn(seed: int | None = None) -> torch.Tensor:
+        return choose_keys(q, k, seed=seed).index
+
+    torch.manual_seed(1)
+    first = drawn()
+    torch.manual_seed(1)
+    assert torch.equal(first, drawn())
+    assert not torch.equal(first, drawn())
+    assert torch.equal(drawn(4), drawn(4))
+    assert not torch.equal(drawn(4), drawn(5))
+
+
+def test_a_query_that_sees_nothing_chooses_nothing() -> None:
+    q, k, v = triple(nq=13, nk=7, grad=True)  # six queries stand before the first key
+    choice = choose_keys(q, k, mask=masks.Causal(), seed=1)
+    assert (choice.index[:, :, :6] == -1).all()
+    assert (choice.log_prob[:, :, :6] == 0).all()
+    assert (choice.take(v)[:, :, :6] == 0).all()
+    for grad in torch.autograd.grad(choice.log_prob.sum(), (q, k)):
+        assert grad.isfinite().all()
+
+
+def test_what_it_refuses() -> None:
+    q, k, _ = triple()
+    with pytest.raises(InputError, match="RelativePosition has values"):
+        choose_keys(q, k, bias=biases.RelativePosition(rand(5, 3), rand(5, 3)))
+    with pytest.raises(InputError, match="temperature is 0"):
+        choose_keys(q, k, temperature=0)
