@@ -216,7 +216,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
     key = given.score.project(given.q, keys)[1].flatten(1, 2)[:, :, None]
     q, key = projected.to(wide), key.to(wide)
     if given.score.vector is None:
-        logit = given.score.factor(q.shape[3]) * (q * key).sum(-1)
+        logit = given.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
     else:
         logit = (torch.tanh(q + key) * given.score.vector.to(q).expand(heads, -1)[:, None]).sum(-1)
     return logit / given.normalizer.temperature

@@ -259,6 +259,7 @@ def bench(
 
     Times every mechanism and its rivals (torch's SDPA, FlexAttention compiled, weights formed by hand, x-transformers
     if it is installed) in alternation, and writes to DIR the numbers as JSON, a table as Markdown, and a figure.
+    What is there already from the same machine and lengths stays: an interrupted run can be taken up with the rest.
 
     qkv bench                                      (everything, about ten minutes)
 
@@ -290,6 +291,7 @@ def bench(
 
     chosen = mechanisms or tuple(MECHANISMS)
     with _folder(out):
+        stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("")
@@ -303,9 +305,8 @@ def bench(
                 seconds=seconds,
                 memory=sorted(set(memory)),
                 on_cell=lambda what: progress.update(task, description=what),
+                path=out / f"{stem}.json",
             )
-        stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
-        run.save(result, out / f"{stem}.json")
         (out / f"{stem}.md").write_text(show.markdown(result))
         show.figure(result, out / f"{stem}.png")
         console = Console()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from qkv.errors import InputError
 
+ROWS = 4096  # worked on at once where nothing wants a gradient
+
 
 def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
     """elu(x) + 1: exp(x) below 0, x + 1 above (Katharopoulos et al. 2020, arXiv:2006.16236, eq. 7).
@@ -21,7 +23,14 @@ def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
     >>> elu_plus_one(torch.tensor([0.0, 2.0])).tolist()
     [1.0, 3.0]
     """
-    return torch.exp(x.clamp(max=0)) + torch.relu(x)  # elu(x) + 1 itself would round exp(x) away beside the 1
+    # elu(x) + 1 itself would round exp(x) away beside the 1.
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.exp(x.clamp(max=0)) + torch.relu(x)
+    out = x.clamp(max=0).exp_()
+    rows = max(-2, -x.ndim)
+    for part, of in zip(out.split(ROWS, rows), x.split(ROWS, rows), strict=True):  # little fresh memory at a time
+        part.add_(of.clamp(min=0))
+    return out
 
 
 def relu(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:

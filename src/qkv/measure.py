@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, choose, tiled
+from qkv.kernels import KERNELS, pick, tiled
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
 from qkv.normalizers import Normalizer, Softmax
 from qkv.parallel import each
@@ -118,8 +118,7 @@ def measure(
     """
     call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
     if isinstance(call.normalizer, Softmax):
-        name, _, _ = choose(call, "auto")
-        rows = KERNELS[name].run(call).lse
+        rows = KERNELS[pick(call, "auto")].run(call).lse
     else:
         rows = tiled.settle(call)
     return sweep(call, rows, mass=mass, first=first, queries=queries)

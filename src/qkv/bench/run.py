@@ -32,17 +32,28 @@ def bench(
     seconds: float = 2.0,
     memory: Sequence[int] = (),
     on_cell: Callable[[str], None] = lambda what: None,
+    path: Path | None = None,
 ) -> dict[str, Any]:
     """Times of each mechanism and its rivals at each length, medians of alternating repeats, and what follows.
 
     A cell takes about `seconds`, or three turns if that is longer. `memory` are the lengths at which the memory of our
-    own is measured, in a process of its own each.
+    own is measured, in a process of its own each. With `path` each mechanism is saved as soon as it is done, among
+    those that are there already from the same machine and lengths, so that an interrupted run can be taken up.
     """
     unknown = [name for name in mechanisms if name not in MECHANISMS]
     if unknown:
         raise InputError(f"no mechanism {unknown[0]!r}; there are {', '.join(MECHANISMS)}")
     torch.set_num_threads(threads)
-    rows: dict[str, Any] = {}
+    result: dict[str, Any] = {
+        "machine": machine(threads),
+        "heads": heads,
+        "head_dim": 64,
+        "dtype": str(dtype).removeprefix("torch."),
+        "pass": "forward and backward" if backward else "forward",
+        "lengths": list(lengths),
+    }
+    rows = {} if path is None else _done(path, result)
+    result["sgemm FLOP/s"] = _sgemm()
     for name in mechanisms:
         mechanism, cells = MECHANISMS[name], {}
         for n in lengths:
@@ -72,15 +83,26 @@ def bench(
                 if goal.backward == backward and n >= goal.n and goal.rival in cells[n]["ratios"]
             ],
         }
-    return {
-        "machine": machine(threads),
-        "heads": heads,
-        "head_dim": 64,
-        "dtype": str(dtype).removeprefix("torch."),
-        "pass": "forward and backward" if backward else "forward",
-        "sgemm FLOP/s": _sgemm(),
-        "mechanisms": rows,
-    }
+        result["mechanisms"] = {x: rows[x] for x in MECHANISMS if x in rows}
+        if path is not None:
+            save(result, path)
+    return result
+
+
+def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Mechanisms measured before under the same settings, on any day."""
+    if not path.exists():
+        return {}
+    before = load(path)
+    for name, value in settings.items():
+        known = before.get(name)
+        if name == "machine" and isinstance(known, dict):
+            known, value = known | {"date": ""}, value | {"date": ""}  # noqa: PLW2901
+        if known != value:
+            raise InputError(
+                f"{path} has results of another {name} ({known}, now {value}); give another name or folder"
+            )
+    return dict(before["mechanisms"])
 
 
 def save(result: dict[str, Any], path: Path) -> None:

@@ -31,6 +31,26 @@ PREFERENCE = {  # in this order, with the reason each is worth having
 FORM_WEIGHTS = ("eager", "reference")
 
 
+def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
+    """The kernel that serves `call`, as `choose` has it, without asking all of them."""
+    if kernel == "auto":
+        for name in PREFERENCE:
+            if _why_not(name, call, weights=weights) is None and not _only_for_tests(name, call):
+                return name
+    return choose(call, kernel, weights=weights)[0]
+
+
+def _why_not(name: str, call: Call, *, weights: bool) -> str | None:
+    if weights and name not in FORM_WEIGHTS:
+        return "it never forms the weights that were asked for"
+    why: str | None = KERNELS[name].why_not(call)
+    return why
+
+
+def _only_for_tests(name: str, call: Call) -> bool:
+    return name == "flex" and call.q.device.type != "cuda"
+
+
 def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str, dict[str, str]]:
     """The kernel that serves `call`, why, and why each of the others does not.
 
@@ -39,16 +59,15 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
     if kernel != "auto" and kernel not in KERNELS:
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
     rejected = {}
-    for name, module in KERNELS.items():
-        why = "it never forms the weights that were asked for" if weights and name not in FORM_WEIGHTS else None
-        why = why or module.why_not(call)
+    for name in KERNELS:
+        why = _why_not(name, call, weights=weights)
         if why is not None:
             rejected[name] = why
     if kernel != "auto":
         if kernel in rejected:
             raise InputError(f"kernel={kernel!r} cannot serve this call: {rejected[kernel]}")
         return kernel, "asked for by name", rejected
-    if call.q.device.type != "cuda" and "flex" not in rejected:
+    if _only_for_tests("flex", call) and "flex" not in rejected:
         rejected["flex"] = "it forms all scores unless on CUDA: for tests"
     chosen = next(name for name in PREFERENCE if name not in rejected)
     for name in KERNELS:

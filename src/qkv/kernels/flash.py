@@ -147,7 +147,7 @@ def _forward(
     """Attention of all parts, the sink included, and the parts."""
     cut = [list(cover) for cover in covers(call, training=training)]
     part = _fold(q, k, v, cut, call)
-    return (part if sink is None else part.with_sink(sink)), cut
+    return (part if sink is None else _with_sink(part, sink)), cut
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -> Partial:
@@ -170,6 +170,12 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -
             block[0].put(out, whole.out)
             block[0].put(lse, whole.lse)
     return Partial(out, lse)
+
+
+def _with_sink(part: Partial, sink: Tensor) -> Partial:
+    """`Partial.with_sink` without a gradient, in the memory of the output."""
+    share = torch.sigmoid(part.lse - sink).nan_to_num_(0.0)  # ∞ − ∞: neither a key nor the sink has weight
+    return Partial(part.out.mul_(share[..., None].to(part.out.dtype)), torch.logaddexp(part.lse, sink))
 
 
 def _merged(a: Partial, b: Partial) -> Partial:

@@ -18,6 +18,7 @@ from qkv.masks import And, Causal, Mask, Padding
 from qkv.normalizers import Identity
 
 CHUNK = 128
+SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence makes
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,18 +123,41 @@ def attention(
         state = state.plus(k, v)
         out = (q.flatten(2, 3) @ state.kv).view(*q.shape[:4], dv)
         total = (q @ state.k_sum[:, :, None, :, None])[..., 0] if divided else None
+        out = _divided(out, total)
     else:
         # Keys that every query sees go into the state; queries before the first key see nothing. The rest is square.
         ahead = n_keys - n_queries
         if ahead > 0:
             state = state.plus(k[:, :, :ahead], v[:, :, :ahead])
             k, v = k[:, :, ahead:], v[:, :, ahead:]
-        out, total, state = _square(q[:, :, :, max(0, -ahead) :], k, v, state, min(chunk, k.shape[2]), divided)
-    if total is not None:
-        out = out / torch.where(total == 0, 1.0, total)[..., None]
+        out, state = _segments(q[:, :, :, max(0, -ahead) :], k, v, state, min(chunk, k.shape[2]), divided)
     if out.shape[3] < n_queries:
         out = torch.nn.functional.pad(out, (0, 0, n_queries - out.shape[3], 0))
     return out.flatten(1, 2), state
+
+
+def _divided(out: Float[Tensor, "*n dv"], total: Float[Tensor, "*n"] | None) -> Float[Tensor, "*n dv"]:
+    return out if total is None else out / torch.where(total == 0, 1.0, total)[..., None]
+
+
+def _segments(
+    q: Float[Tensor, "b hkv g n m"],
+    k: Float[Tensor, "b hkv n m"],
+    v: Float[Tensor, "b hkv n dv"],
+    state: LinearState,
+    chunk: int,
+    divided: bool,
+) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
+    """Some thousand tokens after another: all at once would be fresh memory, which costs more than the arithmetic."""
+    b, hkv, group, n, m = q.shape
+    widest = max(group * chunk, group * m, m * v.shape[3] // chunk)
+    size = chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
+    outs = []
+    for start in range(0, n, size):
+        part = slice(start, start + size)
+        out, total, state = _square(q[:, :, :, part], k[:, :, part], v[:, :, part], state, chunk, divided)
+        outs.append(_divided(out, total))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 3), state
 
 
 def _square(

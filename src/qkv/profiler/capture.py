@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from qkv import biases
 from qkv.call import Call, as_mask, detached
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, choose, eager
+from qkv.kernels import KERNELS, eager, pick
 from qkv.masks import And, Causal, Dense, Mask, Window
 from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
@@ -117,8 +117,7 @@ class Observer:
         if softcap is not None:
             bias = (biases.SoftCap(softcap), *bias)
         call = Call.of(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux))
-        kernel, _, _ = choose(call, "auto")
-        part = KERNELS[kernel].run(call)
+        part = KERNELS[pick(call, "auto")].run(call)
         if part.lse.isnan().any():
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
         self._record(name, detached(call), part.lse, keys)
