@@ -22,6 +22,7 @@ from conftest import close, oracle, rand, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers, reference, scores
 from qkv.kernels import KERNELS
 
+pytestmark = pytest.mark.slow  # all together half a minute
 B, H, HKV, NQ, NK, D, DV = 2, 2, 1, 5, 7, 3, 2
 SIZES = (B, H, HKV, NQ, NK, D, DV)
 FAST = [name for name in KERNELS if name not in ("eager", "reference")]

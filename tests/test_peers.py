@@ -26,7 +26,7 @@ from qkv.masks import Blockwise, Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Entmax, Hard, Sigmoid, Softmax, Sparsemax
 from qkv.scores import Cosine, Dot
 
-pytestmark = pytest.mark.usefixtures("tile4")
+pytestmark = [pytest.mark.usefixtures("tile4"), pytest.mark.slow]
 
 KERNELS = ["auto", "tiled", "eager"]
 WIDTHS = [torch.float32, torch.float64]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,17 +156,21 @@ def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
 
 
 def _alternating(jobs: Mapping[str, Run], seconds: float) -> dict[str, list[float]]:
-    """Times of all jobs in turn; what is very slow runs once, and that first run counts."""
+    """Times of all jobs in turn; what is very slow runs once, and that first run counts.
+
+    Every turn has an order of its own: what a job finds in cache and in the allocator depends on who was there before.
+    """
     times: dict[str, list[float]] = {}
     with torch.set_grad_enabled(True):
         first = {name: _timed(job) for name, job in jobs.items()}
         slow = {name for name, x in first.items() if x > ONCE and _timed(jobs[name]) > ONCE}
         times = {name: [first[name]] if name in slow else [] for name in jobs}
-        started, turn = time.perf_counter(), 0
+        started, turn, order = time.perf_counter(), 0, [name for name in jobs if name not in slow]
+        shuffle = random.Random(0).shuffle
         while turn < LEAST or (turn < MOST and time.perf_counter() - started < seconds):
-            for name, job in jobs.items():
-                if name not in slow:
-                    times[name].append(_timed(job))
+            shuffle(order)
+            for name in order:
+                times[name].append(_timed(jobs[name]))
             turn += 1
             if len(slow) == len(jobs):
                 break

@@ -108,16 +108,17 @@ def figure(result: dict[str, Any], path: Path) -> None:
     found = [ax.get_legend_handles_labels() for ax in axes.flat]
     handles = {label: line for lines, labels in found for line, label in zip(lines, labels, strict=True)}
     height = fig.get_size_inches()[1]
+    fig.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
     fig.legend(
-        handles.values(), handles, loc="upper left", bbox_to_anchor=(0.005, 1 - 0.28 / height), ncols=len(handles),
+        handles.values(), handles, loc="upper left", bbox_to_anchor=(0.003, 1 - 0.26 / height), ncols=len(handles),
         frameon=False, fontsize=8,
     )  # fmt: skip
-    fig.suptitle(
+    fig.text(
+        0.01, 1 - 0.1 / height,
         f"Milliseconds against tokens: {result['pass']}, {result['dtype']}, {result['heads']} heads × "
         f"{result['head_dim']}, {result['machine']['threads']} threads",
-        x=0.01, y=1 - 0.1 / height, va="top", ha="left", fontsize=10, color=INK,
+        va="top", fontsize=10, color=INK,
     )  # fmt: skip
-    fig.tight_layout(rect=(0, 0, 1, 1 - 0.5 / height))
     fig.savefig(path, dpi=140)
     plt.close(fig)
 
