@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -183,7 +184,7 @@ def _biased_band_blocks(
 
 def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
     """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
-    if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12:
+    if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
     kinds = classes(mask, Tiles.of(grid, SPARSE_TILE, SPARSE_TILE), grid)
@@ -213,6 +214,15 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
                 columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
                 allowed = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
                 yield [Gathered(item, grid, SPARSE_TILE, some, columns, allowed)]
+
+
+def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
+    """Whether half of a few tiles of rows see few tiles of keys: to classify all of them is work."""
+    tiles = Tiles.of(grid, SPARSE_TILE, SPARSE_TILE)
+    some = slice(None, None, -(-len(tiles.q_first) // probes))
+    kinds = classes(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
+    share = (kinds != EMPTY).double().mean(-1)
+    return bool((share <= SPARSE_SHARE).double().mean() >= 0.5)
 
 
 def _shared_keys(kinds: Tensor) -> slice | None:
