@@ -29,7 +29,7 @@ from qkv.weights import Rows, level, log_sum_exp, slopes, weigh
 
 TILE = 256
 HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
-PANEL = 2**21  # scores of whole rows held at once
+PANEL = 2**19  # scores of whole rows held at once
 SQUASHED = 2**20  # numbers in a tile of additive scores before they are summed
 
 
@@ -110,6 +110,8 @@ class _Group:
     rows: list[slice]
     columns: list[slice]
     kinds: list[list[int]]
+    clean: bool
+    """Whether no value can harm where it is hidden: its weight is 0, but 0 times NaN is not."""
 
     def at(self, rows: slice) -> tuple[slice, slice, slice]:
         return self.tiles.batch, self.tiles.heads, rows
@@ -127,7 +129,8 @@ def _groups(call: Call) -> list[_Group]:
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
             rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
-            groups.append(_Group(tiles, rows, columns, tiles.classes(call.mask, size)))
+            clean = bool(tiles.v.sum().isfinite())
+            groups.append(_Group(tiles, rows, columns, tiles.classes(call.mask, size), clean))
     return groups
 
 
@@ -289,6 +292,8 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
     width = sum(cols.stop - cols.start for cols, _ in shown)
     height = max(1, PANEL // (math.prod(tiles.shape) * width))
     keys = torch.cat([torch.arange(cols.start, cols.stop, device=call.q.device) for cols, _ in shown])
+    first, last = shown[0][0].start, shown[-1][0].stop
+    whole = slice(first, last) if last - first == width else None
     for start in range(group.rows[r].start, group.rows[r].stop, height):
         rows = slice(start, min(start + height, group.rows[r].stop))
         panel, kept, seen = [], [], tiles.k.new_zeros(width, dtype=torch.bool)
@@ -304,7 +309,9 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
             if isinstance(call.normalizer, Hard) and call.normalizer.sample:
                 noises.append(noise.gumbel(call.seed, tiles.region(rows, cols), call.grid))
         scores = torch.cat(panel, -1)
-        values = torch.where(seen[:, None], tiles.v[:, keys], 0.0)
+        values = tiles.v[:, whole] if whole is not None else tiles.v[:, keys]
+        if not (group.clean or seen.all()):
+            values = torch.where(seen[:, None], values, 0.0)
         at_rows = group.at(rows)
         assert found.level is not None
         assert found.mean is not None
