@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "masks", "biases", "scores", "normalizers", "features", "partial", "noise", "parallel", "call", "tiles",
-    "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost", "attention",
+    "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
+    "call", "tiles", "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost",
+    "attention",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qkv import biases, features, masks, normalizers, scores
+from qkv import biases, features, masks, normalizers, positions, scores
 from qkv.attention import Attention, Plan, attend, plan
 from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
@@ -42,6 +42,7 @@ __all__ = [
     "merge",
     "normalizers",
     "plan",
+    "positions",
     "profile",
     "scores",
 ]

@@ -1,0 +1,243 @@
+"""Positions: how a model knows where a token stands. Added to embeddings (`Sinusoidal`) or turned into queries and
+keys (`Rotary`); biases that depend on the distance are in `qkv.biases`. No position at all is no object at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkv.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sinusoidal:
+    """sin and cos of the position at geometric wavelengths (Vaswani et al. 2017, arXiv:1706.03762, §3.5).
+
+    Entry 2i is sin(p / base^(2i/dim)), entry 2i + 1 its cosine; any position, past any training length.
+
+    >>> Sinusoidal(4)(torch.tensor([0])).tolist()
+    [[0.0, 1.0, 0.0, 1.0]]
+    """
+
+    dim: int
+    base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        _check_dim("Sinusoidal", self.dim)
+
+    def __call__(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
+        """What is added to the embeddings of tokens at `positions`; float32."""
+        angle = positions.double()[..., None] * _frequencies(self.dim, self.base).to(positions.device)
+        return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).float()
+
+
+def _check_dim(name: str, dim: int) -> None:
+    if dim < 2 or dim % 2:
+        raise InputError(f"{name}: dim is {dim}, expected an even number of dimensions, two to a wavelength")
+
+
+def _frequencies(dim: int, base: float) -> Float[Tensor, " pairs"]:
+    """Radians a token of each pair of dimensions, float64."""
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+class Scaling:
+    """Base of the ways to stretch rotary positions beyond the length a model was trained on."""
+
+    def frequencies(self, dim: int, base: float, length: int) -> Float[Tensor, " pairs"]:
+        """Radians a token of each pair of dimensions, float64, for a sequence of `length` tokens."""
+        raise TypeError(f"{type(self).__name__} does not say how it scales")
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not (factor >= 1 and math.isfinite(factor)):
+        raise InputError(f"{name}: factor is {factor}, expected at least 1")
+
+
+def _check_original(name: str, original: int) -> None:
+    if original < 1:
+        raise InputError(f"{name}: original is {original}, expected the number of tokens the model was trained on")
+
+
+@dataclass(frozen=True)
+class Linear(Scaling):
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor("Linear", self.factor)
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        return _frequencies(dim, base) / self.factor
+
+
+@dataclass(frozen=True)
+class NTK(Scaling):
+    """A larger base, base · factor^(d/(d−2)): the longest wavelength grows by `factor`, the shortest stays."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor("NTK", self.factor)
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        if dim < 4:
+            raise InputError(f"NTK: dim is {dim}, expected at least 4")
+        return _frequencies(dim, base * self.factor ** (dim / (dim - 2)))
+
+
+@dataclass(frozen=True)
+class DynamicNTK(Scaling):
+    """`NTK` whose factor grows with the sequence once it is longer than `original`."""
+
+    factor: float
+    original: int
+
+    def __post_init__(self) -> None:
+        _check_factor("DynamicNTK", self.factor)
+        _check_original("DynamicNTK", self.original)
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        grown = self.factor * max(length, self.original) / self.original - (self.factor - 1)
+        return NTK(grown).frequencies(dim, base, length)
+
+
+@dataclass(frozen=True)
+class YaRN(Scaling):
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Peng et al. 2024, arXiv:2309.00071, §3.2).
+
+    The ramp lies between the dimensions that turn `slow` times and `fast` times over `original` tokens; with
+    `whole` its ends are whole dimensions. cos and sin are multiplied by 0.1 ln(factor) + 1 unless `attention` says.
+    """
+
+    factor: float
+    original: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention: float | None = None
+    whole: bool = True
+
+    def __post_init__(self) -> None:
+        _check_factor("YaRN", self.factor)
+        _check_original("YaRN", self.original)
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        def turning(times: float) -> float:
+            return dim * math.log(self.original / (times * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = turning(self.fast), turning(self.slow)
+        if self.whole:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+        plain = _frequencies(dim, base)
+        return torch.lerp(plain, plain / self.factor, ramp.clamp(0, 1))
+
+    @property
+    def magnitude(self) -> float:
+        return 0.1 * math.log(self.factor) + 1 if self.attention is None else self.attention
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """Wavelengths above original / low divided by `factor`, those below original / high kept, a blend between.
+
+    (Grattafiori et al. 2024, arXiv:2407.21783; the constants are those of Llama 3.1's code.)
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_factor("Llama3", self.factor)
+        _check_original("Llama3", self.original)
+        if not 0 < self.low < self.high:
+            raise InputError(f"Llama3: low is {self.low} and high is {self.high}, expected 0 < low < high")
+
+    def frequencies(self, dim: int, base: float, length: int) -> Tensor:
+        plain = _frequencies(dim, base)
+        turns = self.original * plain / (2 * math.pi)  # over the original length
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return torch.lerp(plain / self.factor, plain, kept)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Queries and keys turned by their position, so that their product depends on the distance alone.
+
+    Pair i of dimensions turns by p · base^(−2i/dim) (Su et al. 2021, arXiv:2104.09864, eq. 34). Pairs are
+    (i, i + dim/2) as in Llama and Hugging Face, or with `interleaved` (2i, 2i + 1) as in the paper and GPT-J.
+    Dimensions beyond `dim` pass. Tables are float32 or better whatever the dtype of the model: in bfloat16 positions
+    beyond 256 would collide.
+
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> Rotary(4)(x, torch.tensor([0, 1]))[0, 0, 0].tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    dim: int
+    base: float = 10_000.0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        _check_dim("Rotary", self.dim)
+        if not self.base > 1:
+            raise InputError(f"Rotary: base is {self.base}, expected more than 1")
+
+    def tables(
+        self, positions: Int[Tensor, "*n"], length: int | None = None
+    ) -> tuple[Float[Tensor, "*n pairs"], Float[Tensor, "*n pairs"]]:
+        """cos and sin for tokens at `positions`, float32, made in float64.
+
+        `length` is that of the whole sequence, for scalings that depend on it: the last position + 1 unless given.
+        """
+        length = int(positions.max()) + 1 if length is None else length
+        plain = _frequencies(self.dim, self.base)
+        turn = plain if self.scaling is None else self.scaling.frequencies(self.dim, self.base, length)
+        size = 1.0 if self.scaling is None else self.scaling.magnitude
+        angle = positions.double()[..., None] * turn.to(positions.device)
+        return (angle.cos() * size).float(), (angle.sin() * size).float()
+
+    def __call__(
+        self, x: Float[Tensor, "b h n d"], positions: Int[Tensor, "..."], length: int | None = None
+    ) -> Float[Tensor, "b h n d"]:
+        """x turned by `positions`, (n,) or (b, n)."""
+        if x.shape[-1] < self.dim:
+            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        if positions.ndim not in (1, 2) or positions.shape[-1] != x.shape[2]:
+            raise InputError(
+                f"Rotary: positions is {tuple(positions.shape)} for x {tuple(x.shape)}, expected (n,) or (b, n)"
+            )
+        cos, sin = self.tables(positions, length)
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]
+        return turned(x, cos, sin, interleaved=self.interleaved)
+
+
+def turned(
+    x: Float[Tensor, "b h n d"], cos: Float[Tensor, "*n pairs"], sin: Float[Tensor, "*n pairs"], *, interleaved: bool
+) -> Float[Tensor, "b h n d"]:
+    """The first 2 · pairs dimensions of x turned by given tables; in float32 or better, returned in the dtype of x."""
+    dim = 2 * cos.shape[-1]
+    wide = x[..., :dim].to(torch.promote_types(x.dtype, torch.float32))
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        out = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return out.to(x.dtype) if dim == x.shape[-1] else torch.cat([out.to(x.dtype), x[..., dim:]], -1)

@@ -1,0 +1,165 @@
+"""Positions: against Hugging Face's for the same settings, and the laws that make them positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import close, rand
+from qkv import InputError
+from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
+
+SCALINGS: dict[str, tuple[Scaling | None, dict]] = {
+    "default": (None, {"rope_type": "default"}),
+    "linear": (Linear(4.0), {"rope_type": "linear", "factor": 4.0}),
+    "dynamic": (DynamicNTK(3.0, 64), {"rope_type": "dynamic", "factor": 3.0}),
+    "yarn": (
+        YaRN(8.0, 64), {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    ),
+    "yarn of its own": (
+        YaRN(8.0, 64, fast=16.0, slow=2.0, attention=1.3, whole=False),
+        {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+            "beta_slow": 2.0, "attention_factor": 1.3, "truncate": False,
+        },
+    ),
+    "llama3": (
+        Llama3(8.0, 1.0, 4.0, 256),
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("length", [40, 100])
+def test_rotary_is_that_of_hugging_face(name: str, length: int) -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer is transformers' own rotary embedding")
+    from transformers.models.llama import modeling_llama
+
+    scaling, theirs = SCALINGS[name]
+    config = transformers.LlamaConfig(
+        hidden_size=96, num_attention_heads=4, max_position_embeddings=64,
+        rope_parameters={"rope_theta": 5000.0, **theirs},
+    )  # fmt: skip
+    positions = torch.arange(length)
+    q, k = (rand(2, 4, length, 24, seed=s, dtype=torch.float32) for s in (1, 2))
+    embedding = modeling_llama.LlamaRotaryEmbedding(config)
+    cos, sin = embedding(q, positions[None])
+    want = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
+    ours = Rotary(24, base=5000.0, scaling=scaling)
+    for x, y in zip((q, k), want, strict=True):
+        close(ours(x, positions), y, eps=1024)
+
+
+def test_interleaved_is_that_of_gpt_j() -> None:
+    pytest.importorskip("transformers", reason="the peer is transformers' GPT-J")
+    from transformers.models.gptj import modeling_gptj
+
+    table = modeling_gptj.create_sinusoidal_positions(50, 16)
+    sin, cos = table[None].chunk(2, -1)
+    x = rand(1, 50, 3, 16, dtype=torch.float32)  # (batch, length, heads, size), as there
+    want = modeling_gptj.apply_rotary_pos_emb(x, sin, cos).transpose(1, 2)
+    close(Rotary(16, interleaved=True)(x.transpose(1, 2), torch.arange(50)), want, eps=1024)
+
+
+def test_ntk_is_dynamic_ntk_of_a_fixed_length() -> None:
+    """At n tokens the dynamic factor is f·n/original − (f − 1)."""
+    close(NTK(4.0).frequencies(16, 1e4, 10), DynamicNTK(4.0, 100).frequencies(16, 1e4, 175))
+
+
+def test_ntk_stretches_the_longest_wavelength_and_keeps_the_shortest() -> None:
+    found = NTK(4.0).frequencies(16, 1e4, 10)
+    assert found[0].item() == 1.0
+    assert found[-1].item() == pytest.approx(1e4 ** (-14 / 16) / 4)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 3000), st.booleans())
+def test_products_depend_on_the_distance_alone(p: int, j: int, shift: int, interleaved: bool) -> None:
+    q, k = rand(1, 1, 1, 12, seed=1), rand(1, 1, 1, 12, seed=2)
+    rotary = Rotary(8, interleaved=interleaved)
+
+    def product(a: int, b: int) -> Tensor:
+        return (rotary(q, torch.tensor([a])) * rotary(k, torch.tensor([b]))).sum()
+
+    close(product(p, j), product(p + shift, j + shift), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_lengths_stay_and_the_rest_passes(interleaved: bool) -> None:
+    x = rand(2, 3, 7, 11)
+    turned = Rotary(8, interleaved=interleaved)(x, torch.arange(7) * 100)
+    close(turned.norm(dim=-1), x.norm(dim=-1), dtype=torch.float32)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    assert not torch.equal(turned[..., :8], x[..., :8])
+
+
+def test_positions_of_each_item() -> None:
+    x = rand(2, 3, 5, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
+    both = Rotary(8)(x, positions)
+    for item in range(2):
+        close(both[item], Rotary(8)(x[item : item + 1], positions[item])[0])
+
+
+def test_bfloat16_tells_late_positions_apart() -> None:
+    """Tables in bfloat16 would not: 257 rounds to 256."""
+    x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
+    out = Rotary(8)(x, torch.tensor([256, 257]))
+    assert out.dtype == torch.bfloat16
+    want = Rotary(8)(x.double(), torch.tensor([256, 257]))
+    close(out, want, eps=4, dtype=torch.bfloat16)
+    assert (out[0, 0, 0] - out[0, 0, 1]).abs().max() > 0.5
+
+
+def test_far_positions_are_exact() -> None:
+    cos, sin = Rotary(4).tables(torch.tensor([10**6]))
+    for i, table in ((0, cos), (0, sin), (1, cos), (1, sin)):
+        angle = 10**6 * 10_000.0 ** (-2 * i / 4)
+        want = math.cos(angle) if table is cos else math.sin(angle)
+        assert table[0, i].item() == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_gradients_turn_back(interleaved: bool) -> None:
+    """The derivative of a rotation is the rotation the other way; YaRN's magnitude multiplies both."""
+    x, slope, positions = rand(1, 2, 3, 6).requires_grad_(), rand(1, 2, 3, 6, seed=3), torch.arange(3)
+    rotary = Rotary(4, interleaved=interleaved, scaling=YaRN(2.0, 16))
+    (found,) = torch.autograd.grad((rotary(x, positions, length=3) * slope).sum(), x)
+    close(found, rotary(slope, -positions, length=3), dtype=torch.float32)
+
+
+def test_sinusoidal_by_its_definition() -> None:
+    table = Sinusoidal(6)(torch.tensor([0, 1, 5000]))
+    for row, p in enumerate((0, 1, 5000)):
+        for i in range(3):
+            angle = p / 10_000 ** (2 * i / 6)
+            assert table[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sinusoidal(5), r"Sinusoidal: dim is 5, expected an even number"),
+        (lambda: Rotary(3), r"Rotary: dim is 3, expected an even number"),
+        (lambda: Rotary(4, base=1.0), r"Rotary: base is 1.0, expected more than 1"),
+        (lambda: Linear(0.5), r"Linear: factor is 0.5, expected at least 1"),
+        (lambda: NTK(math.inf), r"NTK: factor is inf"),
+        (lambda: NTK(2.0).frequencies(2, 1e4, 9), r"NTK: dim is 2, expected at least 4"),
+        (lambda: YaRN(2.0, 0), r"YaRN: original is 0"),
+        (lambda: Llama3(low=4.0, high=1.0), r"Llama3: low is 4.0 and high is 1.0"),
+        (lambda: Rotary(8)(torch.ones(1, 1, 2, 4), torch.arange(2)), r"turns 8 dimensions, but x has 4"),
+        (lambda: Rotary(4)(torch.ones(1, 1, 2, 4), torch.arange(3)), r"positions is \(3,\) for x \(1, 1, 2, 4\)"),
+    ],
+)
+def test_what_they_refuse(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
