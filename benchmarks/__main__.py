@@ -12,7 +12,6 @@ from benchmarks import attend_speed, profile_cost, sweep_speed
 from benchmarks.timing import save
 
 ALL: dict[str, Callable[[], dict[str, Any]]] = {
-    "dense_causal": attend_speed.dense_causal,
     "window": attend_speed.window,
     "window_training": attend_speed.window_training,
     "masks": attend_speed.masks,

@@ -23,23 +23,6 @@ def tensors(n: int, *, grad: bool = False) -> list[torch.Tensor]:
     return [torch.randn(1, HEADS, n, DIM, requires_grad=grad) for _ in range(3)]
 
 
-def dense_causal(repeats: int = 15) -> dict[str, Any]:
-    """`attend(mask=Causal())` / SDPA, forward, float32."""
-    torch.set_num_threads(THREADS)
-    ratios, seconds = {}, {}
-    for n in (1024, 2048, 4096, 8192):
-        q, k, v = tensors(n)
-        times = alternating(
-            {
-                "sdpa": lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True),
-                "attend": lambda q=q, k=k, v=v: qkv.attend(q, k, v, mask=qkv.masks.Causal()),
-            },
-            repeats,
-        )
-        ratios[n], seconds[n] = median_ratio(times, "attend", "sdpa"), times
-    return {"time: attend / SDPA, causal, by length (≤ 1.03)": ratios, "seconds": seconds}
-
-
 def window(processes: int = 5) -> dict[str, Any]:
     """`Window(256)` / FlexAttention compiled, forward, float32, 8,192 tokens: median over fresh processes.
 

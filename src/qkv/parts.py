@@ -189,7 +189,7 @@ class Gathered:
     def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tiles of all heads of x (b, hkv, n, d) as rows, a view if x is contiguous, and which of them are seen.
 
-        Whole rows of one matrix are copied ten times as fast as slices of a dimension in the middle.
+        Whole rows of one matrix are copied much faster than slices of a dimension in the middle.
         """
         heads, tiles = x.shape[1], x.shape[2] // self.tile
         index = (torch.arange(heads)[:, None] * tiles + self.key_tiles.flatten()).flatten()

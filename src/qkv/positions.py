@@ -70,26 +70,24 @@ def _check_original(name: str, original: int) -> None:
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
-    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
-
+class _ByFactor(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        _check_factor("Linear", self.factor)
+        _check_factor(type(self).__name__, self.factor)
+
+
+@dataclass(frozen=True)
+class Linear(_ByFactor):
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         return _frequencies(dim, base) / self.factor
 
 
 @dataclass(frozen=True)
-class NTK(Scaling):
+class NTK(_ByFactor):
     """A larger base, base · factor^(d/(d−2)): the longest wavelength grows by `factor`, the shortest stays."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_factor("NTK", self.factor)
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         if dim < 4:
@@ -98,14 +96,13 @@ class NTK(Scaling):
 
 
 @dataclass(frozen=True)
-class DynamicNTK(Scaling):
+class DynamicNTK(_ByFactor):
     """`NTK` whose factor grows with the sequence once it is longer than `original`."""
 
-    factor: float
     original: int
 
     def __post_init__(self) -> None:
-        _check_factor("DynamicNTK", self.factor)
+        super().__post_init__()
         _check_original("DynamicNTK", self.original)
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:

@@ -137,6 +137,11 @@ def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k
     return x.masked_fill(unseen[:, None, :, None], 0) if unseen.any() else x
 
 
+def harmless(k: Tensor, v: Tensor) -> bool:
+    """Whether certainly no key or value can do harm where it is hidden: weights there are 0, but 0 times NaN is not."""
+    return bool((k.sum() + v.sum()).isfinite())
+
+
 def classes(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
     """EMPTY, PARTIAL or FULL for each tile; without a mask everything is full."""
     if mask is None:

@@ -16,7 +16,7 @@ from qkv.normalizers import Entmax, Normalizer, Pointwise
 Scores = Float[Tensor, "*n k"]
 Level = Float[Tensor, "*n"]
 
-STEPS = 100  # Newton's steps to a threshold; in practice about ten
+STEPS = 100  # Newton's steps to a threshold, at most
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
-from qkv.bench.timing import alone, machine
+from qkv.bench.timing import alone, alternating, machine, timed
 from qkv.errors import InputError
 
 ONCE = 5.0  # seconds of a first run beyond which a contender runs no more
@@ -130,7 +128,7 @@ def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
             jobs[rival] = job
     if case.backward:
         jobs = {name: _with_backward(job, (q, k, v)) for name, job in jobs.items()}
-    times = _alternating(jobs, seconds)
+    times = alternating(jobs, LEAST, most=MOST, seconds=seconds, once=ONCE)
     medians = {name: statistics.median(x) for name, x in times.items()}
     return {
         "seconds": medians,
@@ -155,39 +153,11 @@ def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
     return run
 
 
-def _alternating(jobs: Mapping[str, Run], seconds: float) -> dict[str, list[float]]:
-    """Times of all jobs in turn; what is very slow runs once, and that first run counts.
-
-    Every turn has an order of its own: what a job finds in cache and in the allocator depends on who was there before.
-    """
-    times: dict[str, list[float]] = {}
-    with torch.set_grad_enabled(True):
-        first = {name: _timed(job) for name, job in jobs.items()}
-        slow = {name for name, x in first.items() if x > ONCE and _timed(jobs[name]) > ONCE}
-        times = {name: [first[name]] if name in slow else [] for name in jobs}
-        started, turn, order = time.perf_counter(), 0, [name for name in jobs if name not in slow]
-        shuffle = random.Random(0).shuffle
-        while turn < LEAST or (turn < MOST and time.perf_counter() - started < seconds):
-            shuffle(order)
-            for name in order:
-                times[name].append(_timed(jobs[name]))
-            turn += 1
-            if len(slow) == len(jobs):
-                break
-    return times
-
-
-def _timed(job: Run) -> float:
-    started = time.perf_counter()
-    job()
-    return time.perf_counter() - started
-
-
 def _sgemm(size: int = 2048) -> float:
     """FLOP/s of one large float32 product, by the faster of torch's two libraries for it."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     ways: tuple[Run, ...] = (lambda: a @ b, lambda: torch.nn.functional.linear(a, b))
-    return 2 * size**3 / min(_timed(way) for way in ways for _ in range(5))
+    return 2 * size**3 / min(timed(way) for way in ways for _ in range(5))
 
 
 def slope(values: Mapping[int, float]) -> float | None:

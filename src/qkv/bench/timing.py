@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -17,19 +19,38 @@ import torch
 from qkv.errors import InputError
 
 
-def alternating(jobs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def alternating(
+    jobs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    most: int | None = None,
+    seconds: float = 0.0,
+    once: float = math.inf,
+) -> dict[str, list[float]]:
     """Seconds of every job, `repeats` times each, taking turns so that a slow moment of the machine hits all alike.
 
-    One turn before those warms up and does not count.
+    Up to `most` times until `seconds` are over. One turn before those warms up and does not count; but a job that takes
+    more than `once` seconds there, and again, is not run any more, and that first time is its result. Every turn has an
+    order of its own: what a job finds in cache and in the allocator depends on who was there before.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(repeats + 1):
-        for name, job in jobs.items():
-            started = time.perf_counter()
-            job()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+    first = {name: timed(job) for name, job in jobs.items()}
+    slow = {name for name, x in first.items() if x > once and timed(jobs[name]) > once}
+    times = {name: [first[name]] if name in slow else [] for name in jobs}
+    order = [name for name in jobs if name not in slow]
+    shuffle, started, turn = random.Random(0).shuffle, time.perf_counter(), 0
+    while order and (turn < repeats or (turn < (most or 0) and time.perf_counter() - started < seconds)):
+        shuffle(order)
+        for name in order:
+            times[name].append(timed(jobs[name]))
+        turn += 1
+    return times
+
+
+def timed(job: Callable[[], object]) -> float:
+    """Seconds that one run of `job` takes."""
+    started = time.perf_counter()
+    job()
+    return time.perf_counter() - started
 
 
 def median_ratio(seconds: Mapping[str, list[float]], job: str, base: str) -> float:

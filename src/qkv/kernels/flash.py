@@ -24,7 +24,7 @@ from qkv.masks import Grid
 from qkv.normalizers import Softmax
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.parts import Gathered, Part, Room
-from qkv.tiles import without_unseen
+from qkv.tiles import harmless, without_unseen
 
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
 
@@ -186,9 +186,9 @@ def _merged(a: Partial, b: Partial) -> Partial:
 
 
 def _clean(cut: list[list[Block]], k: Tensor, v: Tensor) -> bool:
-    """Whether no key or value can harm where it is hidden: weights there are 0, but 0 times NaN is not."""
+    """Whether no part has to mind what is in the keys and values that it hides."""
     parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
-    return all(part.allowed is None for part in parts) or bool((k.sum() + v.sum()).isfinite())
+    return all(part.allowed is None for part in parts) or harmless(k, v)
 
 
 def _covers(block: Block, grid: Grid) -> bool:

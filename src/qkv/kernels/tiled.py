@@ -24,7 +24,7 @@ from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.normalizers import Hard, Identity, Pointwise, Softmax
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, spans, without_unseen
+from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, harmless, spans, without_unseen
 from qkv.weights import Rows, level, log_sum_exp, slopes, weigh
 
 TILE = 256
@@ -111,7 +111,7 @@ class _Group:
     columns: list[slice]
     kinds: list[list[int]]
     clean: bool
-    """Whether no value can harm where it is hidden: its weight is 0, but 0 times NaN is not."""
+    """Whether its keys and values are harmless where they are hidden."""
 
     def at(self, rows: slice) -> tuple[slice, slice, slice]:
         return self.tiles.batch, self.tiles.heads, rows
@@ -129,7 +129,7 @@ def _groups(call: Call) -> list[_Group]:
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
             rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
-            clean = bool(tiles.v.sum().isfinite())
+            clean = harmless(tiles.k, tiles.v)
             groups.append(_Group(tiles, rows, columns, tiles.classes(call.mask, size), clean))
     return groups
 
@@ -233,7 +233,7 @@ def _softmax_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, de
         values = tiles.v[:, cols]
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-            values = _visible(values, hidden)
+            values = _visible(group, values, hidden)
         new = torch.maximum(top, scores.amax(-1))
         safe = new.clamp(min=torch.finfo(new.dtype).min)  # −inf − −inf would be NaN
         weights = scores.sub_(safe[..., None]).mul_(LOG2_E).exp2_()  # base 2: MKL's exp is slow on some processors
@@ -277,7 +277,7 @@ def _pointwise_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, 
         weights, values = normalizer.weight(scores, inplace=True), tiles.v[:, cols]
         if hidden is not None:
             weights.masked_fill_(hidden, 0)
-            values = _visible(values, hidden)
+            values = _visible(group, values, hidden)
         if found.total is not None:
             found.total[group.at(rows)] += weights.sum(-1)
         _add(group, rows, cols, weights, values, acc, near)
@@ -357,9 +357,9 @@ def _local(rows: slice, cols: slice) -> Region:
     return Region(slice(0, rows.stop - rows.start), cols)
 
 
-def _visible(x: Tensor, hidden: Tensor) -> Tensor:
-    """Keys or values (key heads, k, d) of a tile, zero where no query of it may look."""
-    return without_unseen(x[None], ~hidden)[0]
+def _visible(group: _Group, x: Tensor, hidden: Tensor) -> Tensor:
+    """Keys or values (key heads, k, d) of a tile, zero where no query of it may look, if that matters."""
+    return x if group.clean else without_unseen(x[None], ~hidden)[0]
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -412,10 +412,10 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
     jobs = [_Job(group, rows) for group in groups for s in range(shares) if (rows := range(len(group.rows))[s::shares])]
     each(lambda job: job.run(state, desk), jobs, grad.device)
     for job in jobs:
-        job.collect(call, totals)
+        job.collect(totals)
     if isinstance(call.normalizer, Hard) and "v" in totals:
         assert found.chosen is not None
-        _add_chosen(call, found.chosen, grad, totals["v"])
+        _add_chosen(found.chosen, grad, totals["v"])
     if "values" in totals:
         assert state.mass is not None
         mass = state.mass.tensor
@@ -429,7 +429,7 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
     return totals
 
 
-def _add_chosen(call: Call, chosen: Tensor, grad: Tensor, total: Tensor) -> None:
+def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
     """Gradient of the values that hard attention chose."""
     b, dv = len(grad), grad.shape[3]
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
@@ -460,7 +460,7 @@ class _Job:
         for r in self.rows:
             self._run_rows(r, state, desk)
 
-    def collect(self, call: Call, totals: dict[str, Tensor]) -> None:
+    def collect(self, totals: dict[str, Tensor]) -> None:
         tiles = self.group.tiles
         for name, x in (("k", self.dk), ("v", self.dv)):
             if name in totals:
@@ -497,7 +497,7 @@ class _Job:
             values, keys = tiles.v[:, cols], tiles.k[:, cols]
             if hidden is not None:
                 weights.masked_fill_(hidden, 0)
-                values, keys = _visible(values, hidden), _visible(keys, hidden)
+                values, keys = _visible(group, values, hidden), _visible(group, keys, hidden)
             kept = _kept(group, rows, cols) if call.dropout_p else None
             if not isinstance(normalizer, Hard):
                 met = weights if kept is None else weights * kept
@@ -520,7 +520,7 @@ class _Job:
             if "shift" in state.totals:
                 state.totals["shift"][at] += slope.sum(-1)
             slope = self._through_biases(rows, cols, slope, hidden, state)
-            self._through_product(rows, cols, slope, keys, dq, desk)
+            self._through_product(rows, cols, slope, keys, dq)
         if "q" in state.totals:
             scale = call.scale if tiles.vector is None else 1
             state.totals["q"][at] = dq.view(*tiles.shape, rows.stop - rows.start, -1) * scale
@@ -550,7 +550,7 @@ class _Job:
                 slope = slope if hidden is None else slope.masked_fill(hidden, 0)
         return slope
 
-    def _through_product(self, rows: slice, cols: slice, slope: Tensor, keys: Tensor, dq: Tensor, desk: _Desk) -> None:
+    def _through_product(self, rows: slice, cols: slice, slope: Tensor, keys: Tensor, dq: Tensor) -> None:
         tiles = self.group.tiles
         assert self.dk is not None
         if tiles.vector is None:
