@@ -45,18 +45,19 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All lengths: milliseconds of ours, and its ratio to each rival."""
+    """All lengths: milliseconds of ours, and its ratio to each rival; last, its share of the FLOP/s of one product."""
     lengths = _lengths(result)
-    head = ["mechanism", "against", *(f"{n:,}" for n in lengths), "time ~ n^", "memory ~ n^"]
+    head = ["mechanism", "against", *(f"{n:,}" for n in lengths), "time ~ n^", "memory ~ n^", "× sgemm"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 2 + "---:|" * (len(head) - 2)]
     for name, row in result["mechanisms"].items():
         ours = [f"{1e3 * row['cells'][n]['seconds']['qkv']:.3g} ms" for n in lengths]
-        tail = [_number(row["exponent of time"]), _number(row["exponent of memory"])]
+        share = _share(row["cells"][lengths[-1]], result)
+        tail = [_number(x) for x in (row["exponent of time"], row["exponent of memory"], share)]
         lines.append("| " + " | ".join([f"**{name}**: {row['what']}", "", *ours, *tail]) + " |")
         rivals = dict.fromkeys(rival for n in lengths for rival in row["cells"][n]["ratios"])
         for rival in rivals:
             cells = [_ratio(row["cells"][n]["ratios"].get(rival)) for n in lengths]
-            lines.append("| " + " | ".join(["", f"/ {rival}", *cells, "", ""]) + " |")
+            lines.append("| " + " | ".join(["", f"/ {rival}", *cells, "", "", ""]) + " |")
     return "\n".join(lines) + "\n"
 
 
