@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CORE = (
     "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
     "call", "tiles", "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost",
-    "attention",
+    "attention", "cache", "nn", "models",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")

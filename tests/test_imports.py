@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 ORDER = [
     "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
     "call", "tiles", "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost",
-    "attention",
+    "attention", "cache", "nn", "models", "huggingface",
     "profiler", "view", "bench", "cli",
 ]  # fmt: skip
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].removesuffix(".py") in ORDER)

@@ -12,7 +12,7 @@ from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask
 from qkv.cost import Cost, cost
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, choose, pick
+from qkv.kernels import choose, serve
 from qkv.masks import Mask
 from qkv.measure import Statistics, measure
 from qkv.normalizers import Normalizer
@@ -120,7 +120,7 @@ def attend(
         raise InputError(
             f"return_lse: {type(call.normalizer).__name__} makes weights without a log-sum-exp; only Softmax has one"
         )
-    result = KERNELS[pick(call, kernel, weights=return_weights)].run(call)
+    result = serve(call, kernel, weights=return_weights)
     if not (return_lse or return_weights):
         return result.out
     wanted = [result.out]

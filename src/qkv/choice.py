@@ -12,7 +12,7 @@ from torch import Tensor
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, at_least_float32
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, pick, tiled
+from qkv.kernels import serve, tiled
 from qkv.masks import Mask
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Score
@@ -76,7 +76,8 @@ def choose_keys(
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
         raise InputError("choose_keys: RelativePosition has values, which a choice of keys has no use for; pass none")
-    lse = KERNELS[pick(call, "auto")].run(call).lse
+    lse = serve(call).lse
+    assert lse is not None
     none = drawn < 0
     log_prob = torch.where(none, 0.0, _score(call, drawn.clamp(min=0)) - lse.masked_fill(none, 0))
     return Choice(drawn, log_prob)

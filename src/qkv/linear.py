@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.call import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.features import elu_plus_one
-from qkv.kernels import KERNELS, choose
+from qkv.kernels import serve
 from qkv.kernels.linear import CHUNK, LinearState, attention
 from qkv.masks import Padding
 from qkv.normalizers import Identity
@@ -169,5 +169,4 @@ def linformer(
         real = torch.arange(n_keys, device=k.device) < torch.as_tensor(lengths, device=k.device)[:, None]
         k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
     call = Call.of(q, e.to(k).mT @ k, f.to(v).mT @ v)
-    name, _, _ = choose(call, "auto")
-    return KERNELS[name].run(call).out
+    return serve(call).out

@@ -6,9 +6,12 @@ which serves it. None imports another.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
-from qkv.call import Call
+from qkv.call import Call, Result
 from qkv.errors import InputError
 from qkv.kernels import eager, flash, flex, linear, loops, tiled
 
@@ -29,6 +32,33 @@ PREFERENCE = {  # in this order, with the reason each is worth having
     "eager": "forms the weights: quadratic memory, serves everything",
 }
 FORM_WEIGHTS = ("eager", "reference")
+
+
+_WATCHER: ContextVar[Callable[[Call, Result], None] | None] = ContextVar("qkv watcher", default=None)
+
+
+@contextmanager
+def watching(watcher: Callable[[Call, Result], None] | None) -> Iterator[None]:
+    """Inside, `watcher` sees every call that is served and its result, in this thread; None: nobody does."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
+
+def watched() -> bool:
+    """Whether anybody watches."""
+    return _WATCHER.get() is not None
+
+
+def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
+    """`call` on the kernel that serves it: the one place all attention passes, so the one place to watch it."""
+    result: Result = KERNELS[pick(call, kernel, weights=weights)].run(call)
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(call, result)
+    return result
 
 
 def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
