@@ -12,11 +12,11 @@ from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask
 from qkv.cost import Cost, cost
 from qkv.errors import InputError
-from qkv.kernels import choose, serve
-from qkv.masks import Mask
+from qkv.kernels import choose, flash, opaque, serve, watched
+from qkv.masks import Causal, Mask
 from qkv.measure import Statistics, measure
-from qkv.normalizers import Normalizer
-from qkv.scores import Score
+from qkv.normalizers import Normalizer, Softmax
+from qkv.scores import Dot, Score
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,21 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
+    if kernel == "auto" and bias is None and not (dropout_p or return_lse or return_weights or watched()):
+        out = _stock(q, k, v, mask, score, normalizer)
+        if out is not None:
+            return out
+    return _general(
+        q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights
+    )
+
+
+@opaque
+def _general(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    score: Score | None, normalizer: Normalizer | None, dropout_p: float, dropout_seed: int | None,
+    kernel: str, return_lse: bool, return_weights: bool,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
     if return_lse and not call.normalizer.has_lse:
         raise InputError(
@@ -131,6 +146,30 @@ def attend(
         assert result.weights is not None
         wanted.append(result.weights)
     return tuple(wanted)
+
+
+def _stock(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, score: Score | None, normalizer: Normalizer | None
+) -> Tensor | None:
+    """The call as torch's own one, where that is all there is to it, or None.
+
+    `flash` would come down to the same kernel, but a decoder that adds one token to a short text, or a layer of a small
+    model, waits longer for the description of a call than for the kernel. It also lets compilers see through.
+    """
+    causal = type(mask) is Causal
+    scale = None
+    if score is not None:
+        if type(score) is not Dot:
+            return None
+        scale = score.scale
+    if normalizer is not None:
+        if type(normalizer) is not Softmax or normalizer.sink is not None or normalizer.key is not None:
+            return None
+        if normalizer.temperature != 1:
+            scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
+    if not (causal or mask is None) or (scale is not None and scale <= 0):
+        return None
+    return flash.plain(q, k, v, causal=causal, scale=scale)
 
 
 def plan(

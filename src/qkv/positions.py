@@ -1,17 +1,52 @@
-"""Positions: how a model knows where a token stands. Added to embeddings (`Sinusoidal`) or turned into queries and
-keys (`Rotary`); biases that depend on the distance are in `qkv.biases`. No position at all is no object at all.
+"""Positions: how a model knows where a token stands.
+
+Added to embeddings (`Sinusoidal`, `Learned`) or turned into queries and keys (`Rotary`); biases that depend on the
+distance are in `qkv.biases`. No position at all is no object at all.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.errors import InputError
+
+
+class Learned(nn.Module):
+    """One learned vector for each position up to `length`, normal with deviation 0.02 at first (Gehring et al. 2017).
+
+    Shapes: positions (…) in, (…, dim) out, to be added to embeddings. (arXiv:1705.03122, §3.1.)
+
+    >>> Learned(8, 4)(torch.tensor([0, 7])).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(self, length: int, dim: int) -> None:
+        super().__init__()
+        if min(length, dim) < 1:
+            raise InputError(f"Learned: length is {length} and dim {dim}, expected at least 1 of each")
+        self.weight = nn.Parameter(torch.empty(length, dim))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
+        """The vectors of `positions`; `InputError` beyond the last."""
+        if not torch.compiler.is_compiling() and positions.numel():
+            self._check(*(int(x) for x in positions.aminmax()))
+        return nn.functional.embedding(positions, self.weight)
+
+    def span(self, start: int, stop: int) -> Float[Tensor, "n dim"]:
+        """The vectors of positions start … stop − 1, without looking them up one by one."""
+        self._check(start, stop - 1)
+        return self.weight[start:stop]
+
+    def _check(self, first: int, last: int) -> None:
+        if first < 0 or last >= len(self.weight):
+            raise InputError(f"Learned: positions {first}..{last} asked for, expected 0..{len(self.weight) - 1}")
 
 
 @dataclass(frozen=True)
@@ -223,6 +258,23 @@ class Rotary:
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
         return turned(x, cos, sin, interleaved=self.interleaved)
+
+    def span(self, x: Float[Tensor, "b h n d"], start: int = 0, length: int | None = None) -> Float[Tensor, "b h n d"]:
+        """x turned by positions start, start + 1, …: the same as a call, with tables that layers share."""
+        if x.shape[-1] < self.dim:
+            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        stop = start + x.shape[2]
+        tables = _span if torch.compiler.is_compiling() else _kept_span
+        cos, sin = tables(self, start, stop, stop if length is None else length, x.device)
+        return turned(x, cos, sin, interleaved=self.interleaved)
+
+
+def _span(rotary: Rotary, start: int, stop: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # kept tables serve training, too, whoever asked first
+        return rotary.tables(torch.arange(start, stop, device=device), length)
+
+
+_kept_span = functools.lru_cache(maxsize=8)(_span)  # every layer of a model asks for the same
 
 
 def turned(

@@ -6,10 +6,15 @@ which serves it. None imports another.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
+from typing import TypeVar, cast
+
+import torch
 
 from qkv.call import Call, Result
 from qkv.errors import InputError
@@ -34,6 +39,7 @@ PREFERENCE = {  # in this order, with the reason each is worth having
 FORM_WEIGHTS = ("eager", "reference")
 
 
+F = TypeVar("F", bound=Callable[..., object])
 _WATCHER: ContextVar[Callable[[Call, Result], None] | None] = ContextVar("qkv watcher", default=None)
 
 
@@ -48,8 +54,27 @@ def watching(watcher: Callable[[Call, Result], None] | None) -> Iterator[None]:
 
 
 def watched() -> bool:
-    """Whether anybody watches."""
-    return _WATCHER.get() is not None
+    """Whether anybody watches. What a compiler makes of a call is not watched."""
+    return not torch.compiler.is_compiling() and _WATCHER.get() is not None
+
+
+def opaque(function: F) -> F:
+    """`function` runs as it is inside compiled code: a compiler that traces into tiles and caches gains nothing.
+
+    It is `torch.compiler.disable`, once there is a compiler: that is slow to import, and most programs have none.
+    """
+    disabled: list[F] = []
+
+    @functools.wraps(function)
+    def run(*args: object) -> object:
+        if not disabled:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # not looked into, either
+    return cast(F, run)
 
 
 def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:

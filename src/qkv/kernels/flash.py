@@ -66,6 +66,29 @@ def run(call: Call) -> Result:
     return Result(part.out[..., :dv], part.lse)
 
 
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
+    """Dot-product softmax attention by one call of torch, or None where `run` has more to do than that call.
+
+    It checks no more than whether it can serve: what is wrong with arguments is for `Call.of` to say.
+    """
+    if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type == "cpu" for x in (q, k, v)):
+        return None
+    (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
+    fits = k.shape == v.shape and k.shape[0] == b and k.shape[3] == d and h % max(hkv, 1) == 0
+    if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        return None
+    if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and q.isnan().any())):
+        return None
+    causal = causal and n_queries > 1
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if n_queries == 1 and h != hkv:  # the heads that share a key head are as many queries of it
+        return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
+    return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
+
+
 def _pad(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 

@@ -1,0 +1,25 @@
+"""Attention as modules, by the field's names, made of `qkv.attend`."""
+
+from __future__ import annotations
+
+from qkv.nn.block import TransformerBlock
+from qkv.nn.composition import Composition
+from qkv.nn.convert import from_torch, to_torch
+from qkv.nn.einsum import EinsumAttention
+from qkv.nn.feed_forward import FeedForward
+from qkv.nn.linear import LinearAttention, LinformerAttention
+from qkv.nn.multi_head import MultiHeadAttention
+from qkv.nn.sink_token import SinkToken
+
+__all__ = [
+    "Composition",
+    "EinsumAttention",
+    "FeedForward",
+    "LinearAttention",
+    "LinformerAttention",
+    "MultiHeadAttention",
+    "SinkToken",
+    "TransformerBlock",
+    "from_torch",
+    "to_torch",
+]

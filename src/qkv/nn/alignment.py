@@ -1,0 +1,287 @@
+"""Attention as it was with recurrent networks: additive (Bahdanau et al. 2015) and Luong et al. 2015.
+
+A decoder's state is the query, the states of an encoder are keys and values at once. What depends on the keys alone
+is computed once a source with `project` and passed to every step of the decoder.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from qkv import masks
+from qkv.attention import attend
+from qkv.biases import Dense
+from qkv.call import as_mask, at_least_float32
+from qkv.errors import InputError
+from qkv.kernels import watching
+from qkv.masks import Mask
+from qkv.normalizers import Softmax
+from qkv.scores import Additive, Concat, Dot, General, Score
+
+
+class AdditiveAttention(nn.Module):
+    """v · tanh(W q + U k), a softmax over the keys, the mean of the values (Bahdanau et al. 2015, arXiv:1409.0473).
+
+    There are no biases. W and U start Xavier-uniform, v uniform within 1/√d_hidden.
+
+    Shapes: b batch, nq queries, nk keys, dq and dk their sizes, a = d_hidden where they are compared.
+
+    Args:
+        d_query: size of a query.
+        d_key: size of a key.
+        d_hidden: size in which they are compared.
+
+    Raises:
+        InputError: for sizes below 1.
+
+    Source: eq. 6 and app. A.1.2.
+
+    >>> import torch
+    >>> AdditiveAttention(8, 6, 4)(torch.randn(2, 1, 8), torch.randn(2, 5, 6)).shape
+    torch.Size([2, 1, 6])
+    """
+
+    def __init__(self, d_query: int, d_key: int, d_hidden: int) -> None:
+        super().__init__()
+        _check_sizes("AdditiveAttention", d_query=d_query, d_key=d_key, d_hidden=d_hidden)
+        self.d_query, self.d_key, self.d_hidden = d_query, d_key, d_hidden
+        self.w_q = nn.Parameter(torch.empty(d_hidden, d_query))
+        self.w_k = nn.Parameter(torch.empty(d_hidden, d_key))
+        self.vector = nn.Parameter(torch.empty(d_hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform W and U, v uniform within 1/√d_hidden."""
+        nn.init.xavier_uniform_(self.w_q)
+        nn.init.xavier_uniform_(self.w_k)
+        nn.init.uniform_(self.vector, -(self.d_hidden**-0.5), self.d_hidden**-0.5)
+
+    def project(self, keys: Float[Tensor, "b nk dk"]) -> Float[Tensor, "b nk a"]:
+        """U k of all keys: what a decoder computes once a source and passes to every step as `projected`."""
+        _check_last("keys", keys, self.d_key)
+        return keys @ self.w_k.T
+
+    def forward(
+        self,
+        query: Float[Tensor, "b nq dq"],
+        keys: Float[Tensor, "b nk dk"],
+        values: Float[Tensor, "b nk dv"] | None = None,
+        *,
+        projected: Float[Tensor, "b nk a"] | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The context of every query.
+
+        Args:
+            query: decoder states.
+            keys: encoder states.
+            values: what is averaged; the keys if None.
+            projected: what `project` made of the keys; made here if None.
+            mask: True where a query may attend, as in `qkv.attend` with one head.
+            return_weights: also return the weights.
+
+        Returns:
+            The context (b, nq, dv), or ``(context, weights)`` with weights (b, nq, nk). A query that may attend to
+            nothing has context 0.
+        """
+        _check_last("query", query, self.d_query)
+        projected = self.project(keys) if projected is None else projected
+        found = attend(
+            query[:, None],
+            projected[:, None],
+            (keys if values is None else values)[:, None],
+            mask=mask,
+            score=Additive(self.vector, self.w_q),  # the keys are projected already
+            return_weights=return_weights,
+        )
+        if isinstance(found, tuple):
+            return found[0][:, 0], found[1][:, 0]
+        return found[:, 0]
+
+    def extra_repr(self) -> str:
+        return f"d_query={self.d_query}, d_key={self.d_key}, d_hidden={self.d_hidden}"
+
+
+class LuongAttention(nn.Module):
+    """Attention after the decoder's step: h~ = tanh(W_c [c; h]) (Luong et al. 2015, arXiv:1508.04025).
+
+    `kind` says which of the S source states the decoder state h_t of step t, counted from 0, attends to:
+
+    - ``"global"``: all;
+    - ``"local-m"``: those at t − D … t + D, as if both sequences ran in parallel. Steps for which nothing of the
+      source lies in the window have context 0;
+    - ``"local-p"``: those at p_t − D … p_t + D around p_t = S · σ(v_p · tanh(W_p h_t)), with the softmax over them
+      multiplied by exp(−(s − p_t)² / (2 σ²)), σ = D / 2. That product is not normalised again: weights sum to at most
+      1, and what is missing is a sink of the softmax. The gradient reaches p_t through the Gaussian.
+
+    There are no biases. Matrices start Xavier-uniform, vectors uniform within 1/√d_query.
+
+    Shapes: b batch, nq queries, nk keys, dq and dk their sizes.
+
+    Args:
+        d_query: size of a decoder state, and of h~.
+        d_key: size of an encoder state.
+        score: ``"dot"`` h · s, unscaled; ``"general"`` h · W s; ``"concat"`` v · tanh(W [h; s]), compared in d_query
+            dimensions.
+        kind: ``"global"``, ``"local-m"`` or ``"local-p"``.
+        half_width: D, of the local kinds.
+
+    Raises:
+        InputError: for a score, kind or size that does not exist or fit.
+
+    Source: §3.1–3.2, eq. 5–10.
+
+    >>> import torch
+    >>> LuongAttention(8, 6, "general")(torch.randn(2, 3, 8), torch.randn(2, 5, 6)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        d_query: int,
+        d_key: int,
+        score: Literal["dot", "general", "concat"] = "dot",
+        kind: Literal["global", "local-m", "local-p"] = "global",
+        half_width: int = 10,
+    ) -> None:
+        super().__init__()
+        _check_sizes("LuongAttention", d_query=d_query, d_key=d_key, half_width=half_width)
+        if score not in ("dot", "general", "concat"):
+            raise InputError(f"LuongAttention: score is {score!r}, expected 'dot', 'general' or 'concat'")
+        if kind not in ("global", "local-m", "local-p"):
+            raise InputError(f"LuongAttention: kind is {kind!r}, expected 'global', 'local-m' or 'local-p'")
+        if score == "dot" and d_query != d_key:
+            raise InputError(
+                f"LuongAttention: score is 'dot' with d_query {d_query} and d_key {d_key}, expected them equal "
+                "(or score='general')"
+            )
+        self.d_query, self.d_key, self.score, self.kind, self.half_width = d_query, d_key, score, kind, half_width
+        if score == "general":
+            self.weight = nn.Parameter(torch.empty(d_query, d_key))
+        elif score == "concat":
+            self.weight = nn.Parameter(torch.empty(d_query, d_query + d_key))
+            self.vector = nn.Parameter(torch.empty(d_query))
+        if kind == "local-p":
+            self.position_weight = nn.Parameter(torch.empty(d_query, d_query))
+            self.position_vector = nn.Parameter(torch.empty(d_query))
+        self.combine = nn.Linear(d_key + d_query, d_query, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform matrices, vectors uniform within 1/√d_query."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.xavier_uniform_(parameter)
+            else:
+                nn.init.uniform_(parameter, -(self.d_query**-0.5), self.d_query**-0.5)
+
+    def project(self, keys: Float[Tensor, "b nk dk"]) -> Float[Tensor, "b nk d"]:
+        """The keys where they are compared: a decoder computes it once a source and passes it to every step.
+
+        Only ``"concat"`` does anything to the keys alone.
+        """
+        _check_last("keys", keys, self.d_key)
+        return keys @ self.weight[:, self.d_query :].T if self.score == "concat" else keys
+
+    def forward(
+        self,
+        query: Float[Tensor, "b nq dq"],
+        keys: Float[Tensor, "b nk dk"],
+        *,
+        projected: Float[Tensor, "b nk d"] | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        step: int = 0,
+        lengths: Int[Tensor, " b"] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The attentional vector h~ of every query.
+
+        Args:
+            query: decoder states of consecutive steps.
+            keys: encoder states.
+            projected: what `project` made of the keys; made here if None.
+            mask: True where a query may attend, as in `qkv.attend` with one head; and-ed to the window.
+            step: t of the first query: how many target tokens came before it.
+            lengths: S, the real keys of each batch item, which stand at the start; others are hidden. All if None.
+            return_weights: also return the weights.
+
+        Returns:
+            h~ (b, nq, dq), or ``(h~, weights)`` with weights (b, nq, nk).
+        """
+        _check_last("query", query, self.d_query)
+        if step < 0:
+            raise InputError(f"step is {step}, expected at least 0: how many target tokens came before")
+        projected = self.project(keys) if projected is None else projected
+        q, k, v = query[:, None], projected[:, None], keys[:, None]
+        seen = None if mask is None else as_mask(mask)
+        if lengths is not None:
+            seen = _both(seen, masks.Padding(lengths))
+        bias, normalizer = None, Softmax()
+        if self.kind == "local-m":
+            window = masks.Window(self.half_width + 1, ahead=self.half_width)
+            seen = _both(seen, masks.Shifted(window, step))
+        elif self.kind == "local-p":
+            away = self._away(query, keys, lengths)
+            seen = _both(seen, masks.Dense(away.abs() <= self.half_width))
+            spread = 2 * (self.half_width / 2) ** 2
+            bias, normalizer = self._gaussian(q, k, away.square() / spread, seen)
+        found = attend(
+            q, k, v, mask=seen, bias=bias, score=self._score(), normalizer=normalizer, return_weights=return_weights
+        )
+        context, weights = found if isinstance(found, tuple) else (found, None)
+        attentional = torch.tanh(self.combine(torch.cat([context[:, 0], query], -1)))
+        return attentional if weights is None else (attentional, weights[:, 0])
+
+    def _score(self) -> Score:
+        """How a query and a projected key are compared."""
+        if self.score == "dot":
+            return Dot(1.0)
+        if self.score == "general":
+            return General(self.weight)
+        whole = Concat(self.weight, self.vector, self.d_query)
+        return Additive(whole.vector, whole.w_q)  # the keys are projected already
+
+    def _away(self, query: Tensor, keys: Tensor, lengths: Tensor | None) -> Float[Tensor, "b 1 nq nk"]:
+        """How far each key is from p_t."""
+        wide = at_least_float32(query.dtype)
+        share = torch.sigmoid(torch.tanh(query @ self.position_weight.T) @ self.position_vector).to(wide)
+        length = keys.shape[1] if lengths is None else lengths.to(share)[:, None]
+        centre = length * share
+        return (torch.arange(keys.shape[1], dtype=wide, device=keys.device) - centre[..., None])[:, None]
+
+    def _gaussian(self, q: Tensor, k: Tensor, fall: Float[Tensor, "b 1 nq nk"], seen: Mask) -> tuple[Dense, Softmax]:
+        """A bias and a sink with which the softmax gives g · softmax(s), g = exp(−fall).
+
+        Weights exp(s) g / Σ exp(s) are those of the scores s + ln g, if Σ exp(s) (1 − g) goes to no key.
+        """
+        # 1 − g is 0 at p_t itself, where its logarithm has no slope: a lowest fall keeps both finite, and e^-69 of the
+        # weight is nothing.
+        missing = torch.log(-torch.expm1(-fall.clamp(min=1e-30)))
+        with watching(None):  # it is part of the softmax that follows, not an attention of its own
+            lost = attend(q, k, k[..., :1], mask=seen, bias=Dense(missing), score=self._score(), return_lse=True)
+        assert isinstance(lost, tuple)
+        return Dense(-fall), Softmax(sink=lost[1])
+
+    def extra_repr(self) -> str:
+        width = "" if self.kind == "global" else f", half_width={self.half_width}"
+        return f"d_query={self.d_query}, d_key={self.d_key}, score={self.score!r}, kind={self.kind!r}{width}"
+
+
+def _both(mask: Mask | None, further: Mask) -> Mask:
+    return further if mask is None else mask & further
+
+
+def _check_sizes(name: str, **sizes: int) -> None:
+    for what, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name}: {what} is {size}, expected at least 1")
+
+
+def _check_last(name: str, x: Tensor, size: int) -> None:
+    if x.ndim != 3 or x.shape[2] != size:
+        raise InputError(f"{name} has shape {tuple(x.shape)}, expected (batch, length, {size})")

@@ -1,0 +1,122 @@
+"""A layer of a Transformer: attention and a feed-forward layer, each around a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+from qkv.masks import Mask
+from qkv.nn.multi_head import KeysValues, MultiHeadAttention
+
+if TYPE_CHECKING:
+    from qkv.cache import Cache
+
+NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+
+
+def make_norm(kind: str, d_model: int, eps: float, *, bias: bool = True) -> nn.Module:
+    """LayerNorm (Ba et al. 2016, arXiv:1607.06450) or RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) by name."""
+    if kind not in NORMS:
+        raise InputError(f"norm is {kind!r}, expected one of {', '.join(map(repr, NORMS))}")
+    return nn.LayerNorm(d_model, eps=eps, bias=bias) if kind == "layernorm" else nn.RMSNorm(d_model, eps=eps)
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention, cross-attention if there is one, and a feed-forward layer, each added to what came in.
+
+    Pre-norm: x + f(norm(x)) (Xiong et al. 2020, arXiv:2002.04745). Post-norm: norm(x + f(x)), as in Vaswani et al.
+    2017 (arXiv:1706.03762, §3.1). Its parts are made by the caller, who decides what they are.
+
+    Args:
+        attention: the self-attention.
+        feed_forward: any module from (b, n, d_model) to the same.
+        cross: attention to a memory, as in a decoder of an encoder-decoder.
+        norm: ``"layernorm"`` or ``"rmsnorm"``.
+        place: ``"pre"`` or ``"post"``.
+        eps: of the norms.
+        norm_bias: whether layer norms have biases.
+        dropout: of what is added to the residual, in training.
+
+    >>> import torch, qkv
+    >>> from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
+    >>> block = TransformerBlock(MultiHeadAttention(64, 4), FeedForward(64))
+    >>> block(torch.randn(1, 10, 64)).shape
+    torch.Size([1, 10, 64])
+    """
+
+    def __init__(
+        self,
+        attention: MultiHeadAttention,
+        feed_forward: nn.Module,
+        *,
+        cross: MultiHeadAttention | None = None,
+        norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+        place: Literal["pre", "post"] = "pre",
+        eps: float = 1e-5,
+        norm_bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if place not in ("pre", "post"):
+            raise InputError(f"place is {place!r}, expected 'pre' or 'post'")
+        if cross is not None and cross.d_model != attention.d_model:
+            raise InputError(f"cross has d_model {cross.d_model}, expected {attention.d_model} as the self-attention")
+
+        def norms() -> nn.Module:
+            return make_norm(norm, attention.d_model, eps, bias=norm_bias)
+
+        self.place = place
+        self.attention_norm, self.attention = norms(), attention
+        self.cross_norm = None if cross is None else norms()
+        self.cross = cross
+        self.feed_forward_norm, self.feed_forward = norms(), feed_forward
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        memory: Float[Tensor, "b m d_context"] | None = None,
+        *,
+        keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "b n d_model"]:
+        """One layer.
+
+        Args:
+            x: the tokens.
+            memory: what `cross` attends to.
+            keys_values: what ``cross.keys_values`` made of the memory, instead of it.
+            mask: True where a token may attend to a token; and-ed to the composition's own.
+            memory_mask: the same for the memory.
+            positions: of the tokens, for rotary positions.
+            cache: keys and values of earlier tokens.
+        """
+        if (self.cross is None) != (memory is None and keys_values is None):
+            have, given = ("has no", "a") if self.cross is None else ("has a", "no")
+            raise InputError(f"memory: this block {have} cross-attention, but {given} memory is given")
+
+        def attend(y: Tensor) -> Tensor:
+            out = self.attention(y, mask=mask, positions=positions, cache=cache)
+            assert isinstance(out, Tensor)
+            return out
+
+        x = self._around(x, self.attention_norm, attend)
+        if self.cross is not None:
+            cross, norm = self.cross, self.cross_norm
+            assert norm is not None
+            x = self._around(x, norm, lambda y: cross(y, memory, keys_values=keys_values, mask=memory_mask))
+        return self._around(x, self.feed_forward_norm, self.feed_forward)
+
+    def _around(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """The residual around a layer."""
+        if self.place == "pre":
+            return x + self.dropout(layer(norm(x)))
+        out: Tensor = norm(x + self.dropout(layer(x)))
+        return out

@@ -1,0 +1,93 @@
+"""A composition whose learned parts are parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qkv.attention import Attention
+from qkv.call import as_mask
+from qkv.errors import InputError
+from qkv.masks import Mask
+
+Path = tuple[str | int, ...]
+
+
+class Composition(nn.Module):
+    """An `Attention` as a module: every `nn.Parameter` in its score, biases and normalizer is trained, moved and saved.
+
+    The parameters are the very ones given, so a composition passed to several modules is shared by them, as T5 shares
+    its bias. Their names tell where they stand: ``score_weight``, ``bias_table``, ``normalizer_sink``.
+
+    >>> import torch, qkv
+    >>> sink = qkv.normalizers.Softmax(sink=torch.nn.Parameter(torch.zeros(4)))
+    >>> [name for name, _ in Composition(qkv.Attention(normalizer=sink)).named_parameters()]
+    ['normalizer_sink']
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        if not isinstance(attention, Attention):
+            raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
+        self._given = attention
+        self._places: dict[str, Path] = {}
+        for place, parameter in _learned(attention, ()):
+            name = "_".join(map(str, place))
+            self._places[name] = place
+            self.register_parameter(name, parameter)
+
+    @property
+    def attention(self) -> Attention:
+        """The composition with the parameters as they are now."""
+        attention = self._given
+        for name, place in self._places.items():  # functional calls and sharding put other tensors under the name
+            attention = _with(attention, place, getattr(self, name))
+        return attention
+
+    def forward(
+        self,
+        q: Float[Tensor, "b h nq dq"],
+        k: Float[Tensor, "b hkv nk dk"],
+        v: Float[Tensor, "b hkv nk dv"],
+        *,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """`attend` with this composition and, where given, a further mask; dropout acts in training mode."""
+        attention = self.attention if mask is None else masked(self.attention, mask)
+        return attention(q, k, v, training=self.training, return_weights=return_weights)
+
+    def extra_repr(self) -> str:
+        parts = ((f.name, getattr(self._given, f.name)) for f in fields(Attention))
+        return ", ".join(f"{name}={type(x).__name__}" for name, x in parts if x is not None and name != "dropout_p")
+
+
+def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
+    """The composition with `mask` and-ed to its own."""
+    own, further = as_mask(attention.mask), as_mask(mask)
+    assert further is not None
+    return replace(attention, mask=further if own is None else own & further)
+
+
+def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter]]:
+    if isinstance(x, nn.Parameter):
+        yield place, x
+    elif is_dataclass(x):
+        for field in fields(x):
+            yield from _learned(getattr(x, field.name), (*place, field.name))
+    elif isinstance(x, tuple | list):
+        for i, one in enumerate(x):
+            yield from _learned(one, (*place, i))
+
+
+def _with(x: Any, place: Path, value: Tensor) -> Any:
+    if not place:
+        return value
+    first, rest = place[0], place[1:]
+    if isinstance(first, str):
+        return replace(x, **{first: _with(getattr(x, first), rest, value)})
+    return (*x[:first], _with(x[first], rest, value), *x[first + 1 :])

@@ -1,0 +1,217 @@
+"""To and from torch.nn: the same weights, the same outputs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qkv.attention import Attention
+from qkv.errors import InputError
+from qkv.nn.block import TransformerBlock
+from qkv.nn.feed_forward import FeedForward
+from qkv.nn.multi_head import MultiHeadAttention
+from qkv.normalizers import Softmax
+
+M = TypeVar("M", bound=nn.Module)
+ACTIVATIONS: dict[Any, str] = {F.relu: "relu", F.gelu: "gelu"}
+
+
+def from_torch(
+    module: nn.MultiheadAttention | nn.TransformerEncoderLayer,
+) -> MultiHeadAttention | TransformerBlock:
+    """Our module of torch's, with copies of its weights: `MultiHeadAttention` or `TransformerBlock`.
+
+    Batches come first in ours, whatever `batch_first` was; masks are True where a query may attend (torch's boolean
+    masks are the other way round: `qkv.masks.from_multihead`). ``add_zero_attn`` is a softmax off by one.
+
+    Raises:
+        InputError: for what ours have no like of: ``add_bias_kv``, kdim ≠ vdim, other activations.
+
+    >>> import torch
+    >>> theirs = torch.nn.MultiheadAttention(64, 8, batch_first=True).eval()
+    >>> x = torch.randn(2, 10, 64)
+    >>> torch.allclose(from_torch(theirs)(x), theirs(x, x, x, need_weights=False)[0], atol=1e-5)
+    True
+    """
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return _block_from_torch(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention_from_torch(module)
+    raise InputError(
+        f"module is {type(module).__name__}, expected torch.nn.MultiheadAttention or torch.nn.TransformerEncoderLayer"
+    )
+
+
+def to_torch(module: MultiHeadAttention | TransformerBlock) -> nn.MultiheadAttention | nn.TransformerEncoderLayer:
+    """Torch's module of ours, with copies of its weights, batch first.
+
+    The composition's mask is not carried over: torch takes masks with each call (`qkv.masks.to_multihead`).
+
+    Raises:
+        InputError: for what torch's have no like of, by name.
+
+    >>> ours = MultiHeadAttention(64, 8)
+    >>> type(to_torch(ours)).__name__
+    'MultiheadAttention'
+    """
+    if isinstance(module, TransformerBlock):
+        return _block_to_torch(module)
+    if isinstance(module, MultiHeadAttention):
+        return _attention_to_torch(module)
+    raise InputError(f"module is {type(module).__name__}, expected qkv's MultiHeadAttention or TransformerBlock")
+
+
+def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
+    if theirs.bias_k is not None:
+        raise InputError("module has add_bias_kv, a learned key with a learned value, which MultiHeadAttention has not")
+    if theirs.kdim != theirs.vdim:
+        raise InputError(f"module has kdim {theirs.kdim} and vdim {theirs.vdim}, expected one context for both")
+    fused = theirs.in_proj_weight is not None
+    normalizer = Softmax(sink=0.0) if theirs.add_zero_attn else None
+    ours = MultiHeadAttention(
+        theirs.embed_dim,
+        theirs.num_heads,
+        d_context=theirs.kdim,
+        attention=Attention(normalizer=normalizer, dropout_p=theirs.dropout),
+        bias=theirs.in_proj_bias is not None,
+        fused=fused,
+    )
+    weights = {f"out_proj.{name}": x for name, x in theirs.out_proj.state_dict().items()}
+    if fused:
+        weights["in_proj.weight"] = theirs.in_proj_weight
+        if theirs.in_proj_bias is not None:
+            weights["in_proj.bias"] = theirs.in_proj_bias
+    else:
+        for name in "qkv":
+            weights[f"{name}_proj.weight"] = getattr(theirs, f"{name}_proj_weight")
+        if theirs.in_proj_bias is not None:
+            biases = zip("qkv", theirs.in_proj_bias.chunk(3), strict=True)
+            weights |= {f"{name}_proj.bias": bias for name, bias in biases}
+    return _like(_filled(ours, weights), theirs)
+
+
+def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
+    attention = ours.composition.attention
+    normalizer = attention.normalizer or Softmax()
+    plain = isinstance(normalizer, Softmax) and normalizer.temperature == 1 and normalizer.key is None
+    sink = normalizer.sink if isinstance(normalizer, Softmax) else None
+    off_by_one = not isinstance(sink, torch.Tensor) and sink == 0.0
+    plain = plain and (sink is None or off_by_one)
+    for what, there in {
+        "grouped heads": ours.kv_heads != ours.heads,
+        "a gate": ours.gate is not None,
+        "rotary positions": ours.rotary is not None,
+        "norms of queries and keys": ours.q_norm is not None,
+        "heads whose sizes are not d_model / heads": {ours.head_dim, ours.v_head_dim} != {ours.d_model // ours.heads},
+        "biases of scores": attention.bias is not None,
+        "another score than Dot()": attention.score is not None,
+        "another normalizer than softmax, plain or off by one": not plain,
+    }.items():
+        if there:
+            raise InputError(f"module has {what}, which torch.nn.MultiheadAttention has not")
+    context = {} if ours.fused else {"kdim": ours.d_context, "vdim": ours.d_context}
+    theirs = nn.MultiheadAttention(
+        ours.d_model,
+        ours.heads,
+        dropout=attention.dropout_p,
+        bias=ours.out_proj.bias is not None,
+        add_zero_attn=off_by_one,
+        batch_first=True,
+        **context,
+    )
+    given = ours.state_dict()
+    weights = {name: x for name, x in given.items() if name.startswith("out_proj.")}
+    three = [given.get(f"{name}_proj.weight") for name in "qkv"]
+    if ours.fused:
+        weights |= {
+            f"in_proj_{name}": given[f"in_proj.{name}"] for name in ("weight", "bias") if f"in_proj.{name}" in given
+        }
+    elif theirs.in_proj_weight is not None:  # torch keeps one matrix wherever one width serves all
+        weights["in_proj_weight"] = torch.cat([x for x in three if x is not None])
+    else:
+        weights |= {f"{name}_proj_weight": x for name, x in zip("qkv", three, strict=True) if x is not None}
+    if not ours.fused and ours.out_proj.bias is not None:
+        weights["in_proj_bias"] = torch.cat([given[f"{name}_proj.bias"] for name in "qkv"])
+    return _like(_filled(theirs, weights), ours)
+
+
+def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
+    activation = _activation(theirs.activation)
+    bias = theirs.linear1.bias is not None
+    d_model, d_hidden = theirs.linear1.in_features, theirs.linear1.out_features
+    feed_forward = FeedForward(d_model, d_hidden, activation=activation, bias=bias)  # type: ignore[arg-type]
+    ours = TransformerBlock(
+        _attention_from_torch(theirs.self_attn),
+        feed_forward,
+        place="pre" if theirs.norm_first else "post",
+        eps=theirs.norm1.eps,
+        norm_bias=bias,
+        dropout=theirs.dropout1.p,
+    )
+    pairs = _block_parts(ours, theirs)
+    for own, other in pairs:
+        own.load_state_dict(other.state_dict())
+    return _like(ours, theirs)
+
+
+def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
+    layer = ours.feed_forward
+    if ours.cross is not None:
+        raise InputError("module has cross-attention, expected a block of an encoder")
+    if not isinstance(layer, FeedForward) or layer.activation not in ACTIVATIONS.values():
+        raise InputError("module has a feed-forward layer that is not FeedForward with 'relu' or 'gelu'")
+    norm = ours.attention_norm
+    if not isinstance(norm, nn.LayerNorm):
+        raise InputError(f"module has {type(norm).__name__}, but torch.nn.TransformerEncoderLayer has LayerNorm")
+    bias = layer.up.bias is not None
+    if len({bias, norm.bias is not None, ours.attention.out_proj.bias is not None}) > 1:
+        raise InputError("module has biases in some of its layers, expected all or none")
+    theirs = nn.TransformerEncoderLayer(
+        ours.attention.d_model,
+        ours.attention.heads,
+        layer.up.out_features,
+        dropout=ours.dropout.p,
+        activation=next(f for f, name in ACTIVATIONS.items() if name == layer.activation),
+        layer_norm_eps=norm.eps,
+        batch_first=True,
+        norm_first=ours.place == "pre",
+        bias=bias,
+    )
+    theirs.self_attn = _attention_to_torch(ours.attention)
+    for own, other in _block_parts(ours, theirs):
+        other.load_state_dict(own.state_dict())
+    return _like(theirs, ours)
+
+
+def _block_parts(ours: TransformerBlock, theirs: nn.TransformerEncoderLayer) -> list[tuple[nn.Module, nn.Module]]:
+    layer = ours.feed_forward
+    assert isinstance(layer, FeedForward)
+    return [
+        (layer.up, theirs.linear1),
+        (layer.down, theirs.linear2),
+        (ours.attention_norm, theirs.norm1),
+        (ours.feed_forward_norm, theirs.norm2),
+    ]
+
+
+def _activation(function: Any) -> str:
+    if function in ACTIVATIONS:
+        return ACTIVATIONS[function]
+    for kind, name in ((nn.ReLU, "relu"), (nn.GELU, "gelu")):
+        if isinstance(function, kind) and getattr(function, "approximate", "none") == "none":
+            return name
+    raise InputError(f"module has the activation {function!r}, expected relu or gelu")
+
+
+def _filled(module: M, weights: dict[str, torch.Tensor]) -> M:
+    module.load_state_dict(weights)
+    return module
+
+
+def _like(module: M, other: nn.Module) -> M:
+    """In the dtype, on the device and in the mode of another module."""
+    first = next(other.parameters())
+    return module.to(first.device, first.dtype).train(other.training)

@@ -1,0 +1,70 @@
+"""Multi-head attention as five einsums: nothing to read but the mathematics. A twin for tests and for reading."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+from qkv.nn.multi_head import MultiHeadAttention
+
+
+class EinsumAttention(nn.Module):
+    """Self-attention with one weight for each head, every step an einsum over named dimensions.
+
+    It forms the weights, so its memory is quadratic, and returns them. `MultiHeadAttention` computes the same:
+    `of` takes the weights of one.
+
+    b batch, q queries, k keys, h heads, e the width of the model, d of a head.
+
+    >>> import torch
+    >>> layer = MultiHeadAttention(64, 8)
+    >>> x = torch.randn(2, 10, 64)
+    >>> torch.allclose(EinsumAttention.of(layer)(x)[0], layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        if heads < 1 or d_model % heads:
+            raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads}")
+        d = d_model // heads
+        self.w_q, self.w_k, self.w_v = (nn.Parameter(torch.empty(heads, d_model, d)) for _ in range(3))
+        self.b_q, self.b_k, self.b_v = (nn.Parameter(torch.zeros(heads, d)) for _ in range(3))
+        self.w_o, self.b_o = nn.Parameter(torch.empty(heads, d, d_model)), nn.Parameter(torch.zeros(d_model))
+        for weight in (self.w_q, self.w_k, self.w_v, self.w_o):
+            nn.init.normal_(weight, std=d_model**-0.5)
+
+    @staticmethod
+    def of(layer: MultiHeadAttention) -> EinsumAttention:
+        """The same weights in this form. `InputError` for a layer that does more than plain multi-head attention."""
+        plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
+        if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
+            raise InputError("layer: expected a fused MultiHeadAttention with biases and nothing but heads")
+        twin = EinsumAttention(layer.heads * layer.head_dim, layer.heads)
+        split = (layer.heads, layer.head_dim)
+        with torch.no_grad():
+            for to, part in zip((twin.w_q, twin.w_k, twin.w_v), layer.in_proj.weight.chunk(3), strict=True):
+                to.copy_(part.unflatten(0, split).transpose(1, 2))
+            for to, part in zip((twin.b_q, twin.b_k, twin.b_v), layer.in_proj.bias.chunk(3), strict=True):
+                to.copy_(part.unflatten(0, split))
+            twin.w_o.copy_(layer.out_proj.weight.T.unflatten(0, split))
+            twin.b_o.copy_(layer.out_proj.bias)
+        return twin
+
+    def forward(
+        self, x: Float[Tensor, "b n e"], mask: Bool[Tensor, "..."] | None = None
+    ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b h n n"]]:
+        """Output and weights; mask True where a query may attend. A query that sees nothing gives the output bias."""
+        q = torch.einsum("bqe,hed->bhqd", x, self.w_q) + self.b_q[:, None]
+        k = torch.einsum("bke,hed->bhkd", x, self.w_k) + self.b_k[:, None]
+        v = torch.einsum("bke,hed->bhkd", x, self.w_v) + self.b_v[:, None]
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+            nothing = ~mask.any(-1, keepdim=True)
+            weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+        else:
+            weights = scores.softmax(-1)
+        return torch.einsum("bhqk,bhkd,hde->bqe", weights, v, self.w_o) + self.b_o, weights

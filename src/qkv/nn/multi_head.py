@@ -1,0 +1,246 @@
+"""Multi-head attention around any composition: projections, positions, gates, caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from qkv.attention import Attention
+from qkv.call import as_mask
+from qkv.errors import InputError
+from qkv.masks import Mask
+from qkv.nn.composition import Composition
+from qkv.normalizers import Softmax
+from qkv.positions import Rotary
+
+if TYPE_CHECKING:
+    from qkv.cache import Cache
+
+KeysValues = tuple[Float[Tensor, "b hkv m d"], Float[Tensor, "b hkv m dv"]]
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention in several heads over learned projections (Vaswani et al. 2017, arXiv:1706.03762, §3.2.2).
+
+    Shapes: b batch, n queries, m keys, h query heads, hkv key heads, d head size, dv value head size.
+
+    Weights start Xavier-uniform, each projection by itself, and biases at 0; sinks start at 0, key biases normal with
+    deviation 0.02, gains of norms at 1.
+
+    Args:
+        d_model: width of what comes in and goes out.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of `heads`; `heads` (MHA) if None, 1 is multi-query (Shazeer 2019,
+            arXiv:1911.02150), between is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query head i
+            uses key head i // (heads // kv_heads).
+        head_dim: size of a head; d_model / heads if None.
+        v_head_dim: size of a value head; `head_dim` if None.
+        d_context: width of what keys and values are made of in cross-attention; `d_model` if None.
+        attention: the composition every head computes: mask, bias, score, normalizer, dropout of weights.
+        rotary: positions turned into queries and keys; none if None.
+        qk_norm: RMS-normalise every head's queries and keys, with a learned gain (Henry et al. 2020, arXiv:2010.04245;
+            here with RMSNorm, as Qwen 3), before the rotation.
+        gate: multiply what the heads give by σ(x W), before the output projection: ``"elementwise"`` or one gate a
+            ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
+        sink: a learned logit for each head that takes weight and has no value (gpt-oss, arXiv:2508.10925).
+        key_bias: a learned key for each head, with value 0 (Gu et al. 2025, arXiv:2410.10781).
+        bias: whether projections have biases.
+        fused: one matrix for queries, keys and values together (``in_proj``), or three (``q_proj``, ``k_proj``,
+            ``v_proj``). The numbers are the same.
+
+    Raises:
+        InputError: for sizes that do not fit together.
+
+    >>> import torch, qkv
+    >>> layer = MultiHeadAttention(64, heads=8, kv_heads=2, attention=qkv.Attention(mask=qkv.masks.Causal()))
+    >>> layer(torch.randn(1, 10, 64)).shape
+    torch.Size([1, 10, 64])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        d_context: int | None = None,
+        attention: Attention | None = None,
+        rotary: Rotary | None = None,
+        qk_norm: bool = False,
+        gate: Literal["elementwise", "head"] | None = None,
+        sink: bool = False,
+        key_bias: bool = False,
+        bias: bool = True,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        _check_heads(d_model, heads, kv_heads, head_dim)
+        head_dim = d_model // heads if head_dim is None else head_dim
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        d_context = d_model if d_context is None else d_context
+        if min(head_dim, v_head_dim, d_context) < 1:
+            raise InputError(
+                f"head_dim is {head_dim}, v_head_dim {v_head_dim}, d_context {d_context}, expected at least 1 of each"
+            )
+        if rotary is not None and rotary.dim > head_dim:
+            raise InputError(f"rotary turns {rotary.dim} dimensions, but heads have {head_dim}")
+        if gate not in (None, "elementwise", "head"):
+            raise InputError(f"gate is {gate!r}, expected None, 'elementwise' or 'head'")
+        if fused and d_context != d_model:
+            raise InputError(f"fused needs one width for all, got d_model {d_model} and d_context {d_context}")
+        self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
+        self.head_dim, self.v_head_dim, self.d_context = head_dim, v_head_dim, d_context
+        self.rotary, self.fused = rotary, fused
+        self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
+        if fused:
+            self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
+        else:
+            self.q_proj = nn.Linear(d_model, self.widths[0], bias=bias)
+            self.k_proj = nn.Linear(d_context, self.widths[1], bias=bias)
+            self.v_proj = nn.Linear(d_context, self.widths[2], bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
+        self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
+        self.composition = Composition(_with_sink(attention or Attention(), heads, head_dim, sink, key_bias))
+        self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform projections, each by itself, and biases 0."""
+        linear = [self.in_proj] if self.fused else [self.q_proj, self.k_proj, self.v_proj]
+        for layer in (*linear, self.out_proj, *([] if self.gate is None else [self.gate])):
+            parts = layer.weight.split(self.widths) if self.fused and layer is linear[0] else (layer.weight,)
+            for part in parts:
+                nn.init.xavier_uniform_(part)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b m d_context"] | None = None,
+        *,
+        keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Every position of x attends to x, or to the context.
+
+        Args:
+            x: what queries are made of, and keys and values unless there is a context.
+            context: what keys and values are made of in cross-attention.
+            keys_values: what `keys_values` made of a context, instead of the context.
+            mask: True where a query may attend; and-ed to the composition's own.
+            positions: of the tokens of x, (n,) or (b, n), for `rotary`: 0 … n − 1, or what follows the cache, if None.
+            cache: keys and values of earlier tokens: see `qkv.cache`. The new ones join them.
+            return_weights: also return the weights; this alone forms them.
+
+        Returns:
+            ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m).
+        """
+        if x.ndim != 3 or x.shape[2] != self.d_model:
+            raise InputError(f"x has shape {tuple(x.shape)}, expected (batch, length, d_model = {self.d_model})")
+        crossing = context is not None or keys_values is not None
+        if crossing and (cache is not None or self.rotary is not None):
+            raise InputError("context is given, but a cache and rotary positions are for self-attention only")
+        q, k, v = self._project(x, context, keys_values)
+        weights = None
+        if cache is not None:
+            if return_weights:
+                raise InputError("return_weights is True with a cache, which keeps no weights; expected one of them")
+            composed, further = self.composition.attention, as_mask(mask)
+            out = cache.attend(composed, q, k, v, rotary=self.rotary, positions=positions, mask=further)
+        else:
+            if self.rotary is not None:
+                q, k = (self._turned(one, positions) for one in (q, k))
+            found = self.composition(q, k, v, mask=mask, return_weights=return_weights)
+            out, weights = found if return_weights else (found, None)
+        out = self._merged(out, x)
+        return (out, weights) if weights is not None else out
+
+    def keys_values(self, context: Float[Tensor, "b m d_context"]) -> KeysValues:
+        """Keys and values of a context, for passing to several calls while decoding."""
+        if context.ndim != 3 or context.shape[2] != self.d_context:
+            raise InputError(
+                f"context has shape {tuple(context.shape)}, expected (batch, length, d_context = {self.d_context})"
+            )
+        if self.fused:
+            first = self.widths[0]
+            bias = None if self.in_proj.bias is None else self.in_proj.bias[first:]
+            k, v = nn.functional.linear(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
+        else:
+            k, v = self.k_proj(context), self.v_proj(context)
+        k = self._heads(k, self.kv_heads)
+        return k if self.k_norm is None else self.k_norm(k), self._heads(v, self.kv_heads)
+
+    def _project(
+        self, x: Tensor, context: Tensor | None, keys_values: KeysValues | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if context is None and keys_values is None and self.fused:
+            q, k, v = self.in_proj(x).split(self.widths, -1)
+            q, k, v = self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
+            return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
+        if self.fused:
+            first = self.widths[0]
+            bias = None if self.in_proj.bias is None else self.in_proj.bias[:first]
+            q = nn.functional.linear(x, self.in_proj.weight[:first], bias)
+        else:
+            q = self.q_proj(x)
+        q = self._heads(q, self.heads)
+        k, v = self.keys_values(x if context is None else context) if keys_values is None else keys_values
+        return q if self.q_norm is None else self.q_norm(q), k, v
+
+    @staticmethod
+    def _heads(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def _turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        assert self.rotary is not None
+        return self.rotary.span(x) if positions is None else self.rotary(x, positions)
+
+    def _merged(self, out: Tensor, x: Tensor) -> Tensor:
+        """(b, h, n, dv) to (b, n, d_model): gates, heads side by side, the output projection."""
+        out = out.transpose(1, 2)
+        if self.gate is not None:
+            gate = torch.sigmoid(self.gate(x))
+            out = out * gate.unflatten(-1, (self.heads, -1))
+        return self.out_proj(out.flatten(2))
+
+    def extra_repr(self) -> str:
+        rotary = "" if self.rotary is None else f", rotary={self.rotary}"
+        return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
+
+
+def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    if min(d_model, heads, kv_heads) < 1:
+        raise InputError(f"d_model is {d_model}, heads {heads}, kv_heads {kv_heads}, expected at least 1 of each")
+    if head_dim is None and d_model % heads:
+        raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
+    if heads % kv_heads:
+        raise InputError(f"kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
+
+
+def _with_sink(attention: Attention, heads: int, head_dim: int, sink: bool, key_bias: bool) -> Attention:
+    """The composition with a learned sink logit or key in its softmax."""
+    if not (sink or key_bias):
+        return attention
+    normalizer = attention.normalizer or Softmax()
+    if not isinstance(normalizer, Softmax):
+        raise InputError(f"sink and key_bias belong to Softmax, but the normalizer is {type(normalizer).__name__}")
+    if sink and key_bias:
+        raise InputError("sink and key_bias are both True, expected at most one of them")
+    if sink:
+        return replace(attention, normalizer=replace(normalizer, sink=nn.Parameter(torch.zeros(heads))))
+    key = nn.Parameter(torch.empty(heads, head_dim))
+    nn.init.normal_(key, std=0.02)
+    return replace(attention, normalizer=replace(normalizer, key=key))

@@ -1,0 +1,38 @@
+"""Learned tokens before the text, for attention to rest on."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+
+
+class SinkToken(nn.Module):
+    """`count` learned vectors put before every sequence (Xiao et al. 2023, arXiv:2309.17453, §3.3; the registers of
+    Darcet et al. 2023, arXiv:2309.16588).
+
+    Unlike a sink logit they have values and are queries, too. `strip` takes them away again.
+
+    >>> import torch
+    >>> sink = SinkToken(64)
+    >>> x = torch.randn(2, 10, 64)
+    >>> sink(x).shape, torch.equal(sink.strip(sink(x)), x)
+    (torch.Size([2, 11, 64]), True)
+    """
+
+    def __init__(self, d_model: int, count: int = 1) -> None:
+        super().__init__()
+        if min(d_model, count) < 1:
+            raise InputError(f"d_model is {d_model} and count {count}, expected at least 1 of each")
+        self.tokens = nn.Parameter(torch.empty(count, d_model))
+        nn.init.normal_(self.tokens, std=0.02)
+
+    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b count+n d_model"]:
+        """The tokens, then x."""
+        return torch.cat([self.tokens.to(x).expand(len(x), -1, -1), x], 1)
+
+    def strip(self, x: Float[Tensor, "b count+n d"]) -> Float[Tensor, "b n d"]:
+        """What stands after the tokens."""
+        return x[:, len(self.tokens) :]
