@@ -73,6 +73,26 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "Qwen3", HEADS | {"head_dim": 24}),
     "mistral": Architecture("mistral", "Mistral", GROUPED | {"sliding_window": WINDOW}),
     "starcoder2": Architecture("starcoder2", "Starcoder2", GROUPED | {"sliding_window": WINDOW}),
+    "qwen2": Architecture("qwen2", "Qwen2", GROUPED | WINDOWS | {"use_sliding_window": True}),
+    "qwen2_moe": Architecture(  # without windows it makes a mask that nothing uses, of a window of 0 keys
+        "qwen2_moe",
+        "Qwen2Moe",
+        GROUPED
+        | {
+            "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "phi3": Architecture("phi3", "Phi3", GROUPED | {"sliding_window": WINDOW}),
+    "opt": Architecture(
+        "opt",
+        "OPT",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 64, "ffn_dim": 80, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "pad_token_id": 1,
+            "bos_token_id": None, "eos_token_id": None,
+        },
+    ),
     "gemma2": Architecture(
         "gemma2", "Gemma2", HEADS | WINDOWS | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}
     ),
@@ -218,7 +238,8 @@ def build(name: str, implementation: str | None = None, *, suffix: str | None = 
         settings["attn_implementation"] = implementation
     transformers.utils.logging.set_verbosity_error()  # advice on token ids that these configurations do not have
     config = getattr(configuration, what.classes + "Config")(**what.settings | settings)
-    stem = what.classes.removesuffix("Text") if suffix and suffix != "Model" and name == "llama4" else what.classes
+    plain = suffix not in (None, "Model") and name in ("llama4", "gemma3")  # with a head they are called without Text
+    stem = what.classes.removesuffix("Text") if plain else what.classes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(modeling, stem + (suffix or what.suffix))(config)

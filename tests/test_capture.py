@@ -15,8 +15,8 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 from conftest import largest_tensor
 from qkv.errors import InputError
+from qkv.huggingface.masks import lazy_mask
 from qkv.profiler.capture import Observer, Record, observe, unobserved
-from qkv.profiler.hf_masks import lazy_mask
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from qkv.masks import EMPTY, FULL, PARTIAL, And, Causal, Grid, Mask, Or, Predicate, Region, Shifted, Tiles
-from qkv.profiler.hf_masks import LazyMask, decode, lazy_mask
+from qkv.huggingface.masks import LazyMask, decode, lazy_mask
+from qkv.masks import EMPTY, FULL, PARTIAL, And, Causal, Dense, Grid, Mask, Or, Predicate, Region, Shifted, Tiles
 
 BATCH, NQ, NK = 3, 11, 17
 LOWEST = torch.finfo(torch.float32).min
@@ -64,6 +64,7 @@ FUNCTIONS: dict[str, Function] = {
     "bidirectional": hf.bidirectional_mask_function,
     "window": hf.sliding_window_causal_mask_function(4),
     "window of one": hf.sliding_window_causal_mask_function(1),
+    "window of none": hf.sliding_window_causal_mask_function(0),
     "window, not causal": hf.sliding_window_overlay(4),
     "symmetric window": hf.sliding_window_bidirectional_mask_function(4),
     "chunks": hf.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.long)),
@@ -100,13 +101,17 @@ OFFSETS = [(0, NK, 0), (NK - 9, NK, 0), (2, NK, 0), (8, 13, 4)]  # q_offset, key
 
 
 def shown(lazy: LazyMask) -> Tensor:
-    """What our mask shows, for each batch item."""
+    """What our mask shows, for each batch item, and nothing of the keys that it leaves out."""
     grid = lazy.grid
-    shape = (grid.batch, 1, grid.n_queries, grid.n_keys)
+    seen = torch.zeros(lazy.shape, dtype=torch.bool)
     if lazy.mask is None:
-        return torch.ones(shape, dtype=torch.bool)
-    lazy.mask.check(grid)
-    return lazy.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid).expand(shape)
+        seen[..., : grid.n_keys] = True
+    else:
+        lazy.mask.check(grid)
+        region = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
+        seen[..., : grid.n_keys] = lazy.mask.allowed(region, grid)
+    assert torch.equal(seen, lazy.tensor() == 0)
+    return seen
 
 
 def theirs(function: Function, **sizes: Any) -> Tensor:
@@ -151,7 +156,8 @@ def test_tiles_are_classified_as_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", DECODED)
 def test_transformers_own_functions_are_decoded_not_evaluated(name: str) -> None:
     mask = decode(FUNCTIONS[name], BATCH, NK, 0)
-    evaluated = name == "packed chunks"  # positions within a sequence are not key indices
+    # Positions within a sequence are not key indices, and a window of no keys is not one of ours
+    evaluated = name in ("packed chunks", "window of none")
     assert any(isinstance(m, Predicate) for m in _parts(mask)) is evaluated
 
 
@@ -237,7 +243,23 @@ def test_a_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str
     lazy = lazy_mask(mask_function=FUNCTIONS[name], **sizes, q_offset=counter)
     counter += 5
     assert torch.equal(shown(lazy), want)
-    assert isinstance(lazy.mask, Shifted)
+    backward = name not in ("symmetric window", "user's own")  # no query can see what the cache has room for yet
+    assert lazy.grid.n_keys == (11 if backward else NK)
+    assert isinstance(lazy.mask, Shifted) is not backward
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_one_query_more_needs_no_mask_but_the_padding(padded: bool) -> None:
+    """A step of decoding, with a cache that has room to spare: what kernels get is as simple as it can be."""
+    real = torch.ones(BATCH, 9, dtype=torch.bool)
+    real[1, :2] = not padded
+    sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 1, "kv_length": NK, "attention_mask": real}
+    lazy = lazy_mask(mask_function=hf.causal_mask_function, q_offset=8, **sizes)
+    assert (lazy.grid.n_keys, lazy.shape) == (9, (BATCH, 1, 1, NK))
+    assert isinstance(lazy.mask, Dense if padded else Causal)
+    assert torch.equal(shown(lazy), theirs(hf.causal_mask_function, q_offset=8, **sizes))
+    windowed = lazy_mask(mask_function=hf.sliding_window_causal_mask_function(4), q_offset=8, **sizes)
+    assert torch.equal(shown(windowed), theirs(hf.sliding_window_causal_mask_function(4), q_offset=8, **sizes))
 
 
 def test_an_attention_mask_may_be_shorter_than_the_cache() -> None:

@@ -119,9 +119,7 @@ def attend(
         out = _stock(q, k, v, mask, score, normalizer)
         if out is not None:
             return out
-    return _general(
-        q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights
-    )
+    return _general(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed, kernel, return_lse, return_weights)
 
 
 @opaque

@@ -204,8 +204,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
     if given.normalizer.key is None:
-        sink = given.normalizer.sink_of(heads, projected.new_empty((), dtype=wide))
-        return None if sink is None else sink[None, :, None]
+        return given.normalizer.sink_of(projected[..., 0].to(wide))
     key = given.normalizer.key
     if key.shape != (heads, given.k.shape[3]):
         raise InputError(

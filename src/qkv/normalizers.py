@@ -25,9 +25,10 @@ class Normalizer:
 class Softmax(Normalizer):
     """exp(s / temperature), divided by its sum over the visible keys and, if given, exp(sink).
 
-    `sink` is a logit that no key owns: one for each query head, shape (heads,), or a number for all. It takes weight
-    and adds nothing to the output, so weights over the keys sum to less than one (gpt-oss, arXiv:2508.10925;
-    ``sink=0.0`` is Miller's softmax-off-by-one). The temperature does not divide it.
+    `sink` is a logit that no key owns: one for each query head, shape (heads,), one for each query, shape (batch,
+    heads, queries), or a number for all. It takes weight and adds nothing to the output, so weights over the keys sum
+    to less than one (gpt-oss, arXiv:2508.10925; ``sink=0.0`` is Miller's softmax-off-by-one). The temperature does not
+    divide it.
 
     `key` (heads, d) is the same with a logit that the query decides: a learned key whose value is 0, compared by the
     call's score and divided by its temperature, outside its mask and biases (the "K biases" of Gu et al. 2025,
@@ -40,31 +41,38 @@ class Softmax(Normalizer):
     """
 
     temperature: float = 1.0
-    sink: Float[Tensor, " heads"] | float | None = None
+    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
     key: Float[Tensor, "heads d"] | None = None
     has_lse = True
 
     def __post_init__(self) -> None:
         _check_temperature("Softmax", self.temperature)
-        if isinstance(self.sink, Tensor) and (self.sink.ndim != 1 or not self.sink.dtype.is_floating_point):
+        if isinstance(self.sink, Tensor) and (self.sink.ndim not in (1, 3) or not self.sink.dtype.is_floating_point):
             raise InputError(
                 f"Softmax: sink is {self.sink.dtype} of shape {tuple(self.sink.shape)}, "
-                "expected one float logit a query head, shape (heads,)"
+                "expected one float logit a query head, shape (heads,), or a query, shape (batch, heads, queries)"
             )
         if self.key is not None and (not isinstance(self.key, Tensor) or self.key.ndim != 2):
             raise InputError("Softmax: key is not a float tensor (heads, d), one key a query head")
         if self.key is not None and self.sink is not None:
             raise InputError("Softmax: got both sink and key, expected at most one of them")
 
-    def sink_of(self, heads: int, like: Tensor) -> Float[Tensor, " heads"] | None:
-        """The sink logit of each head in the dtype and on the device of `like`, or None."""
+    def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
+        """The sink logits of the queries that `like` has a number for, in its dtype and on its device, or None."""
         if self.sink is None:
             return None
         if not isinstance(self.sink, Tensor):
-            return torch.full((heads,), float(self.sink), dtype=like.dtype, device=like.device)
-        if len(self.sink) != heads:
-            raise InputError(f"Softmax: sink has {len(self.sink)} logits for {heads} query heads")
-        return self.sink.to(like)
+            return like.new_full((1, like.shape[1], 1), float(self.sink))
+        if self.sink.ndim == 3:
+            if self.sink.shape != like.shape:
+                raise InputError(
+                    f"Softmax: sink has shape {tuple(self.sink.shape)}, expected (batch, heads, queries) = "
+                    f"{tuple(like.shape)}"
+                )
+            return self.sink.to(like)
+        if len(self.sink) != like.shape[1]:
+            raise InputError(f"Softmax: sink has {len(self.sink)} logits for {like.shape[1]} query heads")
+        return self.sink.to(like)[None, :, None]
 
 
 def _check_temperature(name: str, temperature: float) -> None:

@@ -231,9 +231,9 @@ class Rotary:
             raise InputError(f"Rotary: base is {self.base}, expected more than 1")
 
     def tables(
-        self, positions: Int[Tensor, "*n"], length: int | None = None
+        self, positions: Int[Tensor, "*n"], length: int | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "*n pairs"], Float[Tensor, "*n pairs"]]:
-        """cos and sin for tokens at `positions`, float32, made in float64.
+        """cos and sin for tokens at `positions`, made in float64 and given in `dtype`.
 
         `length` is that of the whole sequence, for scalings that depend on it: the last position + 1 unless given.
         """
@@ -242,7 +242,7 @@ class Rotary:
         turn = plain if self.scaling is None else self.scaling.frequencies(self.dim, self.base, length)
         size = 1.0 if self.scaling is None else self.scaling.magnitude
         angle = positions.double()[..., None] * turn.to(positions.device)
-        return (angle.cos() * size).float(), (angle.sin() * size).float()
+        return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 
     def __call__(
         self, x: Float[Tensor, "b h n d"], positions: Int[Tensor, "..."], length: int | None = None
@@ -254,7 +254,7 @@ class Rotary:
             raise InputError(
                 f"Rotary: positions is {tuple(positions.shape)} for x {tuple(x.shape)}, expected (n,) or (b, n)"
             )
-        cos, sin = self.tables(positions, length)
+        cos, sin = self.tables(positions, length, _wide(x))
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
         return turned(x, cos, sin, interleaved=self.interleaved)
@@ -265,13 +265,20 @@ class Rotary:
             raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
         stop = start + x.shape[2]
         tables = _span if torch.compiler.is_compiling() else _kept_span
-        cos, sin = tables(self, start, stop, stop if length is None else length, x.device)
+        cos, sin = tables(self, start, stop, stop if length is None else length, _wide(x), x.device)
         return turned(x, cos, sin, interleaved=self.interleaved)
 
 
-def _span(rotary: Rotary, start: int, stop: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _wide(x: Tensor) -> torch.dtype:
+    """What x is turned in: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _span(
+    rotary: Rotary, start: int, stop: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # kept tables serve training, too, whoever asked first
-        return rotary.tables(torch.arange(start, stop, device=device), length)
+        return rotary.tables(torch.arange(start, stop, device=device), length, dtype)
 
 
 _kept_span = functools.lru_cache(maxsize=8)(_span)  # every layer of a model asks for the same
@@ -282,7 +289,7 @@ def turned(
 ) -> Float[Tensor, "b h n d"]:
     """The first 2 · pairs dimensions of x turned by given tables; in float32 or better, returned in the dtype of x."""
     dim = 2 * cos.shape[-1]
-    wide = x[..., :dim].to(torch.promote_types(x.dtype, torch.float32))
+    wide = x[..., :dim].to(_wide(x))
     if interleaved:
         a, b = wide[..., 0::2], wide[..., 1::2]
         out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

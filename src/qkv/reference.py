@@ -415,7 +415,7 @@ def attention(
                 )  # fmt: skip
             final[j] = s / normalizer.temperature
         keys = [j for j in shown if final[j] != -math.inf]  # a bias of −∞ hides a pair, too
-        sink = _sink(normalizer, score, q[b, h, i], h, g)
+        sink = _sink(normalizer, score, q[b, h, i], b, h, i, g)
         seen = np.array([final[j] for j in keys])
         lse[b, h, i] = log_sum_exp(seen, sink)
         weights[b, h, i, keys] = weigh(normalizer, seen, h, len(shown), sink)
@@ -424,8 +424,11 @@ def attention(
     return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
 
 
-def _sink(normalizer: normalizers.Normalizer, score: scores.Score, q: Array, h: int, g: int) -> float | None:
-    """The logit of the term of a softmax that no key owns: a number a head, or that of a learned key of value 0.
+def _sink(
+    normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int
+) -> float | None:
+    """The logit of the term of a softmax that no key owns: a number a head or a query, or that of a learned key of
+    value 0.
 
     The temperature divides the score of a learned key, which is one, but not a sink; biases and masks know neither
     (Gu et al. 2025, arXiv:2410.10781).
@@ -434,7 +437,10 @@ def _sink(normalizer: normalizers.Normalizer, score: scores.Score, q: Array, h: 
         return None
     if normalizer.key is not None:
         return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature
-    return None if normalizer.sink is None else float(of_head(normalizer.sink, h, 0))
+    if normalizer.sink is None:
+        return None
+    sink = array(normalizer.sink)
+    return float(sink[b, h, i] if sink.ndim == 3 else of_head(sink, h, 0))
 
 
 def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.block import TransformerBlock
 from qkv.nn.composition import Composition
 from qkv.nn.convert import from_torch, to_torch
@@ -12,11 +13,13 @@ from qkv.nn.multi_head import MultiHeadAttention
 from qkv.nn.sink_token import SinkToken
 
 __all__ = [
+    "AdditiveAttention",
     "Composition",
     "EinsumAttention",
     "FeedForward",
     "LinearAttention",
     "LinformerAttention",
+    "LuongAttention",
     "MultiHeadAttention",
     "SinkToken",
     "TransformerBlock",

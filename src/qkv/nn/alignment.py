@@ -97,6 +97,7 @@ class AdditiveAttention(nn.Module):
             (keys if values is None else values)[:, None],
             mask=mask,
             score=Additive(self.vector, self.w_q),  # the keys are projected already
+            kernel=_kernel(query),
             return_weights=return_weights,
         )
         if isinstance(found, tuple):
@@ -231,8 +232,9 @@ class LuongAttention(nn.Module):
             spread = 2 * (self.half_width / 2) ** 2
             bias, normalizer = self._gaussian(q, k, away.square() / spread, seen)
         found = attend(
-            q, k, v, mask=seen, bias=bias, score=self._score(), normalizer=normalizer, return_weights=return_weights
-        )
+            q, k, v, mask=seen, bias=bias, score=self._score(), normalizer=normalizer, kernel=_kernel(query),
+            return_weights=return_weights,
+        )  # fmt: skip
         context, weights = found if isinstance(found, tuple) else (found, None)
         attentional = torch.tanh(self.combine(torch.cat([context[:, 0], query], -1)))
         return attentional if weights is None else (attentional, weights[:, 0])
@@ -263,13 +265,21 @@ class LuongAttention(nn.Module):
         # weight is nothing.
         missing = torch.log(-torch.expm1(-fall.clamp(min=1e-30)))
         with watching(None):  # it is part of the softmax that follows, not an attention of its own
-            lost = attend(q, k, k[..., :1], mask=seen, bias=Dense(missing), score=self._score(), return_lse=True)
+            lost = attend(
+                q, k, k[..., :1], mask=seen, bias=Dense(missing), score=self._score(), kernel=_kernel(q[:, 0]),
+                return_lse=True,
+            )  # fmt: skip
         assert isinstance(lost, tuple)
         return Dense(-fall), Softmax(sink=lost[1])
 
     def extra_repr(self) -> str:
         width = "" if self.kind == "global" else f", half_width={self.half_width}"
         return f"d_query={self.d_query}, d_key={self.d_key}, score={self.score!r}, kind={self.kind!r}{width}"
+
+
+def _kernel(query: Tensor) -> str:
+    """A decoder that steps asks one query at a time: forming its few weights is several times faster than tiles."""
+    return "eager" if query.shape[1] == 1 else "auto"
 
 
 def _both(mask: Mask | None, further: Mask) -> Mask:

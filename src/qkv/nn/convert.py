@@ -90,7 +90,7 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
         if theirs.in_proj_bias is not None:
             biases = zip("qkv", theirs.in_proj_bias.chunk(3), strict=True)
             weights |= {f"{name}_proj.bias": bias for name, bias in biases}
-    return _like(_filled(ours, weights), theirs)
+    return _filled(_like(ours, theirs), weights)
 
 
 def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
@@ -135,7 +135,7 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         weights |= {f"{name}_proj_weight": x for name, x in zip("qkv", three, strict=True) if x is not None}
     if not ours.fused and ours.out_proj.bias is not None:
         weights["in_proj_bias"] = torch.cat([given[f"{name}_proj.bias"] for name in "qkv"])
-    return _like(_filled(theirs, weights), ours)
+    return _filled(_like(theirs, ours), weights)
 
 
 def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
@@ -151,10 +151,10 @@ def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
         norm_bias=bias,
         dropout=theirs.dropout1.p,
     )
-    pairs = _block_parts(ours, theirs)
-    for own, other in pairs:
+    _like(ours, theirs)
+    for own, other in _block_parts(ours, theirs):
         own.load_state_dict(other.state_dict())
-    return _like(ours, theirs)
+    return ours
 
 
 def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
@@ -180,10 +180,11 @@ def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
         norm_first=ours.place == "pre",
         bias=bias,
     )
+    _like(theirs, ours)
     theirs.self_attn = _attention_to_torch(ours.attention)
     for own, other in _block_parts(ours, theirs):
         other.load_state_dict(own.state_dict())
-    return _like(theirs, ours)
+    return theirs
 
 
 def _block_parts(ours: TransformerBlock, theirs: nn.TransformerEncoderLayer) -> list[tuple[nn.Module, nn.Module]]:

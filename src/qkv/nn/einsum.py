@@ -42,7 +42,7 @@ class EinsumAttention(nn.Module):
         plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
         if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
             raise InputError("layer: expected a fused MultiHeadAttention with biases and nothing but heads")
-        twin = EinsumAttention(layer.heads * layer.head_dim, layer.heads)
+        twin = EinsumAttention(layer.heads * layer.head_dim, layer.heads).to(layer.in_proj.weight)
         split = (layer.heads, layer.head_dim)
         with torch.no_grad():
             for to, part in zip((twin.w_q, twin.w_k, twin.w_v), layer.in_proj.weight.chunk(3), strict=True):

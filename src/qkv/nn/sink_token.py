@@ -29,10 +29,10 @@ class SinkToken(nn.Module):
         self.tokens = nn.Parameter(torch.empty(count, d_model))
         nn.init.normal_(self.tokens, std=0.02)
 
-    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b count+n d_model"]:
+    def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b longer d_model"]:
         """The tokens, then x."""
         return torch.cat([self.tokens.to(x).expand(len(x), -1, -1), x], 1)
 
-    def strip(self, x: Float[Tensor, "b count+n d"]) -> Float[Tensor, "b n d"]:
+    def strip(self, x: Float[Tensor, "b longer d"]) -> Float[Tensor, "b n d"]:
         """What stands after the tokens."""
         return x[:, len(self.tokens) :]

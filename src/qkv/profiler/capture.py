@@ -7,11 +7,10 @@ model and transformers' registries are as they were afterwards, whatever happens
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,30 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv import biases
-from qkv.call import Call, as_mask, detached
+from qkv.call import Call, detached
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, eager, pick
-from qkv.masks import And, Causal, Dense, Mask, Window
+from qkv.huggingface.attention import call_of, configurations, routes
+from qkv.huggingface.masks import lazy_mask
+from qkv.kernels import eager, serve
+from qkv.masks import And, Dense, Mask, Window
 from qkv.measure import Statistics, sweep
-from qkv.normalizers import Softmax
-from qkv.profiler.hf_masks import LazyMask, lazy_mask
-from qkv.scores import Dot
 
-# Arguments that say nothing about which weights result: bookkeeping, or already in the mask.
-INERT = {
-    "cache_position",
-    "deterministic",
-    "dropout",
-    "is_causal",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "sliding_window",
-    "use_cache",
-}
 _NAMES = (f"qkv_observer_{n}" for n in itertools.count())  # transformers reads meaning into names: keep it neutral
 
 
@@ -79,7 +62,7 @@ class Observer:
 
     def __post_init__(self) -> None:
         self.names = {id(module): name for name, module in self.model.named_modules()}
-        self.expected = [name for name, module in self.model.named_modules() if _routes(module)]
+        self.expected = [name for name, module in self.model.named_modules() if routes(module)]
         self._calls: dict[str, int] = {}
 
     def deepest(self) -> int:
@@ -87,43 +70,21 @@ class Observer:
         return max(self._calls.values(), default=0) - 1
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        **others: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
         """What transformers calls for attention: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
-        for argument, given in others.items():
-            if argument not in INERT and given is not None and given is not False:
-                raise InputError(
-                    f"{name} passes {argument}={_brief(given)} to its attention, "
-                    "which qkv does not know and will not ignore"
-                )
-        if others.get("dropout"):
-            raise InputError(f"{name} applies dropout {others['dropout']} to its weights; profile in evaluation mode")
-        mask, bias, keys = _read_mask(attention_mask, query.shape[2], key.shape[2])
-        if attention_mask is None and query.shape[2] > 1:
-            mask = _causality(name, module, others.get("is_causal"))
-        if position_bias is not None:
-            bias = (biases.Dense(position_bias[..., : key.shape[2]]), *bias)
-        if softcap is not None:
-            bias = (biases.SoftCap(softcap), *bias)
-        call = Call.of(query, key, value, mask, bias, Dot(scaling), Softmax(sink=s_aux))
-        part = KERNELS[pick(call, "auto")].run(call)
-        if part.lse.isnan().any():
+        call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
+        if call.dropout_p:
+            raise InputError(f"{name} applies dropout {call.dropout_p} to its weights; profile in evaluation mode")
+        result = serve(call)
+        assert result.lse is not None
+        if result.lse.isnan().any():
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
-        self._record(name, detached(call), part.lse, keys)
+        self._record(name, detached(call), result.lse, keys)
         self.fired.append(name)
         self.on_call(name)
-        return part.out.transpose(1, 2).contiguous(), None
+        return result.out.transpose(1, 2).contiguous(), None
 
     def _record(self, name: str, call: Call, lse: Tensor, keys: Tensor | None) -> None:
         group = _group(name, self.model)
@@ -160,21 +121,20 @@ def observe(observer: Observer) -> Iterator[Observer]:
             "(AttentionInterface), so qkv cannot observe it; expected a model that does, such as GPT-2, Llama or BERT"
         )
     name = next(_NAMES)
-    found: Iterator[Any] = (getattr(m, "config", None) for m in model.modules())
-    configs = {id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}
-    before = {i: c._attn_implementation_internal for i, c in configs.items()}
+    configs = configurations(model)
+    before = [config._attn_implementation_internal for config in configs]
     training = [m for m in model.modules() if m.training]
     try:
         AttentionInterface.register(name, observer.attend)
         AttentionMaskInterface.register(name, lazy_mask)
-        for config in configs.values():
+        for config in configs:
             config._attn_implementation_internal = name
         model.eval()
         with torch.no_grad(), _Watch(observer):
             yield observer
     finally:
-        for i, config in configs.items():
-            config._attn_implementation_internal = before[i]
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
         for module in training:
             module.training = True
         AttentionInterface._global_mapping.pop(name, None)
@@ -218,59 +178,12 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back  # type: ignore[assignment]
 
 
-def _routes(module: nn.Module) -> bool:
-    """Whether the module's own code asks the interface for its attention function."""
-    for cls in type(module).__mro__:
-        if cls is nn.Module or cls.__module__ == "transformers.modeling_utils":
-            return False
-        for method in vars(cls).values():
-            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False
-
-
 def _weights(call: Call) -> Tensor:
     """The weights of a short call, float32 whatever its dtype."""
     q, k, v = (x.float() for x in (call.q, call.k, call.v))
     weights = eager.run(replace(call, q=q, k=k, v=v)).weights
     assert weights is not None
     return weights
-
-
-def _read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
-    """Mask, bias and real keys of what the model passes as its attention mask."""
-    if given is None:
-        return None, (), None
-    if isinstance(given, LazyMask):
-        if given.shape[2:] != (n_queries, n_keys):
-            raise InputError(
-                f"the model made an attention mask for {given.shape[2]} queries × {given.shape[3]} keys, "
-                f"but attends with {n_queries} × {n_keys}"
-            )
-        return given.mask, (), given.keys
-    known = isinstance(given, Tensor) and given.ndim == 4 and (given.dtype == torch.bool or given.is_floating_point())
-    if not known:
-        raise InputError(
-            f"the model passes an attention mask that is {_brief(given)}, "
-            "expected a tensor of 4 dimensions, bool or float"
-        )
-    given = given[..., :n_keys]
-    if given.dtype == torch.bool:
-        return as_mask(given), (), None
-    hidden = given <= torch.finfo(given.dtype).min / 2  # models hide pairs by the lowest float as well as by −inf
-    bias = given.masked_fill(hidden, 0)
-    mask = as_mask(~hidden) if bool(hidden.any()) else None
-    return mask, (biases.Dense(bias),) if bool(bias.any()) else (), None
-
-
-def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:
-    """What no mask means. Our mask function always returns one, so None is dense unless the model says otherwise."""
-    if is_causal is not None:
-        return Causal() if is_causal else None
-    if getattr(module, "is_causal", False):
-        raise InputError(f"{name} says it is causal but passes no mask, so what it may attend to is not known")
-    return None
 
 
 def _is_causal(mask: Mask | None) -> bool:
@@ -299,11 +212,3 @@ def _group(name: str, model: nn.Module) -> str:
         if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
             return tower
     return "text" if towers else "self"
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a mapping of {', '.join(map(str, value))}"
-    return repr(value) if isinstance(value, int | float | str) else type(value).__name__

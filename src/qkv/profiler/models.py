@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,27 +12,13 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.models.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT = "minilm"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as tokens: no files, any text, vocabulary 256."""
-
-    all_special_tokens: Sequence[str] = ()
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.tensor([list(text.encode())], dtype=torch.long)}
-
-    def decode(self, ids: Sequence[int] | torch.Tensor, **kwargs: Any) -> str:
-        return bytes(torch.as_tensor(ids).tolist()).decode(errors="replace")
-
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [bytes([i]).decode("latin-1") for i in ids]
 
 
 @dataclass(frozen=True)

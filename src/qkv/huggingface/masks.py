@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
+from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 
 FAR = 2**62  # a window that ends beyond any sequence
 
@@ -27,13 +27,13 @@ class LazyMask:
     it (rather than handing it on) gets an additive 0 / lowest-float tensor, which is right for anyone's attention.
     """
 
-    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None) -> None:
+    def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int) -> None:
         self.mask = mask
-        self.grid = grid
-        self.keys = keys  # (batch, n_keys), True at real tokens, or None if all are
+        self.grid = grid  # over the keys that some query may see by its position; those after them are hidden
+        self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are
         self.dtype = dtype
         self.device = grid.device
-        self.shape = torch.Size((grid.batch, 1, grid.n_queries, grid.n_keys))
+        self.shape = torch.Size((grid.batch, 1, grid.n_queries, length))
         self.ndim = 4
 
     def dim(self) -> int:
@@ -51,11 +51,13 @@ class LazyMask:
     def tensor(self) -> Tensor:
         """The additive mask, formed."""
         grid = self.grid
+        added = torch.full(self.shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         if self.mask is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        seen = self.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
-        hidden = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-        return hidden.masked_fill(~seen, torch.finfo(self.dtype).min).expand(self.shape)
+            added[..., : grid.n_keys] = 0
+        else:
+            seen = self.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+            added[..., : grid.n_keys].masked_fill_(seen, 0)
+        return added
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,20 +103,40 @@ def lazy_mask(
     """The mask function to register with transformers: never a tensor and never None.
 
     Causality is then never left to be guessed from `is_causal`. A static cache passes its live counter as `q_offset`
-    and advances it before attention runs, so it is read here, once.
+    and advances it before attention runs, so it is read here, once. The keys that such a cache has room for but no
+    query may see yet are left out: decoding is then the same as with a cache that grows.
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
-    offset = int(q_offset) - int(kv_offset)
-    grid = Grid(batch_size, 1, q_length, kv_length, kv_length - q_length, torch.device(device))
-    mask = decode(mask_function, batch_size, kv_length, int(kv_offset)) if mask_function is not None else Causal()
+    start, offset = int(kv_offset), int(q_offset) - int(kv_offset)
+
+    def decoded(n_keys: int) -> Mask | None:
+        return Causal() if mask_function is None else decode(mask_function, batch_size, n_keys, start)
+
+    n_keys, mask = kv_length, decoded(kv_length)
+    if 0 < offset + q_length < kv_length and _looks_back(mask):
+        n_keys = offset + q_length
+        mask = decoded(n_keys)
+    grid = Grid(batch_size, 1, q_length, n_keys, n_keys - q_length, torch.device(device))
     if mask is not None and offset != grid.offset:
         mask = Shifted(mask, offset)
-    keys = _real_keys(attention_mask, int(kv_offset), kv_length)
+    keys = _real_keys(attention_mask, start, n_keys)
     if keys is not None:
         padding = Dense(keys[:, None, None, :])
-        mask = padding if mask is None else mask & padding
-    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys)
+        mask = padding if mask is None or _shows_all(mask, grid) else mask & padding
+    return LazyMask(mask, grid, dtype if dtype.is_floating_point else torch.float32, keys, kv_length)
+
+
+def _looks_back(mask: Mask | None) -> bool:
+    """Whether it is known that no query sees a key after it."""
+    if isinstance(mask, And):
+        return _looks_back(mask.left) or _looks_back(mask.right)
+    return mask is not None and mask.band is not None and mask.band[0] >= 0
+
+
+def _shows_all(mask: Mask, grid: Grid) -> bool:
+    """Whether the mask is of one query, the last, that sees everything before it: one token of decoding."""
+    return grid.n_queries == 1 and mask.band is not None and mask.band[0] <= 0 and mask.band[1] >= grid.n_keys - 1
 
 
 def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
@@ -156,6 +178,8 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
             return Causal()
         case "bidirectional_mask_function":
             return None
+        case "sliding_window_overlay" if int(inner["sliding_window"]) < 1:
+            raise _UnknownError  # Qwen2-MoE makes a mask of 0 keys, which no layer uses, when its windows are off
         case "sliding_window_overlay":  # keys after q − w, the future included: meant to be and-ed with causal
             return Window(int(inner["sliding_window"]), ahead=FAR)
         case "sliding_window_bidirectional_overlay":  # |q − k| ≤ w

@@ -1,0 +1,22 @@
+"""Keys and values of earlier tokens, kept for decoding: one object a layer.
+
+`Full` keeps all. The others hold a fixed number of keys, however many tokens come: the last ones (`Sliding`), the first
+few and the last ones (`Sinks`), or the last ones and those that were attended to most (`HeavyHitters`).
+
+>>> import torch, qkv
+>>> from qkv.cache import Sliding
+>>> cache, causal = Sliding(64), qkv.Attention(mask=qkv.masks.Causal())
+>>> for n in (100, 1, 1):  # a prompt, then token by token
+...     q = k = v = torch.randn(1, 4, n, 16)
+...     out = cache.attend(causal, q, k, v, rotary=qkv.positions.Rotary(16))
+>>> out.shape, cache
+(torch.Size([1, 4, 1, 16]), Sliding(window=64, seen=102, length=64))
+"""
+
+from qkv.cache.base import Cache
+from qkv.cache.full import Full
+from qkv.cache.heavy_hitters import HeavyHitters
+from qkv.cache.sinks import Sinks
+from qkv.cache.sliding import Sliding
+
+__all__ = ["Cache", "Full", "HeavyHitters", "Sinks", "Sliding"]

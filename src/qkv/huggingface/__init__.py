@@ -1,0 +1,5 @@
+"""Hugging Face models on qkv's kernels. Importing this changes nothing and does not import transformers."""
+
+from qkv.huggingface.client import register, use
+
+__all__ = ["register", "use"]

@@ -1,0 +1,86 @@
+"""A class for a whole sequence: a bidirectional encoder, pooled."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkv.errors import InputError
+from qkv.models.config import one_of
+from qkv.models.encoder import Stack, StackConfig, Tokens, check_ids, check_tokens, real_keys
+from qkv.nn.feed_forward import Activation
+
+
+@dataclass(frozen=True)
+class ClassifierConfig(StackConfig):
+    """Sizes of a `Classifier`.
+
+    >>> ClassifierConfig(1000, classes=4).layers
+    2
+    """
+
+    vocab_size: int
+    classes: int
+    _: KW_ONLY
+    d_model: int = 128
+    layers: int = 2
+    heads: int = 4
+    d_hidden: int | None = None
+    activation: Activation = "gelu"
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "learned"
+    place: Literal["pre", "post"] = "pre"
+    pool: Literal["mean", "first"] = "mean"
+    """What is classified: the mean over the real tokens, or the first token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tokens("ClassifierConfig", self.vocab_size, pad=self.pad)
+        if self.classes < 1:
+            raise InputError(f"ClassifierConfig: classes is {self.classes}, expected at least 1")
+        one_of("ClassifierConfig: pool", self.pool, ("mean", "first"))
+
+
+class Classifier(nn.Module):
+    """Logits of the classes of a sequence, from an encoder in which every token sees every other.
+
+    Tokens equal to ``config.pad`` are no tokens: nothing attends to them and they are not pooled. Embeddings are
+    multiplied by √d_model and start normal with deviation d_model^-½; the last matrix starts Xavier-uniform, its bias
+    at 0; all else as the layers have it.
+
+    Shapes: b batch, n tokens.
+
+    >>> model = Classifier(ClassifierConfig(11, classes=3, d_model=32))
+    >>> model(torch.randint(1, 11, (2, 7))).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = Tokens(config.vocab_size, config.d_model)
+        self.encoder = Stack(config, config.layers)
+        self.output = nn.Linear(config.d_model, config.classes)
+        nn.init.xavier_uniform_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b classes"]:
+        """Logits of the classes. A sequence of padding alone has the bias."""
+        check_ids("ids", ids, self.config.vocab_size)
+        real = ids != self.config.pad
+        x = self.encoder(self.tokens(ids), mask=real_keys(real))
+        if self.config.pool == "first":
+            pooled = x[:, 0]
+        else:
+            count = real.sum(1, keepdim=True).clamp(min=1)
+            pooled = torch.where(real[..., None], x, 0).sum(1) / count
+        logits: Tensor = self.output(pooled)
+        return logits
+
+    def loss(self, ids: Int[Tensor, "b n"], labels: Int[Tensor, " b"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy of the right classes, in nats."""
+        return F.cross_entropy(self(ids), labels)

@@ -1,0 +1,324 @@
+"""A decoder-only language model: GPT-2, Llama and much between, from one small configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkv.attention import Attention
+from qkv.biases import ALiBi, Bias, T5Bias
+from qkv.cache import Cache, Full
+from qkv.errors import InputError
+from qkv.masks import Causal, Dense, Mask, Window
+from qkv.models.config import one_of
+from qkv.models.loss import linear_cross_entropy
+from qkv.nn.block import TransformerBlock, make_norm
+from qkv.nn.feed_forward import FeedForward
+from qkv.nn.multi_head import MultiHeadAttention
+from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax
+from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
+
+POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
+NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
+    "softmax": Softmax,
+    "off_by_one": lambda: Softmax(sink=0.0),
+    "sigmoid": Sigmoid,
+    "elu": EluPlusOne,
+    "relu": ReLU,
+    "entmax": Entmax,
+}
+SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a `DecoderLM` is made of. Every entry is a number, a string, a truth value or None, so it is JSON, too.
+
+    >>> DecoderConfig.llama(d_model=128, heads=4, kv_heads=2).norm
+    'rmsnorm'
+    """
+
+    vocab_size: int = 256
+    context: int = 1024
+    """Tokens a learned position table and the default cache hold."""
+    d_model: int = 384
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    d_hidden: int | None = None
+    """Of the feed-forward layers; 4 · d_model if None, 8/3 · d_model with swiglu."""
+    activation: str = "gelu_tanh"
+    positions: str = "learned"
+    """``learned``, ``sinusoidal``, ``rotary``, ``alibi``, ``t5`` or ``none``."""
+    rotary_base: float = 10_000.0
+    rotary_interleaved: bool = False
+    rotary_scaling: str | None = None
+    """``linear``, ``ntk``, ``dynamic``, ``yarn`` or ``llama3``."""
+    rotary_factor: float = 1.0
+    rotary_original: int | None = None
+    """Tokens the model was trained on before it was stretched; `context` if None."""
+    rotary_low: float = 1.0
+    rotary_high: float = 4.0
+    norm: str = "layernorm"
+    place: str = "pre"
+    norm_eps: float = 1e-5
+    bias: bool = True
+    tied: bool = True
+    """Whether the output matrix is the embedding."""
+    qk_norm: bool = False
+    gate: str | None = None
+    sink: bool = False
+    key_bias: bool = False
+    normalizer: str = "softmax"
+    window: int | None = None
+    """Each token sees this many, itself included; all before it if None."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "heads", "d_model"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+        one_of("positions", self.positions, POSITIONS)
+        one_of("normalizer", self.normalizer, NORMALIZERS)
+        if self.rotary_scaling is not None:
+            one_of("rotary_scaling", self.rotary_scaling, SCALINGS)
+        if self.window is not None and self.window < 1:
+            raise InputError(f"window is {self.window}, expected at least 1 token or None")
+
+    @staticmethod
+    def gpt2(**changes: Any) -> DecoderConfig:
+        """GPT-2's flavour, which is the default: learned positions, layer norms, GELU, biases, a tied output."""
+        return replace(DecoderConfig(), **changes)
+
+    @staticmethod
+    def llama(**changes: Any) -> DecoderConfig:
+        """Llama's flavour: rotary positions, RMS norms, SwiGLU, no biases, an output of its own."""
+        flavour: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
+        return replace(DecoderConfig(), **({**flavour, "bias": False, "tied": False} | changes))
+
+
+@dataclass
+class DecoderState:
+    """Where generation stands: a cache for each layer, and how much padding each item begins with."""
+
+    caches: list[Cache]
+    padding: Int[Tensor, " b"] | None
+    seen: int = 0
+
+    def reorder(self, rows: Int[Tensor, " b2"]) -> None:
+        """Keep these batch items, in this order; an item may come twice."""
+        for cache in self.caches:
+            cache.reorder(rows)
+        if self.padding is not None:
+            self.padding = self.padding[rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(cache.nbytes for cache in self.caches)
+
+
+class DecoderLM(nn.Module):
+    """A causal language model (Radford et al. 2019; Touvron et al. 2023, arXiv:2302.13971).
+
+    Weights start normal with deviation 0.02, those that add to the residual with 0.02 / √(2 · layers), biases at 0, as
+    in GPT-2. With sinusoidal positions embeddings are multiplied by √d_model.
+
+    Args:
+        config: see `DecoderConfig`.
+
+    >>> import torch
+    >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
+    >>> model(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 100])
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = Learned(config.context, config.d_model) if config.positions == "learned" else None
+        self.sinusoid = Sinusoidal(config.d_model) if config.positions == "sinusoidal" else None
+        attention, rotary = _attention(config), _rotary(config)
+        self.blocks = nn.ModuleList(_block(config, attention, rotary) for _ in range(config.layers))
+        last = config.place == "pre"
+        self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
+        self.output = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self.config.vocab_size
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initial weights."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for name, weight in self.blocks.named_parameters():
+            if name.endswith(("attention.out_proj.weight", "feed_forward.down.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n vocab"]:
+        """Logits of what follows each token."""
+        logits: Tensor = nn.functional.linear(self.hidden(ids), self._output())
+        return logits
+
+    def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
+        """What the output matrix is applied to."""
+        self._check(ids, 0)
+        x = self._embedded(ids, 0, None)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+    def loss(self, ids: Int[Tensor, "b n"], targets: Int[Tensor, "b n"] | None = None) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats of `targets` (−100: does not count), without ever holding all logits.
+
+        Targets are the next tokens of `ids` unless given.
+        """
+        if targets is None:
+            if ids.shape[1] < 2:
+                raise InputError(f"ids has {ids.shape[1]} token, expected at least 2: each is the target of the last")
+            ids, targets = ids[:, :-1], ids[:, 1:]
+        return linear_cross_entropy(self.hidden(ids).flatten(0, 1), self._output(), targets.flatten())
+
+    def start(
+        self,
+        batch: int = 1,
+        *,
+        padding: Int[Tensor, " b"] | None = None,
+        cache: Callable[[], Cache] | None = None,
+    ) -> DecoderState:
+        """The state before the first token of a batch.
+
+        Args:
+            batch: items.
+            padding: how many tokens of the prompt are padding, on its left, for each item.
+            cache: makes the cache of a layer: ``lambda: qkv.cache.Sinks(4, 252)``; `Full` of the context if None.
+
+        >>> import torch
+        >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
+        >>> state = model.start()
+        >>> model.step(torch.tensor([[1, 2, 3]]), state).shape
+        torch.Size([1, 100])
+        """
+        if padding is not None and padding.shape != (batch,):
+            raise InputError(f"padding has shape {tuple(padding.shape)}, expected (batch,) = {(batch,)}")
+        make = cache or (lambda: Full(self.config.context))
+        return DecoderState([make() for _ in self.blocks], padding)
+
+    @torch.no_grad()
+    def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
+        """Logits after the last of `tokens`, which follow those in `state`."""
+        self._check(tokens, state.seen)
+        positions = mask = None
+        if state.padding is not None:
+            if state.padding.shape[0] != len(tokens):
+                raise InputError(f"tokens has {len(tokens)} items, but the state has {len(state.padding)}")
+            positions, mask = _padded(state.padding.to(tokens.device), state.seen, tokens.shape[1])
+        x = self._embedded(tokens, state.seen, positions)
+        for block, cache in zip(self.blocks, state.caches, strict=True):
+            x = block(x, mask=mask, positions=positions, cache=cache)
+        state.seen += tokens.shape[1]
+        return nn.functional.linear(self.norm(x[:, -1]), self._output())
+
+    def _check(self, ids: Tensor, seen: int) -> None:
+        if ids.ndim != 2 or ids.shape[1] < 1:
+            raise InputError(f"tokens have shape {tuple(ids.shape)}, expected (batch, length) with at least 1 token")
+        total = seen + ids.shape[1]
+        if self.positions is not None and total > self.config.context:
+            raise InputError(
+                f"{total:,} tokens, but the model has learned positions for a context of {self.config.context:,}"
+            )
+
+    def _embedded(self, ids: Tensor, seen: int, positions: Tensor | None) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        stop = seen + ids.shape[1]
+        if self.positions is not None:
+            x = x + (self.positions.span(seen, stop) if positions is None else self.positions(positions))
+        elif self.sinusoid is not None:
+            place = torch.arange(seen, stop, device=ids.device) if positions is None else positions
+            x = x * math.sqrt(self.config.d_model) + self.sinusoid(place).to(x)
+        dropped: Tensor = self.dropout(x)
+        return dropped
+
+    def _output(self) -> Tensor:
+        return self.embedding.weight if self.output is None else self.output.weight
+
+
+def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
+    """Positions of n new tokens, counted from the first real one, and the mask that hides padding."""
+    place = torch.arange(seen, seen + n, device=padding.device) - padding[:, None]
+    real = torch.arange(seen + n, device=padding.device) >= padding[:, None]
+    return place.clamp(min=0), Dense(real[:, None, None])
+
+
+def _attention(config: DecoderConfig) -> Attention:
+    """The composition every layer computes; a learned bias in it is shared by all, as in T5."""
+    mask = Causal() if config.window is None else Window(config.window)
+    bias: Bias | None = None
+    if config.positions == "alibi":
+        bias = ALiBi()
+    elif config.positions == "t5":
+        table = nn.Parameter(torch.empty(32, config.heads))
+        nn.init.normal_(table, std=0.02)
+        bias = T5Bias(table, bidirectional=False)
+    return Attention(mask=mask, bias=bias, normalizer=NORMALIZERS[config.normalizer](), dropout_p=config.dropout)
+
+
+def _rotary(config: DecoderConfig) -> Rotary | None:
+    if config.positions != "rotary":
+        return None
+    factor, original = config.rotary_factor, config.rotary_original or config.context
+    scaling: Scaling | None = None
+    match config.rotary_scaling:
+        case "linear":
+            scaling = Linear(factor)
+        case "ntk":
+            scaling = NTK(factor)
+        case "dynamic":
+            scaling = DynamicNTK(factor, original)
+        case "yarn":
+            scaling = YaRN(factor, original)
+        case "llama3":
+            scaling = Llama3(factor, config.rotary_low, config.rotary_high, original)
+    head_dim = config.head_dim or config.d_model // config.heads
+    return Rotary(head_dim, config.rotary_base, config.rotary_interleaved, scaling)
+
+
+def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -> TransformerBlock:
+    heads = MultiHeadAttention(
+        config.d_model,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        attention=attention,
+        rotary=rotary,
+        qk_norm=config.qk_norm,
+        gate=config.gate,  # type: ignore[arg-type]  # it checks
+        sink=config.sink,
+        key_bias=config.key_bias,
+        bias=config.bias,
+    )
+    return TransformerBlock(
+        heads,
+        FeedForward(config.d_model, config.d_hidden, activation=config.activation, bias=config.bias),  # type: ignore[arg-type]
+        norm=config.norm,  # type: ignore[arg-type]
+        place=config.place,  # type: ignore[arg-type]
+        eps=config.norm_eps,
+        norm_bias=config.bias,
+        dropout=config.dropout,
+    )

@@ -1,0 +1,215 @@
+"""A stack of Transformer layers over vectors of tokens: most of a classifier, either half of an encoder-decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkv import masks
+from qkv.attention import Attention
+from qkv.cache import Cache
+from qkv.errors import InputError
+from qkv.masks import Mask
+from qkv.models.config import one_of
+from qkv.nn.block import TransformerBlock, make_norm
+from qkv.nn.feed_forward import Activation, FeedForward
+from qkv.nn.multi_head import KeysValues, MultiHeadAttention
+from qkv.positions import Learned, Rotary, Sinusoidal
+
+POSITIONS = ("sinusoidal", "learned", "rotary", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """What all stacks of a model have in common."""
+
+    context: int = 512
+    """The most tokens a sequence may have."""
+    d_model: int = 512
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int | None = None
+    """Key and value heads; `heads` if None."""
+    d_hidden: int | None = 2048
+    """Width of the feed-forward layers; theirs to choose if None."""
+    activation: Activation = "relu"
+    positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    place: Literal["pre", "post"] = "post"
+    norm_eps: float = 1e-5
+    bias: bool = True
+    """Whether linear maps and layer norms have biases."""
+    dropout: float = 0.1
+    """Of the embeddings and of what is added to a residual (Vaswani et al. 2017, §5.4)."""
+    pad: int = 0
+    """The token that is no token."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if min(self.context, self.d_model, self.layers) < 1:
+            raise InputError(
+                f"{name}: context is {self.context}, d_model {self.d_model}, layers {self.layers}, "
+                "expected at least 1 of each"
+            )
+        one_of(f"{name}: positions", self.positions, POSITIONS)
+        check_dropout(name, self.dropout)
+
+
+class Tokens(nn.Module):
+    """A learned vector a token, normal with deviation d_model^-½ at first, so that both its uses start with variance 1.
+
+    As an embedding it is multiplied by √d_model; as an output matrix it is not (Vaswani et al. 2017, §3.4).
+
+    >>> tokens = Tokens(10, 4)
+    >>> tokens.logits(tokens(torch.tensor([[3, 1]]))).shape
+    torch.Size([1, 2, 10])
+    """
+
+    def __init__(self, vocabulary: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, d_model))
+        nn.init.normal_(self.weight, std=d_model**-0.5)
+
+    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
+        """The vectors of tokens, times √d_model."""
+        return F.embedding(ids, self.weight) * self.weight.shape[1] ** 0.5
+
+    def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
+        """How well each token fits."""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return "{}, {}".format(*self.weight.shape)
+
+
+class Stack(nn.Module):
+    """Positions, dropout, layers, and after pre-norm layers a norm: what they add up was never normalised.
+
+    Args:
+        config: what its layers are like.
+        layers: how many.
+        decoder: whether tokens see only those before them, and attend to a memory.
+
+    >>> stack = Stack(StackConfig(d_model=32, heads=4), layers=2)
+    >>> stack(torch.randn(1, 10, 32)).shape
+    torch.Size([1, 10, 32])
+    """
+
+    def __init__(self, config: StackConfig, layers: int, *, decoder: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.positions: Learned | Sinusoidal | None = None
+        if config.positions == "learned":
+            self.positions = Learned(config.context, config.d_model)
+        elif config.positions == "sinusoidal":
+            self.positions = Sinusoidal(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(_block(config, decoder) for _ in range(layers))
+        self.norm = None
+        if config.place == "pre":
+            self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        *,
+        mask: Mask | None = None,
+        memory: Sequence[KeysValues] | None = None,
+        memory_mask: Mask | None = None,
+        caches: Sequence[Cache] | None = None,
+    ) -> Float[Tensor, "b n d_model"]:
+        """All layers.
+
+        Args:
+            x: vectors of tokens.
+            mask: True where a token may attend to a token.
+            memory: keys and values for each layer, of `keys_values`.
+            memory_mask: True where a token may attend to the memory.
+            caches: one a layer, of the tokens that came before those of x.
+        """
+        start, n = (caches[0].seen if caches else 0), x.shape[1]
+        if start + n > self.config.context:
+            raise InputError(f"the sequence has {start + n} tokens, expected at most context = {self.config.context}")
+        if isinstance(self.positions, Learned):
+            x = x + self.positions.span(start, start + n)
+        elif self.positions is not None:
+            x = x + self.positions(torch.arange(start, start + n, device=x.device)).to(x.dtype)
+        x = self.dropout(x)
+        for i, block in enumerate(self.blocks):
+            x = block(
+                x,
+                keys_values=memory[i] if memory else None,
+                mask=mask,
+                memory_mask=memory_mask,
+                cache=caches[i] if caches else None,
+            )
+        return x if self.norm is None else self.norm(x)
+
+    def keys_values(self, memory: Float[Tensor, "b m d_model"]) -> list[KeysValues]:
+        """Keys and values of a memory in every layer, computed once for all steps."""
+        return [block.cross.keys_values(memory) for block in self.blocks]  # type: ignore[operator, union-attr]
+
+
+def _block(config: StackConfig, decoder: bool) -> TransformerBlock:
+    def attention(composition: Attention, rotary: Rotary | None = None) -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.d_model,
+            config.heads,
+            kv_heads=config.kv_heads,
+            attention=composition,
+            rotary=rotary,
+            bias=config.bias,
+        )
+
+    # Distances between tokens of one sequence turn queries and keys; between two sequences there is none.
+    rotary = Rotary(config.d_model // config.heads) if config.positions == "rotary" else None
+    return TransformerBlock(
+        attention(Attention(mask=masks.Causal() if decoder else None), rotary),
+        FeedForward(config.d_model, config.d_hidden, activation=config.activation, bias=config.bias),
+        cross=attention(Attention()) if decoder else None,
+        norm=config.norm,
+        place=config.place,
+        eps=config.norm_eps,
+        norm_bias=config.bias,
+        dropout=config.dropout,
+    )
+
+
+def real_keys(real: Bool[Tensor, "b n"]) -> Mask | None:
+    """The mask that hides padding from every query; None where there is none, for which attention has shorter ways."""
+    return None if bool(real.all()) else masks.Dense(real[:, None, None, :])
+
+
+def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """`InputError` unless `ids` are tokens of a vocabulary, (batch, length), at least one."""
+    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
+        raise InputError(
+            f"{name} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers (batch, length), 1 token or more"
+        )
+    if not torch.compiler.is_compiling():
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise InputError(f"{name} has tokens {low}..{high}, expected 0..{vocabulary - 1}")
+
+
+def check_tokens(name: str, vocabulary: int, **tokens: int) -> None:
+    """`InputError` unless the special tokens of a configuration are different ones of its vocabulary."""
+    if vocabulary < 1:
+        raise InputError(f"{name}: the vocabulary has {vocabulary} tokens, expected at least 1")
+    given = ", ".join(f"{what} {token}" for what, token in tokens.items())
+    if len(set(tokens.values())) < len(tokens):
+        raise InputError(f"{name}: special tokens are {given}, expected all different")
+    if not all(0 <= token < vocabulary for token in tokens.values()):
+        raise InputError(f"{name}: special tokens are {given}, expected each in 0..{vocabulary - 1}")
+
+
+def check_dropout(name: str, dropout: float) -> None:
+    """`InputError` unless it is a probability below 1."""
+    if not 0 <= dropout < 1:
+        raise InputError(f"{name}: dropout is {dropout}, expected 0 ≤ dropout < 1")

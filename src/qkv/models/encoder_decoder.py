@@ -1,0 +1,146 @@
+"""The Transformer as it first was: an encoder of the source, a decoder of the target that attends to it."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from qkv.cache import Full
+from qkv.errors import InputError
+from qkv.models.encoder import Stack, StackConfig, Tokens, check_ids, check_tokens, real_keys
+from qkv.models.loss import linear_cross_entropy
+from qkv.nn.multi_head import KeysValues
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig(StackConfig):
+    """Sizes of an `EncoderDecoder`; the defaults are the base model of Vaswani et al. 2017 (table 3).
+
+    >>> EncoderDecoderConfig(8000, 8000).d_model
+    512
+    """
+
+    source_vocab: int
+    target_vocab: int
+    _: KW_ONLY
+    decoder_layers: int | None = None
+    """Of the decoder, if not as many as `layers` of the encoder."""
+    tied: bool = True
+    """Whether source embedding, target embedding and output matrix are one (§3.4), or the latter two if the
+    vocabularies differ in size."""
+    start: int = 1
+    """The token every target begins with."""
+    end: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tokens("EncoderDecoderConfig", self.target_vocab, pad=self.pad, start=self.start, end=self.end)
+        check_tokens("EncoderDecoderConfig", self.source_vocab, pad=self.pad)
+        if self.decoder_layers is not None and self.decoder_layers < 1:
+            raise InputError(f"EncoderDecoderConfig: decoder_layers is {self.decoder_layers}, expected at least 1")
+
+
+@dataclass(eq=False)
+class EncoderDecoderState:
+    """What the decoder keeps between steps."""
+
+    caches: list[Full]
+    """Keys and values of the target so far, one a layer."""
+    memory: list[KeysValues]
+    """Keys and values of the source, one a layer."""
+    real: Bool[Tensor, "b m"]
+    """Where the source is no padding."""
+
+    def reorder(self, rows: Int[Tensor, " b2"]) -> None:
+        """Batch items gathered, in place."""
+        for cache in self.caches:
+            cache.reorder(rows)
+        self.memory = [(k[rows], v[rows]) for k, v in self.memory]
+        self.real = self.real[rows]
+
+
+class EncoderDecoder(nn.Module):
+    """A Transformer from one sequence to another (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Tokens equal to ``config.pad`` are no tokens: in the source nothing attends to them, in the target, where they stand
+    at the end, they do not count in the loss. Embeddings and the output matrix start normal with deviation d_model^-½,
+    all else as the layers have it. With ``place="pre"`` each half ends with a norm. The output has no bias.
+
+    Shapes: b batch, s source tokens, t target tokens.
+
+    >>> model = EncoderDecoder(EncoderDecoderConfig(11, 13, d_model=32, heads=4, layers=2))
+    >>> source, target = torch.randint(3, 11, (2, 7)), torch.randint(3, 13, (2, 5))
+    >>> model(source, target).shape
+    torch.Size([2, 5, 13])
+    """
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vocabulary = config.target_vocab
+        one = config.tied and config.source_vocab == config.target_vocab
+        self.source_tokens = Tokens(config.source_vocab, config.d_model)
+        self.own_target_tokens = None if one else Tokens(config.target_vocab, config.d_model)
+        self.own_output = None if config.tied else Tokens(config.target_vocab, config.d_model)
+        self.encoder = Stack(config, config.layers)
+        self.decoder = Stack(config, config.decoder_layers or config.layers, decoder=True)
+
+    @property
+    def target_tokens(self) -> Tokens:
+        """The embedding of the target: the source's if they are tied."""
+        return self.source_tokens if self.own_target_tokens is None else self.own_target_tokens
+
+    @property
+    def output(self) -> Tokens:
+        """The output matrix: the embedding of the target if they are tied."""
+        return self.target_tokens if self.own_output is None else self.own_output
+
+    def encode(self, source: Int[Tensor, "b s"]) -> Float[Tensor, "b s d_model"]:
+        """The memory: a vector for each token of the source; those of padding mean nothing."""
+        check_ids("source", source, self.config.source_vocab)
+        memory: Tensor = self.encoder(self.source_tokens(source), mask=real_keys(source != self.config.pad))
+        return memory
+
+    def forward(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t vocabulary"]:
+        """Logits of what follows each token of the target (teacher forcing)."""
+        return self.output.logits(self._decoded(source, target))
+
+    def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy, in nats a token, of every token of the target but the first; padding does not count.
+
+        It never holds all logits.
+        """
+        decoded, following = self._decoded(source, target[:, :-1]), target[:, 1:]
+        following = following.masked_fill(following == self.config.pad, -100)
+        return linear_cross_entropy(decoded.flatten(0, 1), self.output.weight, following.flatten())
+
+    def _decoded(self, source: Tensor, target: Tensor) -> Float[Tensor, "b t d_model"]:
+        """What the output matrix is applied to."""
+        check_ids("target", target, self.config.target_vocab)
+        if len(source) != len(target):
+            raise InputError(f"target has {len(target)} items and source {len(source)}, expected as many")
+        decoded: Tensor = self.decoder(
+            self.target_tokens(target),
+            memory=self.decoder.keys_values(self.encode(source)),
+            memory_mask=real_keys(source != self.config.pad),
+        )
+        return decoded
+
+    @torch.no_grad()
+    def start(self, source: Int[Tensor, "b s"]) -> EncoderDecoderState:
+        """The state before the first token of the target. No gradient passes through steps."""
+        memory = self.decoder.keys_values(self.encode(source))
+        caches = [Full(self.config.context) for _ in self.decoder.blocks]
+        return EncoderDecoderState(caches, memory, source != self.config.pad)
+
+    @torch.no_grad()
+    def step(self, tokens: Int[Tensor, "b n"], state: EncoderDecoderState) -> Float[Tensor, "b vocabulary"]:
+        """Logits after the last of the next tokens of the target; changes the state."""
+        check_ids("tokens", tokens, self.config.target_vocab)
+        decoded = self.decoder(
+            self.target_tokens(tokens), memory=state.memory, memory_mask=real_keys(state.real), caches=state.caches
+        )
+        return self.output.logits(decoded[:, -1])

@@ -1,0 +1,74 @@
+"""The cross-entropy of a language model without all its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qkv.errors import InputError
+
+ROOM = 2**22  # logits held at a time: memory that stays with the process, and mostly in cache
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "n d"], weight: Float[Tensor, "vocab d"], targets: Int[Tensor, " n"]
+) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats of x·weightᵀ against `targets`; −100 does not count.
+
+    The logits of some rows are made, turned into their own gradient and used for both products at once: never more
+    than a few megabytes of them, and nothing is made twice. (After the idea of "cut cross-entropy", Wijmans et al.
+    2024, arXiv:2411.09009.)
+
+    Raises:
+        InputError: where no target counts, or one is no token.
+
+    >>> import torch
+    >>> x, weight = torch.randn(5, 8), torch.randn(11, 8)
+    >>> targets = torch.tensor([1, 2, 3, -100, 10])
+    >>> expected = torch.nn.functional.cross_entropy(x @ weight.T, targets)
+    >>> torch.allclose(linear_cross_entropy(x, weight, targets), expected)
+    True
+    """
+    count = int((targets != -100).sum())
+    if not count:
+        raise InputError("targets: none counts, expected at least one that is not −100")
+    low, high = (int(i) for i in targets[targets != -100].aminmax())
+    if low < 0 or high >= len(weight):
+        raise InputError(f"targets lie in {low}..{high}, expected 0..{len(weight) - 1} (or −100)")
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    loss: Tensor = _Loss.apply(x, weight, targets, count, wanted)
+    return loss
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: int, wanted: bool) -> Tensor:
+        rows = max(16, ROOM // len(weight))
+        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
+        for start in range(0, len(x), rows):
+            part, target = x[start : start + rows], targets[start : start + rows]
+            counts = target != -100
+            index = target.clamp(min=0)[:, None]
+            logits = (part @ weight.T).to(total.dtype)
+            lse = logits.logsumexp(-1, keepdim=True)
+            total += (lse - logits.gather(1, index))[:, 0][counts].sum()
+            if dx is not None and dw is not None:
+                slope = logits.sub_(lse).exp_()
+                slope.scatter_add_(1, index, slope.new_full((), -1.0).expand(index.shape))
+                slope.mul_((counts.to(slope.dtype) / count)[:, None])
+                slope = slope.to(part.dtype)
+                dx[start : start + rows] = slope @ weight.to(slope.dtype)
+                dw.addmm_(slope.T.to(dw.dtype), part.to(dw.dtype))
+        ctx.save_for_backward(dx, dw)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None

@@ -1,0 +1,239 @@
+"""GPT-2 and Llama checkpoints of Hugging Face as `DecoderLM`: the same weights, the same logits.
+
+Only the configuration and the safetensors are read; transformers is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.models.checkpoint import CONFIG, WEIGHTS, fill, read_config
+from qkv.models.decoder import DecoderConfig, DecoderLM
+
+Config = Mapping[str, Any]
+Weights = Mapping[str, Tensor]
+
+
+def from_hugging_face(folder: str | Path) -> DecoderLM:
+    """The `DecoderLM` of a folder with a GPT-2 or Llama checkpoint, in evaluation mode and the checkpoint's dtype.
+
+    Raises:
+        InputError: for another architecture, a setting `DecoderLM` does not have, or weights that do not fit.
+    """
+    folder = Path(folder)
+    return from_weights(read_config(folder), _read(folder))
+
+
+def from_weights(config: Config, weights: Weights) -> DecoderLM:
+    """The same of a configuration and a state dict in hand: ``model.config.to_dict(), model.state_dict()``."""
+    kind = config.get("model_type")
+    if kind not in FLAVOURS:
+        raise InputError(f"model_type is {kind!r}, expected one of {', '.join(map(repr, FLAVOURS))}")
+    own, renamed = FLAVOURS[kind]
+    model = DecoderLM(own(config))
+    tensors = renamed(model.config, weights)
+    model = model.to(next(iter(tensors.values())).dtype)
+    fill(model, tensors)
+    return model.eval()
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index = folder / f"{WEIGHTS}.index.json"
+    files = [WEIGHTS]
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InputError(f"{index}: not an index of safetensors files") from error
+    weights: dict[str, Tensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise InputError(f"{index}: names a file outside its folder: {name!r}")
+        try:
+            weights |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder / name}: cannot be read ({error}); expected weights as safetensors") from error
+    return weights
+
+
+def _expect(config: Config, **settings: Any) -> None:
+    """Raise `InputError` for settings that change what a model computes in a way `DecoderLM` does not know."""
+    for name, expected in settings.items():
+        found = config.get(name, expected)
+        if found != expected:
+            raise InputError(f"{CONFIG}: {name} is {found!r}, which DecoderLM does not know, expected {expected!r}")
+
+
+# --- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------------------------
+
+GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+
+def _gpt2(config: Config) -> DecoderConfig:
+    _expect(
+        config,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in GPT2_ACTIVATIONS:
+        raise InputError(
+            f"{CONFIG}: activation_function is {activation!r}, expected one of {', '.join(GPT2_ACTIVATIONS)}"
+        )
+    return DecoderConfig.gpt2(
+        vocab_size=config["vocab_size"],
+        context=config["n_positions"],
+        d_model=config["n_embd"],
+        layers=config["n_layer"],
+        heads=config["n_head"],
+        d_hidden=config.get("n_inner"),
+        activation=GPT2_ACTIVATIONS[activation],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        tied=config.get("tie_word_embeddings", True),
+    )
+
+
+GPT2_NAMES = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.in_proj",
+    "attn.c_proj": "attention.out_proj",
+    "ln_2": "feed_forward_norm",
+    "mlp.c_fc": "feed_forward.up",
+    "mlp.c_proj": "feed_forward.down",
+}
+
+
+def _gpt2_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in weights.items():
+        name = name.removeprefix("transformer.")  # noqa: PLW2901
+        if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name) or (name == "lm_head.weight" and config.tied):
+            continue  # the causal mask as a table, and the embedding once more
+        new = {
+            "wte.weight": "embedding.weight",
+            "wpe.weight": "positions.weight",
+            "ln_f.weight": "norm.weight",
+            "ln_f.bias": "norm.bias",
+            "lm_head.weight": "output.weight",
+        }.get(name, name)
+        if found := re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, part, kind = found.groups()
+            new = f"blocks.{layer}.{GPT2_NAMES.get(part, part)}.{kind}"
+            if kind == "weight" and tensor.ndim == 2:
+                tensor = tensor.T  # noqa: PLW2901  # GPT-2 keeps its matrices the other way round
+        out[new] = tensor
+    return out
+
+
+# --- Llama (Touvron et al. 2023; Grattafiori et al. 2024) -------------------------------------------------------------
+
+
+def _llama(config: Config) -> DecoderConfig:
+    _expect(config, hidden_act="silu", pretraining_tp=1)
+    bias = bool(config.get("attention_bias", False))
+    if bias != bool(config.get("mlp_bias", False)):
+        raise InputError(f"{CONFIG}: attention_bias and mlp_bias differ, which DecoderLM does not know")
+    rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
+    return DecoderConfig.llama(
+        vocab_size=config["vocab_size"],
+        context=config["max_position_embeddings"],
+        d_model=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim"),
+        d_hidden=config["intermediate_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        bias=bias,
+        tied=config.get("tie_word_embeddings", False),
+        rotary_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        **_rope(rope, config["max_position_embeddings"]),
+    )
+
+
+ROPE_PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+ROPE_KEYS = {  # what each kind may say, and its name here
+    "linear": {"factor": "rotary_factor"},
+    "dynamic": {"factor": "rotary_factor"},  # it grows beyond max_position_embeddings, whatever else is said
+    "yarn": {"factor": "rotary_factor", "original_max_position_embeddings": "rotary_original"},
+    "llama3": {
+        "factor": "rotary_factor",
+        "original_max_position_embeddings": "rotary_original",
+        "low_freq_factor": "rotary_low",
+        "high_freq_factor": "rotary_high",
+    },
+}
+
+
+def _rope(rope: Config, context: int) -> dict[str, Any]:
+    """Entries of `DecoderConfig` for Hugging Face's rope_parameters."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"{CONFIG}: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1")
+    if kind == "default":
+        return {}
+    if kind not in ROPE_KEYS:
+        raise InputError(f"{CONFIG}: rope_type is {kind!r}, expected 'default' or one of {', '.join(ROPE_KEYS)}")
+    keys = ROPE_KEYS[kind]
+    unknown = [k for k, value in rope.items() if k not in keys and k not in ROPE_PLAIN and value is not None]
+    if unknown:
+        raise InputError(f"{CONFIG}: rope_parameters has {', '.join(unknown)}, which DecoderLM does not know")
+    given = {new: rope[old] for old, new in keys.items() if rope.get(old) is not None}
+    given.setdefault("rotary_original", context)
+    return {"rotary_scaling": kind, **given}
+
+
+LLAMA_NAMES = {
+    "input_layernorm": "attention_norm",
+    "self_attn.o_proj": "attention.out_proj",
+    "post_attention_layernorm": "feed_forward_norm",
+    "mlp.down_proj": "feed_forward.down",
+}
+LLAMA_JOINED = {  # several matrices of theirs are one of ours, in this order
+    "attention.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def _llama_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
+    weights = {name.removeprefix("model."): x for name, x in weights.items()}
+    out = {}
+    for i in range(config.layers):
+        for kind in ("weight", "bias"):
+            for new, parts in LLAMA_JOINED.items():
+                names = [f"layers.{i}.{part}.{kind}" for part in parts]
+                if all(name in weights for name in names):
+                    out[f"blocks.{i}.{new}.{kind}"] = torch.cat([weights.pop(name) for name in names])
+    for name, tensor in weights.items():
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied):
+            continue
+        new = {
+            "embed_tokens.weight": "embedding.weight",
+            "norm.weight": "norm.weight",
+            "lm_head.weight": "output.weight",
+        }.get(name, name)
+        if found := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, part, kind = found.groups()
+            new = f"blocks.{layer}.{LLAMA_NAMES.get(part, part)}.{kind}"
+        out[new] = tensor
+    return out
+
+
+Own = Callable[[Config], DecoderConfig]
+Renamed = Callable[[DecoderConfig, Weights], dict[str, Tensor]]
+FLAVOURS: dict[str, tuple[Own, Renamed]] = {
+    "gpt2": (_gpt2, _gpt2_weights),
+    "llama": (_llama, _llama_weights),
+}

@@ -1,0 +1,616 @@
+"""Caches: what comes out token by token is what came out at once, or what a plain loop over what is kept gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import MASKS, close, oracle, rand, triple, unchecked
+from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
+from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
+from qkv.positions import DynamicNTK, Rotary, YaRN
+
+B, H, HKV, N, D, DV = 2, 6, 3, 23, 7, 5
+CAUSAL = Attention(mask=masks.Causal())
+ONES = [1] * N
+
+
+@dataclass(frozen=True)
+class Exact(Rotary):
+    """Rotation with float64 tables, so that float64 tests are tight where two ways turn by different angles."""
+
+    def tables(self, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        length = int(positions.max()) + 1 if length is None else length
+        size = 1.0
+        turn = self.base ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        if self.scaling is not None:
+            turn, size = self.scaling.frequencies(self.dim, self.base, length), self.scaling.magnitude
+        angle = positions.double()[..., None] * turn
+        return angle.cos() * size, angle.sin() * size
+
+
+ROTARY = Exact(4, base=100.0)
+
+
+@pytest.fixture
+def fast() -> Iterator[None]:
+    """For thousands of small calls, of which checks of shapes would be most of the work; other tests have them."""
+    with unchecked():
+        yield
+
+
+def tokens(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    return triple(B, H, HKV, n, n, D, DV, seed=seed, dtype=dtype)
+
+
+def feed(
+    cache: Cache,
+    attention: Attention,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sizes: Sequence[int],
+    *,
+    rotary: Rotary | None = None,
+    extra: Callable[[int, int], dict[str, Any]] = lambda start, stop: {},
+) -> Tensor:
+    """What all tokens get, chunk by chunk."""
+    outs, stop = [], cache.seen
+    for size in sizes:
+        start, stop = stop, stop + size
+        new = (x[:, :, start:stop] for x in qkv)
+        outs.append(cache.attend(attention, *new, rotary=rotary, **extra(start, stop)))
+        assert cache.seen == stop
+    return torch.cat(outs, 2)
+
+
+@st.composite
+def chunkings(draw: st.DrawFn, n: int = N) -> list[int]:
+    """Sizes of chunks that add up to n: often one token."""
+    sizes: list[int] = []
+    while sum(sizes) < n:
+        sizes.append(min(draw(st.sampled_from([1, 1, 1, 2, 3, 5, 11])), n - sum(sizes)))
+    return sizes
+
+
+def test_chunkings_add_up() -> None:
+    @given(chunkings())
+    def check(sizes: list[int]) -> None:
+        assert sum(sizes) == N
+        assert min(sizes) >= 1
+
+    check()
+
+
+PAST: dict[str, masks.Mask] = {
+    **{name: MASKS[name](N, N, B, H) for name in (
+        "causal", "window", "window of one", "sink and window", "dilated", "longformer, causal", "strided",
+        "causal window",
+    )},
+    **{f"{name}, past": MASKS[name](N, N, B, H) & masks.Causal() for name in (
+        "outside the window", "predicate", "blockwise", "prefix", "window ahead",
+    )},
+    "global, past": (masks.Global([0]) & masks.Causal()) | masks.Window(2),
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, Rotary | None]] = {
+    "none": (None, None),
+    "rotary": (None, ROTARY),
+    "float32 rotary": (None, Rotary(6, interleaved=True)),
+    "alibi": (biases.ALiBi(), None),
+    "t5": (biases.T5Bias(rand(8, H), bidirectional=False, max_distance=16), None),
+    "relative, cap": ((biases.SoftCap(2.0), biases.RelativePosition(rand(7, D), rand(7, DV))), ROTARY),
+}
+NORMALIZERS: dict[str, normalizers.Normalizer | None] = {
+    "softmax": None,
+    "sink": normalizers.Softmax(0.8, sink=rand(H)),
+    "key": normalizers.Softmax(key=rand(H, D)),
+    "sigmoid": normalizers.Sigmoid(),
+    "elu": normalizers.EluPlusOne(),
+    "entmax": normalizers.Entmax(),
+}
+
+
+def uncached(attention: Attention, qkv: tuple[Tensor, Tensor, Tensor], rotary: Rotary | None, mask: Any) -> Tensor:
+    q, k, v = qkv
+    if rotary is not None:
+        q, k = (rotary(x, torch.arange(x.shape[2])) for x in (q, k))
+    parts = {"bias": attention.bias, "score": attention.score, "normalizer": attention.normalizer}
+    out = attend(q, k, v, mask=mask, kernel="eager", **parts)
+    assert isinstance(out, Tensor)
+    return out
+
+
+# --- Full -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("mask", PAST)
+def test_full_is_uncached_at_every_step(mask: str) -> None:
+    @settings(max_examples=6)
+    @given(chunkings(), st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(NORMALIZERS)))
+    def check(sizes: list[int], kind: str, normalizer: str) -> None:
+        bias, rotary = KINDS[kind]
+        attention = Attention(mask=PAST[mask], bias=bias, normalizer=NORMALIZERS[normalizer])
+        got = feed(Full(N + 2), attention, tokens(), sizes, rotary=rotary)
+        close(got, uncached(attention, tokens(), rotary, PAST[mask]), eps=4096)
+
+    check()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_full_token_by_token_for_every_composition(kind: str, normalizer: str) -> None:
+    bias, rotary = KINDS[kind]
+    attention = Attention(mask=masks.Causal(), bias=bias, normalizer=NORMALIZERS[normalizer])
+    got = feed(Full(N), attention, tokens(), [4, *[1] * (N - 4)], rotary=rotary)
+    close(got, uncached(attention, tokens(), rotary, masks.Causal()), eps=4096)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
+def test_full_ands_any_extra_mask(name: str) -> None:
+    whole = MASKS[name](N, N, B, H)
+    dense = whole.dense(N, N, batch=B, heads=H)
+
+    def extra(start: int, stop: int) -> dict[str, Any]:
+        return {"mask": masks.Dense(dense[:, :, start:stop, :stop])}
+
+    got = feed(Full(N), CAUSAL, tokens(), [5, 1, 1, 7, 1, 8], rotary=ROTARY, extra=extra)
+    close(got, uncached(CAUSAL, tokens(), ROTARY, whole & masks.Causal()))
+
+
+def test_full_with_padding_on_the_left_is_each_text_alone() -> None:
+    pads = torch.tensor([4, 0])
+    places = torch.arange(N)
+    positions = (places - pads[:, None]).clamp(min=0)
+    real = places >= pads[:, None]
+
+    def extra(start: int, stop: int) -> dict[str, Any]:
+        return {"positions": positions[:, start:stop], "mask": masks.Dense(real[:, None, None, :stop])}
+
+    attention = Attention(mask=masks.Causal(), bias=biases.ALiBi())
+    got = feed(Full(N), attention, tokens(), [6, 1, 1, 1, 5, *[1] * 9], rotary=ROTARY, extra=extra)
+    for item, pad in enumerate(pads.tolist()):
+        alone = tuple(x[item : item + 1, :, pad:] for x in tokens())
+        close(got[item : item + 1, :, pad:], uncached(attention, alone, ROTARY, masks.Causal()))
+
+
+def test_full_one_query_needs_no_mask_and_copies_no_keys() -> None:
+    calls = []
+    with kernels.watching(lambda call, result: calls.append(call)):
+        cache = Full(N)
+        feed(cache, CAUSAL, tokens(), [3, 1, 1])
+    assert [call.mask is None for call in calls] == [False, True, True]
+    keys = {call.k.untyped_storage().data_ptr() for call in calls}
+    assert len(keys) == 1
+    assert calls[0].k.untyped_storage().nbytes() == B * HKV * N * D * 8
+
+
+def test_full_past_its_capacity() -> None:
+    cache = Full(5)
+    feed(cache, CAUSAL, tokens(), [4])
+    with pytest.raises(
+        InputError, match=r"cache holds 4 tokens and 2 more came, but its capacity is 5; .*Sliding, Sin"
+    ):
+        feed(cache, CAUSAL, tokens(), [2])
+    assert cache.length == cache.seen == 4
+    close(feed(cache, CAUSAL, tokens(), [1]), feed(Full(5), CAUSAL, tokens(), [5])[:, :, 4:])
+
+
+# --- Sliding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("window", [1, 2, 5, 19, 99])
+def test_sliding_is_the_mask_and_its_window(window: int) -> None:
+    n = 71
+    own = st.sampled_from([masks.Causal(), masks.Window(3), masks.Window(9, ahead=2) & masks.Causal()])
+
+    @settings(max_examples=8)
+    @given(chunkings(n), own, st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(NORMALIZERS)))
+    def check(sizes: list[int], mask: masks.Mask, kind: str, normalizer: str) -> None:
+        bias, rotary = KINDS[kind]
+        attention = Attention(mask=mask, bias=bias, normalizer=NORMALIZERS[normalizer])
+        cache = Sliding(window)
+        got = feed(cache, attention, tokens(n), sizes, rotary=rotary)
+        close(got, uncached(attention, tokens(n), rotary, mask & masks.Window(window)), eps=4096)
+        assert cache.length == min(n, window)
+
+    check()
+
+
+@pytest.mark.parametrize("sizes", [[71], [40, 31], [3, 50, 1, 17], [18, 1, 1, 51], [20, 1, 49, 1]])
+def test_sliding_takes_chunks_longer_than_its_room(sizes: list[int]) -> None:
+    for window in (1, 7, 20):
+        got = feed(Sliding(window), CAUSAL, tokens(71), sizes, rotary=ROTARY)
+        close(got, uncached(CAUSAL, tokens(71), ROTARY, masks.Window(window)))
+
+
+def test_sliding_turns_by_positions_given() -> None:
+    places = torch.arange(N) * 3 + 7
+    got = feed(Sliding(5), CAUSAL, tokens(), ONES, rotary=ROTARY, extra=lambda a, b: {"positions": places[a:b]})
+    q, k, v = tokens()
+    q, k = ROTARY(q, places), ROTARY(k, places)
+    close(got, uncached(CAUSAL, (q, k, v), None, masks.Window(5)))
+
+
+# --- Sinks ------------------------------------------------------------------------------------------------------------
+
+
+def turned(x: np.ndarray, slot: int, turn: np.ndarray, size: float = 1.0) -> np.ndarray:
+    """One vector with pairs (i, i + pairs) turned, on its own."""
+    out, pairs = x.copy(), len(turn)
+    for i in range(pairs):
+        c, s = math.cos(slot * turn[i]) * size, math.sin(slot * turn[i]) * size
+        out[i], out[i + pairs] = x[i] * c - x[i + pairs] * s, x[i] * s + x[i + pairs] * c
+    return out
+
+
+def by_slots(
+    qkv: tuple[Tensor, Tensor, Tensor], sinks: int, window: int, *, turn: Sequence[float] = (), size: float = 1.0,
+    sink: Tensor | None = None, key: Tensor | None = None, slopes: Tensor | None = None, cap: float | None = None,
+    reach: int | None = None, sigmoid: bool = False,
+) -> Tensor:  # fmt: skip
+    """StreamingLLM by definition: for each query the list of slots, everything turned by slot, and a softmax."""
+    q, k, v = (x.double().numpy() for x in qkv)
+    turn_ = np.array(turn)
+    b, h, n, d = q.shape
+    out = np.zeros((b, h, n, v.shape[3]))
+    for item, head, i in np.ndindex(b, h, n):
+        held = list(range(i + 1)) if i < sinks + window else [*range(sinks), *range(i - window + 1, i + 1)]
+        query = turned(q[item, head, i], len(held) - 1, turn_, size)
+        logits = []
+        for slot, j in enumerate(held):
+            s = query @ turned(k[item, head // (h // k.shape[1]), j], slot, turn_, size) / math.sqrt(d)
+            back = len(held) - 1 - slot
+            s = cap * math.tanh(s / cap) if cap is not None else s
+            s -= 0 if slopes is None else float(slopes[head]) * back
+            logits.append(-math.inf if reach is not None and back >= reach else s)
+        visible = sum(s > -math.inf for s in logits)
+        if sigmoid:
+            weights = [1 / (1 + visible * math.exp(-s)) for s in logits]
+        else:
+            spare = 0.0 if sink is None else math.exp(sink[head])
+            spare += 0.0 if key is None else math.exp(query @ key[head].numpy() / math.sqrt(d))
+            total = spare + sum(map(math.exp, logits))
+            weights = [math.exp(s) / total for s in logits]
+        out[item, head, i] = sum(w * v[item, head // (h // v.shape[1]), j] for w, j in zip(weights, held, strict=True))
+    return torch.from_numpy(out)
+
+
+TURN = [1.0, 100 ** (-0.5)]  # of ROTARY
+SINK, KEY = rand(H, seed=1), rand(H, D, seed=2)
+SLOTS: dict[str, tuple[dict[str, Any], Rotary | None, dict[str, Any]]] = {
+    "none": ({}, None, {}),
+    "rotary": ({}, ROTARY, {"turn": TURN}),
+    "rotary, sink": ({"normalizer": normalizers.Softmax(sink=SINK)}, ROTARY, {"turn": TURN, "sink": SINK}),
+    "rotary, key": ({"normalizer": normalizers.Softmax(key=KEY)}, ROTARY, {"turn": TURN, "key": KEY}),
+    "rotary, cap": ({"bias": biases.SoftCap(0.7)}, ROTARY, {"turn": TURN, "cap": 0.7}),
+    "alibi": ({"bias": biases.ALiBi()}, None, {"slopes": biases.alibi_slopes(H)}),
+    "alibi, key": (
+        {"bias": biases.ALiBi(), "normalizer": normalizers.Softmax(key=KEY)},
+        None,
+        {"slopes": biases.alibi_slopes(H), "key": KEY},
+    ),
+    "alibi, rotary, sink": (
+        {"bias": biases.ALiBi(), "normalizer": normalizers.Softmax(sink=SINK)},
+        ROTARY,
+        {"slopes": biases.alibi_slopes(H), "turn": TURN, "sink": SINK},
+    ),
+    "sigmoid": ({"normalizer": normalizers.Sigmoid()}, ROTARY, {"turn": TURN, "sigmoid": True}),
+    "window": ({"mask": masks.Window(6)}, ROTARY, {"turn": TURN, "reach": 6}),
+    "magnitude": (
+        {"normalizer": normalizers.Softmax(key=KEY)},
+        Exact(4, base=100.0, scaling=YaRN(1.0, 64, attention=1.3)),
+        {"turn": TURN, "size": 1.3, "key": KEY},
+    ),
+}
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize(("sinks", "window"), [(2, 5), (1, 1), (3, 2), (2, 50)])
+def test_sinks_are_attention_over_slots(name: str, sinks: int, window: int) -> None:
+    n = 17
+    parts, rotary, said = SLOTS[name]
+    attention = Attention(**{"mask": masks.Causal(), **parts})
+    want = by_slots(tokens(n), sinks, window, **said)
+    for sizes in ([1] * n, [n], [3, 1, 1, 5, 1, 6]):
+        cache = Sinks(sinks, window)
+        close(feed(cache, attention, tokens(n), sizes, rotary=rotary), want, eps=4096)
+        assert cache.length == min(n, sinks + window)
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("name", SLOTS)
+def test_sinks_in_chunks_are_sinks_one_by_one(name: str) -> None:
+    n = 61  # more than the buffer: rows move, and chunks pass it
+    parts, rotary, _ = SLOTS[name]
+    attention = Attention(**{"mask": masks.Causal(), **parts})
+    one_by_one = feed(Sinks(2, 5), attention, tokens(n), [1] * n, rotary=rotary)
+
+    @settings(max_examples=5)
+    @given(chunkings(n) | st.sampled_from([[1, 60], [30, 31], [8, 1, 51, 1], [7, 23, 31]]))
+    def check(sizes: list[int]) -> None:
+        close(feed(Sinks(2, 5), attention, tokens(n), sizes, rotary=rotary), one_by_one, eps=4096)
+
+    check()
+
+
+def test_sinks_with_t5_bias_look_up_distances_of_slots() -> None:
+    table = rand(8, H)
+    bias = biases.T5Bias(table, bidirectional=False, max_distance=16)
+    got = feed(Sinks(2, 5), Attention(mask=masks.Causal(), bias=bias), tokens(), ONES)
+    q, k, v = tokens()
+    for i in (6, 7, 15, N - 1):
+        held = [0, 1, *range(i - 4, i + 1)]
+        added = table[biases.t5_bucket(6 - torch.arange(7), 8, 16, bidirectional=False)].T[:, None]
+        want = oracle(q[:, :, i : i + 1], k[:, :, held], v[:, :, held], bias=biases.Dense(added))[0]
+        close(got[:, :, i : i + 1], want)
+
+
+def test_sinks_far_beyond_the_trained_length_turn_no_faster() -> None:
+    """A scaling by length goes by slots in use: 7 of at most 8, though 61 tokens come."""
+    scaled = Exact(4, base=100.0, scaling=DynamicNTK(2.0, 8))
+    want = by_slots(tokens(61), 2, 5, turn=TURN)
+    for sizes in ([1] * 61, [9, 1, 40, 11]):
+        close(feed(Sinks(2, 5), CAUSAL, tokens(61), sizes, rotary=scaled), want, eps=4096)
+
+
+def test_sinks_one_query_is_one_call_on_views() -> None:
+    cache, calls = Sinks(2, 5), []
+    feed(cache, CAUSAL, tokens(61), [1] * 9, rotary=ROTARY)
+    with kernels.watching(lambda call, result: calls.append(call)):
+        feed(cache, CAUSAL, tokens(61), [1] * 52, rotary=ROTARY)
+    assert len(calls) == 52
+    assert len({call.k.untyped_storage().data_ptr() for call in calls}) == 1
+    assert {call.k.shape[2] for call in calls} == {7}
+    assert all(call.mask is None for call in calls)
+
+
+# --- HeavyHitters -----------------------------------------------------------------------------------------------------
+
+
+def heavy_by_loops(
+    qkv: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], heavy: int, recent: int, **parts: Any
+) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
+    """H2O by definition: a dictionary of positions and what they have received, for each item and key head."""
+    q, k, v = qkv
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    kept: dict[tuple[int, int], dict[int, float]] = {}
+
+    def weakest(received: dict[int, float], now: int) -> int:
+        return min((p for p in received if p <= now - recent), key=lambda p: (received[p], p))
+
+    for item, head in np.ndindex(k.shape[0], k.shape[1]):
+        received: dict[int, float] = {}
+        heads, start = slice(head * group, (head + 1) * group), 0
+        own = dict(parts)
+        for size in sizes:
+            if size == 1 and len(received) == heavy + recent:
+                del received[weakest(received, start)]
+            before = sorted(received)
+            for i in range(start, start + size):
+                received[i] = 0.0
+                seen = [*before, *range(start, i + 1)]
+                where = (slice(item, item + 1), slice(head, head + 1), seen)
+                found, _, weights = oracle(q[item : item + 1, heads, i : i + 1], k[where], v[where], **own)
+                out[item, heads, i] = found[0, :, 0]
+                for p, weight in zip(seen, weights[0, :, 0].sum(0).tolist(), strict=True):
+                    received[p] += weight
+            start += size
+            while len(received) > heavy + recent:
+                del received[weakest(received, start - 1)]
+        kept[item, head] = received
+    return out, kept
+
+
+HITTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "off by one": {"normalizer": normalizers.Softmax(sink=0.0)},
+    "sigmoid": {"normalizer": normalizers.Sigmoid(bias=-1.0)},
+    "sparse": {"normalizer": normalizers.Entmax(2.0, temperature=0.3)},  # many weights of 0: ties
+    "cap": {"bias": biases.SoftCap(1.5)},
+}
+
+
+@pytest.mark.parametrize("name", HITTERS)
+@pytest.mark.parametrize(("heavy", "recent"), [(3, 4), (1, 1), (5, 2)])
+def test_heavy_hitters_are_those_of_plain_loops(name: str, heavy: int, recent: int) -> None:
+    q, k, v = tokens()
+    places = torch.arange(N)
+    q2, k2 = ROTARY(q, places), ROTARY(k, places)
+    for sizes in (ONES, [N], [5, 1, 1, 3, 7, 1, 1, 4], [2, 2, 2, 2, 1, 14]):
+        want, kept = heavy_by_loops((q2, k2, v), sizes, heavy, recent, **HITTERS[name])
+        cache = HeavyHitters(heavy, recent)
+        got = feed(cache, Attention(mask=masks.Causal(), **HITTERS[name]), (q, k, v), sizes, rotary=ROTARY)
+        close(got, want, eps=4096)
+        assert cache.length == heavy + recent
+        held = cache._buffers
+        for (item, head), received in kept.items():
+            found = dict(zip(held["positions"][item, head].tolist(), held["received"][item, head], strict=True))
+            assert found.keys() == received.keys()
+            close(
+                torch.stack([found[p] for p in received]),
+                torch.tensor(list(received.values()), dtype=torch.float64),
+                eps=4096,
+            )
+
+
+def test_heavy_hitters_with_room_for_all_are_full_attention() -> None:
+    attention = Attention(mask=masks.Causal(), normalizer=normalizers.Softmax(key=KEY))
+    got = feed(HeavyHitters(11, 12), attention, tokens(), [3, *[1] * 9, 11], rotary=ROTARY)
+    close(got, uncached(attention, tokens(), ROTARY, masks.Causal()))
+
+
+# --- all --------------------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Callable[[], Cache]] = {
+    "Full": lambda: Full(200),
+    "Sliding": lambda: Sliding(7),
+    "Sinks": lambda: Sinks(2, 5),
+    "HeavyHitters": lambda: HeavyHitters(3, 4),
+}
+LETTING_GO = [name for name in MAKERS if name != "Full"]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_memory_is_flat(name: str) -> None:
+    cache = MAKERS[name]()
+    assert cache.nbytes == 0
+    sizes = [3, *[1] * 40, 90, 1, 1]  # far more than 5 windows, and a chunk longer than any buffer
+    qkv, stop, seen = tokens(sum(sizes)), 0, set()
+    for size in sizes:
+        start, stop = stop, stop + size
+        cache.attend(CAUSAL, *(x[:, :, start:stop] for x in qkv), rotary=ROTARY)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in cache._buffers.values()}
+        assert sum(storages.values()) == cache.nbytes
+        seen.add((cache.nbytes, *storages))
+        assert cache.length == min(stop, cache._most)
+    assert len(seen) == 1
+    rows = B * HKV * (D + DV) * 8
+    assert cache.nbytes <= rows * (200 if name == "Full" else 7 + 16 + 2 + 2)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1], [0, 1, 1, 0, 1], [1]])
+@pytest.mark.parametrize("before", [1, 6, 19])
+def test_reorder_is_to_have_had_those_items_from_the_start(name: str, rows: list[int], before: int) -> None:
+    n, index = 27, torch.tensor(rows)
+    cache, other = MAKERS[name](), MAKERS[name]()
+    qkv = tokens(n)
+    gathered = tuple(x[index] for x in qkv)
+    sizes = [1] * (n - before - 4) + [4]
+    feed(cache, CAUSAL, qkv, [before], rotary=ROTARY)
+    cache.reorder(index)
+    got = feed(cache, CAUSAL, gathered, sizes, rotary=ROTARY)
+    feed(other, CAUSAL, gathered, [before], rotary=ROTARY)
+    close(got, feed(other, CAUSAL, gathered, sizes, rotary=ROTARY))
+
+
+def test_reorder_of_nothing_and_of_nobody() -> None:
+    cache = Full(5)
+    cache.reorder(torch.tensor([7]))
+    feed(cache, CAUSAL, tokens(), [1])
+    for rows in ([2], [-1], []):
+        with pytest.raises(InputError, match=r"rows is .*expected batch items from 0 to 1"):
+            cache.reorder(torch.tensor(rows, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes_are_kept(name: str, dtype: torch.dtype) -> None:
+    qkv = tokens(37, dtype=dtype)
+    exact = tuple(x.double() for x in qkv)
+    sizes = [9, *[1] * 19, 9]
+    cache = MAKERS[name]()
+    got = feed(cache, CAUSAL, qkv, sizes, rotary=Rotary(6))
+    assert got.dtype == dtype
+    assert {x.dtype for n, x in cache._buffers.items() if "keys" in n or "values" in n} == {dtype}
+    if name != "HeavyHitters":  # where a rounding may decide who goes
+        close(got, feed(MAKERS[name](), CAUSAL, exact, sizes, rotary=Rotary(6)), eps=32)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropout_never_acts(name: str) -> None:
+    drops = Attention(mask=masks.Causal(), dropout_p=0.5)
+    assert torch.equal(
+        feed(MAKERS[name](), drops, tokens(), [4, *[1] * 9, 10]),
+        feed(MAKERS[name](), CAUSAL, tokens(), [4, *[1] * 9, 10]),
+    )
+    with pytest.raises(InputError, match=r"training is True and dropout_p 0\.5"):
+        feed(MAKERS[name](), drops, tokens(), [4], extra=lambda a, b: {"training": True})
+
+
+def test_representation() -> None:
+    cache = Sinks(2, 5)
+    feed(cache, CAUSAL, tokens(), [9])
+    assert repr(cache) == "Sinks(sinks=2, window=5, seen=9, length=7)"
+    assert repr(Full(3)) == "Full(capacity=3, seen=0, length=0)"
+    assert repr(HeavyHitters(3, 4)) == "HeavyHitters(heavy=3, recent=4, seen=0, length=0)"
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Full(0), "Full: capacity is 0"),
+        (lambda: Sliding(0), "Sliding: window is 0"),
+        (lambda: Sinks(0, 3), "Sinks: sinks is 0"),
+        (lambda: Sinks(3, 0), "Sinks: window is 0"),
+        (lambda: HeavyHitters(-1, 3), "HeavyHitters: heavy is -1"),
+        (lambda: HeavyHitters(3, 0), "HeavyHitters: recent is 0"),
+    ],
+)
+def test_sizes_that_hold_nothing(make: Callable[[], Cache], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        make()
+
+
+def refuses(cache: Cache, match: str, attention: Attention = CAUSAL, n: int = 3, **extra: Any) -> None:
+    """The call raises and leaves the cache as it was."""
+    seen, size = cache.seen, cache.nbytes
+    q, k, v = extra.pop("qkv", tokens(n))
+    with unchecked(), pytest.raises(InputError, match=match):
+        cache.attend(attention, q, k, v, **extra)
+    assert (cache.seen, cache.nbytes) == (seen, size)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_no_cache_serves(name: str) -> None:
+    cache, make = MAKERS[name](), MAKERS[name]
+    q, k, v = tokens(3)
+    refuses(cache, "mask is None with a cache; a cache needs a mask that hides the future, such as Caus", Attention())
+    refuses(cache, "mask shows keys 2 ahead of the query", Attention(mask=masks.Window(3, ahead=2)))
+    refuses(cache, "attention is None, expected a qkv.Attention", attention=None)  # type: ignore[arg-type]
+    refuses(cache, "q, k and v have shapes", qkv=(q[:, :, :2], k, v))
+    refuses(cache, "q, k and v have shapes", qkv=(q, k, v[:, :1]))
+    refuses(cache, "q, k and v have shapes", qkv=(q[0], k[0], v[0]))
+    refuses(cache, "q, k and v have shapes", qkv=tuple(x[:, :, :0] for x in (q, k, v)))
+    refuses(cache, "k requires a gradient", qkv=(q, k.clone().requires_grad_(), v))
+    refuses(cache, "q requires a gradient", qkv=(q.clone().requires_grad_(), k, v))
+    with torch.no_grad():
+        make().attend(CAUSAL, q, k.clone().requires_grad_(), v)
+    feed(cache, CAUSAL, (q, k, v), [3])
+    refuses(cache, "the tokens in the cache came with 2, 3, 6, 7, 5", qkv=tuple(x[:1] for x in (q, k, v)))
+    refuses(cache, "but the tokens in the cache came with", qkv=(q, k[:, :1], v[:, :1]))
+    refuses(cache, "torch.float32, cpu, but the tokens", qkv=tokens(3, dtype=torch.float32))
+    refuses(cache, "but the tokens in the cache came with", qkv=(q[..., :4], k[..., :4], v))
+
+
+@pytest.mark.parametrize("name", LETTING_GO)
+def test_what_no_cache_that_lets_go_serves(name: str) -> None:
+    cache = MAKERS[name]()
+    for mask in (masks.Prefix(2) & masks.Causal(), masks.Padding([3, 2])):
+        refuses(cache, f"{name}: mask is .* depends on more than the distance", Attention(mask=mask))
+    refuses(cache, f"{name}: an extra mask came", mask=masks.Padding([3, 2], "left"))
+    refuses(cache, f"{name}: positions has shape .2, 3.", positions=torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_what_sinks_refuse() -> None:
+    cache = Sinks(2, 5)
+    places = torch.arange(3)
+    cache.attend(CAUSAL, *tokens(3), rotary=ROTARY, positions=places)
+    refuses(cache, r"Sinks: positions is \[0, 1, 2\], but they are those of slots; expected None or 3 … 5",
+            positions=places)  # fmt: skip
+    general = Attention(mask=masks.Causal(), score=scores.General(rand(D, D)))
+    refuses(cache, "Sinks: score is General with rotary", general, rotary=ROTARY)
+    relative = Attention(mask=masks.Causal(), bias=biases.RelativePosition(rand(7, D)))
+    refuses(cache, "Sinks: bias is RelativePosition with rotary", relative, rotary=ROTARY)
+    three = Attention(mask=masks.Causal(), bias=biases.ALiBi(), normalizer=normalizers.Softmax(key=KEY))
+    refuses(cache, "expected at most two of the three", three, rotary=ROTARY)
+
+
+def test_what_heavy_hitters_refuse() -> None:
+    cache = HeavyHitters(3, 4)
+    refuses(cache, "HeavyHitters: mask is Window.* in no order", Attention(mask=masks.Window(3)))
+    refuses(cache, "HeavyHitters: bias is ALiBi", Attention(mask=masks.Causal(), bias=biases.ALiBi()))
+    drawn = Attention(mask=masks.Causal(), normalizer=normalizers.Hard(sample=True))
+    refuses(cache, "HeavyHitters: normalizer is Hard", drawn)

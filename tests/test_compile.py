@@ -1,0 +1,87 @@
+"""torch.compile: in processes of their own, since shapes in signatures are not checked in compiled code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SETUP = """
+import torch
+from qkv.models.decoder import DecoderConfig, DecoderLM
+torch.manual_seed(0)
+flavours = {
+    "gpt2": {},
+    "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
+    "window": {"window": 5, "positions": "alibi"}, "sigmoid": {"normalizer": "sigmoid"}, "sink": {"sink": True},
+}
+def model_of(name):
+    sizes = {"vocab_size": 23, "context": 128, "d_model": 24, "layers": 2, "heads": 6, "kv_heads": 2}
+    return DecoderLM(DecoderConfig(**sizes, **flavours[name]))
+ids = torch.randint(23, (2, 100))
+"""
+
+
+def python(code: str) -> None:
+    command = [sys.executable, "-c", SETUP + code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "window", "sigmoid", "sink"])
+def test_a_compiled_model_is_the_same_forward_and_backward(name: str) -> None:
+    python(f"""
+model = model_of({name!r})
+compiled = torch.compile(model, backend="aot_eager")
+torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
+grads = []
+for one in (compiled, model):
+    model.zero_grad()
+    one(ids).square().mean().backward()
+    grads.append([p.grad.clone() for p in model.parameters()])
+for ours, theirs in zip(*grads, strict=True):
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+""")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_plain_flavours_compile_without_a_break(name: str) -> None:
+    python(f"""
+model = model_of({name!r})
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
+""")
+
+
+def test_compiling_warns_of_nothing_of_ours() -> None:
+    python("""
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    torch.compile(model_of("window"), backend="eager")(ids)
+ours = [str(w.message) for w in seen if "qkv" in str(w.message) or "qkv" in w.filename]
+assert not ours, ours
+""")
+
+
+def test_a_training_step_through_the_default_backend_under_autocast() -> None:
+    python("""
+model = model_of("gpt2")
+step = torch.compile(model.loss)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+losses = []
+for _ in range(10):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(ids)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 0.1, losses
+""")

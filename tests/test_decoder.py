@@ -1,0 +1,387 @@
+"""DecoderLM: the same logits as transformers', cached as uncached, gradients, loss, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkv
+from conftest import close, rand, unchecked
+from qkv.cache import Full, HeavyHitters, Sinks, Sliding
+from qkv.models import checkpoint, pretrained
+from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
+from qkv.models.loss import linear_cross_entropy
+
+TINY = {"vocab_size": 23, "context": 29, "d_model": 12, "layers": 2, "heads": 6, "kv_heads": 2, "d_hidden": 17}
+
+
+def model_of(seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.3, **changes: Any) -> DecoderLM:
+    """A tiny model whose weights are large enough for everything to matter."""
+    torch.manual_seed(seed)
+    model = DecoderLM(DecoderConfig(**{**TINY, **changes})).to(dtype).eval()
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(rand(*parameter.shape, seed=seed + i, dtype=dtype), alpha=spread)
+    return model
+
+
+def ids_of(*shape: int, seed: int = 0, below: int = 23) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+FLAVOURS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
+    "post-norm": {"place": "post", "activation": "relu"},
+    "gated": {"gate": "elementwise", "qk_norm": True, "positions": "alibi"},
+    "gated by head": {"gate": "head", "positions": "none"},
+    "sink": {"sink": True, "positions": "t5"},
+    "key bias": {"key_bias": True, "positions": "sinusoidal"},
+    "window": {"window": 5, "positions": "rotary", "rotary_interleaved": True},
+    **{name: {"normalizer": name, "positions": "rotary"} for name in NORMALIZERS},
+}
+flavours = pytest.mark.parametrize("name", FLAVOURS)
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+
+@flavours
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_cached_is_uncached_at_every_step(name: str, chunk: int) -> None:
+    model, ids = model_of(**FLAVOURS[name]), ids_of(3, 19)
+    whole, state = model(ids), model.start(3)
+    for start in range(0, 19, chunk):
+        logits = model.step(ids[:, start : start + chunk], state)
+        close(logits, whole[:, min(start + chunk, 19) - 1].detach(), eps=4096)
+
+
+@flavours
+def test_the_future_cannot_change_the_past(name: str) -> None:
+    model, ids = model_of(**FLAVOURS[name]), ids_of(2, 11)
+    other = ids.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % 23
+    torch.testing.assert_close(model(ids)[:, :7], model(other)[:, :7], rtol=0, atol=1e-12)
+    assert not torch.allclose(model(ids)[:, 7], model(other)[:, 7])
+
+
+@flavours
+def test_left_padding_changes_nothing(name: str) -> None:
+    model, prompts = model_of(**FLAVOURS[name]), [ids_of(n, seed=n) for n in (3, 9, 6)]
+    longest = 9
+    padded = torch.stack([nn.functional.pad(p, (longest - len(p), 0), value=5) for p in prompts])
+    state = model.start(3, padding=torch.tensor([longest - len(p) for p in prompts]))
+    for tokens in (padded, ids_of(3, 1, seed=9), ids_of(3, 1, seed=10)):
+        together = model.step(tokens, state)
+    for i, prompt in enumerate(prompts):
+        alone = model.start(1)
+        for tokens in (prompt[None], ids_of(3, 1, seed=9)[i : i + 1], ids_of(3, 1, seed=10)[i : i + 1]):
+            logits = model.step(tokens, alone)
+        close(together[i], logits[0], eps=4096)
+
+
+def test_reorder_takes_the_padding_along() -> None:
+    model, ids = model_of(positions="rotary"), ids_of(3, 8)
+    state = model.start(3, padding=torch.tensor([0, 2, 5]))
+    model.step(ids, state)
+    state.reorder(torch.tensor([2, 0]))
+    other = model.start(2, padding=torch.tensor([5, 0]))
+    model.step(ids[[2, 0]], other)
+    close(model.step(ids[:2, :1], state), model.step(ids[:2, :1], other), eps=4096)
+
+
+@pytest.mark.parametrize("make", [lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)])
+def test_any_length_streams_through_caches_that_let_go(make: Callable[[], Any]) -> None:
+    model = model_of(positions="rotary")
+    state = model.start(1, cache=make)
+    sizes = set()
+    for i in range(60):
+        assert model.step(ids_of(1, 1, seed=i), state).isfinite().all()
+        sizes.add(state.nbytes)
+    assert state.seen == 60
+    assert len(sizes) == 1
+
+
+def test_a_sliding_cache_is_a_window() -> None:
+    ids = ids_of(1, 25)
+    windowed, model = (model_of(positions="rotary", window=w) for w in (6, None))
+    state = model.start(1, cache=lambda: Sliding(6))
+    for i in range(25):
+        logits = model.step(ids[:, i : i + 1], state)
+    close(logits, windowed(ids)[:, -1].detach(), eps=4096)
+
+
+def test_cache_memory_equals_the_formula() -> None:
+    """2 · layers · batch · key heads · head size · tokens · bytes."""
+    for kv_heads in (6, 2, 1):
+        model = model_of(kv_heads=kv_heads, dtype=torch.float32)
+        state = model.start(3, cache=lambda: Full(20))
+        model.step(ids_of(3, 7), state)
+        assert state.nbytes == 2 * 2 * 3 * kv_heads * 2 * 20 * 4
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+GPT2 = {"vocab_size": 101, "n_positions": 37, "n_embd": 24, "n_layer": 2, "n_head": 4}
+LLAMA = {
+    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 31, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 5000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+def _theirs(kind: str, **changes: Any) -> Any:
+    import transformers as t
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config: Any = t.GPT2Config(**{**GPT2, **changes}, bos_token_id=None, eos_token_id=None)
+        model: Any = t.GPT2LMHeadModel(config)
+    else:
+        config = t.LlamaConfig(**{**LLAMA, **changes}, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        model = t.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(rand(*parameter.shape, seed=i, dtype=torch.float32), alpha=0.1)
+    return model.eval()
+
+
+HF: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied, wide, relu": (
+        "gpt2", {"tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu", "layer_norm_epsilon": 1e-3}
+    ),
+    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama, heads of 8": ("llama", {"head_dim": 8, "num_key_value_heads": 6}),
+    **{f"llama, {name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
+    "llama, dynamic, beyond": ("llama", {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HF)
+def test_hugging_face_checkpoints_give_equal_logits(name: str, tmp_path: Path) -> None:
+    kind, changes = HF[name]
+    theirs = _theirs(kind, **changes)
+    theirs.save_pretrained(tmp_path)
+    ours = pretrained.from_hugging_face(tmp_path)
+    ids = ids_of(2, 31, below=101)
+    with torch.no_grad():
+        close(ours(ids), theirs(ids).logits, eps=256)
+        if "beyond" not in name:  # there keys depend on the length at which they are turned
+            state = ours.start(2)
+            ours.step(ids[:, :12], state)
+            close(ours.step(ids[:, 12:], state), theirs(ids).logits[:, -1], eps=256)
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_sharded_checkpoints_load(tmp_path: Path) -> None:
+    theirs = _theirs("llama")
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ids = ids_of(2, 9, below=101)
+    with torch.no_grad():
+        close(pretrained.from_hugging_face(tmp_path)(ids), theirs(ids).logits, eps=256)
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    theirs = _theirs("gpt2")
+    config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
+    weights["transformer.h.0.ln_3.weight"] = weights.pop("transformer.h.0.ln_1.weight")
+    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:5]
+    with pytest.raises(qkv.InputError, match=r"nothing was loaded; missing: .*attention_norm.weight; unexpected: .*"
+                       r"ln_3.weight; wrong shape: positions.weight is \(5, 24\), expected \(37, 24\)"):  # fmt: skip
+        pretrained.from_weights(config, weights)
+    for changes, message in (
+        ({"model_type": "bert"}, "model_type is 'bert', expected one of 'gpt2', 'llama'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"activation_function": "mish"}, "activation_function is 'mish'"),
+    ):
+        with pytest.raises(qkv.InputError, match=message):
+            pretrained.from_weights({**config, **changes}, theirs.state_dict())
+    llama = _theirs("llama")
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.5, "rope_theta": 1e4}}
+    with pytest.raises(qkv.InputError, match="rope_parameters has mscale"):
+        pretrained.from_weights({**llama.config.to_dict(), **rope}, llama.state_dict())
+    with pytest.raises(qkv.InputError, match="attention_bias and mlp_bias differ"):
+        pretrained.from_weights({**llama.config.to_dict(), "attention_bias": True}, llama.state_dict())
+    with pytest.raises(qkv.InputError, match=r"no config.json in .*nowhere"):
+        pretrained.from_hugging_face(tmp_path / "nowhere")
+
+
+# --- our own checkpoints ---------------------------------------------------------------------------------------------
+
+
+@flavours
+def test_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
+    model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
+    loaded = checkpoint.load(checkpoint.save(model, tmp_path / "model"))
+    assert loaded.config == model.config
+    assert torch.equal(loaded(ids), model(ids))
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_bad_checkpoints(tmp_path: Path) -> None:
+    checkpoint.save(model_of(), tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    before = (tmp_path / "config.json").read_text()
+    for change, message in (
+        ({"model": "Nothing"}, "model is 'Nothing', expected one of 'DecoderLM'|model is 'Nothing'"),
+        ({"config": {**described["config"], "layrs": 3}}, "no key 'layrs'.*did you mean 'layers'"),
+        ({"config": {**described["config"], "d_hidden": 18}}, "wrong shape: blocks.0.feed_forward.up"),
+        ({"config": {**described["config"], "layers": 1}}, "unexpected: blocks.1.attention"),
+        ({"config": {**described["config"], "layers": 3}}, "missing: blocks.2.attention"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(described | change))
+        with pytest.raises(qkv.InputError, match=message):
+            checkpoint.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(qkv.InputError, match="not JSON"):
+        checkpoint.load(tmp_path)
+    (tmp_path / "config.json").write_text(before)
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(qkv.InputError, match="cannot be read"):
+        checkpoint.load(tmp_path)
+    with pytest.raises(qkv.InputError, match="model is Linear, expected one of DecoderLM"):
+        checkpoint.save(nn.Linear(2, 2), tmp_path)  # type: ignore[arg-type]
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@flavours
+def test_gradients_against_finite_differences(name: str) -> None:
+    """Every parameter, along a random direction."""
+    model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
+    model.loss(ids).backward()
+    for i, (label, parameter) in enumerate(model.named_parameters()):
+        direction = rand(*parameter.shape, seed=i)
+        assert parameter.grad is not None, label
+        step, losses = 1e-6, []
+        with torch.no_grad():
+            for sign in (1, -2):
+                parameter.add_(direction, alpha=sign * step)
+                losses.append(float(model.loss(ids)))
+            parameter.add_(direction, alpha=step)
+        slope = (losses[0] - losses[1]) / (2 * step)
+        assert float((parameter.grad * direction).sum()) == pytest.approx(slope, rel=2e-5, abs=2e-7), label
+
+
+@pytest.mark.parametrize("room", [1, 64, 2**22])
+def test_the_loss_is_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import qkv.models.loss
+
+    monkeypatch.setattr(qkv.models.loss, "ROOM", room)
+    x, weight = rand(37, 5).requires_grad_(), rand(11, 5, seed=1).requires_grad_()
+    targets = ids_of(37, below=11)
+    targets[::3] = -100
+    grads = []
+    for loss in (linear_cross_entropy(x, weight, targets), nn.functional.cross_entropy(x @ weight.T, targets)):
+        grads.append((loss.detach(), *torch.autograd.grad(loss * 3, (x, weight))))
+    for ours, theirs in zip(*grads, strict=True):
+        close(ours, theirs)
+    assert torch.autograd.gradcheck(linear_cross_entropy, (x, weight, targets))
+    with pytest.raises(qkv.InputError, match="none counts"):
+        linear_cross_entropy(x, weight, torch.full_like(targets, -100))
+    with pytest.raises(qkv.InputError, match=r"targets lie in 0\.\.11, expected 0\.\.10"):
+        linear_cross_entropy(x, weight, torch.arange(37) % 12)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gated", "sink", "sigmoid", "elu"])
+def test_a_small_batch_is_learnt_by_heart(name: str) -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(**{**TINY, "d_model": 48, "d_hidden": 96, **FLAVOURS[name]}))
+    ids = ids_of(4, 12)
+    ids[:, 0] = torch.arange(4)  # the first token says which of them follows
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    for _ in range(120):
+        optimizer.zero_grad()
+        loss = model.loss(ids)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.02
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "window", "sink"])
+def test_autocast_runs_and_trains(name: str) -> None:
+    model, ids = model_of(dtype=torch.float32, spread=0.05, **FLAVOURS[name]), ids_of(2, 17)
+    exact = model.loss(ids).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(ids)
+    loss.backward()
+    assert loss.item() == pytest.approx(exact, rel=0.02)
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in model.parameters())
+
+
+# --- counts and errors -----------------------------------------------------------------------------------------------
+
+
+def test_parameters_equal_the_formulas() -> None:
+    d, h, layers, vocab, context = 12, 17, 2, 23, 29
+    count = sum(p.numel() for p in model_of(kv_heads=None).parameters())
+    block = 4 * d * d + 4 * d + 2 * d * h + d + h + 2 * 2 * d
+    assert count == vocab * d + context * d + layers * block + 2 * d
+    count = sum(p.numel() for p in model_of(**FLAVOURS["llama"]).parameters())
+    block = 2 * d * d + 2 * d * (d // 3) + 3 * d * h + 2 * d  # two of six heads have keys and values
+    assert count == 2 * vocab * d + layers * block + d
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_every_kind_of_positions_tells_order_but_none(positions: str) -> None:
+    """Swapping two earlier tokens: a causal layer without positions still sees the same set of keys."""
+    model = model_of(positions=positions, layers=1)
+    ids = ids_of(1, 9)
+    ids[0, 2], ids[0, 5] = 3, 4
+    swapped = ids.clone()
+    swapped[0, [2, 5]] = ids[0, [5, 2]]
+    same = torch.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-10)
+    assert same == (positions == "none")
+
+
+def test_bad_input() -> None:
+    for changes, message in (
+        ({"d_model": 13}, "d_model is 13, expected a multiple of heads = 6"),
+        ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads = 6"),
+        ({"positions": "round"}, "positions is 'round', expected one of 'learned'"),
+        ({"normalizer": "max"}, "normalizer is 'max'"),
+        ({"activation": "swish"}, "activation is 'swish'"),
+        ({"norm": "batch"}, "norm is 'batch'"),
+        ({"place": "mid"}, "place is 'mid'"),
+        ({"gate": "open"}, "gate is 'open'"),
+        ({"rotary_scaling": "wide", "positions": "rotary"}, "rotary_scaling is 'wide'"),
+        ({"window": 0}, "window is 0"),
+        ({"layers": 0}, "layers is 0"),
+        ({"sink": True, "normalizer": "sigmoid"}, "sink and key_bias belong to Softmax"),
+        ({"sink": True, "key_bias": True}, "sink and key_bias are both True"),
+    ):
+        with unchecked(), pytest.raises(qkv.InputError, match=message):
+            model_of(**changes)
+    model = model_of()
+    with pytest.raises(qkv.InputError, match="30 tokens, but the model has learned positions for a context of 29"):
+        model(ids_of(1, 30))
+    rotary = model_of(positions="rotary")
+    assert rotary(ids_of(1, 40)).isfinite().all()
+    with pytest.raises(qkv.InputError, match=r"capacity is 29; expected a larger capacity, or a cache that lets go"):
+        rotary.step(ids_of(1, 30), rotary.start())
+    with pytest.raises(qkv.InputError, match=r"tokens have shape \(1, 0\)"):
+        model(ids_of(1, 0))
+    with pytest.raises(qkv.InputError, match=r"padding has shape \(2,\), expected \(batch,\) = \(3,\)"):
+        model.start(3, padding=torch.tensor([1, 2]))
+    with pytest.raises(qkv.InputError, match="expected at least 2"):
+        model.loss(ids_of(2, 1))
+    assert math.isfinite(model.loss(ids_of(2, 2)).item())

@@ -1,0 +1,750 @@
+"""Sampling, streaming, text and beam search, on models whose next-token logits are known exactly.
+
+The oracles: transformers' logits processors and beam search, enumeration of every continuation, and laws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from conftest import close, rand
+from qkv.errors import InputError
+from qkv.models.beam import Hypothesis, beam_search
+from qkv.models.generation import generate, pad_left, stream, text_stream
+from qkv.models.sampling import Sampler
+
+GREEDY = Sampler(temperature=0)
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """A state: named tensors, all of a batch."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.__dict__.update(tensors)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.__dict__.update({name: x[rows] for name, x in vars(self).items()})
+
+
+class Memory(nn.Module):
+    """Logits that depend on every token so far: m ← m / 2 + E[token], logits = 3 m. Padding leaves m as it is."""
+
+    def __init__(self, vocabulary: int = 7, seed: int = 0) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.register_buffer("table", rand(vocabulary, vocabulary, seed=seed))
+        self.part = nn.Dropout()  # some part that is in evaluation mode all the time
+        self.part.eval()
+        self.modes: list[tuple[bool, bool]] = []
+
+    def start(self, batch: int = 1, *, padding: Tensor | None = None) -> Rows:
+        padding = torch.zeros(batch, dtype=torch.long) if padding is None else padding
+        return Rows(m=torch.zeros(batch, self.vocabulary, dtype=torch.float64), padding=padding)
+
+    def step(self, tokens: Tensor, state: Any) -> Tensor:
+        self.modes.append((self.training, torch.is_inference_mode_enabled()))
+        for column in tokens.T:
+            state.m = torch.where(state.padding[:, None] > 0, state.m, state.m / 2 + self.table[column])
+            state.padding = state.padding - 1
+        return 3 * state.m
+
+
+class Markov(nn.Module):
+    """The last token alone decides; `chances` are the exact probabilities."""
+
+    def __init__(self, chances: Tensor) -> None:
+        super().__init__()
+        self.vocabulary = chances.shape[-1]
+        self.register_buffer("logits", chances.log())
+
+    def step(self, tokens: Tensor, state: Any) -> Tensor:
+        return self.logits[tokens[:, -1]]
+
+
+class Script(nn.Module):
+    """Says what it was given, token by token."""
+
+    def __init__(self, tokens: Sequence[int], vocabulary: int = 256) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.left = list(tokens)
+
+    def step(self, tokens: Tensor, state: Any) -> Tensor:
+        return nn.functional.one_hot(torch.tensor([self.left.pop(0)]), self.vocabulary).double()
+
+
+def chain(model: Memory, prompt: list[int], steps: int, end: Iterable[int] = ()) -> list[int]:
+    """Greedy decoding by definition: the whole sequence again for each token."""
+    out: list[int] = []
+    while len(out) < steps:
+        logits = model.step(torch.tensor([prompt + out]), model.start())
+        token = int(logits[0].tolist().index(logits.max().item()))
+        if token in end:
+            break
+        out.append(token)
+    return out
+
+
+# --- from logits to probabilities -------------------------------------------------------------------------------------
+
+DISTINCT = st.lists(st.integers(-900, 900).map(lambda x: x / 100), min_size=2, max_size=9, unique=True)
+TIED = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=9)
+
+
+def processed(logits: Tensor, seen: Tensor, sampler: Sampler) -> Tensor:
+    """What transformers makes of the logits, with its processors in its order."""
+    from transformers.generation import logits_process as hf
+
+    processors = [hf.RepetitionPenaltyLogitsProcessor(float(sampler.repetition_penalty))]
+    processors.append(hf.TemperatureLogitsWarper(float(sampler.temperature)))
+    if sampler.top_k is not None:
+        processors.append(hf.TopKLogitsWarper(sampler.top_k))
+    if sampler.top_p is not None:
+        processors.append(hf.TopPLogitsWarper(sampler.top_p))
+    if sampler.min_p is not None:
+        processors.append(hf.MinPLogitsWarper(sampler.min_p))
+    for processor in processors:
+        logits = processor(seen, logits)
+    return logits.softmax(-1)
+
+
+def same_as_transformers(logits: Tensor, sampler: Sampler, seen: Tensor | None = None) -> None:
+    seen = torch.zeros(len(logits), 1, dtype=torch.long) if seen is None else seen
+    want = processed(logits.clone(), seen, sampler)
+    got = sampler.probabilities(logits, seen)
+    assert torch.equal(got == 0, want == 0)
+    close(got, want)
+
+
+@given(DISTINCT | TIED, st.integers(1, 10))
+def test_top_k_is_that_of_transformers_ties_included(logits: list[float], k: int) -> None:
+    same_as_transformers(torch.tensor([logits], dtype=torch.float64), Sampler(top_k=k))
+
+
+@given(DISTINCT, st.floats(0.01, 1))
+def test_top_p_is_that_of_transformers(logits: list[float], p: float) -> None:
+    x = torch.tensor([logits], dtype=torch.float64)
+    sums = x.softmax(-1).sort(descending=True).values.cumsum(-1)
+    assume(((sums - p).abs() > 1e-9).all())  # on the edge itself rounding decides
+    same_as_transformers(x, Sampler(top_p=p))
+
+
+@given(DISTINCT | TIED, st.floats(0, 1))
+def test_min_p_is_that_of_transformers(logits: list[float], p: float) -> None:
+    x = torch.tensor([logits], dtype=torch.float64)
+    share = (x - x.max()).exp()
+    assume(((share - p).abs() > 1e-9).all() or p == 1)
+    same_as_transformers(x, Sampler(min_p=p))
+
+
+@given(DISTINCT | TIED, st.lists(st.integers(0, 1), min_size=1, max_size=4), st.floats(0.25, 4), st.floats(0.25, 4))
+def test_penalty_and_temperature_are_those_of_transformers(
+    logits: list[float], seen: list[int], penalty: float, temperature: float
+) -> None:
+    x = torch.tensor([logits], dtype=torch.float64)
+    same_as_transformers(x, Sampler(temperature, repetition_penalty=penalty), torch.tensor([seen]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_settings_together_come_in_the_order_of_transformers(seed: int) -> None:
+    x = 3 * rand(5, 23, seed=seed)
+    seen = torch.randint(23, (5, 11), generator=torch.Generator().manual_seed(seed))
+    same_as_transformers(x, Sampler(1.7, 13, 0.8, 0.05, 1.3), seen)
+
+
+def test_top_p_keeps_the_first_of_equals_and_as_few_as_reach_the_mass() -> None:
+    even = torch.zeros(1, 4)
+    assert Sampler(top_p=0.5).probabilities(even).tolist() == [[0.5, 0.5, 0, 0]]
+    assert Sampler(top_p=0.51).probabilities(even)[0, 3] == 0
+    assert Sampler(top_p=0.76).probabilities(even).tolist() == [[0.25] * 4]
+    many = Sampler(top_p=0.5).probabilities(torch.zeros(1, 256))[0]  # so many that an unstable sort would mix them
+    assert many.nonzero()[:, 0].tolist() == list(range(128))
+    assert Sampler(top_p=1e-9).probabilities(even).tolist() == [[1, 0, 0, 0]]
+
+
+def test_what_is_no_token_counts_as_not_seen() -> None:
+    x = rand(2, 5)
+    sampler = Sampler(repetition_penalty=2.0)
+    got = sampler.probabilities(x, torch.tensor([[-1, 3, 3], [-1, -1, 5]]))
+    want = x.clone()
+    want[0, 3] *= 2 if want[0, 3] < 0 else 0.5
+    close(got, want.softmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_temperature_towards_zero_is_greedy(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-90.0, 3.0, 2.5, 3.0], [80.0, -80.0, 0.0, 79.0]], dtype=dtype)
+    assert GREEDY.probabilities(x).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    for temperature in (1e-4, 1e-30, 5e-324):
+        assert Sampler(temperature).probabilities(x).tolist() == [[0, 0.5, 0, 0.5], [1, 0, 0, 0]]
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    chances = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    drawn = Sampler().draw(chances.expand(2000, 5), [generator] * 2000)
+    assert set(drawn.tolist()) == {1, 3}
+    assert abs(int((drawn == 3).sum()) - 1400) < 4 * math.sqrt(2000 * 0.3 * 0.7)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1.0}, "temperature is -1.0, expected 0"),
+    ({"temperature": math.nan}, "temperature is nan"),
+    ({"temperature": math.inf}, "temperature is inf"),
+    ({"top_k": 0}, "top_k is 0, expected a whole number of at least 1"),
+    ({"top_p": 0.0}, "top_p is 0.0, expected more than 0 and at most 1"),
+    ({"top_p": 1.5}, "top_p is 1.5"),
+    ({"min_p": -0.1}, "min_p is -0.1, expected 0 to 1"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected a positive"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_a_sampler_out_of_range_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Sampler(**settings)
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), GREEDY, Sampler(top_k=2), Sampler(top_p=0.5), Sampler(min_p=0.5)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_model_that_gives_nan_is_found_out(sampler: Sampler, bad: float) -> None:
+    chances = sampler.probabilities(torch.tensor([[0.0, 1.0, 0.5], [0.0, bad, 0.5]]))
+    with pytest.raises(InputError, match="probabilities of row 1 sum to nan, expected 1"):
+        sampler.draw(chances, [torch.Generator(), torch.Generator()])
+
+
+def test_other_errors_of_a_sampler() -> None:
+    with pytest.raises(InputError, match="generators: 1 came, expected 2"):
+        Sampler().draw(torch.full((2, 2), 0.5), [torch.Generator()])
+    with pytest.raises(InputError, match="seen is None, expected tokens, as repetition_penalty is 2"):
+        Sampler(repetition_penalty=2.0).probabilities(torch.zeros(1, 3))
+
+
+# --- streams of tokens ------------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_the_chain_of_largest_logits() -> None:
+    model = Memory()
+    prompts = [[1, 2, 3], [4, 0, 6], [5, 5, 5]]
+    got = generate(model, model.start(3), torch.tensor(prompts), max_new_tokens=12, sampling=GREEDY)
+    assert got == [chain(model, prompt, 12) for prompt in prompts]
+    assert len({tuple(row) for row in got}) == 3
+
+
+def test_it_ends_at_any_end_token() -> None:
+    model = Memory()
+    prompts = [[1, 2, 3], [4, 0, 6], [5, 5, 5]]
+    whole = [chain(model, prompt, 12) for prompt in prompts]
+    end = [whole[0][2], whole[1][4]]
+    got = generate(model, model.start(3), torch.tensor(prompts), max_new_tokens=12, sampling=GREEDY, end=end)
+    assert got == [chain(model, prompt, 12, end) for prompt in prompts]
+    assert [len(row) for row in got] != [12] * 3
+
+
+def test_a_finished_item_gives_minus_one_and_the_stream_stops_with_the_last() -> None:
+    step = torch.eye(4).roll(1, 1)  # 0 → 1 → 2 → 3
+    got = stream(Markov(step), None, torch.tensor([[0], [2]]), max_new_tokens=9, end=3)
+    assert [x.tolist() for x in got] == [[1, 3], [2, -1], [3, -1]]
+
+
+def test_sampled_tokens_have_the_probabilities_of_the_model() -> None:
+    chances = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25], [0.05, 0.9, 0.05]], dtype=torch.float64)
+    n, steps = 3000, 3
+    got = generate(Markov(chances), None, torch.zeros(n, 1, dtype=torch.long), max_new_tokens=steps, seed=7)
+    came = torch.zeros(3, 3, dtype=torch.float64)
+    for row in got:
+        for before, after in itertools.pairwise([0, *row]):
+            came[before, after] += 1
+    total = came.sum(-1, keepdim=True)
+    assert total.sum() == n * steps
+    deviation = (total * chances * (1 - chances)).sqrt()
+    assert ((came - total * chances).abs() < 4 * deviation).all()
+
+
+def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch() -> None:
+    model = Memory()
+    prompts = torch.tensor([[1, 2], [3, 4], [5, 6], [1, 2]])
+    settings: dict[str, Any] = {"max_new_tokens": 15, "sampling": Sampler(9.0, top_k=5)}
+
+    def tokens(rows: Tensor, seed: int | None) -> list[list[int]]:
+        return generate(model, model.start(len(rows)), rows, seed=seed, **settings)
+
+    first = tokens(prompts, 11)
+    assert tokens(prompts, 11) == first
+    assert tokens(prompts, 12) != first
+    assert tokens(prompts, 11 + 2**32) != first
+    assert first[0] != first[3]  # the same prompt at another place draws other tokens
+    assert tokens(prompts[:1], 11) == first[:1]
+    assert tokens(torch.stack([prompts[3], prompts[1]]), 11)[1] == first[1]
+    assert tokens(prompts[[0, 3]], 1)[0] != tokens(prompts[[0, 3]], 0)[1]  # (1, 0) and (0, 1) are two seeds
+    torch.manual_seed(3)
+    free = tokens(prompts, None)
+    torch.manual_seed(3)
+    assert tokens(prompts, None) == free != tokens(prompts, None)
+
+
+def test_greedy_takes_nothing_from_the_generator_of_torch() -> None:
+    before = torch.random.get_rng_state()
+    model = Memory()
+    generate(model, model.start(), torch.tensor([[1]]), max_new_tokens=3, sampling=GREEDY)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampler(1.5), Sampler(1.5, repetition_penalty=1.8)])
+def test_left_padding_changes_nothing(sampling: Sampler) -> None:
+    model = Memory()
+    prompts = [[1, 2, 3, 4, 5], [6], [2, 2, 3]]
+    ids, padding = pad_left(prompts, pad=0)
+    state = model.start(3, padding=padding)
+    got = generate(model, state, ids, max_new_tokens=9, sampling=sampling, seed=5, padding=padding)
+    for i, prompt in enumerate(prompts):  # alone, at the same place of a batch
+        alone = torch.tensor([prompt] * 3)
+        assert generate(model, model.start(3), alone, max_new_tokens=9, sampling=sampling, seed=5)[i] == got[i]
+
+
+def test_padding_is_not_seen_but_prompt_and_new_tokens_are() -> None:
+    """A penalty so large that what was seen comes last: after the prompt 2, 1 every other token comes once."""
+    chances = torch.full((5, 5), 0.2, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) / 3
+    model = Markov(chances * 1000)  # logits all positive
+    sampling = Sampler(0, repetition_penalty=1e9)
+    ids, padding = pad_left([[2, 1], [4]], pad=0)
+    got = generate(model, None, ids, max_new_tokens=4, sampling=sampling, padding=padding)
+    assert got == [[4, 3, 0, 4], [3, 2, 1, 0]]
+
+
+def test_pad_left() -> None:
+    ids, padding = pad_left([[5, 6, 7], [8], [9, 9]], pad=3)
+    assert ids.tolist() == [[5, 6, 7], [3, 3, 8], [3, 9, 9]]
+    assert padding.tolist() == [0, 2, 1]
+    assert ids.dtype == padding.dtype == torch.int64
+    with pytest.raises(InputError, match="prompts is empty"):
+        pad_left([], pad=0)
+    with pytest.raises(InputError, match="prompt 1 has no tokens, expected at least one"):
+        pad_left([[1], []], pad=0)
+
+
+def modes(model: Memory) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def close_early(steps: Iterator[Tensor]) -> None:
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+
+
+def throw(steps: Iterator[Tensor]) -> None:
+    next(steps)
+    with contextlib.suppress(RuntimeError):
+        steps.throw(RuntimeError("the caller's"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("use", [list, next, close_early, throw])
+def test_the_model_computes_in_evaluation_mode_and_is_left_as_it_was(use: Callable[[Iterator[Tensor]], Any]) -> None:
+    model = Memory()
+    before = modes(model)
+    assert before == [True, False]
+    steps = stream(model, model.start(), torch.tensor([[1]]), max_new_tokens=3)
+    use(steps)
+    assert modes(model) == before
+    assert set(model.modes) == {(False, True)}
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_between_steps_the_caller_has_autograd_and_the_model_as_it_was() -> None:
+    model = Memory()
+    weight = nn.Parameter(torch.ones(7))
+    for tokens in stream(model, model.start(2), torch.tensor([[1], [2]]), max_new_tokens=3):
+        assert modes(model) == [True, False]
+        weight[tokens].sum().backward()  # neither inference mode, nor a tensor made in it
+    assert weight.grad is not None
+    assert weight.grad.sum() == 6
+
+
+def test_the_model_is_left_as_it_was_when_it_raises() -> None:
+    class Broken(Memory):
+        def step(self, tokens: Tensor, state: Any) -> Tensor:
+            raise RuntimeError("no such state")
+
+    model = Broken()
+    for run in (
+        lambda: generate(model, None, torch.tensor([[1]]), max_new_tokens=3),
+        lambda: beam_search(model, None, torch.tensor([1]), max_new_tokens=3, end=None),
+    ):
+        with pytest.raises(RuntimeError, match="no such state"):
+            run()
+        assert modes(model) == [True, False]
+        assert not torch.is_inference_mode_enabled()
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": torch.zeros(2, 0, dtype=torch.long)}, "prompt has no tokens, expected at least one"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
+    ({"end": 7}, "end: 7 is not in the vocabulary, expected tokens from 0 to 6"),
+    ({"end": [1, -1]}, "end: -1 is not in the vocabulary"),
+    ({"seed": -1}, "seed is -1, expected a number of at least 0"),
+    ({"padding": torch.tensor([0, 2])}, r"padding is \[0, 2\], expected 2 numbers from 0 to 1"),
+    ({"padding": torch.tensor([-1, 1])}, r"padding is \[-1, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("given_", "message"), ARGUMENTS)
+def test_arguments_out_of_range_are_refused_at_once(given_: dict[str, Any], message: str) -> None:
+    model = Memory()
+    arguments = {"prompt": torch.ones(2, 2, dtype=torch.long), "max_new_tokens": 3, **given_}
+    with pytest.raises(InputError, match=message):
+        stream(model, model.start(2), **arguments)  # not even asked for a first token
+    assert model.modes == []
+
+
+# --- streams of text --------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """UTF-8 bytes as tokens; called, as some tokenizers are, not asked to encode."""
+
+    def __call__(self, text: str) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([list(text.encode())], dtype=torch.long)}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Pieces:
+    """Token i stands for a given string."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = pieces
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def say(tokens: Sequence[int], tokenizer: Any, prompt: str | list[int] = "x", **kwargs: Any) -> list[str]:
+    """The pieces of text of a model that says `tokens`."""
+    return list(
+        text_stream(
+            Script(tokens), None, tokenizer, prompt,
+            max_new_tokens=kwargs.pop("max_new_tokens", len(tokens)), sampling=GREEDY, **kwargs,
+        )
+    )  # fmt: skip
+
+
+@given(st.text(st.sampled_from("aé€😀\ufffd"), min_size=1, max_size=8))
+def test_characters_come_whole(text: str) -> None:
+    got = say(list(text.encode()), Bytes())
+    assert "".join(got) == text
+    if "\ufffd" not in text:
+        assert got == list(text)
+
+
+@given(st.binary(min_size=1, max_size=12))
+def test_pieces_concatenate_to_the_whole_decoding_whatever_the_bytes(data: bytes) -> None:
+    got = say(list(data), Bytes())
+    assert "".join(got) == data.decode(errors="replace")
+    assert all(got)
+
+
+def test_what_is_never_complete_comes_at_the_end() -> None:
+    assert say([*b"a", 0xF0, 0x9F], Bytes()) == ["a", "\ufffd"]
+    assert say([0xF0, *b"a"], Bytes()) == ["\ufffda"]
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=7),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+)
+def test_stop_strings_act_however_the_text_is_cut_into_tokens(pieces: list[str], stop: list[str]) -> None:
+    text = "".join(pieces)
+    want = text
+    for end in range(len(text) + 1):  # character by character, the first that is complete; of those, the longest
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            want = text[: end - max(map(len, complete))]
+            break
+    got = say(range(len(pieces)), Pieces(pieces), stop=stop)
+    assert "".join(got) == want
+    assert all(got)
+
+
+def test_the_stop_string_that_is_complete_first_counts_not_the_one_that_begins_first() -> None:
+    for pieces in (["xabcdy"], list("xabcdy"), ["xab", "cdy"]):
+        assert "".join(say(range(len(pieces)), Pieces(pieces), stop=["abcd", "bc"])) == "xa"
+
+
+def test_only_the_beginning_of_a_stop_string_is_held_back() -> None:
+    assert say(range(4), Pieces(["one\n", "two\n", "\n", "three"]), stop=["\n\n"]) == ["one", "\ntwo"]
+    assert say(range(2), Pieces(["one\n", "two"]), stop=["\n\n"]) == ["one", "\ntwo"]
+    assert say(range(2), Pieces(["one", "\n"]), stop=["\n\n"]) == ["one", "\n"]  # it never came: flushed at the end
+
+
+def test_text_stops_at_the_end_token_and_takes_no_more_steps() -> None:
+    model = Script([*b"ab", 0, *b"cd"])
+    got = text_stream(model, None, Bytes(), "x", max_new_tokens=5, sampling=GREEDY, end=0)
+    assert "".join(got) == "ab"
+    assert bytes(model.left) == b"cd"
+
+
+def test_after_a_stop_string_no_more_steps_are_taken() -> None:
+    model = Script([*b"ab..cd"])
+    got = text_stream(model, None, Bytes(), "x", max_new_tokens=6, sampling=GREEDY, stop=[".."])
+    assert "".join(got) == "ab"
+    assert bytes(model.left) == b"cd"
+
+
+def test_prompts_as_text_and_as_ids_are_the_same() -> None:
+    model = Memory(vocabulary=256)
+    kwargs: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampler(9.0), "seed": 1}
+    texts = [
+        "".join(text_stream(model, model.start(), Bytes(), prompt, **kwargs))
+        for prompt in ("hé", list("hé".encode()), torch.tensor(list("hé".encode())))
+    ]
+    tokens = generate(model, model.start(), torch.tensor([list("hé".encode())]), **kwargs)[0]
+    assert texts == [Bytes().decode(tokens)] * 3
+    assert len(texts[0]) > 5
+
+
+def hf_tokenizer(kind: str) -> Any:
+    """Byte-level like GPT-2's, or SentencePiece-like with bytes to fall back on, as Llama's."""
+    import tokenizers as hf
+    from transformers import PreTrainedTokenizerFast
+
+    if kind == "byte level":
+        letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+        made = hf.Tokenizer(hf.models.BPE({x: i for i, x in enumerate(letters)}, []))
+        made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = hf.decoders.ByteLevel()
+    else:
+        words = [f"<0x{i:02X}>" for i in range(256)] + ["▁", "h", "i"]
+        made = hf.Tokenizer(hf.models.BPE({x: i for i, x in enumerate(words)}, [], byte_fallback=True))
+        made.normalizer = hf.normalizers.Sequence([hf.normalizers.Prepend("▁"), hf.normalizers.Replace(" ", "▁")])
+        steps = [
+            hf.decoders.Replace("▁", " "),
+            hf.decoders.ByteFallback(),
+            hf.decoders.Fuse(),
+            hf.decoders.Strip(" ", 1, 0),
+        ]
+        made.decoder = hf.decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("text", ["hi hi", "h€i €€😀 hi😀", "é hi", "😀"])
+def test_tokenizers_of_transformers(kind: str, text: str) -> None:
+    tokenizer = hf_tokenizer(kind)
+    ids = tokenizer.encode(text)
+    got = list(text_stream(
+        Script(ids, 259), None, tokenizer, text, max_new_tokens=len(ids), sampling=GREEDY
+    ))  # fmt: skip
+    assert "".join(got) == tokenizer.decode(ids) == text
+    assert len(got) >= len(text) - 1
+
+
+def test_leaving_the_text_early_leaves_the_model_as_it_was() -> None:
+    model = Memory(vocabulary=256)
+    for _ in text_stream(model, model.start(), Bytes(), "x", max_new_tokens=9, seed=0):
+        assert modes(model) == [True, False]
+        break
+    assert modes(model) == [True, False]
+
+
+def test_errors_of_text() -> None:
+    def run(**kwargs: Any) -> None:
+        text_stream(Script([1]), None, Bytes(), **{"prompt": "x", "max_new_tokens": 1, **kwargs})
+
+    for prompt in ("", []):
+        with pytest.raises(InputError, match="prompt has no tokens, expected at least one"):
+            run(prompt=prompt)
+    with pytest.raises(InputError, match=r"stop is 'ab', expected a sequence of strings"):
+        run(stop="ab")
+    with pytest.raises(InputError, match=r"stop is \['a', ''\], expected a sequence of strings that are not empty"):
+        run(stop=["a", ""])
+    with pytest.raises(InputError, match="max_new_tokens is 0"):
+        run(max_new_tokens=0)
+
+
+# --- beam search ------------------------------------------------------------------------------------------------------
+
+
+def exhaustive(model: Memory, prompt: list[int], longest: int, end: Sequence[int], penalty: float) -> list[Hypothesis]:
+    """Every continuation that ends, or is of the longest length, best first."""
+
+    def grow(tokens: list[int], score: float) -> Iterator[Hypothesis]:
+        logits = model.step(torch.tensor([prompt + tokens]), model.start())
+        for token, value in enumerate(logits.log_softmax(-1)[0].tolist()):
+            length = len(tokens) + 1
+            if token in end:
+                yield Hypothesis(tokens, (score + value) / length**penalty)
+            elif length == longest:
+                yield Hypothesis([*tokens, token], (score + value) / length**penalty)
+            else:
+                yield from grow([*tokens, token], score + value)
+
+    return sorted(grow([], 0.0), key=lambda h: -h.score)
+
+
+def same(got: list[Hypothesis], want: list[Hypothesis]) -> None:
+    assert [h.tokens for h in got] == [h.tokens for h in want]
+    assert [h.score for h in got] == pytest.approx([h.score for h in want], rel=1e-12)
+
+
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("end", [[], [1], [0, 2]])
+def test_a_beam_wide_enough_finds_what_exhaustive_search_finds(penalty: float, end: list[int]) -> None:
+    model = Memory(vocabulary=3)
+    prompts = [[0, 1], [2, 2]]
+    found = beam_search(
+        model, model.start(2), torch.tensor(prompts),
+        beams=81, max_new_tokens=4, end=end, length_penalty=penalty, num_return=9,
+    )  # fmt: skip
+    for got, prompt in zip(found, prompts, strict=True):
+        same(got, exhaustive(model, prompt, 4, end, penalty)[:9])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
+def test_a_beam_of_one_is_greedy(penalty: float) -> None:
+    model = Memory()
+    prompts = [[1, 2, 3], [4, 0, 6], [5, 5, 5]]
+    end = chain(model, prompts[0], 12)[3]
+    found = beam_search(
+        model, model.start(3), torch.tensor(prompts), beams=1, max_new_tokens=12, end=end, length_penalty=penalty
+    )
+    assert [[h.tokens for h in some] for some in found] == [[chain(model, p, 12, [end])] for p in prompts]
+    assert min(len(some[0].tokens) for some in found) < 12
+
+
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0])
+def test_stopping_early_changes_nothing(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv.models import beam
+
+    calls = []
+    for stops in (True, False):
+        if not stops:
+            monkeypatch.setattr(beam, "_done", lambda found, hope, wanted: False)
+        results = []
+        for seed in range(30):
+            model = Memory(vocabulary=5, seed=seed)
+            results.append(beam_search(
+                model, model.start(), torch.tensor([1]),
+                beams=3, max_new_tokens=12, end=0, length_penalty=penalty, num_return=2,
+            ))  # fmt: skip
+            calls.append((stops, len(model.modes)))
+        if stops:
+            early = results
+    assert results == early
+    taken = [sum(n for stops, n in calls if stops is which) for which in (True, False)]
+    assert taken[0] < taken[1] == 30 * 12
+
+
+def test_items_of_a_batch_do_not_change_one_another() -> None:
+    model = Memory()
+    prompts = [[1, 2], [3, 4], [5, 6], [0, 0]]
+    kwargs: dict[str, Any] = {"beams": 3, "max_new_tokens": 8, "end": 4, "num_return": 3}
+    together = beam_search(model, model.start(4), torch.tensor(prompts), **kwargs)
+    alone = [beam_search(model, model.start(), torch.tensor([p]), **kwargs)[0] for p in prompts]
+    assert together == alone
+
+
+class GPT2(nn.Module):
+    """transformers' GPT-2 by the step protocol; the state is the tokens so far, all of them read again at each step."""
+
+    def __init__(self, vocabulary: int, seed: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        torch.manual_seed(seed)
+        config = GPT2Config(
+            vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,
+            bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        self.inner = GPT2LMHeadModel(config)
+        self.vocabulary = vocabulary
+
+    def step(self, tokens: Tensor, state: Any) -> Tensor:
+        state.ids = torch.cat([state.ids, tokens], 1)
+        return self.inner(state.ids).logits[:, -1]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("ends", [1, 2])
+def test_beam_search_is_that_of_transformers(penalty: float, ends: int) -> None:
+    """Both divide by the number of new tokens, the end token included, to the power of the penalty."""
+    lengths = set()
+    for seed in range(6):
+        model = GPT2(11, seed).eval()
+        prompt = torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(seed))
+        likely = generate(model, Rows(ids=prompt[:, :0]), prompt, max_new_tokens=8, sampling=GREEDY)
+        end = [likely[i][5] for i in range(ends)]
+        want = model.inner.generate(
+            prompt, attention_mask=torch.ones_like(prompt), num_beams=3, num_return_sequences=3, do_sample=False,
+            early_stopping="never", length_penalty=penalty, max_new_tokens=8, eos_token_id=end, pad_token_id=0,
+            output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        got = beam_search(
+            model, Rows(ids=prompt[:, :0]), prompt,
+            beams=3, max_new_tokens=8, end=end, length_penalty=penalty, num_return=3,
+        )  # fmt: skip
+        flat = list(itertools.chain.from_iterable(got))
+        assert len(flat) == 9
+        for h, ids, score in zip(flat, want.sequences[:, 4:].tolist(), want.sequences_scores.tolist(), strict=True):
+            stops = [i for i, token in enumerate(ids) if token in end]
+            assert h.tokens == (ids[: stops[0]] if stops else ids[:8])
+            assert h.score == pytest.approx(score, rel=1e-4)
+            lengths.add(len(h.tokens))
+    assert len(lengths) > 1
+
+
+def test_what_has_no_probability_is_not_returned() -> None:
+    step = torch.eye(4).roll(1, 1)  # 0 → 1 → 2 → 3, and nothing else
+    found = beam_search(Markov(step), Rows(), torch.tensor([0, 2]), beams=3, max_new_tokens=5, end=3, num_return=3)
+    assert found == [[Hypothesis([1, 2], 0.0)], [Hypothesis([], 0.0)]]
+
+
+def test_beam_search_computes_in_evaluation_mode() -> None:
+    model = Memory()
+    beam_search(model, model.start(), torch.tensor([1]), max_new_tokens=3, end=None)
+    assert set(model.modes) == {(False, True)}
+    assert modes(model) == [True, False]
+
+
+BEAM: list[tuple[dict[str, Any], str]] = [
+    ({"start": torch.zeros(1, 0, dtype=torch.long)}, "prompt has no tokens, expected at least one"),
+    ({"beams": 0}, "beams is 0, expected at least 1"),
+    ({"num_return": 5}, "num_return is 5, expected 1 to 4"),
+    ({"num_return": 0}, "num_return is 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"end": 9}, "end: 9 is not in the vocabulary"),
+    ({"length_penalty": math.inf}, "length_penalty is inf, expected a finite number"),
+]
+
+
+@pytest.mark.parametrize(("given_", "message"), BEAM)
+def test_errors_of_beam_search(given_: dict[str, Any], message: str) -> None:
+    model = Memory()
+    arguments = {"start": torch.tensor([1]), "max_new_tokens": 3, "end": None, **given_}
+    with pytest.raises(InputError, match=message):
+        beam_search(model, model.start(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["sampling", "generation", "beam"])
+def test_examples_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"qkv.models.{name}"))
+    assert result.failed == 0
+    assert result.attempted > 2
