@@ -71,6 +71,8 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     cuts = sys.modules["qkv.cuts"]
     monkeypatch.setattr(cuts, "SPARSE_TILE", max(1, size // 2))
     monkeypatch.setattr(cuts, "SPARSE_KEYS", 1)
+    monkeypatch.setattr(cuts, "SMALL", 0)
+    monkeypatch.setattr(sys.modules["qkv.kernels"], "FEW", 0)
     monkeypatch.setattr(cuts, "_KEPT", OrderedDict())  # what was cut with other tiles
     linear = sys.modules["qkv.kernels.linear"]
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import qkv
 from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_tile, triple
-from qkv import InputError, attend, biases, masks
+from qkv import InputError, attend, biases, kernels, masks
 from qkv.kernels import flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Hard, Softmax
@@ -508,8 +508,12 @@ def test_the_gradient_of_the_lse_is_the_mean_key(kernel: str) -> None:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def test_plan_says_what_serves_and_why() -> None:
+def test_plan_says_what_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = triple(dtype=torch.float32)
+    few = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))
+    assert (few.kernel, few.rejected["tiled"]) == ("eager", "slower")
+    assert "so few scores" in few.reason
+    monkeypatch.setattr(kernels, "FEW", 0)
     plan = qkv.plan(q, k, v)
     assert plan.kernel == "flash"
     assert "fused" in plan.reason
@@ -581,7 +585,7 @@ def test_a_kernel_asked_for_by_name_serves_or_raises(kernel: str, asked: dict, w
 
 def test_a_build_without_the_flash_operators_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_stock_kernel_works", lambda: False)
-    plan = qkv.plan(*triple())
+    plan = qkv.plan(*triple(nq=200, nk=200))
     assert plan.kernel == "tiled"
     assert "lacks the flash kernel" in plan.rejected["flash"]
     with pytest.raises(InputError, match="lacks the flash kernel"):

@@ -28,7 +28,7 @@ ONES = [1] * N
 class Exact(Rotary):
     """Rotation with float64 tables, so that float64 tests are tight where two ways turn by different angles."""
 
-    def tables(self, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, length: int | None = None, *more: Any) -> tuple[Tensor, Tensor]:
         length = int(positions.max()) + 1 if length is None else length
         size = 1.0
         turn = self.base ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)

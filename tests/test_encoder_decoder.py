@@ -259,7 +259,12 @@ def test_dropout_acts_in_training_alone() -> None:
     model = build(replace(SMALL, dropout=0.5))
     assert torch.equal(model(SOURCE, TARGET), model(SOURCE, TARGET))
     model.train()
-    assert not torch.allclose(model(SOURCE, TARGET), model(SOURCE, TARGET))
+    places = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert len(places) == 2 + 5  # the embeddings of each stack, and every block
+    for acting in places:
+        for place in places:
+            place.p = 0.5 if place is acting else 0.0
+        assert not torch.allclose(model(SOURCE, TARGET), model(SOURCE, TARGET))
 
 
 def test_it_learns_to_reverse() -> None:

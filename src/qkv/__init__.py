@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qkv import biases, cache, features, masks, nn, normalizers, positions, scores
+from qkv import biases, cache, features, masks, models, nn, normalizers, positions, scores
 from qkv.attention import Attention, Plan, attend, plan
 from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
@@ -41,6 +41,7 @@ __all__ = [
     "masks",
     "measure",
     "merge",
+    "models",
     "nn",
     "normalizers",
     "plan",

@@ -32,6 +32,7 @@ SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have t
 SPARSE_KEYS = 1024  # with fewer keys it is not worth while
 GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
+SMALL = 2**14  # pairs of query and key; with no more, one mask tensor is cheaper than cutting
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 
 
@@ -184,6 +185,10 @@ def _biased_band_blocks(
 
 def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
     """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
+    if grid.n_queries * grid.n_keys <= SMALL:
+        whole = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
+        yield [Part(whole.rows, whole.columns, allowed=mask.allowed(whole, grid))]
+        return
     if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return

@@ -37,6 +37,22 @@ PREFERENCE = {  # in this order, with the reason each is worth having
     "eager": "forms the weights: quadratic memory, serves everything",
 }
 FORM_WEIGHTS = ("eager", "reference")
+FEW = 2**14  # scores a head: fewer, or those of one query, are formed sooner than cut into tiles
+FEW_REASON = "so few scores that forming the weights is the fastest"
+
+
+def _preferred(call: Call) -> tuple[str, ...]:
+    """Kernels for ``"auto"``, the best first."""
+    if _few(call):
+        return (*(name for name in PREFERENCE if name != "tiled"), "tiled")
+    return tuple(PREFERENCE)
+
+
+def _few(call: Call) -> bool:
+    n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+    return n_queries == 1 or n_queries * n_keys <= FEW
+
+
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -89,7 +105,7 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
 def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
     """The kernel that serves `call`, as `choose` has it, without asking all of them."""
     if kernel == "auto":
-        for name in PREFERENCE:
+        for name in _preferred(call):
             if _why_not(name, call, weights=weights) is None and not _only_for_tests(name, call):
                 return name
     return choose(call, kernel, weights=weights)[0]
@@ -124,8 +140,9 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
         return kernel, "asked for by name", rejected
     if _only_for_tests("flex", call) and "flex" not in rejected:
         rejected["flex"] = "it forms all scores unless on CUDA: for tests"
-    chosen = next(name for name in PREFERENCE if name not in rejected)
+    chosen = next(name for name in _preferred(call) if name not in rejected)
     for name in KERNELS:
         if name != chosen and name not in rejected:
             rejected[name] = "slower" if name in PREFERENCE else "the oracle: for tests and reading"
-    return chosen, PREFERENCE[chosen], rejected
+    few = chosen == "eager" and "tiled" in rejected and not weights and _few(call)
+    return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

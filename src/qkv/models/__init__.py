@@ -1,1 +1,40 @@
-"""Models made of `qkv.nn`."""
+"""Models made of `qkv.nn`, each after a paper, and what they share: checkpoints, sampling, generation."""
+
+from __future__ import annotations
+
+from qkv.models.beam import Hypothesis, beam_search
+from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.captioner import Captioner, CaptionerConfig
+from qkv.models.checkpoint import load, save
+from qkv.models.classifier import Classifier, ClassifierConfig
+from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
+from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from qkv.models.generation import generate, pad_left, stream, text_stream
+from qkv.models.pretrained import from_hugging_face
+from qkv.models.sampling import Sampler
+from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
+
+__all__ = [
+    "ByteTokenizer",
+    "Captioner",
+    "CaptionerConfig",
+    "Classifier",
+    "ClassifierConfig",
+    "DecoderConfig",
+    "DecoderLM",
+    "DecoderState",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "Hypothesis",
+    "RNNSeq2Seq",
+    "RNNSeq2SeqConfig",
+    "Sampler",
+    "beam_search",
+    "from_hugging_face",
+    "generate",
+    "load",
+    "pad_left",
+    "save",
+    "stream",
+    "text_stream",
+]

@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.models import config as configs
+from qkv.models.captioner import Captioner, CaptionerConfig
+from qkv.models.classifier import Classifier, ClassifierConfig
 from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
     "DecoderLM": (DecoderConfig, DecoderLM),
+    "EncoderDecoder": (EncoderDecoderConfig, EncoderDecoder),
     "RNNSeq2Seq": (RNNSeq2SeqConfig, RNNSeq2Seq),
+    "Captioner": (CaptionerConfig, Captioner),
+    "Classifier": (ClassifierConfig, Classifier),
 }
 
 

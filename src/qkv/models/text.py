@@ -1,0 +1,223 @@
+"""Language models by name, each with the tokenizer it reads and writes text through: `load_text_model`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.errors import InputError
+from qkv.models import checkpoint, pretrained
+from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.decoder import DecoderLM
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+TOKENIZER = "tokenizer.json"
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
+BEFORE = 16  # tokens of a prompt that are enough to see how what follows them reads
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """What `qkv.models.generation.text_stream` needs of a tokenizer, whoever wrote it."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+    def after(self, prompt: Sequence[int]) -> TextTokenizer:
+        """The same, but tokens decode as they read behind `prompt`: some tokenizers drop the space a text begins with.
+
+        >>> words = TextTokenizer(str.split, lambda ids: "".join(f" {i}" for i in ids).lstrip())
+        >>> words.decode([3]), words.after([1, 2]).decode([3])
+        ('3', ' 3')
+        """
+        tail = list(prompt[-BEFORE:])
+        before = self.decode(tail)
+
+        def decode(ids: list[int]) -> str:
+            whole = self.decode([*tail, *ids])
+            return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+        return replace(self, decode=decode)
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A language model and what turns text into its tokens; `end` are the tokens that end a text."""
+
+    model: DecoderLM
+    tokenizer: TextTokenizer
+    name: str
+    end: tuple[int, ...] = ()
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; `InputError` if there are none, or one that the model does not know."""
+        if not prompt:
+            raise InputError("the prompt is empty, expected some text to continue")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # a command line that is no UTF-8 comes with surrogates
+            raise InputError("the prompt is not UTF-8 text") from error
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise InputError(f"the prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
+        if max(ids) >= self.model.vocabulary:
+            raise InputError(
+                f"the tokenizer of {self.name} says token {max(ids)}, but the model has {self.model.vocabulary} tokens"
+            )
+        return ids
+
+
+def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
+    """Load a `DecoderLM` and its tokenizer.
+
+    Args:
+        name: a folder that `qkv.models.checkpoint.save` wrote (text goes through its tokenizer.json if there is one,
+            and is bytes if there is none and the vocabulary is 256), a folder with a GPT-2 or Llama of Hugging Face,
+            or the name of one on the Hugging Face hub.
+        dtype: of the weights: float32, bfloat16, float16 or float64.
+
+    Raises:
+        InputError: if there is no such model, it is of another kind, or has no tokenizer.
+
+    >>> import tempfile
+    >>> from qkv.models.decoder import DecoderConfig
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = checkpoint.save(DecoderLM(DecoderConfig(d_model=32, layers=1, heads=2)), folder)
+    ...     loaded = load_text_model(str(saved))
+    >>> loaded.encode("Hi!"), loaded.end
+    ([72, 105, 33], ())
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if folder.exists():
+            raise InputError(f"model: {name} is a file, expected a folder")
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise InputError(f"model: no folder {name}")
+        folder = _of_hub(name)
+    config = checkpoint.read_config(folder)
+    try:
+        loaded = _hugging_face(folder, name, config) if "model_type" in config else _own(folder, name, config)
+    except (KeyError, TypeError, AttributeError) as error:  # from sizes that are not there, or are no numbers
+        raise InputError(f"{folder / checkpoint.CONFIG}: cannot be understood ({error!r})") from error
+    loaded.model.to(DTYPES[dtype])
+    return loaded
+
+
+# --- of this package --------------------------------------------------------------------------------------------------
+
+
+def _own(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
+    kind = config.get("model")
+    if kind in checkpoint.KINDS and kind != "DecoderLM":
+        raise InputError(f"model: {name} is {kind}, expected a DecoderLM: text alone is continued by no other")
+    model = checkpoint.load(folder)
+    if not isinstance(model, DecoderLM):
+        raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
+    file = folder / TOKENIZER
+    if file.exists():
+        return TextModel(model, _from_file(file), name)
+    if model.vocabulary != ByteTokenizer.vocab_size:
+        raise InputError(
+            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}; "
+            f"expected that file, or {ByteTokenizer.vocab_size} tokens, which are bytes"
+        )
+    return TextModel(model, TextTokenizer(ByteTokenizer().encode, ByteTokenizer().decode), name)
+
+
+def _from_file(file: Path) -> TextTokenizer:
+    if importlib.util.find_spec("tokenizers") is None:
+        raise InputError(f"{file} needs tokenizers: pip install 'qkv[hf]'")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises no narrower kind
+        raise InputError(f"{file}: not a tokenizer ({_first_line(error)})") from error
+    return TextTokenizer(lambda text: list(tokenizer.encode(text).ids), tokenizer.decode)
+
+
+# --- of Hugging Face --------------------------------------------------------------------------------------------------
+
+
+def _hugging_face(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
+    _known(config, name)
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError("the tokenizer of this model needs transformers: pip install 'qkv[hf]'")
+    tokenizer = _tokenizer(folder, name)
+    model = pretrained.from_hugging_face(folder)
+    return TextModel(model, tokenizer, name, _ends(folder, config, model.vocabulary))
+
+
+def _known(config: dict[str, Any], name: str) -> None:
+    kind = config.get("model_type")
+    if kind not in pretrained.FLAVOURS:
+        raise InputError(
+            f"model: {name}: model_type is {kind!r}, expected {' or '.join(map(repr, pretrained.FLAVOURS))}"
+        )
+
+
+def _tokenizer(folder: Path, name: str) -> TextTokenizer:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises no narrower kind
+        raise InputError(f"model: cannot read the tokenizer of {name} ({_first_line(error)})") from error
+    if len(found) <= len(found.all_special_tokens):  # made of nothing, as for a folder without tokenizer files
+        raise InputError(f"model: no tokenizer in {name}, expected {TOKENIZER} or the files it is made of")
+    return TextTokenizer(
+        found.encode, partial(found.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
+
+
+def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """What generation_config.json says ends a text, else what config.json says; tokens that the model has."""
+    found = config.get("eos_token_id")
+    file = folder / "generation_config.json"
+    if file.exists():
+        try:
+            generation = json.loads(file.read_text(encoding="utf-8"))
+            found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
+        except (ValueError, AttributeError) as error:
+            raise InputError(f"{file}: not a JSON object") from error
+    tokens = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(token, int) for token in tokens):
+        raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
+    return tuple(token for token in tokens if 0 <= token < vocabulary)
+
+
+def _of_hub(name: str) -> Path:
+    """The folder of a model of the hub: its configuration first, so that no other kind is ever downloaded."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise InputError(f"model: no folder {name}, and the Hugging Face hub needs pip install 'qkv[hf]'")
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    logging.set_verbosity_error()
+    disable_progress_bars()
+    try:
+        config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG)
+        _known(checkpoint.read_config(Path(config).parent), name)
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
+    except InputError:
+        raise
+    except Exception as error:  # the transport underneath has errors of its own kinds
+        raise InputError(
+            f"model: cannot load {name!r} ({_first_line(error)}); expected a folder with a model, or the name of a "
+            "GPT-2 or Llama on the Hugging Face hub that is reachable or cached"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
