@@ -186,8 +186,8 @@ def _biased_band_blocks(
 def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
     """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
     if grid.n_queries * grid.n_keys <= SMALL:
-        whole = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
-        yield [Part(whole.rows, whole.columns, allowed=mask.allowed(whole, grid))]
+        all_pairs = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
+        yield [Part(all_pairs.rows, all_pairs.columns, allowed=mask.allowed(all_pairs, grid))]
         return
     if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)

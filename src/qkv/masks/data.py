@@ -84,6 +84,7 @@ class Document(_TensorMask):
     `ids` is (n_keys,) or (batch, n_keys); query i has the id of position i + offset. Several texts packed
     into one row, chunked attention and padding on both sides are all this mask.
 
+    >>> from qkv.masks import Causal
     >>> (Document([0, 0, 1]) & Causal()).dense(3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """

@@ -330,7 +330,7 @@ def bigbird(block: int = 64, random: int = 3, *, window: int = 3, seed: int = 0)
     Random blocks are never ones that the query sees already. (Zaheer et al. 2020, arXiv:2007.14062, §2 and app. D.)
 
     >>> bigbird(block=2, random=0).sparsity(16)
-    0.46875
+    0.3125
     """
     if window < 1 or window % 2 == 0:
         raise InputError(f"bigbird: window is {window}, expected an odd number of blocks around the query's own")
