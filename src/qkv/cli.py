@@ -127,7 +127,7 @@ def _read(file: Path) -> str:
     """A text file; standard input if its name is "-"."""
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise InputError(f"--file: cannot read {file} ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -280,13 +280,13 @@ def generate(
     The text goes to standard output, and nothing else does; what it took (tokens a second, bytes of the cache, the seed
     to get the same again) goes to standard error.
 
-    qkv generate gpt2 "Once upon a time"                        (a model of the Hugging Face hub)
+    qkv generate gpt2 "Once upon a time"                         (a model of the Hugging Face hub)
 
-    qkv generate ./my-model --file story.txt --tokens 500       (a folder, and a text of your own)
+    qkv generate ./my-model --file story.txt --greedy            (a folder, and a text of your own)
 
-    qkv generate ./my-llama "Hi" --tokens 9999 --cache sinks:4,1020    (on and on in constant memory)
+    qkv generate ./llama "Hi" --tokens 9999 --cache sinks:4,252  (on and on, in constant memory)
 
-    echo "def sort(" | qkv generate ./my-model --file - --greedy > out.txt
+    printf "def sort(" | qkv generate ./my-model --file - > out.txt
 
     Args:
         model: A folder that qkv.models.checkpoint.save wrote, a folder with a GPT-2 or Llama of Hugging Face, or the
@@ -398,8 +398,14 @@ def _say(text: str, *, dim: bool = False) -> None:
     text = text.encode(encoding, "backslashreplace").decode(encoding)
     if dim and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         text = f"\x1b[2m{text}\x1b[0m"
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _forget_output()
+        raise InputError(f"standard output: cannot be written ({error.strerror})") from error
 
 
 def _costs(state: DecoderState, prompt: int, early: int, seconds: float) -> list[str]:

@@ -21,6 +21,7 @@ from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import TransformerBlock, make_norm
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.multi_head import MultiHeadAttention
+from qkv.nn.projection import Projection, project
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax
 from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 
@@ -150,7 +151,7 @@ class DecoderLM(nn.Module):
         self.blocks = nn.ModuleList(_block(config, attention, rotary) for _ in range(config.layers))
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
-        self.output = None if config.tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = None if config.tied else Projection(config.d_model, config.vocab_size, bias=False)
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
@@ -172,8 +173,7 @@ class DecoderLM(nn.Module):
 
     def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n vocab"]:
         """Logits of what follows each token."""
-        logits: Tensor = nn.functional.linear(self.hidden(ids), self._output())
-        return logits
+        return project(self.hidden(ids), self._output())
 
     def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
         """What the output matrix is applied to."""
@@ -233,7 +233,7 @@ class DecoderLM(nn.Module):
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
         state.seen += tokens.shape[1]
-        return nn.functional.linear(self.norm(x[:, -1]), self._output())
+        return project(self.norm(x[:, -1]), self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
         if ids.ndim != 2 or ids.shape[1] < 1:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qkv.errors import InputError
+from qkv.nn.projection import project
 
-ROOM = 2**22  # logits held at a time: memory that stays with the process, and mostly in cache
+ROOM = 2**26  # logits held at a time
 
 
 def linear_cross_entropy(
@@ -19,9 +20,8 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy in nats of x·weightᵀ against `targets`; −100 does not count.
 
-    The logits of some rows are made, turned into their own gradient and used for both products at once: never more
-    than a few megabytes of them, and nothing is made twice. (After the idea of "cut cross-entropy", Wijmans et al.
-    2024, arXiv:2411.09009.)
+    The logits of some rows are made, turned into their own gradient in place, and used for both products at once.
+    (After the idea of "cut cross-entropy", Wijmans et al. 2024, arXiv:2411.09009.)
 
     Raises:
         InputError: where no target counts, or one is no token.
@@ -47,24 +47,27 @@ def linear_cross_entropy(
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: int, wanted: bool) -> Tensor:
-        rows = max(16, ROOM // len(weight))
+        pieces = -(-len(x) * len(weight) // ROOM)
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if wanted else (None, None)
-        for start in range(0, len(x), rows):
-            part, target = x[start : start + rows], targets[start : start + rows]
-            counts = target != -100
-            index = target.clamp(min=0)[:, None]
-            logits = (part @ weight.T).to(total.dtype)
+        grads: list[tuple[Tensor, Tensor]] = []
+        weight = weight.detach().requires_grad_(wanted)
+        for part, target in zip(x.detach().chunk(pieces), targets.chunk(pieces), strict=True):
+            counts, index = target != -100, target.clamp(min=0)[:, None]
+            part.requires_grad_(wanted)
+            with torch.set_grad_enabled(wanted):
+                made = project(part, weight)
+            logits = made.detach().to(total.dtype)
             lse = logits.logsumexp(-1, keepdim=True)
             total += (lse - logits.gather(1, index))[:, 0][counts].sum()
-            if dx is not None and dw is not None:
+            if wanted:
                 slope = logits.sub_(lse).exp_()
                 slope.scatter_add_(1, index, slope.new_full((), -1.0).expand(index.shape))
                 slope.mul_((counts.to(slope.dtype) / count)[:, None])
-                slope = slope.to(part.dtype)
-                dx[start : start + rows] = slope @ weight.to(slope.dtype)
-                dw.addmm_(slope.T.to(dw.dtype), part.to(dw.dtype))
-        ctx.save_for_backward(dx, dw)
+                dx, dw = torch.autograd.grad(made, (part, weight), slope.to(made.dtype))
+                grads.append((dx, dw))
+        if wanted:
+            first = grads[0][1]
+            ctx.save_for_backward(torch.cat([one for one, _ in grads]), sum((one for _, one in grads[1:]), first))
         return total / count
 
     @staticmethod

@@ -10,6 +10,7 @@ from qkv.nn.einsum import EinsumAttention
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.linear import LinearAttention, LinformerAttention
 from qkv.nn.multi_head import MultiHeadAttention
+from qkv.nn.projection import Projection
 from qkv.nn.sink_token import SinkToken
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LinformerAttention",
     "LuongAttention",
     "MultiHeadAttention",
+    "Projection",
     "SinkToken",
     "TransformerBlock",
     "from_torch",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.errors import InputError
+from qkv.nn.projection import Projection
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
@@ -45,8 +46,8 @@ class FeedForward(nn.Module):
         if min(d_model, d_hidden) < 1:
             raise InputError(f"d_model is {d_model} and d_hidden {d_hidden}, expected at least 1 of each")
         self.activation = activation
-        self.up = nn.Linear(d_model, 2 * d_hidden if self.gated else d_hidden, bias=bias)
-        self.down = nn.Linear(d_hidden, d_model, bias=bias)
+        self.up = Projection(d_model, 2 * d_hidden if self.gated else d_hidden, bias=bias)
+        self.down = Projection(d_hidden, d_model, bias=bias)
         for part in (*self.up.weight.chunk(2 if self.gated else 1), self.down.weight):
             nn.init.xavier_uniform_(part)
         for layer in (self.up, self.down):

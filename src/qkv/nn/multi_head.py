@@ -14,6 +14,7 @@ from qkv.call import as_mask
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn.composition import Composition
+from qkv.nn.projection import Projection, project
 from qkv.normalizers import Softmax
 from qkv.positions import Rotary
 
@@ -100,17 +101,17 @@ class MultiHeadAttention(nn.Module):
         self.rotary, self.fused = rotary, fused
         self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
         if fused:
-            self.in_proj = nn.Linear(d_model, sum(self.widths), bias=bias)
+            self.in_proj = Projection(d_model, sum(self.widths), bias=bias)
         else:
-            self.q_proj = nn.Linear(d_model, self.widths[0], bias=bias)
-            self.k_proj = nn.Linear(d_context, self.widths[1], bias=bias)
-            self.v_proj = nn.Linear(d_context, self.widths[2], bias=bias)
+            self.q_proj = Projection(d_model, self.widths[0], bias=bias)
+            self.k_proj = Projection(d_context, self.widths[1], bias=bias)
+            self.v_proj = Projection(d_context, self.widths[2], bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
-        self.gate = nn.Linear(d_model, gates, bias=bias) if gates else None
+        self.gate = Projection(d_model, gates, bias=bias) if gates else None
         self.composition = Composition(_with_sink(attention or Attention(), heads, head_dim, sink, key_bias))
-        self.out_proj = nn.Linear(heads * v_head_dim, d_model, bias=bias)
+        self.out_proj = Projection(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -177,7 +178,7 @@ class MultiHeadAttention(nn.Module):
         if self.fused:
             first = self.widths[0]
             bias = None if self.in_proj.bias is None else self.in_proj.bias[first:]
-            k, v = nn.functional.linear(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
+            k, v = project(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
         else:
             k, v = self.k_proj(context), self.v_proj(context)
         k = self._heads(k, self.kv_heads)
@@ -193,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         if self.fused:
             first = self.widths[0]
             bias = None if self.in_proj.bias is None else self.in_proj.bias[:first]
-            q = nn.functional.linear(x, self.in_proj.weight[:first], bias)
+            q = project(x, self.in_proj.weight[:first], bias)
         else:
             q = self.q_proj(x)
         q = self._heads(q, self.heads)
