@@ -61,7 +61,8 @@ class PlainGPT(nn.Module):
         """The weights of a `DecoderLM` of the same configuration."""
         names = {
             "embedding": "token", "positions": "position", "attention_norm": "norm_1", "feed_forward_norm": "norm_2",
-            "attention.in_proj": "qkv", "attention.out_proj": "proj", "feed_forward.up": "up", "feed_forward.down": "down",
+            "attention.in_proj": "qkv", "attention.out_proj": "proj",
+            "feed_forward.up": "up", "feed_forward.down": "down",
         }  # fmt: skip
         renamed = {}
         for name, tensor in weights.items():

@@ -22,6 +22,7 @@ from qkv.nn import (
     LinearAttention,
     LinformerAttention,
     MultiHeadAttention,
+    Projection,
     SinkToken,
     TransformerBlock,
     from_torch,
@@ -475,3 +476,40 @@ def test_bad_calls() -> None:
     ):  # fmt: skip
         with pytest.raises(qkv.InputError, match=message):
             make()
+
+
+# --- Projection -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 63, 64, 130])
+@pytest.mark.parametrize("out", [128, 131])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_projection_is_linear(rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way it takes, forward and every gradient, as exact as torch's own."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    layer = Projection(256, out, bias=bias)
+    x = rand(1, rows, 256, dtype=torch.float32).requires_grad_()
+    slope = rand(1, rows, out, seed=1, dtype=torch.float32)
+    exact = layer.weight.double(), x.double(), slope.double()
+    y = layer(x)
+    want = exact[1] @ exact[0].T + (layer.bias.double() if bias else 0)
+    close(y, want.detach(), eps=32)
+    y.backward(slope)
+    close(x.grad, (exact[2] @ exact[0]).detach(), eps=32)
+    close(layer.weight.grad, (exact[2][0].T @ exact[1][0]).detach(), eps=256)
+    if bias:
+        close(layer.bias.grad, exact[2].sum((0, 1)).detach(), eps=64)
+
+
+def test_a_projection_takes_any_shape_and_stride() -> None:
+    layer = Projection(256, 131)
+    x = rand(256, 5, 70, dtype=torch.float32).permute(2, 1, 0)
+    close(layer(x), nn.functional.linear(x, layer.weight, layer.bias).detach(), eps=64)
+    assert layer(x).is_contiguous()
+    close(layer(x[:1, 0]), nn.functional.linear(x[:1, 0], layer.weight, layer.bias).detach(), eps=64)
+    half = copy.deepcopy(layer).bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16

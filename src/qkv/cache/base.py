@@ -32,6 +32,7 @@ class Cache:
         self._stop = 0
         self._buffers: dict[str, Tensor] = {}
         self._kind: tuple[Any, ...] = ()
+        self._checked_call: tuple[Any, ...] = ()  # what need not be checked again: decoding repeats itself
 
     @property
     def length(self) -> int:
@@ -73,21 +74,22 @@ class Cache:
         Raises:
             InputError: for arguments that do not fit together, or that this cache cannot serve exactly.
         """
-        kind = self._checked(attention, q, k, v, training)
-        own = as_mask(attention.mask)
-        if own is None:
-            raise InputError("mask is None with a cache; a cache needs a mask that hides the future, such as Causal()")
-        if own.band is not None and own.band[0] < 0:
-            raise InputError(
-                f"mask shows keys {-own.band[0]:.0f} ahead of the query, which have not come yet; "
-                "a cache needs a mask that hides the future, such as Causal()"
-            )
+        call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device, training)
+        own = as_mask(attention.mask) if isinstance(attention, Attention) else None
+        if call != self._checked_call or torch.is_grad_enabled():
+            kind = self._checked(attention, q, k, v, training)
+            _hides_the_future(own)
+        assert own is not None
         self._check(attention, own, k.shape[2], rotary, positions, mask)
-        with torch.no_grad():
-            if not self._buffers:
-                self._allocate(k, v)
-                self._kind = kind
+        if not self._buffers:
+            self._allocate(k, v)
+            self._kind = kind
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+        else:
             out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+        self._checked_call = call
         self.seen += k.shape[2]
         return out
 
@@ -105,6 +107,7 @@ class Cache:
                 new[:, :, : self._stop] = used  # rows that are not in use need no copy
                 self._buffers[name] = new
         self._kind = (len(rows), *self._kind[1:])
+        self._checked_call = ()
 
     def __repr__(self) -> str:
         sizes = "".join(f"{name}={x}, " for name, x in vars(self).items() if name[0] != "_" and name != "seen")
@@ -192,6 +195,17 @@ class Track(Cache):
         values[:, :, start : self._stop] = v
         first = start - keep
         return keys[:, :, first : self._stop], values[:, :, first : self._stop]
+
+
+def _hides_the_future(own: Mask | None) -> None:
+    """Raise `InputError` for masks that show keys which have not come yet, as far as that can be told."""
+    if own is None:
+        raise InputError("mask is None with a cache; a cache needs a mask that hides the future, such as Causal()")
+    if own.band is not None and own.band[0] < 0:
+        raise InputError(
+            f"mask shows keys {-own.band[0]:.0f} ahead of the query, which have not come yet; "
+            "a cache needs a mask that hides the future, such as Causal()"
+        )
 
 
 def at_least_one(cache: str, **sizes: int) -> None:

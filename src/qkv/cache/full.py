@@ -47,11 +47,11 @@ class Full(Cache):
         keys, values = self._buffers["keys"], self._buffers["values"]
         self._stop = stop = self.seen + k.shape[2]
         q, k = turned(rotary, q, k, self.seen, positions)
-        keys[:, :, self.seen : stop] = k
-        values[:, :, self.seen : stop] = v
+        keys.narrow(2, self.seen, k.shape[2]).copy_(k)
+        values.narrow(2, self.seen, k.shape[2]).copy_(v)
         whole: Mask | None = own
         if k.shape[2] == 1 and own.band == PAST:  # one query sees all there is
             whole = mask
         elif mask is not None:
             whole = own & mask
-        return composed(attention, whole, q, keys[:, :, :stop], values[:, :, :stop])
+        return composed(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))

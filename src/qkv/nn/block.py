@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class TransformerBlock(nn.Module):
         self.cross_norm = None if cross is None else norms()
         self.cross = cross
         self.feed_forward_norm, self.feed_forward = norms(), feed_forward
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(
         self,
@@ -102,21 +102,18 @@ class TransformerBlock(nn.Module):
             have, given = ("has no", "a") if self.cross is None else ("has a", "no")
             raise InputError(f"memory: this block {have} cross-attention, but {given} memory is given")
 
-        def attend(y: Tensor) -> Tensor:
-            out = self.attention(y, mask=mask, positions=positions, cache=cache)
-            assert isinstance(out, Tensor)
-            return out
-
-        x = self._around(x, self.attention_norm, attend)
-        if self.cross is not None:
-            cross, norm = self.cross, self.cross_norm
-            assert norm is not None
-            x = self._around(x, norm, lambda y: cross(y, memory, keys_values=keys_values, mask=memory_mask))
+        x = self._around(x, self.attention_norm, self.attention, mask=mask, positions=positions, cache=cache)
+        if self.cross is not None and self.cross_norm is not None:
+            known = {"keys_values": keys_values, "mask": memory_mask}
+            x = self._around(x, self.cross_norm, self.cross, context=memory, **known)
         return self._around(x, self.feed_forward_norm, self.feed_forward)
 
-    def _around(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    def _around(self, x: Tensor, norm: nn.Module, layer: nn.Module, **given: Any) -> Tensor:
         """The residual around a layer."""
         if self.place == "pre":
-            return x + self.dropout(layer(norm(x)))
-        out: Tensor = norm(x + self.dropout(layer(x)))
+            return x + self._dropped(layer(norm(x), **given))
+        out: Tensor = norm(x + self._dropped(layer(x, **given)))
         return out
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout) if self.training and self.dropout else x

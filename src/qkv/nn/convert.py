@@ -173,7 +173,7 @@ def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
         ours.attention.d_model,
         ours.attention.heads,
         layer.up.out_features,
-        dropout=ours.dropout.p,
+        dropout=ours.dropout,
         activation=next(f for f, name in ACTIVATIONS.items() if name == layer.activation),
         layer_norm_eps=norm.eps,
         batch_first=True,
