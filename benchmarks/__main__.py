@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import attend_speed, decoder_speed, profile_cost, stream, sweep_speed
+from benchmarks import attend_speed, decoder_speed, profile_cost, projection_speed, stream, sweep_speed
 from benchmarks.timing import save
 
 ALL: dict[str, Callable[[], dict[str, Any]]] = {
@@ -18,6 +18,7 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "sweep": sweep_speed.sweep_and_its_parts,
     "profile_cost": profile_cost.against_plain,
     "profile_length": profile_cost.against_length,
+    "projection": projection_speed.projection,
     "decoder": decoder_speed.decoder,
     "stream": stream.stream,
 }

@@ -15,6 +15,7 @@ from typing import Any
 import linear_error
 import make_matrix
 import matplotlib.pyplot as plt
+import model_speed
 
 import qkv
 from qkv.bench import run, show
@@ -115,7 +116,10 @@ def benchmarks() -> None:
                 lines.append(f"| {name} | {what} | {value:.3g} |")
             elif what.startswith("time"):
                 lines += [f"| {name} | {what}: {n.replace('|', 'or')} | {v:.3f} |" for n, v in value.items()]
-    lines += ["", *_profile_table(results), "", *_mechanisms(), "Machine: " + _machine(results)]
+    model_speed.stream_figure(results["stream"], DOCS / "figures" / "stream.png")
+    lines += ["", *_profile_table(results), "", *model_speed.table(results["decoder"])]
+    lines += ["![Milliseconds a token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
+    lines += ["Machine: " + _machine(results)]
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
 
 

@@ -460,8 +460,8 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         "dtype is 'float8', expected one of float32, bfloat16, float16, float64",
     ),
     "no folder": (lambda: profile("./no/such/folder", "a"), r"model: no folder \./no/such/folder"),
-    "not a Hugging Face model": (
-        lambda: profile(nn.Linear(2, 3), torch.tensor(IDS)), "Linear does not send its attention through",
+    "no attention": (
+        lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS)), "Embedding ran none of the attention that qkv can obs",
     ),
 }  # fmt: skip
 

