@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MANY = 64  # rows; with fewer, starting oneDNN costs more than it saves
+FEW, MANY = 4, 128  # rows; between them torch's own way is as good as any
 LARGE = 2**15  # weights; with fewer, one thread is as fast as several
 
 
@@ -16,10 +16,10 @@ def project(
 ) -> Float[Tensor, "*n out"]:
     """x·weightᵀ + bias, as `torch.nn.functional.linear`.
 
-    Torch sends float32 products on CPU to MKL, which is slow on processors that are not Intel's, and runs the product
-    with one row, of which decoding is made, in one thread. So many rows go to oneDNN, as a convolution with a kernel of
-    one pixel over an image of one line whose channels come last; and one row goes as a batch of as many products as
-    there are threads, each with its share of the weights. Nothing is copied. (``python -m benchmarks projection`` has
+    Torch sends float32 products on CPU to MKL, which is slow on processors that are not Intel's, and runs those with a
+    row or two, of which decoding is made, in one thread. So many rows go to oneDNN, as a convolution with a kernel of
+    one pixel over an image of one line whose channels come last; and few rows go as a batch of as many products as
+    there are threads, each with its share of the weights. No weight is copied. (``python -m benchmarks projection`` has
     the ratios on your machine.)
 
     >>> x, weight = torch.randn(2, 100, 8), torch.randn(5, 8)
@@ -27,31 +27,31 @@ def project(
     True
     """
     rows = x.numel() // x.shape[-1]
-    if 1 < rows < MANY or weight.numel() < LARGE or not _suits(x, weight):
+    if FEW < rows < MANY or weight.numel() < LARGE or not _suits(x, weight):
         return F.linear(x, weight, bias)
-    if rows > 1:
+    if rows >= MANY:
         image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)
         out = F.conv2d(image, weight[:, :, None, None], bias)
         return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
-    return _by_threads(x.reshape(1, -1).T, weight, bias).view(*x.shape[:-1], -1)
+    return _by_threads(x.reshape(rows, -1).T, weight, bias).T.reshape(*x.shape[:-1], -1)
 
 
-def _by_threads(column: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """weight·column + bias, each thread with its share of the weights.
+def _by_threads(columns: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """weight·columns + bias, each thread with its share of the weights.
 
-    The column is the transpose of a row: with both strides 1 the same product takes torch four times as long.
+    A single column must be the transpose of a row: with both strides 1 the product takes torch several times as long.
     """
     out, threads = weight.shape[0], torch.get_num_threads()
     shared = out // threads * threads
-    parts, columns = weight[:shared].view(threads, -1, weight.shape[1]), column.expand(threads, -1, -1)
+    parts, same = weight[:shared].view(threads, -1, weight.shape[1]), columns.expand(threads, -1, -1)
     if bias is None:
-        made = torch.bmm(parts, columns).view(-1)
+        made = torch.bmm(parts, same).flatten(0, 1)
     else:
-        made = torch.baddbmm(bias[:shared].view(threads, -1, 1), parts, columns).view(-1)
+        made = torch.baddbmm(bias[:shared].view(threads, -1, 1), parts, same).flatten(0, 1)
     if shared == out:
         return made
-    rest = weight[shared:] @ column[:, 0]
-    return torch.cat([made, rest if bias is None else rest + bias[shared:]])
+    rest = weight[shared:] @ columns
+    return torch.cat([made, rest if bias is None else rest + bias[shared:, None]])
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
