@@ -29,10 +29,10 @@ demo: venv  ## profile a real BERT, then an 8,192-token causal model beside plai
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 
 test: venv lint  ## every check: lint, types, all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 quick: venv  ## the tests that take no more than a few seconds each
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: venv  ## ruff and mypy
 	$(BIN)/ruff check .

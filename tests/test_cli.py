@@ -123,6 +123,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert not Path("out").exists(), "a folder was left behind"
 
 
+@pytest.mark.slow
 def test_bad_input_from_a_subprocess_has_no_traceback(tmp_path: Path) -> None:
     done = run("profile", "minilm", "", cwd=tmp_path)
     assert done.returncode == 2

@@ -85,3 +85,32 @@ for _ in range(10):
     losses.append(loss.item())
 assert losses[-1] < losses[0] - 0.1, losses
 """)
+
+
+OTHERS = {
+    "EncoderDecoder": "m.EncoderDecoder(m.EncoderDecoderConfig(11, 13, d_model=24, heads=4, layers=2)), source, target",
+    "RNNSeq2Seq": "m.RNNSeq2Seq(m.RNNSeq2SeqConfig(11, 13, d_hidden=16, attention='luong-general')), source, target",
+    "Classifier": "m.Classifier(m.ClassifierConfig(11, 3, d_model=24, heads=4)), source, torch.tensor([0, 2])",
+    "Captioner": "m.Captioner(m.CaptionerConfig(13)), torch.randn(2, 1, 16, 16), target",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_model_compiles_and_trains_under_autocast(name: str) -> None:
+    python(f"""
+from qkv import models as m
+source, target = torch.randint(3, 11, (2, 7)), torch.randint(3, 13, (2, 5))
+model, *batch = {OTHERS[name]}
+model.eval()
+exact = model.loss(*batch)
+compiled = torch.compile(model.loss, backend="aot_eager")(*batch)
+torch.testing.assert_close(compiled, exact, rtol=1e-4, atol=1e-5)
+compiled.backward()
+assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+model.zero_grad()
+with torch.autocast("cpu", torch.bfloat16):
+    rough = model.loss(*batch)
+torch.testing.assert_close(rough.float(), exact, rtol=0.05, atol=0.05)
+rough.backward()
+assert all(p.grad.isfinite().all() and p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+""")

@@ -259,11 +259,12 @@ def test_dropout_acts_in_training_alone() -> None:
     model = build(replace(SMALL, dropout=0.5))
     assert torch.equal(model(SOURCE, TARGET), model(SOURCE, TARGET))
     model.train()
-    places = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+    places = [(m, "p") for m in model.modules() if isinstance(m, nn.Dropout)]
+    places += [(m, "dropout") for m in model.modules() if isinstance(m, TransformerBlock)]
     assert len(places) == 2 + 5  # the embeddings of each stack, and every block
     for acting in places:
-        for place in places:
-            place.p = 0.5 if place is acting else 0.0
+        for module, name in places:
+            setattr(module, name, 0.5 if (module, name) == acting else 0.0)
         assert not torch.allclose(model(SOURCE, TARGET), model(SOURCE, TARGET))
 
 

@@ -481,8 +481,8 @@ def test_bad_calls() -> None:
 # --- Projection -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 127, 128, 130])
-@pytest.mark.parametrize("out", [128, 131])
+@pytest.mark.parametrize("rows", [1, 2, 4, 31, 33, 127, 128, 130])
+@pytest.mark.parametrize("out", [128, 257, 258])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_projection_is_linear(rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def profile(
     qkv profile random-gpt2 --tokens 32768         (what a long context costs)
 
     Args:
-        model: A folder with a Hugging Face model, a name on the hub, "minilm" (a trained BERT that comes with the demo
-            extra) or "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
+        model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "minilm" (a trained BERT that
+            comes with the demo extra) or "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
         text: The text to run on; a bundled passage if none is given.
         file: Read the text from this UTF-8 file instead; - is standard input.
         tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.

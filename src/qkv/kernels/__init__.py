@@ -53,8 +53,6 @@ def _few(call: Call) -> bool:
     return n_queries == 1 or n_queries * n_keys <= FEW
 
 
-
-
 F = TypeVar("F", bound=Callable[..., object])
 _WATCHER: ContextVar[Callable[[Call, Result], None] | None] = ContextVar("qkv watcher", default=None)
 

@@ -71,6 +71,9 @@ class DecoderConfig:
     place: str = "pre"
     norm_eps: float = 1e-5
     bias: bool = True
+    """Whether linear maps and layer norms have biases."""
+    attention_bias: bool | None = None
+    """Whether those of the attention have, if not as `bias` says."""
     tied: bool = True
     """Whether the output matrix is the embedding."""
     qk_norm: bool = False
@@ -311,7 +314,7 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         gate=config.gate,  # type: ignore[arg-type]  # it checks
         sink=config.sink,
         key_bias=config.key_bias,
-        bias=config.bias,
+        bias=config.bias if config.attention_bias is None else config.attention_bias,
     )
     return TransformerBlock(
         heads,

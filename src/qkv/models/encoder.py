@@ -20,6 +20,7 @@ from qkv.models.config import one_of
 from qkv.nn.block import TransformerBlock, make_norm
 from qkv.nn.feed_forward import Activation, FeedForward
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
+from qkv.nn.projection import project
 from qkv.positions import Learned, Rotary, Sinusoidal
 
 POSITIONS = ("sinusoidal", "learned", "rotary", "none")
@@ -82,7 +83,7 @@ class Tokens(nn.Module):
 
     def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
         """How well each token fits."""
-        return F.linear(x, self.weight)
+        return project(x, self.weight)
 
     def extra_repr(self) -> str:
         return "{}, {}".format(*self.weight.shape)

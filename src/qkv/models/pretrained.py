@@ -142,9 +142,6 @@ def _gpt2_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
 
 def _llama(config: Config) -> DecoderConfig:
     _expect(config, hidden_act="silu", pretraining_tp=1)
-    bias = bool(config.get("attention_bias", False))
-    if bias != bool(config.get("mlp_bias", False)):
-        raise InputError(f"{CONFIG}: attention_bias and mlp_bias differ, which DecoderLM does not know")
     rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
     return DecoderConfig.llama(
         vocab_size=config["vocab_size"],
@@ -156,7 +153,8 @@ def _llama(config: Config) -> DecoderConfig:
         head_dim=config.get("head_dim"),
         d_hidden=config["intermediate_size"],
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        bias=bias,
+        bias=bool(config.get("mlp_bias", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
         tied=config.get("tie_word_embeddings", False),
         rotary_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         **_rope(rope, config["max_position_embeddings"]),

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FEW, MANY = 4, 128  # rows; between them torch's own way is as good as any
+FEW, SOME, MANY = 4, 32, 128  # rows: `FEW` are few for any map, `SOME` for one that widens; from `MANY` on, many
 LARGE = 2**15  # weights; with fewer, one thread is as fast as several
 
 
@@ -26,8 +26,8 @@ def project(
     >>> torch.allclose(project(x, weight), torch.nn.functional.linear(x, weight), atol=1e-5)
     True
     """
-    rows = x.numel() // x.shape[-1]
-    if FEW < rows < MANY or weight.numel() < LARGE or not _suits(x, weight):
+    rows, few = x.numel() // x.shape[-1], SOME if len(weight) > x.shape[-1] else FEW
+    if few < rows < MANY or weight.numel() < LARGE or not _suits(x, weight):
         return F.linear(x, weight, bias)
     if rows >= MANY:
         image = x.reshape(1, 1, rows, -1).permute(0, 3, 1, 2)
