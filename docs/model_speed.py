@@ -35,23 +35,36 @@ def table(result: dict[str, Any]) -> list[str]:
 def stream_figure(result: dict[str, Any], path: Path) -> None:
     """Milliseconds a token and bytes in caches against tokens that came."""
     colours = dict(zip(result["caches"], ("#26748f", "#b8501a", "#7c4a86", MUTED), strict=True))
-    fig, axes = plt.subplots(2, 1, figsize=(8, 5), sharex=True, layout="constrained")
+    shape = {"sharex": True, "layout": "constrained", "height_ratios": (3, 1.2)}
+    fig, (above, below) = plt.subplots(2, 1, figsize=(8.4, 4.8), **shape)
     for name, series in result["caches"].items():
         tokens = (np.arange(len(series["bytes in caches"])) + 1) * result["block"]
         mebibytes = np.array(series["bytes in caches"]) / 2**20
-        for ax, values in zip(axes, (series["milliseconds a token"], mebibytes), strict=True):
-            ax.plot(tokens, values, lw=1.6, color=colours[name], label=name)
-    for ax, what in zip(axes, ("milliseconds a token", "MiB in caches"), strict=True):
-        ax.set_ylabel(what, color=MUTED)
+        above.plot(tokens, series["milliseconds a token"], lw=1.6, color=colours[name])
+        below.plot(tokens, mebibytes, lw=1.6, color=colours[name])
+        _label(above, name, tokens[-1], np.mean(series["milliseconds a token"][-5:]), colours[name])
+    full = result["caches"]["Full"]["bytes in caches"]
+    others = [x["bytes in caches"][-1] / 2**20 for name, x in result["caches"].items() if name != "Full"]
+    room = f"Full, room for {len(full) * result['block']:,} tokens"
+    _label(below, room, len(full) * result["block"], full[-1] / 2**20, MUTED)
+    held = f"{min(others):.1f}–{max(others):.1f} MiB"
+    _label(below, held, 100 * result["block"], max(others), INK)
+    for ax, what in ((above, "milliseconds a token"), (below, "MiB in caches")):
+        ax.set_ylabel(what, color=MUTED, fontsize=9)
         ax.set_ylim(bottom=0)
         ax.grid(visible=True, axis="y", linewidth=0.6, color=HAIRLINE)
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(HAIRLINE)
         ax.tick_params(labelsize=8, labelcolor=MUTED, color=HAIRLINE)
-    axes[1].set_xlabel("tokens so far", color=MUTED)
-    axes[1].xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    axes[0].legend(frameon=False, fontsize=8, ncols=len(colours), loc="lower right")
-    title = f"{result['budget']:,} keys a layer, however many tokens come; Full keeps all"
-    axes[0].set_title(title, loc="left", color=INK, fontsize=11)
+    above.margins(x=0.01)
+    below.set_xlabel("tokens so far", color=MUTED, fontsize=9)
+    below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    above.set_title(f"With {result['budget']:,} keys a layer a token costs the same for ever", loc="left", fontsize=11)
     fig.savefig(path, dpi=120)
     plt.close(fig)
+
+
+def _label(ax: Any, text: str, x: float, y: float, colour: str) -> None:
+    """A name right of the end of a line."""
+    place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+    ax.annotate(text, (x, y), color=colour, **place)

@@ -118,6 +118,35 @@ def test_a_sliding_cache_is_a_window() -> None:
     close(logits, windowed(ids)[:, -1].detach(), eps=4096)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: Full(29), lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)]
+)
+def test_a_state_of_inference_mode_goes_on_outside_of_it(make: Callable[[], Any]) -> None:
+    model, ids, ends = model_of(positions="rotary"), ids_of(2, 12), []
+    for inference in (True, False):
+        state = model.start(2, cache=make)
+        with torch.inference_mode(inference):
+            model.step(ids[:, :9], state)
+            model.step(ids[:, 9:10], state)
+        state.reorder(torch.tensor([1, 0]))
+        model.step(ids[:, 10:11], state)
+        ends.append(model.step(ids[:, 11:], state))
+    close(ends[0], ends[1])
+    model.loss(ids).backward()  # tables made in inference mode are kept, too
+
+
+def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of(), ids_of(1, 4)
+    state = model.start()
+    model.step(ids, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.blocks[1].attention), "_merged", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.step(ids[:, :1], state)
+    with pytest.raises(qkv.InputError, match="state is of a step that did not finish"):
+        model.step(ids[:, :1], state)
+
+
 def test_cache_memory_equals_the_formula() -> None:
     """2 · layers · batch · key heads · head size · tokens · bytes."""
     for kv_heads in (6, 2, 1):
@@ -250,6 +279,10 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(described | change))
         with pytest.raises(qkv.InputError, match=message):
             checkpoint.load(tmp_path)
+    for entry in ({"dropout": 2.0}, {"layers": "a"}, {"norm_eps": "x"}, {"d_model": 32.0}):
+        (tmp_path / "config.json").write_text(json.dumps(described | {"config": described["config"] | entry}))
+        with unchecked(), pytest.raises(qkv.InputError):
+            checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(qkv.InputError, match="not JSON"):
         checkpoint.load(tmp_path)
@@ -367,6 +400,9 @@ def test_bad_input() -> None:
         ({"place": "mid"}, "place is 'mid'"),
         ({"gate": "open"}, "gate is 'open'"),
         ({"rotary_scaling": "wide", "positions": "rotary"}, "rotary_scaling is 'wide'"),
+        ({"rotary_scaling": "linear"}, "rotary_scaling is 'linear' with positions 'learned'"),
+        ({"norm_eps": -1.0}, "norm_eps is -1.0"),
+        ({"dropout": 2.0}, "dropout is 2.0"),
         ({"window": 0}, "window is 0"),
         ({"layers": 0}, "layers is 0"),
         ({"sink": True, "normalizer": "sigmoid"}, "sink and key_bias belong to Softmax"),
@@ -381,10 +417,29 @@ def test_bad_input() -> None:
     assert rotary(ids_of(1, 40)).isfinite().all()
     with pytest.raises(qkv.InputError, match=r"capacity is 29; expected a larger capacity, or a cache that lets go"):
         rotary.step(ids_of(1, 30), rotary.start())
-    with pytest.raises(qkv.InputError, match=r"tokens have shape \(1, 0\)"):
-        model(ids_of(1, 0))
-    with pytest.raises(qkv.InputError, match=r"padding has shape \(2,\), expected \(batch,\) = \(3,\)"):
-        model.start(3, padding=torch.tensor([1, 2]))
+    with unchecked():
+        for ids, message in (
+            (ids_of(1, 0), r"tokens is torch.int64 of shape \(1, 0\)"),
+            (ids_of(3), r"of shape \(3,\), expected integers \(batch, length\)"),
+            (torch.zeros(1, 3), "tokens is torch.float32"),
+            ([[1, 2]], "tokens is list"),
+            (torch.tensor([[23]]), r"tokens 23\.\.23, expected 0\.\.22"),
+            (torch.tensor([[-1]]), r"tokens -1\.\.-1, expected 0\.\.22"),
+        ):
+            with pytest.raises(qkv.InputError, match=message):
+                model(ids)
+        for options, message in (
+            ({"padding": torch.tensor([1, 2])}, r"padding is \(2,\), expected a tensor of shape \(batch,\) = \(3,\)"),
+            ({"padding": [0, 1, 2]}, "padding is list"),
+            ({"padding": torch.tensor([0, -1, 2])}, "expected numbers of at least 0"),
+            ({"cache": Full(4)}, r"cache is Full\(capacity=4.*expected a function that makes one"),
+        ):
+            with pytest.raises(qkv.InputError, match=message):
+                model.start(3, **options)
+        with pytest.raises(qkv.InputError, match=r"targets has shape \(2, 4\), expected that of ids, \(2, 5\)"):
+            model.loss(ids_of(2, 5), ids_of(2, 4))
+    with pytest.raises(qkv.InputError, match=r"padding is \[3, 0\], expected fewer than the 3 tokens"):
+        model.step(ids_of(2, 3), model.start(2, padding=torch.tensor([3, 0])))
     with pytest.raises(qkv.InputError, match="expected at least 2"):
         model.loss(ids_of(2, 1))
     assert math.isfinite(model.loss(ids_of(2, 2)).item())

@@ -431,7 +431,7 @@ BAD = {
     "cache without a size": (["hi", "--cache", "sliding"], "--cache is 'sliding'"),
     "cache with one size of two": (["hi", "--cache", "sinks:4"], "--cache is 'sinks:4'"),
     "cache with no number": (["hi", "--cache", "heavy:4,x"], "--cache is 'heavy:4,x'"),
-    "cache of nothing": (["hi", "--cache", "sliding:0"], "window is 0, expected at least 1"),
+    "cache of nothing": (["hi", "--cache", "sliding:0"], "window is 0, expected a whole number"),
     "no memory": (["hi", "--tokens", str(10**16)], "no memory for 10,000,000,000,000,002 tokens"),
 }
 

@@ -385,8 +385,8 @@ def _cache(text: str) -> Callable[[int], Cache]:
 def _first_piece(pieces: Iterator[str], capacity: int) -> str | None:
     try:
         return next(pieces, None)
-    except RuntimeError as error:
-        if "memory" not in str(error) and "overflow" not in str(error):
+    except (RuntimeError, TypeError) as error:  # TypeError: a number of keys that no integer of torch holds
+        if "memory" not in str(error) and "overflow" not in str(error).lower():
             raise
         raise InputError(f"no memory for {capacity:,} tokens; expected fewer --tokens, or --cache sliding:N") from error
 

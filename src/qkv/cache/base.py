@@ -32,6 +32,7 @@ class Cache:
         self._stop = 0
         self._buffers: dict[str, Tensor] = {}
         self._kind: tuple[Any, ...] = ()
+        self._working = False
         self._checked_call: tuple[Any, ...] = ()  # what need not be checked again: decoding repeats itself
 
     @property
@@ -54,7 +55,6 @@ class Cache:
         rotary: Rotary | None = None,
         positions: Int[Tensor, "..."] | None = None,
         mask: Mask | None = None,
-        training: bool = False,
     ) -> Float[Tensor, "b h n dv"]:
         """The n new tokens join the cache, and their queries attend to the keys it holds.
 
@@ -66,7 +66,6 @@ class Cache:
             rotary: turns queries and keys; none if None.
             positions: of the new tokens, (n,) or (b, n), for `rotary`; ``seen`` … ``seen + n − 1`` if None.
             mask: and-ed to the composition's: n queries × all keys held, the new ones included. Only `Full` takes one.
-            training: must not come with a composition that drops weights.
 
         Returns:
             ``out`` (b, h, n, dv).
@@ -74,22 +73,26 @@ class Cache:
         Raises:
             InputError: for arguments that do not fit together, or that this cache cannot serve exactly.
         """
-        call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device, training)
+        if self._working:
+            raise InputError("the cache is of a call that did not finish, expected a new one")
+        self._thaw()
+        call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device)
         own = as_mask(attention.mask) if isinstance(attention, Attention) else None
         if call != self._checked_call or torch.is_grad_enabled():
-            kind = self._checked(attention, q, k, v, training)
+            kind = self._checked(attention, q, k, v)
             _hides_the_future(own)
         assert own is not None
         self._check(attention, own, k.shape[2], rotary, positions, mask)
         if not self._buffers:
             self._allocate(k, v)
             self._kind = kind
+        self._working = True
         if torch.is_grad_enabled():
             with torch.no_grad():
                 out = self._attend(attention, own, q, k, v, rotary, positions, mask)
         else:
             out = self._attend(attention, own, q, k, v, rotary, positions, mask)
-        self._checked_call = call
+        self._working, self._checked_call = False, call
         self.seen += k.shape[2]
         return out
 
@@ -97,6 +100,7 @@ class Cache:
         """Gather batch items, as beam search does: item i is now what item ``rows[i]`` was. Any number of them."""
         if not self._buffers:
             return
+        self._thaw()
         batch = self._kind[0]
         if rows.ndim != 1 or len(rows) == 0 or int(rows.min()) < 0 or int(rows.max()) >= batch:
             raise InputError(f"rows is {rows.tolist()}, expected batch items from 0 to {batch - 1}")
@@ -108,6 +112,11 @@ class Cache:
                 self._buffers[name] = new
         self._kind = (len(rows), *self._kind[1:])
         self._checked_call = ()
+
+    def _thaw(self) -> None:
+        """Make buffers of inference mode, which nothing outside of it may write to, ordinary ones."""
+        if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in self._buffers.values()):
+            self._buffers = {name: x.clone() for name, x in self._buffers.items()}
 
     def __repr__(self) -> str:
         sizes = "".join(f"{name}={x}, " for name, x in vars(self).items() if name[0] != "_" and name != "seen")
@@ -133,7 +142,7 @@ class Cache:
         """Take the tokens in and attend; `own` is the mask of the composition, `seen` still without them."""
         raise TypeError(f"{type(self).__name__} does not say how it attends")
 
-    def _checked(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, training: bool) -> tuple[Any, ...]:
+    def _checked(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         """What may not change from call to call, or `InputError`."""
         if not isinstance(attention, Attention):
             raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
@@ -143,8 +152,6 @@ class Cache:
                 f"q, k and v have shapes {tuple(qs)}, {tuple(ks)} and {tuple(vs)}, "
                 "expected (b, h, n, d), (b, hkv, n, d) and (b, hkv, n, dv) of n new tokens"
             )
-        if training and attention.dropout_p:
-            raise InputError(f"training is True and dropout_p {attention.dropout_p} with a cache, which never drops")
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             name = "k" if k.requires_grad else "v" if v.requires_grad else "q"
             raise InputError(f"{name} requires a gradient, which no cache passes on; expected torch.no_grad()")
@@ -211,8 +218,8 @@ def _hides_the_future(own: Mask | None) -> None:
 def at_least_one(cache: str, **sizes: int) -> None:
     """Raise `InputError` if a size is not a number of keys."""
     for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{cache}: {name} is {size}, expected at least 1 key")
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"{cache}: {name} is {size!r}, expected a whole number of keys, at least 1")
 
 
 def by_distance_alone(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:

@@ -13,6 +13,8 @@ from qkv.positions import Rotary
 class Sliding(Track):
     """The last `window` keys, the query's own included: exactly attention with ``mask & Window(window)``.
 
+    With a rotary scaling that depends on the length, keys keep the turn of the length at which they came.
+
     Memory does not grow with the tokens. (Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825.)
 
     >>> Sliding(64)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from qkv.choice import choose_keys
 from qkv.errors import InputError
 from qkv.kernels import watching
+from qkv.models.checks import check_dropout, check_ids, check_tokens
 from qkv.models.config import one_of
-from qkv.models.encoder import check_dropout, check_ids, check_tokens
 from qkv.nn.alignment import AdditiveAttention
 from qkv.scores import Additive
 
@@ -166,6 +166,8 @@ class Captioner(nn.Module):
         target = captions[:, 1:]
         real = target != self.config.pad
         tokens = real.sum()
+        if not tokens:
+            raise InputError("captions has no token after the first but padding, expected at least one to predict")
         losses = F.cross_entropy(run.logits.transpose(1, 2), target, ignore_index=self.config.pad, reduction="none")
         if self.config.attention == "soft":
             looked = torch.where(real[..., None], run.weights, 0).sum(1)
@@ -185,10 +187,11 @@ class Captioner(nn.Module):
         self, images: Float[Tensor, "b channels height width"], captions: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t gh gw"]:
         """The weights with which the model looked for what follows each token of the captions, on the grid."""
+        weights = self._run(images, captions).weights
         height, width = images.shape[2:]
         for _ in range(self.config.convolutions):
             height, width = (height + 1) // 2, (width + 1) // 2
-        return self._run(images, captions).weights.unflatten(2, (height, width))
+        return weights.unflatten(2, (height, width))
 
     def start(self, images: Float[Tensor, "b channels height width"]) -> CaptionerState:
         """The state before the first token."""
@@ -202,6 +205,7 @@ class Captioner(nn.Module):
         hidden, cell = torch.tanh(self.first_hidden(mean)), torch.tanh(self.first_cell(mean))
         return CaptionerState(annotations, self.attention.project(annotations), hidden, cell)
 
+    @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: CaptionerState) -> Float[Tensor, "b vocabulary"]:
         """Logits after the last of the next tokens; changes the state."""
         check_ids("tokens", tokens, self.config.vocab_size)

@@ -70,17 +70,26 @@ def load(folder: str | Path) -> nn.Module:
     if kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{folder / CONFIG}: model is {kind!r}, expected one of {', '.join(KINDS)} and its config")
     config_class, model_class = KINDS[kind]
-    config = configs.from_dict(config_class, entries)
+    model = _made(folder, config_class, model_class, entries)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
-    model: nn.Module = model_class(config)
     dtypes = {x.dtype for x in tensors.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         model = model.to(dtypes.pop())
     fill(model, tensors)
     return model.eval()
+
+
+def _made(folder: Path, config_class: type[Any], model_class: type[nn.Module], entries: dict[str, Any]) -> nn.Module:
+    """The model of a configuration; `InputError` for entries that no model can be made of."""
+    try:
+        return model_class(configs.from_dict(config_class, entries))
+    except InputError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{folder / CONFIG}: no model can be made of it ({error})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

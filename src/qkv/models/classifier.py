@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.errors import InputError
+from qkv.models.checks import check_ids, check_tokens
 from qkv.models.config import one_of
-from qkv.models.encoder import Stack, StackConfig, Tokens, check_ids, check_tokens, real_keys
+from qkv.models.encoder import Stack, StackConfig, Tokens, real_keys
 from qkv.nn.feed_forward import Activation
 
 
@@ -83,4 +84,8 @@ class Classifier(nn.Module):
 
     def loss(self, ids: Int[Tensor, "b n"], labels: Int[Tensor, " b"]) -> Float[Tensor, ""]:
         """Mean cross-entropy of the right classes, in nats."""
+        if labels.shape != ids.shape[:1] or int(labels.min()) < 0 or int(labels.max()) >= self.config.classes:
+            raise InputError(
+                f"labels is {labels.tolist()}, expected {len(ids)} classes from 0 to {self.config.classes - 1}"
+            )
         return F.cross_entropy(self(ids), labels)

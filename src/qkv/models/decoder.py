@@ -16,6 +16,7 @@ from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Window
+from qkv.models.checks import check_dropout, check_ids
 from qkv.models.config import one_of
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import TransformerBlock, make_norm
@@ -93,6 +94,13 @@ class DecoderConfig:
         one_of("normalizer", self.normalizer, NORMALIZERS)
         if self.rotary_scaling is not None:
             one_of("rotary_scaling", self.rotary_scaling, SCALINGS)
+            if self.positions != "rotary":
+                raise InputError(
+                    f"rotary_scaling is {self.rotary_scaling!r} with positions {self.positions!r}, expected 'rotary'"
+                )
+        if not self.norm_eps > 0:
+            raise InputError(f"norm_eps is {self.norm_eps}, expected a positive number")
+        check_dropout("DecoderConfig", self.dropout)
         if self.window is not None and self.window < 1:
             raise InputError(f"window is {self.window}, expected at least 1 token or None")
 
@@ -196,6 +204,8 @@ class DecoderLM(nn.Module):
             if ids.shape[1] < 2:
                 raise InputError(f"ids has {ids.shape[1]} token, expected at least 2: each is the target of the last")
             ids, targets = ids[:, :-1], ids[:, 1:]
+        if targets.shape != ids.shape:
+            raise InputError(f"targets has shape {tuple(targets.shape)}, expected that of ids, {tuple(ids.shape)}")
         return linear_cross_entropy(self.hidden(ids).flatten(0, 1), self._output(), targets.flatten())
 
     def start(
@@ -218,8 +228,14 @@ class DecoderLM(nn.Module):
         >>> model.step(torch.tensor([[1, 2, 3]]), state).shape
         torch.Size([1, 100])
         """
-        if padding is not None and padding.shape != (batch,):
-            raise InputError(f"padding has shape {tuple(padding.shape)}, expected (batch,) = {(batch,)}")
+        if padding is not None:
+            if not isinstance(padding, Tensor) or padding.shape != (batch,):
+                found = tuple(padding.shape) if isinstance(padding, Tensor) else type(padding).__name__
+                raise InputError(f"padding is {found}, expected a tensor of shape (batch,) = {(batch,)}")
+            if bool((padding < 0).any()):
+                raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
+        if cache is not None and not callable(cache):
+            raise InputError(f"cache is {cache!r}, expected a function that makes one: lambda: qkv.cache.Full(64)")
         make = cache or (lambda: Full(self.config.context))
         return DecoderState([make() for _ in self.blocks], padding)
 
@@ -227,10 +243,18 @@ class DecoderLM(nn.Module):
     def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
         """Logits after the last of `tokens`, which follow those in `state`."""
         self._check(tokens, state.seen)
+        if any(cache.seen != state.seen for cache in state.caches):
+            raise InputError("state is of a step that did not finish, expected a new one: model.start()")
         positions = mask = None
         if state.padding is not None:
             if state.padding.shape[0] != len(tokens):
                 raise InputError(f"tokens has {len(tokens)} items, but the state has {len(state.padding)}")
+            came = state.seen + tokens.shape[1]
+            if came <= int(state.padding.max()):
+                raise InputError(
+                    f"padding is {state.padding.tolist()}, expected fewer than the {came} tokens that came: "
+                    "each item needs a real one"
+                )
             positions, mask = _padded(state.padding.to(tokens.device), state.seen, tokens.shape[1])
         x = self._embedded(tokens, state.seen, positions)
         for block, cache in zip(self.blocks, state.caches, strict=True):
@@ -239,8 +263,7 @@ class DecoderLM(nn.Module):
         return project(self.norm(x[:, -1]), self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
-        if ids.ndim != 2 or ids.shape[1] < 1:
-            raise InputError(f"tokens have shape {tuple(ids.shape)}, expected (batch, length) with at least 1 token")
+        check_ids("tokens", ids, self.config.vocab_size)
         total = seen + ids.shape[1]
         if self.positions is not None and total > self.config.context:
             raise InputError(

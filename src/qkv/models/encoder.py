@@ -16,6 +16,7 @@ from qkv.attention import Attention
 from qkv.cache import Cache
 from qkv.errors import InputError
 from qkv.masks import Mask
+from qkv.models.checks import check_dropout
 from qkv.models.config import one_of
 from qkv.nn.block import TransformerBlock, make_norm
 from qkv.nn.feed_forward import Activation, FeedForward
@@ -185,32 +186,3 @@ def _block(config: StackConfig, decoder: bool) -> TransformerBlock:
 def real_keys(real: Bool[Tensor, "b n"]) -> Mask | None:
     """The mask that hides padding from every query; None where there is none, for which attention has shorter ways."""
     return None if bool(real.all()) else masks.Dense(real[:, None, None, :])
-
-
-def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """`InputError` unless `ids` are tokens of a vocabulary, (batch, length), at least one."""
-    if ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-        raise InputError(
-            f"{name} is {ids.dtype} of shape {tuple(ids.shape)}, expected integers (batch, length), 1 token or more"
-        )
-    if not torch.compiler.is_compiling():
-        low, high = (int(x) for x in ids.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise InputError(f"{name} has tokens {low}..{high}, expected 0..{vocabulary - 1}")
-
-
-def check_tokens(name: str, vocabulary: int, **tokens: int) -> None:
-    """`InputError` unless the special tokens of a configuration are different ones of its vocabulary."""
-    if vocabulary < 1:
-        raise InputError(f"{name}: the vocabulary has {vocabulary} tokens, expected at least 1")
-    given = ", ".join(f"{what} {token}" for what, token in tokens.items())
-    if len(set(tokens.values())) < len(tokens):
-        raise InputError(f"{name}: special tokens are {given}, expected all different")
-    if not all(0 <= token < vocabulary for token in tokens.values()):
-        raise InputError(f"{name}: special tokens are {given}, expected each in 0..{vocabulary - 1}")
-
-
-def check_dropout(name: str, dropout: float) -> None:
-    """`InputError` unless it is a probability below 1."""
-    if not 0 <= dropout < 1:
-        raise InputError(f"{name}: dropout is {dropout}, expected 0 ≤ dropout < 1")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from qkv.cache import Full
 from qkv.errors import InputError
-from qkv.models.encoder import Stack, StackConfig, Tokens, check_ids, check_tokens, real_keys
+from qkv.models.checks import check_ids, check_tokens
+from qkv.models.encoder import Stack, StackConfig, Tokens, real_keys
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.multi_head import KeysValues
 

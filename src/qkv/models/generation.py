@@ -113,8 +113,8 @@ def stream(
     [3, -1]
     [4, -1]
     """
-    batch, n = prompt.shape
     check(prompt, max_new_tokens)
+    batch, n = prompt.shape
     ends = end_tokens(end, model.vocabulary, prompt.device)
     if seed is not None and seed < 0:
         raise InputError(f"seed is {seed}, expected a number of at least 0, or None")
@@ -315,6 +315,9 @@ def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
 
 def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
     """`InputError` for a prompt without tokens, or nothing to generate."""
+    if not isinstance(prompt, Tensor) or prompt.ndim != 2:
+        found = f"shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise InputError(f"prompt has {found}, expected a tensor (batch, length) of tokens, such as pad_left makes")
     if prompt.shape[1] < 1:
         raise InputError("prompt has no tokens, expected at least one")
     if max_new_tokens < 1:

@@ -224,6 +224,7 @@ class RNNSeq2Seq(nn.Module):
         padded = lengths if (lengths < source.shape[1]).any() else None
         return RNNState(memory, padded, self._prepare(memory), hidden, fed)
 
+    @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: RNNState) -> Float[Tensor, "b vocab"]:
         """Logits after the last of `tokens`, which follow those the state has seen; changes the state."""
         return self.output(self.dropout(self._advance(tokens, state)[0][:, -1]))

@@ -101,7 +101,7 @@ class Plots:
         figure, axes = _by_layer(self._name(), data, heads, "sink", title)
         axes.axhline(tables.SINK_THRESHOLD, color=MUTED, lw=0.8, ls=(0, (4, 3)))
         _note(axes, tables.SINK_THRESHOLD, "sink\nthreshold")
-        axes.set_ylim(0, max(1.06 * float(heads["sink"].max()), 0.4))
+        axes.set_ylim(0, max(0.4, 1.06 * float(heads["sink"].max())))
         axes.yaxis.set_major_formatter(_PERCENT)
         return figure
 
