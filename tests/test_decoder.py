@@ -230,6 +230,11 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
         close(pretrained.from_hugging_face(tmp_path)(ids), theirs(ids).logits, eps=256)
 
 
+def without(entries: dict[str, Any]) -> dict[str, Any]:
+    """Entries but for those that are None where the configuration has a number."""
+    return {k: v for k, v in entries.items() if not (k == "n_embd" and v is None)}
+
+
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     theirs = _theirs("gpt2")
     config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
@@ -242,9 +247,12 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"model_type": "bert"}, "model_type is 'bert', expected one of 'gpt2', 'llama'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"activation_function": "mish"}, "activation_function is 'mish'"),
+        ({"n_embd": None}, "n_embd is missing"),
     ):
         with pytest.raises(qkv.InputError, match=message):
-            pretrained.from_weights({**config, **changes}, theirs.state_dict())
+            pretrained.from_weights(without({**config, **changes}), theirs.state_dict())
+    with pytest.raises(qkv.InputError, match=r"missing: blocks\.0"):
+        pretrained.from_weights(config, {})
     llama = _theirs("llama")
     rope = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.5, "rope_theta": 1e4}}
     with pytest.raises(qkv.InputError, match="rope_parameters has mscale"):
@@ -263,6 +271,25 @@ def test_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
     assert loaded.config == model.config
     assert torch.equal(loaded(ids), model(ids))
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_mixed_dtypes_stay_mixed(tmp_path: Path) -> None:
+    model = model_of(dtype=torch.bfloat16)
+    model.norm.double()
+    loaded = checkpoint.load(checkpoint.save(model, tmp_path))
+    assert [p.dtype for p in loaded.parameters()] == [p.dtype for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_checkpoints_of_hugging_face_in_half_precision(tmp_path: Path) -> None:
+    theirs = _theirs("llama").to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path)
+    ours = pretrained.from_hugging_face(tmp_path)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    weights = dict(theirs.state_dict())
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()
+    wide = pretrained.from_weights(theirs.config.to_dict(), weights)
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
 def test_bad_checkpoints(tmp_path: Path) -> None:
@@ -333,6 +360,20 @@ def test_the_loss_is_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -
         linear_cross_entropy(x, weight, torch.full_like(targets, -100))
     with pytest.raises(qkv.InputError, match=r"targets lie in 0\.\.11, expected 0\.\.10"):
         linear_cross_entropy(x, weight, torch.arange(37) % 12)
+
+
+def test_a_scaled_loss_in_half_precision_has_the_gradients_of_float32() -> None:
+    """Probabilities over a count may be below the least float16, and the scale beyond the largest."""
+    x, weight, targets = rand(2048, 16), rand(997, 16, seed=1) * 0.3, ids_of(2048, below=500)
+    grads = []
+    for dtype, scale in ((torch.float16, 2.0**16), (torch.float32, 1.0)):
+        a, b = (y.to(dtype).requires_grad_() for y in (x, weight))
+        (linear_cross_entropy(a, b, targets) * scale).backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        grads.append((a.grad.double() / scale, b.grad.double() / scale))
+    for half, single in zip(*grads, strict=True):
+        assert (half - single).norm() < 3e-3 * single.norm()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gated", "sink", "sigmoid", "elu"])

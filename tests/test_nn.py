@@ -144,6 +144,12 @@ def test_einsum_twin() -> None:
         close(EinsumAttention.of(layer)(x, given_mask)[1], weights)
     with pytest.raises(qkv.InputError, match="nothing but heads"):
         EinsumAttention.of(layer_of(24, 6, kv_heads=2))
+    for more in (
+        layer_of(24, 6, attention=CAUSAL), layer_of(24, 6, sink=True), layer_of(24, 6, head_dim=2),
+        layer_of(24, 6, cls=LinformerAttention, length=9, rank=2),
+    ):  # fmt: skip
+        with pytest.raises(qkv.InputError, match="of heads alone"):
+            EinsumAttention.of(more)
 
 
 def test_rotary_makes_scores_depend_on_the_offset_alone() -> None:
@@ -264,6 +270,14 @@ def test_what_is_learned_in_a_composition_is_a_parameter() -> None:
         copied.composition.score_weight.zero_()
     assert not torch.allclose(copied(x), layer(x))  # the copy's own
     assert layer.float()(x.float()).dtype == torch.float32
+
+
+def test_a_module_in_a_composition_is_registered() -> None:
+    features = nn.Sequential(nn.Linear(4, 8), nn.Softplus()).double()
+    layer = layer_of(24, 6, cls=LinearAttention, features=features)
+    assert {"composition.score_map.0.weight", "composition.score_map.0.bias"} <= dict(layer.named_parameters()).keys()
+    layer(rand(1, 9, 24)).square().sum().backward()
+    assert features[0].weight.grad.abs().sum() > 0
 
 
 def test_a_composition_given_twice_is_shared() -> None:
@@ -422,6 +436,11 @@ def test_what_has_no_like_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(qkv.InputError, match=message):
             to_torch(MultiHeadAttention(24, 6, **options))
+    with pytest.raises(qkv.InputError, match="module is LinformerAttention"):
+        to_torch(LinformerAttention(24, 6, length=9, rank=2))
+    assert isinstance(
+        to_torch(MultiHeadAttention(24, 6, attention=Attention(score=scores.Dot()))), nn.MultiheadAttention
+    )
     heads = MultiHeadAttention(24, 6)
     for block, message in (
         (TransformerBlock(heads, FeedForward(24), cross=heads), "cross-attention"),
@@ -509,6 +528,7 @@ def test_a_projection_takes_any_shape_and_stride() -> None:
     close(layer(x), nn.functional.linear(x, layer.weight, layer.bias).detach(), eps=64)
     assert layer(x).is_contiguous()
     close(layer(x[:1, 0]), nn.functional.linear(x[:1, 0], layer.weight, layer.bias).detach(), eps=64)
+    assert layer(x[:0]).shape == (0, 5, 131)
     half = copy.deepcopy(layer).bfloat16()
     assert half(x.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):

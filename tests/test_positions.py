@@ -163,3 +163,12 @@ def test_sinusoidal_by_its_definition() -> None:
 def test_what_they_refuse(make, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_tables_of_a_trace_are_not_kept() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        Rotary(8).span(torch.randn(1, 1, 77, 8))
+    x = rand(1, 1, 77, 8)
+    close(Rotary(8).span(x), Rotary(8)(x, torch.arange(77)))

@@ -264,7 +264,8 @@ class Rotary:
         if x.shape[-1] < self.dim:
             raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
         stop = start + x.shape[2]
-        tables = _span if torch.compiler.is_compiling() else _kept_span
+        ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # no tracing of any kind
+        tables = _kept_span if ordinary else _span
         cos, sin = tables(self, start, stop, stop if length is None else length, _wide(x), x.device)
         return turned(x, cos, sin, interleaved=self.interleaved)
 

@@ -26,7 +26,7 @@ from qkv.partial import Partial, merge, sink_gradient
 from qkv.parts import Gathered, Part, Room
 from qkv.tiles import harmless, without_unseen
 
-SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN
+SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN or infinite
 
 
 def why_not(call: Call) -> str | None:
@@ -80,7 +80,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     compiling = torch.compiler.is_compiling()
-    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and q.isnan().any())):
+    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and not q.isfinite().all())):
         return None
     causal = causal and n_queries > 1
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -232,7 +232,7 @@ def _attend(
     k, v = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
     rows = part.rows_of(q)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
-    if k.shape[2] < SHORT and (lost := rows.isnan().any(-1)).any():
+    if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
         lse = lse.masked_fill(lost, torch.nan)
         out = out.masked_fill(lost[..., None], torch.nan)
     if hidden is not None:  # the stock kernel says lse = 0 where nothing is visible

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qkv.errors import InputError
@@ -55,7 +56,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 
 def load(folder: str | Path) -> nn.Module:
-    """The model that `save` wrote, in evaluation mode and the dtype it was saved in.
+    """The model that `save` wrote, in evaluation mode and the dtypes it was saved in.
 
     Raises:
         InputError: for a folder that holds none, an unknown kind or configuration key, and weights that do not fit:
@@ -67,7 +68,7 @@ def load(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
-    if kind not in KINDS or not isinstance(entries, dict):
+    if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{folder / CONFIG}: model is {kind!r}, expected one of {', '.join(KINDS)} and its config")
     config_class, model_class = KINDS[kind]
     model = _made(folder, config_class, model_class, entries)
@@ -75,9 +76,6 @@ def load(folder: str | Path) -> nn.Module:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
-    dtypes = {x.dtype for x in tensors.values() if x.is_floating_point()}
-    if len(dtypes) == 1:
-        model = model.to(dtypes.pop())
     fill(model, tensors)
     return model.eval()
 
@@ -106,8 +104,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's parameters by name. If any is missing, unexpected or of another shape, list them
-    and copy none.
+    """Copy tensors into the model's parameters by name, in the dtypes of the tensors. If any is missing, unexpected or
+    of another shape, list them and copy none.
     """
     own = _own(model)
     missing = sorted(set(own) - set(tensors))
@@ -124,8 +122,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     if problems:
         raise InputError(f"checkpoint does not fit {type(model).__name__}; nothing was loaded; {'; '.join(problems)}")
+    kept = model.state_dict(keep_vars=True)
     for name, x in own.items():
-        x.data.copy_(tensors[name])
+        kept[name].data = tensors[name].to(x.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _own(model: nn.Module) -> dict[str, Tensor]:

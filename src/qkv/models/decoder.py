@@ -172,7 +172,7 @@ class DecoderLM(nn.Module):
         return self.config.vocab_size
 
     def reset_parameters(self) -> None:
-        """GPT-2's initial weights."""
+        """GPT-2's initial linear maps and embeddings; all else starts as its modules say."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -200,6 +200,7 @@ class DecoderLM(nn.Module):
 
         Targets are the next tokens of `ids` unless given.
         """
+        self._check(ids, 0)
         if targets is None:
             if ids.shape[1] < 2:
                 raise InputError(f"ids has {ids.shape[1]} token, expected at least 2: each is the target of the last")

@@ -49,7 +49,8 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: int, wanted: bool) -> Tensor:
         pieces = -(-len(x) * len(weight) // ROOM)
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        grads: list[tuple[Tensor, Tensor]] = []
+        dxs: list[Tensor] = []
+        dw: Tensor | None = None
         weight = weight.detach().requires_grad_(wanted)
         for part, target in zip(x.detach().chunk(pieces), targets.chunk(pieces), strict=True):
             counts, index = target != -100, target.clamp(min=0)[:, None]
@@ -62,16 +63,20 @@ class _Loss(torch.autograd.Function):
             if wanted:
                 slope = logits.sub_(lse).exp_()
                 slope.scatter_add_(1, index, slope.new_full((), -1.0).expand(index.shape))
-                slope.mul_((counts.to(slope.dtype) / count)[:, None])
-                dx, dw = torch.autograd.grad(made, (part, weight), slope.to(made.dtype))
-                grads.append((dx, dw))
+                slope.mul_(counts[:, None])
+                dx, more = torch.autograd.grad(made, (part, weight), slope.to(made.dtype))
+                dxs.append(dx)
+                dw = more if dw is None else dw.add_(more)
         if wanted:
-            first = grads[0][1]
-            ctx.save_for_backward(torch.cat([one for one, _ in grads]), sum((one for _, one in grads[1:]), first))
+            ctx.count = count
+            ctx.save_for_backward(torch.cat(dxs), dw)
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
+        # Only now are they divided: in float16 small probabilities over a large count would be lost, and the scale of
+        # a loss be infinite.
+        scale = grad / ctx.count
+        dx, dw = ((x.to(grad.dtype) * scale).to(x.dtype) for x in ctx.saved_tensors)
+        return dx, dw, None, None, None

@@ -5,6 +5,7 @@ Only the configuration and the safetensors are read; transformers is not needed.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -38,10 +39,13 @@ def from_weights(config: Config, weights: Weights) -> DecoderLM:
     if kind not in FLAVOURS:
         raise InputError(f"model_type is {kind!r}, expected one of {', '.join(map(repr, FLAVOURS))}")
     own, renamed = FLAVOURS[kind]
-    model = DecoderLM(own(config))
+    try:
+        model = DecoderLM(own(config))
+    except KeyError as error:
+        raise InputError(f"{CONFIG}: {error.args[0]} is missing, expected a configuration of {kind}") from error
     tensors = renamed(model.config, weights)
-    model = model.to(next(iter(tensors.values())).dtype)
-    fill(model, tensors)
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()} or {torch.float32})
+    fill(model, {name: x.to(dtype) for name, x in tensors.items()})
     return model.eval()
 
 
@@ -142,6 +146,10 @@ def _gpt2_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
 
 def _llama(config: Config) -> DecoderConfig:
     _expect(config, hidden_act="silu", pretraining_tp=1)
+    if config.get("original_max_position_embeddings") is not None:
+        raise InputError(
+            f"{CONFIG}: original_max_position_embeddings stands beside rope_parameters, expected it among them"
+        )
     rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
     return DecoderConfig.llama(
         vocab_size=config["vocab_size"],
@@ -162,6 +170,7 @@ def _llama(config: Config) -> DecoderConfig:
 
 
 ROPE_PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+ROPE_USUAL = {"beta_fast": 32, "beta_slow": 1}  # of YaRN, as ours
 ROPE_KEYS = {  # what each kind may say, and its name here
     "linear": {"factor": "rotary_factor"},
     "dynamic": {"factor": "rotary_factor"},  # it grows beyond max_position_embeddings, whatever else is said
@@ -185,7 +194,8 @@ def _rope(rope: Config, context: int) -> dict[str, Any]:
     if kind not in ROPE_KEYS:
         raise InputError(f"{CONFIG}: rope_type is {kind!r}, expected 'default' or one of {', '.join(ROPE_KEYS)}")
     keys = ROPE_KEYS[kind]
-    unknown = [k for k, value in rope.items() if k not in keys and k not in ROPE_PLAIN and value is not None]
+    known = keys.keys() | ROPE_PLAIN
+    unknown = [k for k, x in rope.items() if k not in known and x is not None and x != ROPE_USUAL.get(k)]
     if unknown:
         raise InputError(f"{CONFIG}: rope_parameters has {', '.join(unknown)}, which DecoderLM does not know")
     given = {new: rope[old] for old, new in keys.items() if rope.get(old) is not None}

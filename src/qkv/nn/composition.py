@@ -18,7 +18,7 @@ Path = tuple[str | int, ...]
 
 
 class Composition(nn.Module):
-    """An `Attention` as a module: every `nn.Parameter` in its score, biases and normalizer is trained, moved and saved.
+    """An `Attention` as a module: every `nn.Parameter` and `nn.Module` in it is trained, moved and saved.
 
     The parameters are the very ones given, so a composition passed to several modules is shared by them, as T5 shares
     its bias. Their names tell where they stand: ``score_weight``, ``bias_table``, ``normalizer_sink``.
@@ -35,10 +35,13 @@ class Composition(nn.Module):
             raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
         self._given = attention
         self._places: dict[str, Path] = {}
-        for place, parameter in _learned(attention, ()):
+        for place, learned in _learned(attention, ()):
             name = "_".join(map(str, place))
-            self._places[name] = place
-            self.register_parameter(name, parameter)
+            if isinstance(learned, nn.Module):  # such as a learned feature map
+                self.add_module(name, learned)
+            else:
+                self._places[name] = place
+                self.register_parameter(name, learned)
 
     @property
     def attention(self) -> Attention:
@@ -73,8 +76,8 @@ def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
     return replace(attention, mask=further if own is None else own & further)
 
 
-def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter]]:
-    if isinstance(x, nn.Parameter):
+def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter | nn.Module]]:
+    if isinstance(x, nn.Parameter | nn.Module):
         yield place, x
     elif is_dataclass(x):
         for field in fields(x):

@@ -14,6 +14,7 @@ from qkv.nn.block import TransformerBlock
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.multi_head import MultiHeadAttention
 from qkv.normalizers import Softmax
+from qkv.scores import Dot
 
 M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS: dict[Any, str] = {F.relu: "relu", F.gelu: "gelu"}
@@ -25,7 +26,8 @@ def from_torch(
     """Our module of torch's, with copies of its weights: `MultiHeadAttention` or `TransformerBlock`.
 
     Batches come first in ours, whatever `batch_first` was; masks are True where a query may attend (torch's boolean
-    masks are the other way round: `qkv.masks.from_multihead`). ``add_zero_attn`` is a softmax off by one.
+    masks are the other way round: `qkv.masks.from_multihead`). ``add_zero_attn`` is a softmax off by one. Outputs are
+    equal in evaluation; in training ours drop nothing inside the feed-forward layer.
 
     Raises:
         InputError: for what ours have no like of: ``add_bias_kv``, kdim ≠ vdim, other activations.
@@ -94,6 +96,8 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
 
 
 def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
+    if type(ours) is not MultiHeadAttention:
+        raise InputError(f"module is {type(ours).__name__}, which torch.nn has no like of")
     attention = ours.composition.attention
     normalizer = attention.normalizer or Softmax()
     plain = isinstance(normalizer, Softmax) and normalizer.temperature == 1 and normalizer.key is None
@@ -107,7 +111,7 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         "norms of queries and keys": ours.q_norm is not None,
         "heads whose sizes are not d_model / heads": {ours.head_dim, ours.v_head_dim} != {ours.d_model // ours.heads},
         "biases of scores": attention.bias is not None,
-        "another score than Dot()": attention.score is not None,
+        "another score than Dot()": attention.score not in (None, Dot()),
         "another normalizer than softmax, plain or off by one": not plain,
     }.items():
         if there:

@@ -39,6 +39,11 @@ class EinsumAttention(nn.Module):
     @staticmethod
     def of(layer: MultiHeadAttention) -> EinsumAttention:
         """The same weights in this form. `InputError` for a layer that does more than plain multi-head attention."""
+        attention = layer.composition.attention
+        parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
+        same = type(layer) is MultiHeadAttention and layer.heads * layer.head_dim == layer.d_model
+        if not same or any(part is not None for part in parts):
+            raise InputError("layer: expected a MultiHeadAttention whose composition is Attention(), of heads alone")
         plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
         if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
             raise InputError("layer: expected a fused MultiHeadAttention with biases and nothing but heads")

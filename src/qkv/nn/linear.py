@@ -54,7 +54,7 @@ class LinearAttention(MultiHeadAttention):
         mask = Causal() if causal else None
         attention = Attention(mask=mask, score=Features(features), normalizer=Identity(divide="sum"))
         super().__init__(d_model, heads, kv_heads=kv_heads, attention=attention, bias=bias)
-        self.features, self.causal = features, causal
+        self.causal = causal
 
     def step(
         self, x: Float[Tensor, "b n d_model"], state: LinearState | None = None
@@ -65,7 +65,9 @@ class LinearAttention(MultiHeadAttention):
                 "step: the layer is not causal, so what comes later changes what was; expected causal=True"
             )
         q, k, v = self._project(x, None, None)
-        out, state = linear_attend(q, k, v, features=self.features, state=state, return_state=True)
+        score = self.composition.attention.score
+        assert isinstance(score, Features)
+        out, state = linear_attend(q, k, v, features=score.map, state=state, return_state=True)
         return self._merged(out, x), state
 
 

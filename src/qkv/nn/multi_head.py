@@ -151,6 +151,8 @@ class MultiHeadAttention(nn.Module):
         """
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x has shape {tuple(x.shape)}, expected (batch, length, d_model = {self.d_model})")
+        if context is not None and keys_values is not None:
+            raise InputError("context and keys_values are both given, expected one of them")
         crossing = context is not None or keys_values is not None
         if crossing and (cache is not None or self.rotary is not None):
             raise InputError("context is given, but a cache and rotary positions are for self-attention only")
@@ -191,7 +193,7 @@ class MultiHeadAttention(nn.Module):
             made = self.in_proj(x)
             if self.head_dim == self.v_head_dim:  # all heads at once: fewer operations for one token
                 groups = (self.heads, self.kv_heads, self.kv_heads)
-                q, k, v = made.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2).split(groups, 1)
+                q, k, v = made.view(*x.shape[:2], sum(groups), self.head_dim).transpose(1, 2).split(groups, 1)
             else:
                 q, k, v = made.split(self.widths, -1)
                 q, k, v = self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)

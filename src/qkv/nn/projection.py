@@ -26,6 +26,8 @@ def project(
     >>> torch.allclose(project(x, weight), torch.nn.functional.linear(x, weight), atol=1e-5)
     True
     """
+    if not x.numel():
+        return F.linear(x, weight, bias)
     rows, few = x.numel() // x.shape[-1], SOME if len(weight) > x.shape[-1] else FEW
     if few < rows < MANY or weight.numel() < LARGE or not _suits(x, weight):
         return F.linear(x, weight, bias)
