@@ -42,7 +42,7 @@ lint: venv  ## ruff and mypy
 MECHANISMS := benchmarks/results/mechanisms
 SOME := causal sink off-by-one key-bias alibi window bigbird longformer sigmoid elu linear
 
-bench: venv  ## all benchmarks, about an hour; writes benchmarks/results
+bench: venv  ## all benchmarks, about an hour and a quarter; writes benchmarks/results
 	$(BIN)/python -m benchmarks
 	$(BIN)/qkv bench --lengths 512 1024 2048 4096 8192 16384 --memory 4096 8192 16384 --seconds 1.5 --out $(MECHANISMS)
 	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
