@@ -843,3 +843,11 @@ def test_reports_figures_and_files(name: str, tmp_path: Path) -> None:
         xr.testing.assert_identical(loaded.groups[group], data)
         assert len(result.heads(group)) == data.sizes["layer"] * data.sizes["head"]
         assert len(result.tokens(5, group)) > 0
+
+
+def test_a_text_of_one_token_is_drawn_and_reported(tmp_path: Path) -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=11, context=8, d_model=12, layers=2, heads=3)).eval()
+    profile = qkv.profile(model, torch.tensor([[3]]), progress=False)
+    for name in ("overview", "received", "entropy", "sink"):
+        getattr(profile.plot, name)().savefig(tmp_path / f"{name}.png")
+    assert profile.report(tmp_path / "report.html").stat().st_size > 1000

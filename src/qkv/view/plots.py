@@ -89,7 +89,7 @@ class Plots:
         figure, axes = _by_layer(self._name(), data, heads, "entropy", title)
         axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
         _note(axes, uniform, "uniform\nattention")
-        axes.set_ylim(0, uniform * 1.1)
+        axes.set_ylim(0, uniform * 1.1 or 1)
         return figure
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
