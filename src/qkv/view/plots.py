@@ -263,7 +263,8 @@ def _by_layer(name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, 
     axes = _place(figure, 0.72, 1.2, width - 1.4, 2.65)
     _plain(axes)
     for index, layer in enumerate(data["layer"].values):
-        values = np.sort(heads.loc[heads["layer"] == layer, statistic].to_numpy())
+        column = heads.loc[heads["layer"] == layer, statistic]
+        values, middle = np.sort(column.to_numpy()), column.median()  # NaN where a text is too short to have any
         # Heads side by side, the extremes in the middle, so that equal values do not hide one another.
         offsets = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.5
         axes.scatter(
@@ -271,7 +272,7 @@ def _by_layer(name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, 
             label="one head" if index == 0 else None,
         )  # fmt: skip
         axes.plot(
-            [index - 0.34, index + 0.34], [np.nanmedian(values)] * 2, color=WARM, lw=1.8, zorder=4,
+            [index - 0.34, index + 0.34], [middle] * 2, color=WARM, lw=1.8, zorder=4,
             solid_capstyle="butt", label="median of the layer" if index == 0 else None,
         )  # fmt: skip
     step = max(1, layers // 16)
