@@ -226,7 +226,9 @@ def test_log_sum_exps_and_weights_by_hand() -> None:
     handle.remove()
     causal = torch.ones(11, 11, dtype=torch.bool).tril()
     with torch.no_grad():
-        weights = EinsumAttention.of(layer)(seen[0], causal)[1]
+        plain = MultiHeadAttention(layer.d_model, layer.heads)
+        plain.load_state_dict(layer.state_dict())
+        weights = EinsumAttention.of(plain)(seen[0], causal)[1]
         q, k, _ = layer.in_proj(seen[0]).view(2, 11, 3, 4, 8).permute(2, 0, 3, 1, 4)
         lse = (q @ k.mT / 8**0.5).masked_fill(~causal, -torch.inf).logsumexp(-1)
     np.testing.assert_allclose(data["weights"][:, 1], weights, atol=1e-5)
