@@ -137,6 +137,7 @@ def test_random_compositions(data: st.DataObject) -> None:
                 close(x, y, eps=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
 @pytest.mark.parametrize(
     "mask",
