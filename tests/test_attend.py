@@ -624,3 +624,13 @@ def test_dropout_is_right_on_average() -> None:
         out = attend(q, k, v, dropout_p=0.3)
     error = (out.mean(0, keepdim=True) - plain).abs()
     assert (error < 5 * out.std(0, keepdim=True) / math.sqrt(2000)).all()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flash", "tiled", "eager"])
+def test_an_infinite_query_on_few_keys_is_not_taken_for_an_empty_row(kernel: str) -> None:
+    q, k, v = (x.abs() for x in triple(1, 2, 2, 8, 8, 3, 3))
+    q[0, 1, 5] = torch.inf
+    out = attend(q, k, v, kernel=kernel)
+    assert out[0, 1, 5].isnan().all()
+    assert out[0, 0].isfinite().all()
+    assert out[0, 1, :5].isfinite().all()
