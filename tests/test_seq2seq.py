@@ -387,11 +387,11 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
         ({"attention": "bahdanau", "kind": "local-m"}, "kind is 'local-m' with attention='bahdanau', expected a Luong"),
         ({"attention": "multihead", "input_feeding": True}, "input_feeding is True with attention='multihead'"),
         ({"input_feeding": True}, "input_feeding is True with attention='none', expected a Luong score"),
-        ({"dropout": 1.0}, r"dropout is 1.0, expected a probability in \[0, 1\)"),
-        ({"end": 1}, "pad is 0, start 1 and end 1, expected three different tokens"),
-        ({"pad": -1}, "pad is -1, start 1 and end 2, expected three different tokens"),
-        ({"end": 11}, "end 11, expected tokens below target_vocab = 11"),
-        ({"pad": 9}, "pad is 9, .* pad below source_vocab = 9"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected 0 ≤ dropout < 1"),
+        ({"end": 1}, "special tokens are pad 0, start 1, end 1, expected all different"),
+        ({"pad": -1}, r"special tokens are pad -1, start 1, end 2, expected each in 0\.\.10"),
+        ({"end": 11}, r"end 11, expected each in 0\.\.10"),
+        ({"pad": 9}, r"special tokens are pad 9, expected each in 0\.\.8"),
     ],
 )
 def test_configurations_that_do_not_fit(asked: dict, message: str) -> None:
@@ -404,12 +404,12 @@ def test_configurations_that_do_not_fit(asked: dict, message: str) -> None:
     [
         ([[0, 3, 4]], [[1, 2]], r"source has padding \(token 0\) before a real token, expected it last"),
         ([[3, 4], [0, 0]], [[1, 2], [1, 2]], "source has an item of nothing but padding"),
-        ([[3, 9]], [[1, 2]], r"source lie in 3..9, expected 0..8"),
-        ([[3, 4]], [[1, 11]], r"tokens lie in 1..11, expected 0..10"),
-        ([[3, 4]], [[1, -1]], r"tokens lie in -1..1, expected 0..10"),
+        ([[3, 9]], [[1, 2]], r"source has tokens 3\.\.9, expected 0\.\.8"),
+        ([[3, 4]], [[1, 11]], r"tokens has tokens 1\.\.11, expected 0\.\.10"),
+        ([[3, 4]], [[1, -1]], r"tokens has tokens -1\.\.1, expected 0\.\.10"),
         ([[3, 4]], [[1, 2], [1, 2]], "tokens have batch size 2, but the source has 1"),
-        ([[3.0, 4.0]], [[1, 2]], r"source is torch.float32 of shape \(1, 2\), expected int64 \(batch, length\)"),
-        ([[3, 4]], [1, 2], r"tokens is torch.int64 of shape \(2,\), expected int64 \(batch, length\)"),
+        ([[3.0, 4.0]], [[1, 2]], r"source is torch.float32 of shape \(1, 2\), expected integers \(batch, length\)"),
+        ([[3, 4]], [1, 2], r"tokens is torch.int64 of shape \(2,\), expected integers \(batch, length\)"),
     ],
 )
 def test_inputs_that_do_not_fit(source: list, target: list, message: str) -> None:

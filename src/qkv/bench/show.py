@@ -38,7 +38,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{1e3 * cell['seconds']['qkv']:.4g}",
             _number(row["exponent of time"]),
             _number(row["exponent of memory"]),
-            _number(_share(cell, result)),
+            _number(_share(row, longest, result)),
             ratios,
         )
     return made
@@ -51,7 +51,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 2 + "---:|" * (len(head) - 2)]
     for name, row in result["mechanisms"].items():
         ours = [f"{1e3 * row['cells'][n]['seconds']['qkv']:.3g} ms" for n in lengths]
-        share = _share(row["cells"][lengths[-1]], result)
+        share = _share(row, lengths[-1], result)
         tail = [_number(x) for x in (row["exponent of time"], row["exponent of memory"], share)]
         lines.append("| " + " | ".join([f"**{name}**: {row['what']}", "", *ours, *tail]) + " |")
         rivals = dict.fromkeys(rival for n in lengths for rival in row["cells"][n]["ratios"])
@@ -128,11 +128,12 @@ def _lengths(result: dict[str, Any]) -> list[Any]:
     return list(next(iter(result["mechanisms"].values()))["cells"])
 
 
-def _share(cell: dict[str, Any], result: dict[str, Any]) -> float | None:
-    """FLOP/s of a forward as a share of those of one large product."""
+def _share(row: dict[str, Any], length: Any, result: dict[str, Any]) -> float | None:
+    """FLOP/s of a forward as a share of those of one large product in the same run."""
+    cell = row["cells"][length]
     if cell["flops"] is None or result["pass"] != "forward" or result["dtype"] != "float32":
         return None
-    return float(cell["flops"] / cell["seconds"]["qkv"] / result["sgemm FLOP/s"])
+    return float(cell["flops"] / cell["seconds"]["qkv"] / row["sgemm FLOP/s"])
 
 
 def _number(value: float | None) -> str:

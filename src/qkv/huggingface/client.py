@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, configurations, routes
 from qkv.huggingface.masks import lazy_mask
-from qkv.kernels import serve
+from qkv.kernels import opaque, serve
 
 NAME = "qkv"  # transformers reads meaning into names that contain "sdpa", "flash" or "/"
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,14 +29,8 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, _untraced(attend))
-    AttentionMaskInterface.register(NAME, _untraced(lazy_mask))  # without it masks, windows too, would be lost silently
-
-
-@functools.cache
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one step to torch.compile: it would trace the choice of kernels anew for every length of cache."""
-    return torch.compiler.disable(function)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, lazy_mask)  # without it masks, windows too, would be lost silently
 
 
 def use(model: Model) -> Model:
@@ -79,6 +71,7 @@ def use(model: Model) -> Model:
     return model
 
 
+@opaque  # a compiler would trace the choice of kernels anew for every length of a cache
 def attend(
     module: nn.Module,
     query: Float[Tensor, "b h nq d"],

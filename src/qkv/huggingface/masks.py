@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.kernels import opaque
 from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 
 FAR = 2**62  # a window that ends beyond any sequence
@@ -88,6 +89,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert"
     setattr(LazyMask, f"__{_name}__", _through_tensor(f"__{_name}__"))
 
 
+@opaque
 def lazy_mask(
     batch_size: int,
     q_length: int,

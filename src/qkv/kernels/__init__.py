@@ -80,12 +80,12 @@ def opaque(function: F) -> F:
     disabled: list[F] = []
 
     @functools.wraps(function)
-    def run(*args: object) -> object:
+    def run(*args: object, **named: object) -> object:
         if not disabled:
             if "torch._dynamo" not in sys.modules:
-                return function(*args)
+                return function(*args, **named)
             disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args)
+        return disabled[0](*args, **named)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # not looked into, either
     return cast(F, run)

@@ -12,6 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from qkv import masks
 from qkv.errors import InputError
+from qkv.models.checks import check_dropout, check_ids, check_tokens
+from qkv.models.config import one_of
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.nn.multi_head import MultiHeadAttention
 
@@ -60,13 +62,8 @@ class RNNSeq2SeqConfig:
             if getattr(self, name) < 1:
                 raise InputError(f"RNNSeq2SeqConfig: {name} is {getattr(self, name)}, expected at least 1")
         for name, allowed in (("cell", ("lstm", "gru")), ("attention", ATTENTIONS), ("kind", KINDS)):
-            if getattr(self, name) not in allowed:
-                raise InputError(
-                    f"RNNSeq2SeqConfig: {name} is {getattr(self, name)!r}, expected one of "
-                    f"{', '.join(map(repr, allowed))}"
-                )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"RNNSeq2SeqConfig: dropout is {self.dropout}, expected a probability in [0, 1)")
+            one_of(f"RNNSeq2SeqConfig: {name}", getattr(self, name), allowed)
+        check_dropout("RNNSeq2SeqConfig", self.dropout)
         if self.bidirectional and self.d_hidden % 2:
             raise InputError(
                 f"RNNSeq2SeqConfig: d_hidden is {self.d_hidden}, expected an even number, half for each direction of a "
@@ -87,16 +84,8 @@ class RNNSeq2SeqConfig:
             raise InputError(
                 f"RNNSeq2SeqConfig: d_hidden is {self.d_hidden}, expected a multiple of heads = {self.heads}"
             )
-        if len({self.pad, self.start, self.end}) < 3 or min(self.pad, self.start, self.end) < 0:
-            raise InputError(
-                f"RNNSeq2SeqConfig: pad is {self.pad}, start {self.start} and end {self.end}, expected three different "
-                "tokens"
-            )
-        if max(self.pad, self.start, self.end) >= self.target_vocab or self.pad >= self.source_vocab:
-            raise InputError(
-                f"RNNSeq2SeqConfig: pad is {self.pad}, start {self.start} and end {self.end}, expected tokens below "
-                f"target_vocab = {self.target_vocab} and pad below source_vocab = {self.source_vocab}"
-            )
+        check_tokens("RNNSeq2SeqConfig", self.target_vocab, pad=self.pad, start=self.start, end=self.end)
+        check_tokens("RNNSeq2SeqConfig", self.source_vocab, pad=self.pad)
 
 
 @dataclass(eq=False)
@@ -193,7 +182,7 @@ class RNNSeq2Seq(nn.Module):
 
     def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Mean cross-entropy, in nats a token, of every token of the target after the first; padding does not count."""
-        _check_tokens("target", target, self.config.target_vocab)
+        check_ids("target", target, self.config.target_vocab)
         if not (target[:, 1:] != self.config.pad).any():
             raise InputError("target has no token after the first but padding, expected at least one to predict")
         logits = self(source, target[:, :-1])
@@ -239,7 +228,7 @@ class RNNSeq2Seq(nn.Module):
 
     def _advance(self, tokens: Tensor, state: RNNState, *, return_weights: bool = False) -> Found:
         """What the output is made of after each of `tokens`, and weights if asked for; changes the state."""
-        _check_tokens("tokens", tokens, self.config.target_vocab)
+        check_ids("tokens", tokens, self.config.target_vocab)
         if len(tokens) != len(state.memory):
             raise InputError(f"tokens have batch size {len(tokens)}, but the source has {len(state.memory)}")
         embedded = self.dropout(self.target_embedding(tokens))
@@ -292,7 +281,7 @@ class RNNSeq2Seq(nn.Module):
 
     def _lengths(self, source: Tensor) -> Int[Tensor, " b"]:
         """Real tokens of each source."""
-        _check_tokens("source", source, self.config.source_vocab)
+        check_ids("source", source, self.config.source_vocab)
         real = source != self.config.pad
         lengths = real.sum(1)
         if not (real == (torch.arange(source.shape[1], device=source.device) < lengths[:, None])).all():
@@ -300,12 +289,3 @@ class RNNSeq2Seq(nn.Module):
         if not lengths.all():
             raise InputError("source has an item of nothing but padding, expected at least one real token in each")
         return lengths
-
-
-def _check_tokens(name: str, tokens: Tensor, vocabulary: int) -> None:
-    if tokens.ndim != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
-        raise InputError(
-            f"{name} is {tokens.dtype} of shape {tuple(tokens.shape)}, expected int64 (batch, length), not empty"
-        )
-    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-        raise InputError(f"{name} lie in {int(tokens.min())}..{int(tokens.max())}, expected 0..{vocabulary - 1}")
