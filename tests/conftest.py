@@ -10,7 +10,7 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jaxtyping
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from beartype import BeartypeConf, beartype
 from hypothesis import settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
@@ -102,6 +102,40 @@ def close(got: Tensor, want: Tensor | np.ndarray, *, eps: float = 64, dtype: tor
     want = torch.as_tensor(want)
     size = torch.finfo(dtype or got.dtype).eps * eps
     torch.testing.assert_close(got.double(), want.double(), rtol=size, atol=size)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def enlarged(model: M, size: float = 0.4) -> M:
+    """In float64 and evaluation mode, with parameters so large that every part matters."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.double().eval().parameters()):
+            parameter.copy_(size * rand(*parameter.shape, seed=seed))
+    return model
+
+
+def check_slopes(model: nn.Module, loss: Callable[[], Tensor], *, unused: tuple[str, ...] = ()) -> None:
+    """The gradient of every parameter, along two random directions, against central differences in float64.
+
+    Parameters whose names begin as in `unused`, and no others, must have none, and change nothing.
+    """
+    model.zero_grad()
+    loss().backward()
+    step = 1e-5
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        assert (parameter.grad is None) == name.startswith(unused), name
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for i in range(2):
+            way = rand(*parameter.shape, seed=100 * seed + i)
+            values = []
+            with torch.no_grad(), unchecked():
+                for sign in (1, -2):
+                    parameter.add_(way, alpha=sign * step)
+                    values.append(loss().item())
+                parameter.add_(way, alpha=step)
+            slope = (values[0] - values[1]) / (2 * step)
+            assert (gradient * way).sum().item() == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
 class _Largest(TorchDispatchMode):

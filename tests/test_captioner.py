@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, rand, unchecked
+from conftest import check_slopes, close, enlarged, rand, unchecked
 from qkv import Choice, InputError
 from qkv.kernels import watching
 from qkv.models import captioner
 from qkv.models.captioner import Captioner, CaptionerConfig
-from test_encoder_decoder import check_slopes
 
 SMALL = CaptionerConfig(11, channels=3, d_features=5, convolutions=2, d_embedding=6, d_hidden=7, d_attention=4)
 EVERY = {
@@ -34,12 +33,7 @@ def images(config: CaptionerConfig, height: int = 12, width: int = 9) -> Tensor:
 
 
 def build(config: CaptionerConfig) -> Captioner:
-    """In float64 and evaluation mode, with parameters so large that every part matters."""
-    model = Captioner(config).double().eval()
-    with torch.no_grad():
-        for seed, parameter in enumerate(model.parameters()):
-            parameter.copy_(0.5 * rand(*parameter.shape, seed=seed))
-    return model
+    return enlarged(Captioner(config), 0.5)
 
 
 @pytest.fixture(params=EVERY)

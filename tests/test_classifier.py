@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from conftest import close, rand, unchecked
+from conftest import check_slopes, close, enlarged, rand, unchecked
 from qkv import InputError
 from qkv.models.classifier import Classifier, ClassifierConfig
 from qkv.nn import from_torch
-from test_encoder_decoder import check_slopes
 
 SMALL = ClassifierConfig(11, classes=5, d_model=12, heads=3, d_hidden=10, layers=2, context=9, dropout=0.0)
 EVERY = {
@@ -28,12 +27,7 @@ LABELS = torch.tensor([4, 0, 2])
 
 
 def build(config: ClassifierConfig) -> Classifier:
-    """In float64 and evaluation mode, with parameters so large that every part matters."""
-    model = Classifier(config).double().eval()
-    with torch.no_grad():
-        for seed, parameter in enumerate(model.parameters()):
-            parameter.copy_(0.4 * rand(*parameter.shape, seed=seed))
-    return model
+    return enlarged(Classifier(config))
 
 
 @pytest.fixture(params=EVERY)
@@ -51,7 +45,7 @@ def test_equal_to_torch(place: str, activation: str, pool: str) -> None:
     )
     theirs = nn.TransformerEncoder(layer, 2, norm=None if place == "post" else nn.LayerNorm(12, dtype=torch.float64))
     for seed, parameter in enumerate(theirs.parameters()):
-        parameter.data.copy_(0.4 * rand(*parameter.shape, seed=seed).float())  # `from_torch` rounds to float32
+        parameter.data.copy_(0.4 * rand(*parameter.shape, seed=seed))
     model.encoder.blocks = nn.ModuleList(from_torch(one) for one in theirs.layers)
     if theirs.norm is not None:
         model.encoder.norm.load_state_dict(theirs.norm.state_dict())

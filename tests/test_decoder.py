@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, rand, unchecked
+from conftest import check_slopes, close, rand, unchecked
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
 from qkv.models import checkpoint, pretrained
 from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
@@ -326,20 +326,8 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
 
 @flavours
 def test_gradients_against_finite_differences(name: str) -> None:
-    """Every parameter, along a random direction."""
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
-    model.loss(ids).backward()
-    for i, (label, parameter) in enumerate(model.named_parameters()):
-        direction = rand(*parameter.shape, seed=i)
-        assert parameter.grad is not None, label
-        step, losses = 1e-6, []
-        with torch.no_grad():
-            for sign in (1, -2):
-                parameter.add_(direction, alpha=sign * step)
-                losses.append(float(model.loss(ids)))
-            parameter.add_(direction, alpha=step)
-        slope = (losses[0] - losses[1]) / (2 * step)
-        assert float((parameter.grad * direction).sum()) == pytest.approx(slope, rel=2e-5, abs=2e-7), label
+    check_slopes(model, lambda: model.loss(ids))
 
 
 @pytest.mark.parametrize("room", [1, 64, 2**22])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conftest import close, rand, unchecked
+from conftest import check_slopes, close, enlarged, rand, unchecked
 from qkv import InputError
 from qkv.models.encoder import Stack
 from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
@@ -32,40 +31,12 @@ TARGET = torch.tensor([[1, 4, 9, 3, 2], [1, 10, 5, 2, 0], [1, 7, 2, 0, 0]])
 
 
 def build(config: EncoderDecoderConfig) -> EncoderDecoder:
-    """In float64 and evaluation mode, with parameters so large that every part matters."""
-    model = EncoderDecoder(config).double().eval()
-    with torch.no_grad():
-        for seed, parameter in enumerate(model.parameters()):
-            parameter.copy_(0.4 * rand(*parameter.shape, seed=seed))
-    return model
+    return enlarged(EncoderDecoder(config))
 
 
 @pytest.fixture(params=EVERY)
 def model(request: pytest.FixtureRequest) -> EncoderDecoder:
     return build(EVERY[request.param])
-
-
-def check_slopes(model: nn.Module, loss: Callable[[], Tensor], *, unused: tuple[str, ...] = ()) -> None:
-    """The gradient of every parameter, along two random directions, against central differences in float64.
-
-    Parameters whose names begin as in `unused`, and no others, must have none, and change nothing.
-    """
-    model.zero_grad()
-    loss().backward()
-    step = 1e-5
-    for seed, (name, parameter) in enumerate(model.named_parameters()):
-        assert (parameter.grad is None) == name.startswith(unused), name
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for i in range(2):
-            way = rand(*parameter.shape, seed=100 * seed + i)
-            values = []
-            with torch.no_grad(), unchecked():
-                for sign in (1, -2):
-                    parameter.add_(way, alpha=sign * step)
-                    values.append(loss().item())
-                parameter.add_(way, alpha=step)
-            slope = (values[0] - values[1]) / (2 * step)
-            assert (gradient * way).sum().item() == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
 # --- torch's ----------------------------------------------------------------------------------------------------------
