@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import qkv
 from conftest import check_slopes, close, rand, unchecked
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
+from qkv.errors import InputError
 from qkv.models import checkpoint, pretrained
 from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
@@ -45,6 +46,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
     "sink": {"sink": True, "positions": "t5"},
     "key bias": {"key_bias": True, "positions": "sinusoidal"},
     "window": {"window": 5, "positions": "rotary", "rotary_interleaved": True},
+    "scaled": {"score_scale": 1.3, "positions": "rotary"},
     **{name: {"normalizer": name, "positions": "rotary"} for name in NORMALIZERS},
 }
 flavours = pytest.mark.parametrize("name", FLAVOURS)
@@ -95,6 +97,76 @@ def test_reorder_takes_the_padding_along() -> None:
     other = model.start(2, padding=torch.tensor([5, 0]))
     model.step(ids[[2, 0]], other)
     close(model.step(ids[:2, :1], state), model.step(ids[:2, :1], other), eps=4096)
+
+
+# --- a prefix, a scale ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_tokens_of_a_prefix_see_each_other_and_nothing_else_ahead(positions: str) -> None:
+    model, ids = model_of(prefix=4, positions=positions), ids_of(2, 11)
+    before = model.hidden(ids)
+    for changed, untouched in ((3, 0), (4, 4), (7, 7)):
+        other = ids.clone()
+        other[:, changed] = (other[:, changed] + 1) % 23
+        moved = (model.hidden(other) - before).abs().amax((0, 2)) > 1e-9
+        assert moved.tolist() == [at >= untouched for at in range(11)]
+
+
+@pytest.mark.parametrize("prefix", [1, 4, 11, 20])
+def test_a_prefix_is_a_dense_mask(prefix: int) -> None:
+    model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
+    allowed = torch.ones(11, 11, dtype=torch.bool).tril()
+    allowed[:prefix, :prefix] = True
+    x = rand(2, 11, 12)
+    for ours, other in zip(model.blocks, causal.blocks, strict=True):
+        q, k, v = other.attention._project(x, None, None)
+        close(ours.attention(x), other.attention._merged(qkv.attend(q, k, v, mask=allowed), x).detach())
+    assert torch.allclose(model(ids), causal(ids)) == (prefix == 1)
+
+
+def test_a_prefix_comes_whole_and_then_token_by_token() -> None:
+    model, ids = model_of(prefix=4, positions="rotary"), ids_of(3, 12)
+    whole = model(ids).detach()
+    for chunk in (4, 5):
+        state = model.start(3)
+        close(model.step(ids[:, :chunk], state), model(ids[:, :chunk])[:, -1].detach(), eps=4096)
+        for at in range(chunk, 12):
+            close(model.step(ids[:, at : at + 1], state), whole[:, at], eps=4096)
+    state = model.start(3, padding=torch.zeros(3, dtype=torch.long))
+    close(model.step(ids, state), whole[:, -1], eps=4096)
+
+
+def test_what_a_prefix_refuses() -> None:
+    model, ids = model_of(prefix=4), ids_of(3, 12)
+    with pytest.raises(qkv.InputError, match="tokens are the first 3, expected at least the 4 of the prefix"):
+        model.step(ids[:, :3], model.start(3))
+    with pytest.raises(qkv.InputError, match=r"padding is \[0, 2, 0\], expected none: a prefix of 4 tokens"):
+        model.start(3, padding=torch.tensor([0, 2, 0]))
+    for make in (lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)):
+        with pytest.raises(qkv.InputError, match=r"expected a mask such as .*or the cache Full"):
+            model.step(ids, model.start(3, cache=make))
+
+
+def test_the_scale_of_scores_by_hand() -> None:
+    """Scaling products by s is scaling the queries by s · √head_dim."""
+    scaled, plain, x = model_of(score_scale=0.7), model_of(), rand(2, 9, 12)
+    for ours, other in zip(scaled.blocks, plain.blocks, strict=True):
+        q, k, v = other.attention._project(x, None, None)
+        scores = 0.7 * q @ k.repeat_interleave(3, 1).transpose(-1, -2)
+        weights = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        heads = weights @ v.repeat_interleave(3, 1)
+        close(ours.attention(x), other.attention._merged(heads, x).detach())
+    ids = ids_of(2, 9)
+    close(model_of(score_scale=1 / math.sqrt(2))(ids), plain(ids).detach())  # heads have 2 dimensions
+
+
+def test_plain_models_take_the_short_way() -> None:
+    """What needs no description of a call goes to torch's kernel at once: a plain causal mask, scaled or not."""
+    for changes in ({}, {"prefix": 0}, {"score_scale": 0.7}):
+        attention = model_of(**changes).blocks[0].attention.composition.attention
+        assert type(attention.mask) is qkv.masks.Causal
+        assert (attention.score is None) == ("score_scale" not in changes)
 
 
 @pytest.mark.parametrize("make", [lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)])
@@ -434,6 +506,10 @@ def test_bad_input() -> None:
         ({"dropout": 2.0}, "dropout is 2.0"),
         ({"window": 0}, "window is 0"),
         ({"layers": 0}, "layers is 0"),
+        ({"prefix": -1}, "prefix is -1, expected 0 or more tokens"),
+        ({"prefix": 3, "window": 5}, "prefix is 3 with window 5, expected at most one of them"),
+        ({"score_scale": 0.0}, "score_scale is 0.0, expected a positive number"),
+        ({"score_scale": math.inf}, "score_scale is inf"),
         ({"sink": True, "normalizer": "sigmoid"}, "sink and key_bias belong to Softmax"),
         ({"sink": True, "key_bias": True}, "sink and key_bias are both True"),
     ):
@@ -472,3 +548,10 @@ def test_bad_input() -> None:
     with pytest.raises(qkv.InputError, match="expected at least 2"):
         model.loss(ids_of(2, 1))
     assert math.isfinite(model.loss(ids_of(2, 2)).item())
+
+
+def test_a_loss_takes_one_token_more_than_the_context_for_it_is_only_a_target() -> None:
+    model = DecoderLM(DecoderConfig(vocab_size=11, context=6, d_model=8, layers=1, heads=2))
+    assert model.loss(torch.randint(11, (2, 7))).isfinite()
+    with pytest.raises(InputError, match="context of 6"):
+        model.loss(torch.randint(11, (2, 8)))

@@ -15,7 +15,7 @@ ORDER = [
     "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
     "call", "tiles", "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost",
     "attention", "cache", "nn", "models", "huggingface",
-    "profiler", "view", "bench", "cli",
+    "profiler", "view", "bench", "lab", "cli",
 ]  # fmt: skip
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].removesuffix(".py") in ORDER)
 

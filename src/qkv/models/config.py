@@ -18,6 +18,16 @@ def one_of(name: str, value: object, expected: Collection[str]) -> None:
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}")
 
 
+def nearest(name: str, known: Collection[str]) -> str:
+    """; did you mean …? if a known name is near.
+
+    >>> nearest("layer", ["layers", "heads"])
+    "; did you mean 'layers'?"
+    """
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """All entries, by name."""
     return asdict(config)
@@ -33,7 +43,7 @@ def from_dict(cls: type[C], entries: Mapping[str, Any]) -> C:
     known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key in entries:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"{cls.__name__} has no key {key!r}, expected some of {', '.join(known)}{hint}")
+            raise InputError(
+                f"{cls.__name__} has no key {key!r}, expected some of {', '.join(known)}{nearest(key, known)}"
+            )
     return cls(**entries)

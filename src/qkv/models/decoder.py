@@ -15,7 +15,7 @@ from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
 from qkv.errors import InputError
-from qkv.masks import Causal, Dense, Mask, Window
+from qkv.masks import Causal, Dense, Mask, Prefix, Window
 from qkv.models.checks import check_dropout, check_ids
 from qkv.models.config import one_of
 from qkv.models.loss import linear_cross_entropy
@@ -25,6 +25,7 @@ from qkv.nn.multi_head import MultiHeadAttention
 from qkv.nn.projection import Projection, project
 from qkv.normalizers import EluPlusOne, Entmax, Normalizer, ReLU, Sigmoid, Softmax
 from qkv.positions import NTK, DynamicNTK, Learned, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
+from qkv.scores import Dot
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "alibi", "t5", "none")
 NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
@@ -84,6 +85,11 @@ class DecoderConfig:
     normalizer: str = "softmax"
     window: int | None = None
     """Each token sees this many, itself included; all before it if None."""
+    prefix: int = 0
+    """The first this many tokens all see each other: a prefix language model (Raffel et al. 2020, arXiv:1910.10683,
+    §3.2.1). They then know what follows them, so the loss should have no targets among them."""
+    score_scale: float | None = None
+    """What products of queries and keys are multiplied by; 1/√head_dim if None."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -103,6 +109,12 @@ class DecoderConfig:
         check_dropout("DecoderConfig", self.dropout)
         if self.window is not None and self.window < 1:
             raise InputError(f"window is {self.window}, expected at least 1 token or None")
+        if self.prefix < 0:
+            raise InputError(f"prefix is {self.prefix}, expected 0 or more tokens")
+        if self.prefix and self.window is not None:
+            raise InputError(f"prefix is {self.prefix} with window {self.window}, expected at most one of them")
+        if self.score_scale is not None and not 0 < self.score_scale < math.inf:
+            raise InputError(f"score_scale is {self.score_scale}, expected a positive number or None for 1/√head_dim")
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
@@ -200,7 +212,7 @@ class DecoderLM(nn.Module):
 
         Targets are the next tokens of `ids` unless given.
         """
-        self._check(ids, 0)
+        check_ids("tokens", ids, self.config.vocab_size)  # targets, too; their length, `hidden` checks
         if targets is None:
             if ids.shape[1] < 2:
                 raise InputError(f"ids has {ids.shape[1]} token, expected at least 2: each is the target of the last")
@@ -221,7 +233,8 @@ class DecoderLM(nn.Module):
         Args:
             batch: items.
             padding: how many tokens of the prompt are padding, on its left, for each item.
-            cache: makes the cache of a layer: ``lambda: qkv.cache.Sinks(4, 252)``; `Full` of the context if None.
+            cache: makes the cache of a layer: ``lambda: qkv.cache.Sinks(4, 252)``; `Full` of the context if None, and
+                the only one for a model with a prefix.
 
         >>> import torch
         >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
@@ -235,6 +248,11 @@ class DecoderLM(nn.Module):
                 raise InputError(f"padding is {found}, expected a tensor of shape (batch,) = {(batch,)}")
             if bool((padding < 0).any()):
                 raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
+            if self.config.prefix and bool((padding > 0).any()):
+                raise InputError(
+                    f"padding is {padding.tolist()}, expected none: a prefix of {self.config.prefix} tokens begins "
+                    "with the first real one, which padding moves"
+                )
         if cache is not None and not callable(cache):
             raise InputError(f"cache is {cache!r}, expected a function that makes one: lambda: qkv.cache.Full(64)")
         make = cache or (lambda: Full(self.config.context))
@@ -242,8 +260,16 @@ class DecoderLM(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
-        """Logits after the last of `tokens`, which follow those in `state`."""
+        """Logits after the last of `tokens`, which follow those in `state`.
+
+        The first tokens to come must contain the whole prefix of a model that has one.
+        """
         self._check(tokens, state.seen)
+        if state.seen == 0 and tokens.shape[1] < self.config.prefix:
+            raise InputError(
+                f"tokens are the first {tokens.shape[1]}, expected at least the {self.config.prefix} of the prefix, "
+                "which all see each other"
+            )
         if any(cache.seen != state.seen for cache in state.caches):
             raise InputError("state is of a step that did not finish, expected a new one: model.start()")
         positions = mask = None
@@ -295,7 +321,10 @@ def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
 
 def _attention(config: DecoderConfig) -> Attention:
     """The composition every layer computes; a learned bias in it is shared by all, as in T5."""
-    mask = Causal() if config.window is None else Window(config.window)
+    mask: Mask = Causal() if config.window is None else Window(config.window)
+    if config.prefix:
+        mask = mask | Prefix(config.prefix)
+    score = None if config.score_scale is None else Dot(config.score_scale)
     bias: Bias | None = None
     if config.positions == "alibi":
         bias = ALiBi()
@@ -303,7 +332,8 @@ def _attention(config: DecoderConfig) -> Attention:
         table = nn.Parameter(torch.empty(32, config.heads))
         nn.init.normal_(table, std=0.02)
         bias = T5Bias(table, bidirectional=False)
-    return Attention(mask=mask, bias=bias, normalizer=NORMALIZERS[config.normalizer](), dropout_p=config.dropout)
+    normalizer = NORMALIZERS[config.normalizer]()
+    return Attention(mask=mask, bias=bias, score=score, normalizer=normalizer, dropout_p=config.dropout)
 
 
 def _rotary(config: DecoderConfig) -> Rotary | None:

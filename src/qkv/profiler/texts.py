@@ -7,9 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 
 
-def default_text() -> str:
-    """The bundled passage: about 200 tokens with names, pronouns, repetition and a question."""
-    return (files("qkv.profiler") / "default_text.txt").read_text(encoding="utf-8").strip()
+def default_text(model: str = "") -> str:
+    """A passage that comes with the package: for ``"qkv-mini"``, which has read nothing but Python, a program; for all
+    others about 200 tokens with names, pronouns, repetition and a question.
+    """
+    name = "default_code.txt" if model == "qkv-mini" else "default_text.txt"
+    return (files("qkv.profiler") / name).read_text(encoding="utf-8").strip()
 
 
 def library_text(characters: int) -> str:

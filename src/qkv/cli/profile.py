@@ -1,0 +1,213 @@
+"""`qkv profile`: where does a model attend?"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from qkv.cli.files import folder, read
+from qkv.errors import InputError
+
+if TYPE_CHECKING:
+    from qkv.profiler.data import Profile
+
+FIGURES = ("overview", "received", "entropy", "sink")
+
+
+def profile(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "minilm",
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
+    /,
+    *,
+    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
+    layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
+    local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
+    map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256,
+    partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> None:
+    """Where does a model attend? Exact, for every head, in memory linear in the length of the text.
+
+    Runs the model once on a text, prints what stands out, and writes to DIR: report.html (one file, opens offline),
+    figures as PNG, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
+
+    qkv profile                                    (a trained BERT on a bundled text)
+
+    qkv profile gpt2 "The cat sat on the mat."     (a model of the Hugging Face hub)
+
+    qkv profile ./my-model --file book.txt         (a folder, and a text of your own)
+
+    qkv profile random-gpt2 --tokens 32768         (what a long context costs)
+
+    Args:
+        model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "minilm" (a trained BERT that
+            comes with the demo extra) or "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
+        text: The text to run on; a bundled passage if none is given.
+        file: Read the text from this UTF-8 file instead; - is standard input.
+        tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.
+        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
+        layers: Attention layers to keep; all if not given.
+        dtype: Of the weights.
+        out: Folder to write to; made if it is not there.
+        local_window: "Local" is at most this many tokens away.
+        map_tokens: Keep whole attention maps for texts up to this long.
+        partial: Go on even if some attention of the model cannot be observed.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from qkv.profiler import models, run
+
+    wanted = None if layers is None else _numbers(layers)
+    if text is not None and file is not None:
+        raise InputError("text and --file are both given, expected one of them")
+    if tokens is not None and tokens < 1:
+        raise InputError(f"--tokens is {tokens}, expected at least 1")
+    passage = _passage(text, file, tokens)
+    with folder(out):
+        with Console(stderr=True).status(f"loading {escape(model)}"):
+            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
+        inputs: Any = passage if tokens is None else _first_tokens(loaded, passage, tokens)
+        result = run.profile(
+            loaded.model,
+            inputs,
+            tokenizer=loaded.tokenizer,
+            target=target,
+            layers=wanted,
+            local_window=local_window,
+            map_tokens=map_tokens,
+            partial=partial,
+            name=loaded.name,
+            command=" ".join(["qkv", *sys.argv[1:]]),
+        )
+        _show(result)
+        _write(result, out)
+
+
+def _numbers(text: str) -> list[int]:
+    """0,3,8-11 as a list of numbers."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _passage(text: str | None, file: Path | None, tokens: int | None) -> str:
+    from qkv.profiler import texts
+
+    if file is not None:
+        return read(file)
+    if text is not None:
+        return text
+    return texts.default_text() if tokens is None else texts.library_text(16 * tokens + 1024)
+
+
+def _first_tokens(loaded: Any, text: str, tokens: int) -> dict[str, Any]:
+    if loaded.tokenizer is None:
+        raise InputError("--tokens needs a tokenizer, and this model has none")
+    batch = loaded.tokenizer(text, return_tensors="pt")
+    found = batch["input_ids"].shape[1]
+    if found < tokens:
+        raise InputError(f"--tokens is {tokens:,}, but the text has {found:,}")
+    return {k: v[:, :tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
+
+
+def _write(result: Profile, out: Path) -> None:
+    from rich.console import Console
+
+    console = Console()
+    with console.status("writing the report and figures"):
+        result.save(out / "profile.qkv.zip")
+        for name in FIGURES:
+            _save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+        report = result.report(out / "report.html")
+    console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
+    data = out / "profile.qkv.zip"
+    console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
+    console.print(f"[dim]Figures  {', '.join(f'{n}.png' for n in FIGURES)}[/dim]", soft_wrap=True, highlight=False)
+
+
+def _save_figure(figure: Any, path: Path) -> None:
+    """Written to a temporary name and renamed: never half a picture."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(unfinished, format="png", dpi=160)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _show(result: Profile) -> None:
+    """What stands out, as tables in the terminal."""
+    from rich.console import Console
+
+    from qkv.view.findings import headline
+
+    console = Console()
+    for group, data in result.groups.items():
+        heads = result.heads(group)
+        console.print(f"\n[bold]{_title(result, group)}[/bold]", highlight=False)
+        console.print(headline(data, heads), highlight=False, markup=False)
+        console.print(_head_table(heads))
+        console.print(_token_table(result, group))
+
+
+def _title(result: Profile, group: str) -> str:
+    from rich.markup import escape
+
+    sizes = result.groups[group].sizes
+    parts = [] if len(result.groups) == 1 else [group]
+    parts += [escape(result.attrs["model"]), f"{sizes['layer']} layers × {sizes['head']} heads"]
+    parts += [f"{sizes['key']:,} tokens", f"{result.attrs['seconds']:.1f} s"]
+    return " · ".join(parts)
+
+
+def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:
+    """The heads that do most purely what they do: up to `each` of every kind."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most telling heads", title_justify="left")
+    table.add_column("head", no_wrap=True)
+    table.add_column("goes to", no_wrap=True)
+    for name in ("sink share", "entropy", "of uniform", "distance", "keys used"):
+        table.add_column(name, justify="right")
+    clear = heads[heads["target"] != "spread"].sort_values("target_share", ascending=False)
+    telling = clear.groupby("target", sort=False).head(each).head(most)
+    spread = heads[heads["target"] == "spread"].sort_values("participation", ascending=False).head(each)
+    for rows in (telling, spread):
+        for row in rows.sort_values("target", kind="stable").itertuples():
+            table.add_row(
+                f"{row.layer}.{row.head}", Text(row.goes_to), f"{row.sink_share:.0%}", f"{row.entropy:.2f}",
+                f"{row.entropy_ratio:.0%}", _number(row.distance), _number(row.participation),
+            )  # fmt: skip
+    return table
+
+
+def _token_table(result: Profile, group: str, most: int = 8) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
+    for name in ("token", "of all attention", "× its share of the text", "occurs"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    for row in result.tokens(most, group).itertuples():
+        token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
+        table.add_row(Text(token), f"{row.share:.1%}", f"{row.lift:.1f}", str(row.count))
+    return table
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

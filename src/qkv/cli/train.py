@@ -1,0 +1,160 @@
+"""`qkv train`: a small model learns a task, and its attention is held against what is known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from qkv.errors import InputError
+from qkv.lab.task import Task, Training
+
+if TYPE_CHECKING:
+    from qkv.lab.train import Trained
+
+EXAMPLES = """\
+qkv train reversal                                          (a task as it is)
+
+qkv train reversal --help                                   (all its settings)
+
+qkv train reversal --length 8 --model.layers 1 --steps 500  (other settings)
+
+qkv train --config qkv-runs/reversal/run.toml --seed 1 --out qkv-runs/again
+
+torchrun --nproc-per-node 2 -m qkv.cli train language       (two processes)"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that can be said of a run: where, and the settings of its task and training, each a flag of its own."""
+
+    task: Annotated[Any, tyro.conf.arg(name="")]
+    training: Annotated[Training, tyro.conf.arg(name="")]
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder of the run. One that is there goes on where it stopped, if its settings are the same."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Take settings from this TOML file, such as the run.toml of another run; flags come on top."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Threads of torch; as many as it likes if not given."""
+    tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write metrics for TensorBoard, too."""
+
+
+def train(*arguments: str) -> None:
+    """How does attention learn its work? A small model, a task whose truth is known, minutes on one core.
+
+    `qkv train` lists the tasks, `qkv train TASK --help` the settings of one. A run writes to its folder the settings,
+    metrics, checkpoints, the model and its figures, and goes on where it stopped when it is asked for again.
+
+    qkv train reversal --length 8 --model.layers 1 --steps 500
+
+    Args:
+        arguments: The task, and flags.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _list()
+        return
+    run = _read(arguments)
+    if run.threads is not None:
+        if run.threads < 1:
+            raise InputError(f"--threads is {run.threads}, expected at least 1")
+        import torch
+
+        torch.set_num_threads(run.threads)
+    from qkv.lab import train as lab
+
+    trained = lab.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
+    if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+        _show(run.task, trained)
+
+
+def _read(arguments: Sequence[str]) -> Run:
+    """The task's defaults, under what --config says, under the flags."""
+    from qkv.lab import settings
+    from qkv.lab.tasks import TASKS, names, task_class
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path, nargs="?")
+    config = first.parse_known_args(arguments)[0].config
+    name = None if arguments[0].startswith("-") else arguments[0]
+    if name is not None:
+        cls = task_class(name)
+        task, training = cls(), cls.training()
+    elif config is None:
+        raise InputError(f"there is no task before {arguments[0]}, expected one of {', '.join(names())}")
+    if config is not None:
+        task, training = settings.from_toml(config, TASKS)
+        if name not in (None, task.name):
+            raise InputError(f"--config: {config} is of the task {task.name!r}, expected {name!r}")
+    run: Run = tyro.cli(
+        Run,
+        default=Run(task, training, Path("qkv-runs", task.name)),
+        prog=f"qkv train {task.name}",
+        description=_about(type(task)),
+        args=arguments[name is not None :],
+    )
+    return run
+
+
+def _about(task: type[Task]) -> str:
+    """What a task's class says of itself, without its examples."""
+    lines = [line.strip() for line in (task.__doc__ or "").partition(">>>")[0].splitlines()]
+    return "\n".join(lines).strip()
+
+
+def _list() -> None:
+    """The tasks, and how to ask for one."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from qkv.lab.tasks import names, task_class
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    for name in names():
+        table.add_row(name, Text(_about(task_class(name)).partition("\n")[0]))
+    console = Console(highlight=False)
+    console.print("usage: qkv train TASK [--config FILE] [--out DIR] [OPTIONS]\n", markup=False)
+    console.print(table)
+    console.print(f"\n{EXAMPLES}", markup=False, soft_wrap=True)
+
+
+def _show(task: Task, trained: Trained) -> None:
+    """What the model can do, where it looks, and where everything is."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from qkv.lab.log import scalars
+    from qkv.lab.settings import RUN
+    from qkv.lab.train import FIGURES, MODEL
+    from qkv.models.text import TOKENIZER
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{task.name} at step {trained.metrics[-1]['step']:,}", no_wrap=True)
+    table.add_column("", justify="right")
+    for found in (trained.evaluation, trained.check):
+        for name, value in scalars(found):
+            table.add_row(name, f"{value:.4g}")
+        table.add_section()
+    model = trained.folder / MODEL
+    named = shlex.quote(str(model))
+    hints = [f"qkv profile {named}"] if (model / TOKENIZER).exists() else []  # what reads no text has no use for it
+    hints += [f'qkv generate {named} "def "'] if task.name == "language" else []
+    figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
+    console = Console(highlight=False)
+    console.print(table)
+    for line in (
+        f"Model     {model}   (qkv.models.load)",
+        f"Figures   {trained.folder / FIGURES}: {figures}",
+        f"Settings  {trained.folder / RUN}",
+        *(["", *hints] if hints else []),
+    ):
+        console.print(line, markup=False, soft_wrap=True)

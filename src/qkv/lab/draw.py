@@ -1,0 +1,104 @@
+"""What the lab's figures share: size, type, colours. Pyplot and its global state stay out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from qkv.view.style import HAIRLINE, INK, MUTED, RAMP
+
+COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
+"""For lines and points, in this order; told apart by colour-blind people and in grey by their markers."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+WEIGHTS = LinearSegmentedColormap.from_list("qkv-weights", RAMP)
+"""From little weight (pale) to much (dark)."""
+
+
+def panels(
+    title: str, note: str = "", *, columns: int = 1, rows: int = 1, width: float = 7.0, height: float = 3.4
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `rows` × `columns` panels, each `height` inches high, all together `width` wide.
+
+    The title is the claim, in a sentence; the note, smaller, says what was done: model, data, seeds.
+    """
+    with mpl.rc_context({"font.size": 9, "axes.titlesize": 9}):
+        lines = textwrap.wrap(title, int(width * 11.2)), textwrap.wrap(note, int(width * 16.5))
+        top = 0.14 + 0.22 * len(lines[0]) + 0.165 * len(lines[1]) + 0.1
+        figure = Figure(figsize=(width, height * rows + top), facecolor="white", layout="constrained")
+        total = height * rows + top
+        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - top / total - 0.01))  # type: ignore[union-attr]
+        figure.text(0.18 / width, 1 - 0.12 / total, "\n".join(lines[0]), size=11, weight="bold", color=INK, va="top")
+        below = 1 - (0.16 + 0.22 * len(lines[0])) / total
+        figure.text(0.18 / width, below, "\n".join(lines[1]), size=8, color=MUTED, va="top")
+        made = figure.subplots(rows, columns, squeeze=False)
+    for axes in made.flat:
+        plain(axes)
+    return figure, list(made.flat)
+
+
+def plain(axes: Axes) -> None:
+    """Two axis lines, a faint horizontal grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=8)
+    axes.grid(axis="y", color=HAIRLINE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+
+
+def by_seed(axes: Axes, values: Mapping[str, Sequence[float]], *, colour: str = COLOURS[0]) -> None:
+    """One place on the x axis for each name: a dot for every seed, a line at their mean."""
+    for at, found in enumerate(values.values()):
+        spread = np.linspace(-0.12, 0.12, len(found)) if len(found) > 1 else [0.0]
+        axes.scatter(at + np.asarray(spread), found, s=22, color=colour, alpha=0.75, linewidths=0, zorder=3)
+        axes.hlines(float(np.mean(found)), at - 0.28, at + 0.28, color=colour, linewidth=2)
+    axes.set_xticks(range(len(values)), list(values))
+    axes.set_xlim(-0.6, len(values) - 0.4)
+
+
+def curves(axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False) -> None:
+    """Lines over x, one for each name: values (x,), or (seeds, x) as their mean with a band from least to most."""
+    for at, (name, values) in enumerate(by_name.items()):
+        y = np.atleast_2d(np.asarray(values, float))
+        colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)] if markers else None
+        axes.plot(x, y.mean(0), color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+        if len(y) > 1:
+            axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def heatmap(
+    axes: Axes,
+    weights: Any,
+    *,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    most: float | None = None,
+) -> Any:
+    """Attention weights, queries downwards and keys to the right, pale to dark; returns the image, for a colour bar."""
+    w = np.asarray(weights, float)
+    image = axes.imshow(w, cmap=WEIGHTS, vmin=0, vmax=w.max() if most is None else most, aspect="equal")
+    axes.grid(visible=False)
+    if rows is not None:
+        axes.set_yticks(range(len(rows)), list(rows))
+    if columns is not None:
+        axes.set_xticks(range(len(columns)), list(columns), rotation=90 if max(map(len, columns)) > 2 else 0)
+    return image
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """As PNG, written to a temporary name and renamed: never half a picture."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(unfinished, format="png", dpi=160)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,200 @@
+"""What removes sinks: ways for a head to do nothing that need no token (Gu et al. 2025, §6.2; Qiu et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv.lab import heads
+from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.sinks import (
+    ALPHA,
+    EXCESS,
+    SINK,
+    Change,
+    Sweep,
+    at_sink,
+    has_sink,
+    listed,
+    models,
+    most,
+    note,
+    sinks,
+    trained,
+    turned,
+)
+from qkv.lab.task import Measured
+from qkv.models import DecoderLM
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
+    "softmax", "off by one", "learned sink", "key bias", "gate elementwise", "gate a head", "no <s>",
+)  # fmt: skip
+UNNORMALISED = ("sigmoid", "elu", "relu")
+GATES = (ELEMENT, HEAD)
+TEXTS = 16
+PEAK = 10.0
+"""A layer has a peak if its largest magnitude at the first token is so many times the median. At 1,000 times and above
+100 it would be massive (Sun et al. 2024, arXiv:2402.17762)."""
+
+
+class Normalizers(Sweep):
+    """Softmax, and what may stand in its place or beside it."""
+
+    name = "normalizers"
+    question = "Which normalisers, learned sinks and gates remove the sink, and what comes with it?"
+    claims = ("C089", "C090", "C094", "C098", "C099", "C103", "C105", "C134", "C135", "C140")
+    variants: ClassVar[Mapping[str, Change]] = {
+        SOFTMAX: Change(),
+        BARE: Change(task={"first": "random"}),
+        OFF: Change(model={"normalizer": "off_by_one"}),
+        LEARNED: Change(model={"sink": True}),
+        KEY: Change(model={"key_bias": True}),
+        **models(normalizer=UNNORMALISED),
+        ELEMENT: Change(model={"gate": "elementwise"}),
+        HEAD: Change(model={"gate": "head"}),
+    }
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """``int8_error``: of what the layers leave, the largest; ``first`` and ``second``: weight on these two keys.
+
+        The weights are of the head with most on the first key, means over the queries from the third on.
+        """
+        model, task = trained(model, setting)
+        ids = task.held_out(TEXTS)["ids"]
+        with hidden_states(model) as states:
+            w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
+        layer, head = most(w[..., 0])
+        first, second = w[layer, head]
+        return {
+            "int8_error": max(int8_error(x) for x in states),
+            "first": float(first),
+            "second": float(second),
+        }
+
+    def conclude(self, results: Results) -> Conclusion:
+        """Each claim by the weight on the first token, or the number it names, against plain softmax."""
+        alpha = results.by_variant(ALPHA)
+        plain = alpha.get(SOFTMAX, [])
+        seen = has_sink(plain)
+
+        def less(variant: str, numbers: Mapping[str, Sequence[float]] = alpha) -> bool:
+            return (
+                bool(numbers.get(variant)) and bool(numbers.get(SOFTMAX)) and larger(numbers[SOFTMAX], numbers[variant])
+            )
+
+        def gone(variant: str) -> bool:
+            return bool(alpha.get(variant)) and max(alpha[variant]) <= SINK
+
+        def shown(*variants: str) -> str:
+            return listed({v: alpha[v] for v in (SOFTMAX, *variants) if v in alpha})
+
+        values = "Weight of the strongest head on the first token (rows that are not normalised: divided by their sum)"
+        unnormalised = all(gone(v) for v in UNNORMALISED)
+        massive = results.by_variant("check.massive")
+        peaks = max(massive.get(SOFTMAX, [0.0])) > PEAK
+        error = results.by_variant("measured.int8_error")
+        eased = less(KEY, error) or less(LEARNED, error)
+        rest = {v: values for v, values in massive.items() if v in (SOFTMAX, LEARNED, KEY, *GATES)}
+        token = {v: results.values(v, "measured.first") for v in (SOFTMAX, BARE)}
+        second = results.values(SOFTMAX, "measured.second")
+        at_token = bool(token[SOFTMAX] and second and larger(token[SOFTMAX], second))
+        rule = "The claim holds if no run has more than 0.3, and cannot be seen if softmax has no sink."
+        verdicts = [
+            Verdict("C089", judged(unnormalised, seen),
+                    f"{values}: {shown(*UNNORMALISED)}. The claim holds if no run without normalisation has more than "
+                    f"{SINK}, and cannot be seen if softmax has no sink."),
+            Verdict("C090", judged(gone("sigmoid"), seen), f"{values}: {shown('sigmoid')}. {rule}"),
+            Verdict("C094", judged(gone("sigmoid") and gone("elu"), seen), f"{values}: {shown('sigmoid', 'elu')}. "
+                    f"{rule} Only models of this size were trained."),
+            Verdict("C098", judged(less(KEY, massive) or less(LEARNED, massive), peaks), "Largest magnitude at the "
+                    f"first token over the median: {listed(rest, 1)}. The claim holds if a learned sink or key makes "
+                    f"it less, by more than the spread over seeds; it cannot be seen if softmax has no peak "
+                    f"(> {PEAK:g})."),
+            Verdict("C099", judged(eased, peaks), "Relative error of what the layers leave, as int8 by the largest "
+                    f"magnitude: {listed({v: error[v] for v in rest if v in error}, 4)}. The claim holds if a learned "
+                    "sink or key makes it less, by more than the spread over seeds; it cannot be seen if softmax has "
+                    f"no peak (> {PEAK:g}) to spoil the scale."),
+            Verdict("C103", judged(less(OFF), seen), f"{values}: {shown(OFF)}. The claim holds if it is less with the "
+                    "extra column, by more than the spread over seeds, and cannot be seen if softmax has no sink."),
+            Verdict("C105", judged(all(gone(v) for v in GATES), seen), f"{values}: {shown(*GATES)}; largest magnitude "
+                    f"over the median: {listed({v: massive[v] for v in GATES if v in massive}, 1)}. Only that sinks "
+                    "are gone is judged: no run of either gate may have more than 0.3."),
+            Verdict("C134", judged(less(KEY), seen), f"{values}: {shown(KEY)}. The claim holds if the learned key "
+                    "makes it less, by more than the spread over seeds."),
+            Verdict("C135", judged(less(OFF), seen), f"{values}: {shown(OFF)}. As C103."),
+            Verdict("C140", judged(at_token, bool(token[SOFTMAX]) and min(token[SOFTMAX]) > SINK), "With a learned "
+                    f"token <s> before the text it has {_or(token[SOFTMAX])} and the first real token {_or(second)}; "
+                    f"without <s> the first real token has {_or(token[BARE])}. The claim holds if <s> has more, by "
+                    f"more than the spread over seeds; it cannot be seen if <s> has no sink (> {SINK})."),
+        ]  # fmt: skip
+        removing = [v for v in results.variants if v not in (SOFTMAX, BARE) and gone(v)]
+        title = (
+            f"The sink disappears with {', '.join(removing)}"
+            if seen and removing
+            else "Nothing removes the sink"
+            if seen
+            else "Plain softmax has no sink here: nothing to remove"
+        )
+        loss = results.by_variant(EXCESS)
+        drain = at_sink(results, "check.value_drain")
+        paragraph = (
+            f"{values}: {listed(alpha)}. Norm of the first value over the others': {listed(drain)}. Loss over the "
+            f"chain's own: {listed(loss, 3)} nats."
+        )
+        return Conclusion(verdicts, title, paragraph)
+
+    def figure(self, results: Results) -> Figure:
+        """Sinks, drained values, peaks and loss of every variant."""
+        from qkv.lab import draw
+
+        figure, (sink, drain, peak, error) = draw.panels(
+            self.conclude(results).title, note(results), columns=2, rows=2, width=8.6, height=2.8
+        )
+        sinks(sink, results.by_variant(ALPHA))
+        draw.by_seed(drain, at_sink(results, "check.value_drain"), colour=draw.COLOURS[2])
+        drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
+        drain.set_title("Norm of the first value, over others'", loc="left")
+        drain.set(ylabel="ratio", ylim=(0, None))
+        draw.by_seed(peak, results.by_variant("measured.int8_error"), colour=draw.COLOURS[4])
+        peak.set_title("Error of hidden states as int8 (absmax)", loc="left")
+        peak.set(ylabel="relative error (RMS)", ylim=(0, None))
+        draw.by_seed(error, results.by_variant(EXCESS), colour=draw.COLOURS[1])
+        error.set_title("What the model does not know", loc="left")
+        error.set_ylabel("loss over the chain's own (nats)")
+        for axes in (sink, drain, peak, error):
+            turned(axes)
+        return figure
+
+
+def _or(values: Sequence[float]) -> str:
+    return said(values) if values else "no run"
+
+
+def int8_error(x: Float[Tensor, "b n d"]) -> float:
+    """Relative error (RMS) of a text's states as 8-bit integers with one scale, the largest magnitude in the text.
+
+    >>> int8_error(torch.tensor([[[127.0, 1.0]]])), int8_error(torch.tensor([[[254.0, 1.0]]])) > 0
+    (0.0, True)
+    """
+    scale = x.abs().flatten(1).amax(1)[:, None, None] / 127
+    off = (x / scale).round() * scale - x
+    return float((off.flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)).mean())
+
+
+@contextmanager
+def hidden_states(model: DecoderLM) -> Iterator[list[Tensor]]:
+    """What every layer leaves while the model runs inside."""
+    states: list[Tensor] = []
+    handles = [b.register_forward_hook(lambda _, __, x: states.append(x.float())) for b in model.blocks]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()

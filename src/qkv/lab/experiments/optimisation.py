@@ -1,0 +1,107 @@
+"""Do a larger learning rate and stronger weight decay encourage sinks (Gu et al. 2025, arXiv:2410.10781, §4)?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, judged, larger, said
+from qkv.lab.experiments.sinks import ACCURACY, ALPHA, LEARNT, Change, Sweep, learnt, listed, trainings
+
+RATES, UNSTEADY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-2, 3e-2)
+DECAYS = (0.0, 0.1, 0.5, 1.0, 2.0)
+KEY = "key bias, "
+SPIKE, SETTLED = 0.5, 100  # nats above the least loss before it; steps before which nothing counts as a spike
+
+
+class LearningRate(Sweep):
+    """Five rates, and the two highest with a learned key bias."""
+
+    name = "learning_rate"
+    question = "Does a larger learning rate make a stronger sink, and does a key bias steady a training at high rates?"
+    claims = ("C078", "C100")
+    curves = ("loss",)
+    axis = "peak learning rate"
+    variants: ClassVar[Mapping[str, Change]] = {
+        **trainings(lr=RATES),
+        **{f"{KEY}{rate:g}": Change(model={"key_bias": True}, training={"lr": rate}) for rate in UNSTEADY},
+    }
+
+    def conclude(self, results: Results) -> Conclusion:
+        """C078 by the ends of the range, C100 by the runs whose loss jumps."""
+        rates = [f"{rate:g}" for rate in RATES]
+        holds, title, text = encouraged(results, rates, "learning rate")
+        steady, steady_text = _steadier(results)
+        verdicts = [Verdict("C078", holds, text), Verdict("C100", steady, steady_text)]
+        return Conclusion(verdicts, title, f"{text} {steady_text}")
+
+
+class WeightDecay(Sweep):
+    """Five strengths of decay."""
+
+    name = "weight_decay"
+    question = "Does stronger weight decay make a stronger sink?"
+    claims = ("C082",)
+    axis = "weight decay"
+    variants: ClassVar[Mapping[str, Change]] = trainings(weight_decay=DECAYS)
+
+    def conclude(self, results: Results) -> Conclusion:
+        """By the ends of the range."""
+        holds, title, text = encouraged(results, [f"{decay:g}" for decay in DECAYS], "weight decay")
+        return Conclusion([Verdict("C082", holds, text)], title, text)
+
+
+def encouraged(results: Results, order: list[str], what: str) -> tuple[Holds, str, str]:
+    """Whether more of something makes a stronger sink: verdict, title and text.
+
+    The least is compared with the most of those at which the task is learnt: a model that fails has no use for a head.
+    """
+    found = {name: values for name, values in results.by_variant(ALPHA).items() if name in order}
+    able = [name for name in order if name in learnt(results)]
+    values = f"Weight of the strongest head on the first token by {what}: {listed(found)}."
+    rule = (
+        f"The claim holds if it is larger at the largest {what} at which the task is learnt (≥ {LEARNT:.0%} of copies "
+        "right) than at the smallest, by more than the spread over seeds."
+    )
+    first = order[0]
+    if not able or able[-1] == first or first not in found:
+        return UNSEEN, f"No run shows what the {what} does to the sink", f"{values} {rule} Too few runs learn the task."
+    most = able[-1]
+    yes = larger(found[most], found[first])
+    title = (
+        f"A larger {what} makes a stronger sink: {np.mean(found[first]):.2f} at {first}, {np.mean(found[most]):.2f} "
+        f"at {most}"
+        if yes
+        else f"A larger {what} makes no stronger sink: {np.mean(found[first]):.2f} at {first}, "
+        f"{np.mean(found[most]):.2f} at {most}"
+    )
+    return judged(yes), title, f"{values} {rule} Compared are {first} and {most}."
+
+
+def _steadier(results: Results) -> tuple[Holds, str]:
+    """Whether fewer runs with a key bias have a spike than runs without, at the same rates."""
+    plain = [o for rate in UNSTEADY for o in results.variants[f"{rate:g}"]]
+    biased = [o for rate in UNSTEADY for o in results.variants[f"{KEY}{rate:g}"]]
+    counts = [sum(map(has_spike, runs)) for runs in (plain, biased)]
+    text = (
+        f"At rates {' and '.join(f'{rate:g}' for rate in UNSTEADY)} the loss jumps in {counts[0]} of {len(plain)} runs "
+        f"without and {counts[1]} of {len(biased)} with a key bias (more than {SPIKE} nats above its least before, "
+        f"after step {SETTLED}, or to no number). The claim holds if fewer jump with it, and cannot be seen if none "
+        f"jumps without. Copies right with it: {said(_accuracies(biased))}, without: {said(_accuracies(plain))}."
+    )
+    return judged(counts[1] < counts[0], seen=counts[0] > 0), text
+
+
+def _accuracies(runs: list[Outcome]) -> list[float]:
+    return Results({"": runs}).values("", ACCURACY) or [float("nan")]
+
+
+def has_spike(outcome: Outcome) -> bool:
+    """Whether a run's loss ever jumped, or stopped being a number."""
+    if outcome.diverged is not None:
+        return True
+    curve = outcome.curves["loss"]
+    losses, late = np.asarray(curve["values"], float), np.asarray(curve["steps"]) > SETTLED
+    return bool(((losses - np.minimum.accumulate(losses)) > SPIKE)[late].any())

@@ -1,0 +1,317 @@
+"""Running an experiment: its models, each trained once, its numbers, its verdicts and its figure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.errors import InputError
+from qkv.lab import log, settings
+from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting, Verdict
+from qkv.lab.experiments.registry import experiment, names
+
+RUNS = "runs"
+"""The folder of trained models, which all experiments share."""
+POINTS = 200
+"""The most that are kept of a curve."""
+DIGITS = 5
+"""Significant digits of the numbers kept."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an experiment."""
+
+    json_path: Path
+    figure_path: Path
+    verdicts: tuple[Verdict, ...]
+    paragraph: str
+
+
+def run(name: str, out: str | Path, *, quick: bool = False, jobs: int = 1, progress: bool = True) -> Result:
+    """Train the models of an experiment, measure them, conclude; or go on where an earlier call stopped.
+
+    Args:
+        name: see `names`.
+        out: a folder; it gets NAME.json, NAME.png and the models, as ``runs/<hash of the settings>``, which experiments
+            with equal settings share. What was measured so far is in NAME.json.part until all is.
+        quick: short runs of few seeds, which show that everything works and no more; verdicts say so.
+        jobs: processes that train models side by side, one thread each.
+        progress: show a bar on standard error if it is a terminal.
+
+    Raises:
+        InputError: for an unknown experiment, or if the folder cannot be written to.
+        qkv.lab.train.Interrupted: after an interrupt; the same call goes on from there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result = run("norm_place", folder, quick=True)
+    ...     result.json_path.name, [v.claim for v in result.verdicts]
+    ('norm_place.json', ['C086'])
+    """
+    if jobs < 1:
+        raise InputError(f"jobs is {jobs}, expected at least 1 process")
+    return conducted(experiment(name), Path(out), quick=quick, jobs=jobs, progress=progress)
+
+
+def conducted(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progress: bool = False) -> Result:
+    """`run` of any experiment, listed or not."""
+    from qkv.lab.draw import save_figure
+
+    asked = {variant: list(rows) for variant, rows in made.settings(quick).items()}
+    keys = {variant: [key(s) for s in rows] for variant, rows in asked.items()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        kept = _Kept(out / f"{made.name}.json.part", quick)
+        todo = {key(s): s for rows in asked.values() for s in rows if key(s) not in kept.runs}
+        with _bar(progress, made.name, len(todo)) as step:
+            for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
+                kept.add(k, outcome)
+                step()
+        if kept.computed is None:
+            kept.add_computed(_computed(made, quick))
+        variants = {v: [Outcome(**kept.runs[k]) for k in rows] for v, rows in keys.items()}
+        variants |= {v: [Outcome(**x) for x in rows] for v, rows in (kept.computed or {}).items()}
+        results = Results(variants, quick)
+        found = _labelled(made.conclude(results), quick)
+        target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
+        save_figure(made.figure(results), picture)
+        described = {
+            "name": made.name,
+            "question": made.question,
+            "claims": list(made.claims),
+            "quick": quick,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": _versions(),
+            "machine": {**_machine(), "jobs": jobs},
+            "title": found.title,
+            "verdicts": [asdict(v) for v in found.verdicts],
+            "paragraph": found.paragraph,
+            "variants": {v: _described(asked.get(v), keys.get(v), rows) for v, rows in variants.items()},
+        }
+        _write(target, described)
+        kept.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {out} ({error.strerror})") from error
+    return Result(target, picture, tuple(found.verdicts), found.paragraph)
+
+
+def key(setting: Setting) -> str:
+    """The name of a run's folder: a hash of all its settings."""
+    text = settings.to_toml(setting.task, setting.training)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def table(out: str | Path) -> str:
+    """All results in a folder as a page of Markdown: questions, verdicts, figures beside it."""
+    lines = [
+        "# Experiments",
+        "",
+        "Each was made by `qkv experiment NAME`. Verdicts are computed from the numbers in NAME.json by the criterion "
+        "that their text states; they hold for the small models trained here.",
+    ]
+    for name in names():
+        file = Path(out) / f"{name}.json"
+        if not file.exists():
+            continue
+        found = load(file)
+        lines += ["", f"## {name}", "", f"*{found['question']}*", "", found["paragraph"], ""]
+        lines += [f"- **{v['claim']} {v['holds']}**: {v['text']}" for v in found["verdicts"]]
+        lines += ["", f"![{found['title']}]({name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What a file of results says; `InputError` if it is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        missing = {"question", "paragraph", "title", "verdicts"} - set(found)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file} is no result of an experiment ({error})") from error
+    if missing:
+        raise InputError(f"{file} is no result of an experiment: it has no {', '.join(sorted(missing))}")
+    return dict(found)
+
+
+class _Kept:
+    """What was found so far, on the disk after every run; of the same form, quick or full."""
+
+    def __init__(self, path: Path, quick: bool) -> None:
+        self.path, self.quick = path, quick
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.computed: dict[str, list[dict[str, Any]]] | None = None
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            self.runs = found["runs"]  # settings are in their keys
+            if found["quick"] == quick:
+                self.computed = found["computed"]
+
+    def add(self, k: str, outcome: Outcome) -> None:
+        self.runs[k] = asdict(outcome)
+        self._save()
+
+    def add_computed(self, rows: dict[str, list[dict[str, Any]]]) -> None:
+        self.computed = rows
+        self._save()
+
+    def _save(self) -> None:
+        _write(self.path, {"quick": self.quick, "runs": self.runs, "computed": self.computed})
+
+
+def _outcomes(made: Experiment, todo: Mapping[str, Setting], runs: Path, jobs: int) -> Iterator[tuple[str, Outcome]]:
+    """Each run's outcome as it comes."""
+    if jobs == 1 or len(todo) < 2:
+        for k, setting in todo.items():
+            yield k, _outcome(made, setting, runs / k)
+        return
+    pool = ProcessPoolExecutor(min(jobs, len(todo)), mp_context=get_context("spawn"), initializer=_alone)
+    try:
+        asked: dict[Future[Outcome], str] = {
+            pool.submit(_outcome, made, setting, runs / k): k for k, setting in todo.items()
+        }
+        for done in as_completed(asked):
+            yield asked[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _alone() -> None:
+    """One thread for each process."""
+    torch.set_num_threads(1)
+
+
+def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
+    """Train one model and measure it."""
+    from qkv.lab.train import Diverged, train
+
+    seed = setting.training.seed
+    try:
+        trained = train(setting.task, setting.training, folder, progress=False)
+    except Diverged as error:
+        return Outcome(seed, diverged=str(error))
+    with torch.no_grad():
+        measured = made.measure(trained.model.eval(), setting)
+    curves = {name: _curve(trained.metrics, name) for name in made.curves}
+    return Outcome(seed, _rounded(trained.evaluation), _rounded(trained.check), _rounded(measured), _rounded(curves))
+
+
+def _computed(made: Experiment, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    rows = {
+        v: [Outcome(seed, measured=_rounded(m)) for seed, m in enumerate(r)] for v, r in made.compute(quick).items()
+    }
+    return {v: [asdict(outcome) for outcome in r] for v, r in rows.items()}
+
+
+def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
+    """An entry over steps, by its dotted name, at no more than `POINTS` steps, the last among them."""
+    steps, values = [], []
+    for line in metrics:
+        value: Any = line
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            steps.append(line["step"])
+            values.append(value)
+    every = -(-len(steps) // POINTS) or 1
+    return {"steps": steps[::-1][::every][::-1], "values": values[::-1][::every][::-1]}
+
+
+def _rounded(value: Any) -> Any:
+    """The same with no more digits than mean something, fit for JSON."""
+    if isinstance(value, Mapping):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _labelled(found: Conclusion, quick: bool) -> Conclusion:
+    """A quick form's verdicts say so."""
+    if not quick:
+        return found
+    verdicts = [replace(v, text=f"quick form: {v.text}") for v in found.verdicts]
+    return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
+
+
+def _described(asked: list[Setting] | None, keys: list[str] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """A variant: all settings of its first run, and what came of each run."""
+    rows = [{name: x for name, x in asdict(outcome).items() if x not in ({}, None)} for outcome in outcomes]
+    if not asked:
+        return {"seeds": [o.seed for o in outcomes], "results": rows}
+    said = settings.parsed(settings.to_toml(asked[0].task, asked[0].training))
+    return {"settings": said, "seeds": [o.seed for o in outcomes], "runs": keys, "results": rows}
+
+
+def _write(path: Path, value: Any) -> None:
+    """JSON, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(_json(log.finite(value)) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _json(value: Any, indent: int = 0) -> str:
+    """JSON with a line for each entry, but for lists of numbers and what is short: a file to read and to compare."""
+    flat = json.dumps(value, allow_nan=False)
+    if len(flat) + indent <= 110 or not isinstance(value, dict | list):
+        return flat
+    if isinstance(value, list) and not any(isinstance(x, dict) for x in value):
+        return flat
+    pad = " " * (indent + 1)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(pad + _json(x, indent + 1) for x in value) + "\n" + " " * indent + "]"
+    rows = (f"{pad}{json.dumps(k)}: {_json(x, indent + 1)}" for k, x in value.items())
+    return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+
+
+def _versions() -> dict[str, str]:
+    from qkv import __version__
+
+    return {"qkv": __version__, "torch": torch.__version__}
+
+
+def _machine() -> dict[str, Any]:
+    from qkv.bench.timing import machine
+
+    found = machine(torch.get_num_threads())
+    return {"cpu": found["cpu"], "threads": int(found["threads"]), "cores": os.cpu_count(), "python": found["python"]}
+
+
+@contextmanager
+def _bar(show: bool, name: str, runs: int) -> Iterator[Callable[[], None]]:
+    """A progress bar over runs on standard error, if it is a terminal."""
+    import sys
+
+    if not (show and runs and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=runs)
+        yield lambda: progress.update(task, advance=1)

@@ -1,0 +1,188 @@
+"""What the experiments on the sinks of Bigram-Backcopy share: the settings of their runs, measures, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from torch import nn
+
+from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting, look, said
+from qkv.lab.task import Training
+from qkv.lab.tasks.backcopy import Backcopy
+from qkv.models import DecoderLM
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SEEDS, QUICK_SEEDS = 3, 1
+TASK = Backcopy()
+TRAINING = Training(steps=800, batch=32, lr=3e-3, warmup=100, weight_decay=0.1, evaluate_every=50, save_every=400)
+QUICK_TASK: Mapping[str, Any] = {"length": 16}
+QUICK_TRAINING: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 2, "evaluate_every": 2, "log_every": 1}
+
+SINK = 0.3
+"""A head has a sink if it puts more than this on a key (ε of Gu et al. 2025, arXiv:2410.10781, §3.2)."""
+LEARNT = 0.9
+"""A model has learnt the task if it gets this share of the copies right."""
+ALPHA = "check.sink"
+"""The mean weight on the first key; of a run, `Results.values` has that of the strongest head."""
+ACCURACY = "evaluation.backcopy_accuracy"
+EXCESS = "evaluation.excess"
+ALPHA_LABEL = "weight on the first token"
+PLAIN = "plain"
+"""The variant with nothing changed; all experiments share its runs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a variant differs from the plain run."""
+
+    task: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def setting(self, seed: int, quick: bool) -> Setting:
+        """The run with this seed. A quick one has its own length in sequences and steps, whatever the change."""
+        task = replace(TASK, **{**self.task, "model": replace(TASK.model, **self.model)})
+        training = replace(TRAINING, **{**self.training, "seed": seed})
+        return (
+            Setting(replace(task, **QUICK_TASK), replace(training, **QUICK_TRAINING))
+            if quick
+            else Setting(task, training)
+        )
+
+
+def models(**by_field: Iterable[Any]) -> dict[str, Change]:
+    """A variant for each value of one field of the model, named by it."""
+    ((name, values),) = by_field.items()
+    return {str(value): Change(model={name: value}) for value in values}
+
+
+def trainings(**by_field: Iterable[Any]) -> dict[str, Change]:
+    """The same for a field of the training."""
+    ((name, values),) = by_field.items()
+    return {f"{value:g}": Change(training={name: value}) for value in values}
+
+
+def trained(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Backcopy]:
+    """The model and the task of a run, as what they are."""
+    assert isinstance(model, DecoderLM)
+    assert isinstance(setting.task, Backcopy)
+    return model, setting.task
+
+
+class Sweep(Experiment):
+    """An experiment that trains variants of one run."""
+
+    variants: ClassVar[Mapping[str, Change]]
+    axis: ClassVar[str] = ""
+    """What the variants differ in: the label of the figure's x axis."""
+
+    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+        """Every variant with every seed."""
+        seeds = range(QUICK_SEEDS if quick else SEEDS)
+        return {name: [change.setting(seed, quick) for seed in seeds] for name, change in self.variants.items()}
+
+    def figure(self, results: Results) -> Figure:
+        """The strongest head's weight on the first token, and what the model cannot predict, for every variant."""
+        from qkv.lab import draw
+
+        figure, (left, right) = draw.panels(
+            self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
+        )
+        sinks(left, results.by_variant(ALPHA))
+        right.set_title("What the model does not know", loc="left")
+        draw.by_seed(right, results.by_variant(EXCESS), colour=draw.COLOURS[1])
+        right.set_ylabel("loss over the chain's own (nats a token)")
+        right.set_ylim(bottom=min(0, right.get_ylim()[0]))
+        for axes in (left, right):
+            axes.set_xlabel(self.axis)
+            turned(axes)
+        return figure
+
+
+def sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
+    """Dots of every seed, and the line above which there is a sink."""
+    from qkv.lab import draw
+
+    axes.set_title("The strongest head's sink", loc="left")
+    draw.by_seed(axes, values)
+    axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
+    axes.text(len(values) - 0.42, SINK + 0.012, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right")
+    axes.set_ylabel(ALPHA_LABEL)
+    axes.set_ylim(0, 1)
+
+
+def turned(axes: Axes) -> None:
+    """Names of variants aslant where they would not fit side by side."""
+    labels = axes.get_xticklabels()
+    if sum(len(x.get_text()) + 2 for x in labels) > 40:
+        for label in labels:
+            label.set(rotation=35, ha="right", rotation_mode="anchor")
+
+
+def note(results: Results) -> str:
+    """What was trained, for the line under a figure's title."""
+    model = TASK.model
+    return (
+        f"Bigram-Backcopy, {TASK.length} tokens; a decoder of {model.layers} layer, {model.heads} head, width "
+        f"{model.d_model}, {TRAINING.steps} steps unless stated otherwise. Dots: seeds; line: mean. {results.note}"
+    )
+
+
+# --- criteria ---------------------------------------------------------------------------------------------------------
+
+
+def has_sink(values: Sequence[float]) -> bool:
+    """Whether the runs of a variant have a sink, every one of them."""
+    return bool(values) and min(values) > SINK
+
+
+def learnt(results: Results) -> list[str]:
+    """The variants whose runs learnt the task, by their mean."""
+    return [v for v, found in results.by_variant(ACCURACY).items() if np.mean(found) >= LEARNT]
+
+
+def listed(values: Mapping[str, Sequence[float]], digits: int = 2) -> str:
+    """Each variant with its mean and range.
+
+    >>> listed({"pre": [0.5], "post": [0.25, 0.75]})
+    'pre 0.50, post 0.50 (0.25–0.75)'
+    """
+    return ", ".join(f"{name} {said(found, digits)}" for name, found in values.items())
+
+
+def strongest(outcome: Outcome) -> tuple[int, int]:
+    """Layer and head that put most on the first key."""
+    return most(look(outcome, ALPHA))
+
+
+def most(values: Any) -> tuple[int, int]:
+    """Layer and head, from 0, of the largest number.
+
+    >>> most([[0.1, 0.2], [0.9, 0.3]])
+    (1, 0)
+    """
+    layer, head = np.unravel_index(np.argmax(values), np.shape(values))
+    return int(layer), int(head)
+
+
+def at_sink(results: Results, name: str) -> dict[str, list[float]]:
+    """A number by layer and head, at each run's strongest head, for every variant."""
+    found = {}
+    for variant in results.variants:
+        outcomes = results.finished(variant)
+        if outcomes:
+            found[variant] = [float(look(o, name)[strongest(o)[0]][strongest(o)[1]]) for o in outcomes]
+    return found
+
+
+def alpha_over_steps(results: Results, variant: str) -> tuple[list[int], np.ndarray]:
+    """Steps, and the weight on the first key at them of the head that ends with most: (seeds, steps)."""
+    steps, values = results.curve(variant, ALPHA)
+    best = [strongest(o) for o in results.finished(variant)]
+    return steps, np.stack([run[:, layer, head] for run, (layer, head) in zip(values, best, strict=True)])

@@ -1,0 +1,185 @@
+"""What a language model loses when the first tokens leave its cache (Xiao et al. 2024, arXiv:2309.17453)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkv.cache import Cache, Full, Sinks, Sliding
+from qkv.errors import InputError
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.task import Measured
+from qkv.lab.tasks.backcopy import Backcopy
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.nn.projection import project
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BUDGET, KEPT = 4, 1  # keys a cache holds; of these, first ones where they are kept
+TRAINED, LENGTH = 64, 128  # tokens of a text: in training, and here
+TEXTS = 256
+BUCKET = 8  # positions drawn as one point
+LEAST = 0.01  # nats: a smaller rise is none
+CACHES: dict[str, Callable[[], Cache]] = {
+    "all keys": lambda: Full(LENGTH),
+    "last keys": lambda: Sliding(BUDGET),
+    "first + last": lambda: Sinks(KEPT, BUDGET - KEPT),
+}
+ALL, WINDOW, SINKS = CACHES
+PLAIN, LEARNED, KEY = "plain", "learned sink", "key bias"
+
+
+class Streaming(Experiment):
+    """Bigram-Backcopy with rotary positions, read beyond its training length through three caches."""
+
+    name = "streaming"
+    question = "What does a model lose when the first token leaves its window, and does keeping that token save it?"
+    claims = ("C101",)
+
+    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+        """A plain softmax, one with a learned sink logit, one with a learned key of value 0."""
+        own: dict[str, dict[str, Any]] = {PLAIN: {}, LEARNED: {"sink": True}, KEY: {"key_bias": True}}
+        seeds = range(1 if quick else 3)
+        return {variant: [_setting(seed, quick, **parts) for seed in seeds] for variant, parts in own.items()}
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """Nats by position for each cache, and means over two spans.
+
+        ``inside`` is where the window has left the first token behind but the text is not longer than those of the
+        training; ``beyond`` is all that is longer.
+        """
+        assert isinstance(model, DecoderLM)
+        assert isinstance(setting.task, Backcopy)
+        batch = replace(setting.task, length=LENGTH).held_out(TEXTS)
+        ids = torch.cat([batch["ids"], batch["targets"][:, -1:]], 1)
+        nats = {name: np.log(perplexity_by_position(model, ids, make)) for name, make in CACHES.items()}
+        return {
+            "nats": {name: x.reshape(-1, BUCKET).mean(1).tolist() for name, x in nats.items()},
+            "inside": {name: float(x[BUDGET:TRAINED].mean()) for name, x in nats.items()},
+            "beyond": {name: float(x[TRAINED:].mean()) for name, x in nats.items()},
+        }
+
+    def conclude(self, results: Results) -> Conclusion:
+        """By the rise of the loss over that of all keys, on the same tokens."""
+        plain, sink, key = (rise(results, variant, WINDOW) for variant in (PLAIN, LEARNED, KEY))
+        kept = rise(results, PLAIN, SINKS)
+        lost = larger(plain, [0.0], LEAST)
+        saved = lost and larger(plain, kept, LEAST)
+        helped = lost and any(larger(plain, own, LEAST) for own in (sink, key))
+        text = (
+            f"When the first token leaves a cache of {BUDGET} keys the loss rises by {said(plain, 3)} nats without a "
+            "sink "
+            f"of the model's own, by {said(sink, 3)} with a learned sink and by {said(key, 3)} with a learned key of "
+            "value "
+            f"0. It holds if one of these two rises less than the first, by more than {LEAST} nats and the spread over "
+            f"seeds; it cannot be seen unless the first rises by as much."
+        )
+        far = {name: said(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
+        paragraph = (
+            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {said(kept, 3)}. From the {TRAINED} "
+            "tokens "
+            f"of training up to {LENGTH} the first model's loss is {far[ALL]} nats with all keys, {far[WINDOW]} with "
+            "the "
+            f"last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} (StreamingLLM, Xiao et al. "
+            "2024)."
+        )
+        if not lost:
+            title = "This model does not need its first token: a window costs it nothing"
+        elif saved:
+            own = " or a learned sink" if helped else ""
+            title = f"The model pays when its first token leaves the cache; keeping it{own} avoids that"
+        else:
+            title = "The model pays when its first token leaves the cache, and keeping it does not help"
+        return Conclusion([Verdict("C101", judged(helped, seen=lost), text)], title, paragraph)
+
+    def figure(self, results: Results) -> Figure:
+        """What each cache costs by position, a panel for each kind of model."""
+        from qkv.lab import draw
+
+        shown = [variant for variant in (PLAIN, LEARNED, KEY) if results.finished(variant)]
+        note = (
+            f"Bigram-Backcopy, 1 layer × 1 head, rotary positions, trained on {TRAINED} tokens (dotted line); {TEXTS} "
+            "held-out "
+            f"texts. “Last keys” holds {BUDGET}, “first + last” {KEPT} + {BUDGET - KEPT}; {WINDOW} and {ALL} are "
+            "drawn against "
+            f"{SINKS}, on the same tokens. {results.note}"
+        )
+        title = self.conclude(results).title
+        figure, panels = draw.panels(title, note, columns=len(shown), width=2.6 * len(shown), height=2.6)
+        x = [BUCKET * (i + 0.5) for i in range(LENGTH // BUCKET)]
+        low, high = 0.0, LEAST
+        for axes, variant in zip(panels, shown, strict=True):
+            nats = {name: np.array([o.measured["nats"][name] for o in results.finished(variant)]) for name in CACHES}
+            lost = {name: values - nats[SINKS] for name, values in nats.items()}
+            low, high = min(low, *(v.min() for v in lost.values())), max(high, *(v.max() for v in lost.values()))
+            draw.curves(axes, x, lost)
+            axes.axvline(TRAINED, color=draw.MUTED, linewidth=0.8, linestyle=":")
+            axes.set_title(variant, loc="left", size=9)
+            axes.set_xlabel("position (tokens)")
+        for axes in panels:
+            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        panels[0].set_ylabel(f"loss over {SINKS} (nats)")
+        panels[0].legend(fontsize=8, frameon=False)
+        return figure
+
+
+def rise(results: Results, variant: str, cache: str) -> list[float]:
+    """How much more a cache costs than all keys, in nats, for each seed, within the length of training texts."""
+    found = [results.values(variant, f"measured.inside.{name}") for name in (cache, ALL)]
+    return [a - b for a, b in zip(*found, strict=True)]
+
+
+@torch.no_grad()
+def perplexity_by_position(
+    model: DecoderLM, ids: Int[Tensor, "b n"], make_cache: Callable[[], Cache], *, chunk: int = 64
+) -> Float[np.ndarray, " positions"]:
+    """Perplexity of the next token at each of n − 1 positions, e to the mean over texts of its surprise in nats.
+
+    The texts pass through the caches in pieces; with `Full` that is the model's own loss. Its natural logarithm is what
+    to average over positions.
+
+    Args:
+        model: of rotary, ALiBi or no positions, where texts are longer than those it was trained on.
+        ids: texts.
+        make_cache: makes the cache of a layer.
+        chunk: tokens a step: memory, not numbers, depends on it.
+
+    >>> from qkv.models import DecoderConfig
+    >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, positions="rotary")).eval()
+    >>> perplexity_by_position(model, torch.arange(9)[None], lambda: Sliding(4)).shape
+    (8,)
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
+    if chunk < 1:
+        raise InputError(f"chunk is {chunk}, expected at least 1 token")
+    ids = ids.to(model.embedding.weight.device)
+    state, left = model.start(len(ids), cache=make_cache), []
+    weight = model.embedding.weight if model.output is None else model.output.weight
+    # A step gives logits of its last token; what the last layer leaves says the rest.
+    handle = model.blocks[-1].register_forward_hook(lambda _, __, x: left.append(x))
+    surprise = []
+    try:
+        for part, targets in zip(ids[:, :-1].split(chunk, 1), ids[:, 1:].split(chunk, 1), strict=True):
+            model.step(part, state)
+            logits = project(model.norm(left.pop()), weight).double()
+            surprise.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+    finally:
+        handle.remove()
+    found: np.ndarray = torch.cat(surprise, 1).mean(0).exp().cpu().numpy()
+    return found
+
+
+def _setting(seed: int, quick: bool, **parts: Any) -> Setting:
+    """A high learning rate and strong decay, by which the sink becomes what the head relies on."""
+    config = DecoderConfig(layers=1, heads=1, d_model=64, positions="rotary", **parts)
+    steps: dict[str, Any] = {"steps": 40, "warmup": 10} if quick else {"steps": 800, "evaluate_every": 800}
+    training = replace(Backcopy.training(), lr=1e-2, weight_decay=1.0, seed=seed, **steps)
+    return Setting(Backcopy(length=TRAINED, model=config), training)

@@ -1,0 +1,165 @@
+"""What the tasks on random tokens share: sequences that are kept for tests, greedy continuations, where heads look."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+import qkv
+from qkv.errors import InputError
+from qkv.models.decoder import DecoderLM
+from qkv.models.generation import generate
+from qkv.models.sampling import Sampler
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAD, SEPARATOR, FIRST_SYMBOL = 0, 1, 2
+"""Tokens with a meaning of their own, and the first that has none."""
+Pairs = tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]
+"""Queries, and for each of them a key."""
+HELD_OUT = 10
+"""One of so many sequences is held out."""
+ENOUGH = 1000
+"""So many sequences must there be that some are held out: the chance of none is 0.9¹⁰⁰⁰."""
+
+
+def held_out(sequences: Int[np.ndarray, "n length"]) -> Bool[np.ndarray, " n"]:
+    """Which sequences no model is trained on: a tenth of them, by a hash of their tokens."""
+    state = np.zeros(len(sequences), np.uint64)
+    for tokens in sequences.T.astype(np.uint64):
+        state = (state ^ (tokens + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / golden ratio: mixes upwards
+        state ^= state >> np.uint64(32)  # and back down
+    return np.asarray(state % np.uint64(HELD_OUT) == 0)
+
+
+def drawn(draw: Callable[[int], Int[np.ndarray, "n length"]], size: int, *, unseen: bool) -> Int[Tensor, "size length"]:
+    """Sequences that `draw(n)` draws, n at a time: only those that are held out, or only the others."""
+    found: list[np.ndarray] = []
+    while sum(map(len, found)) < size:
+        rows = draw(size)
+        found.append(rows[held_out(rows) == unseen])
+    return torch.from_numpy(np.concatenate(found)[:size].astype(np.int64))
+
+
+def symbols(
+    generator: np.random.Generator, size: int, length: int, kinds: int, *, unseen: bool
+) -> Int[Tensor, "size length"]:
+    """Sequences of independent symbols, each one of `kinds`.
+
+    >>> symbols(np.random.default_rng(0), 2, 4, 14, unseen=False).shape
+    torch.Size([2, 4])
+    """
+    return drawn(lambda n: generator.integers(FIRST_SYMBOL, FIRST_SYMBOL + kinds, (n, length)), size, unseen=unseen)
+
+
+def check_enough(sequences: int, settings: str) -> None:
+    """Raise `InputError` unless there are enough different sequences, with these settings, to hold some out."""
+    if sequences < ENOUGH:
+        raise InputError(f"{settings}, which makes {sequences} different sequences, expected at least {ENOUGH:,}")
+
+
+def loss_after(model: DecoderLM, ids: Int[Tensor, "b n"], start: int) -> Float[Tensor, ""]:
+    """Mean cross-entropy in nats of the tokens from position `start` on, each after those before it."""
+    targets = ids[:, 1:].clone()
+    targets[:, : start - 1] = -100
+    return model.loss(ids[:, :-1], targets)
+
+
+def continued(model: DecoderLM, prompt: Int[Tensor, "b n"], new: int) -> Int[Tensor, "b new"]:
+    """The tokens a model adds to each prompt, the likeliest at every step, each made of its own earlier ones."""
+    prompt = prompt.to(next(model.parameters()).device)
+    rows = generate(model, model.start(len(prompt)), prompt, max_new_tokens=new, sampling=Sampler(temperature=0))
+    return torch.tensor(rows)
+
+
+def maps(model: nn.Module, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "b layer head n n"]:
+    """The exact attention weights of every head, queries in the last but one dimension, by the profiler."""
+    ids = ids.to(next(model.parameters()).device)
+    found = qkv.profile(model, ids, map_tokens=ids.shape[1], progress=False)
+    return np.asarray(found.data["weights"].values)
+
+
+def share_of_strongest(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
+    """How often the key with the most weight is the right one, for each head: 0 to 1 of (sequence, query) pairs.
+
+    The first key counts where several have the most weight.
+    """
+    queries, keys = pairs
+    return np.asarray((weights[..., queries, :].argmax(-1) == keys).mean((0, -1)))
+
+
+def mean_weight(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
+    """The weight of the queries on their keys, for each head, averaged over pairs and sequences."""
+    queries, keys = pairs
+    return np.asarray(weights[..., queries, keys].mean((0, -1)))
+
+
+def best(
+    scores: Float[np.ndarray, "layer head"], weights: Float[np.ndarray, "layer head"] | None = None
+) -> tuple[int, int]:
+    """Layer and head of the highest score; of equals, the one with more weight, or else the first.
+
+    >>> best(np.array([[0.1, 0.9], [0.9, 0.3]]), np.array([[0.1, 0.5], [0.6, 0.3]]))
+    (1, 0)
+    """
+    ties = np.zeros_like(scores) if weights is None else weights
+    layer, head = max(np.ndindex(*scores.shape), key=lambda at: (scores[at], ties[at]))
+    return layer, head
+
+
+def without_heads(model: DecoderLM, cut: Iterable[tuple[int, int]]) -> DecoderLM:
+    """A copy of a model in which some heads (layer, head) add nothing: their columns of the output projection are 0."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer, head in cut:
+            attention: Any = copied.blocks[layer].attention
+            width = attention.v_head_dim
+            attention.out_proj.weight[:, head * width : (head + 1) * width] = 0
+    return copied
+
+
+def head_names(scores: Float[np.ndarray, "layer head"]) -> list[str]:
+    """Names of all heads, layer by layer, as figures show them; both count from 0.
+
+    >>> head_names(np.zeros((2, 2)))
+    ['L0H0', 'L0H1', 'L1H0', 'L1H1']
+    """
+    layers, heads = np.shape(scores)
+    return [f"L{layer}H{head}" for layer in range(layers) for head in range(heads)]
+
+
+def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> None:
+    """Scores from 0 to 1 of all heads, each layer in its colour, and a line at the score that is asked for."""
+    from qkv.lab.draw import COLOURS
+
+    layers, each = scores.shape
+    axes.bar(head_names(scores), scores.ravel(), color=[COLOURS[2 * (i % 2)] for i in np.repeat(range(layers), each)])
+    axes.axhline(bar, color=COLOURS[1], linewidth=1.3, linestyle="--")
+    axes.annotate(f"{bar:.0%}", (layers * each - 0.45, bar), color=COLOURS[1], size=8, va="bottom", ha="right")
+    axes.set_ylim(0, 1.08)
+    axes.set_xlabel("layer and head, counted from 0")
+
+
+def show_map(axes: Axes, weights: Float[np.ndarray, "n n"], ids: Int[Tensor, " n"], pairs: Pairs) -> None:
+    """One head's attention in one sequence, tokens as labels, with squares where queries should look."""
+    from qkv.lab.draw import COLOURS, heatmap
+
+    names = ["SEP" if token == SEPARATOR else str(token) for token in ids.tolist()]
+    image = heatmap(axes, weights, rows=names, columns=names, most=1)
+    side = min(90.0, 1.6e4 / len(names) ** 2)
+    queries, keys = pairs
+    axes.scatter(keys, queries, s=side, marker="s", facecolors="none", edgecolors=COLOURS[1], linewidths=1.4)
+    axes.set_xlabel("key: token looked at")
+    axes.set_ylabel("query: token before the predicted one")
+    axes.tick_params(labelsize=7)
+    axes.tick_params(axis="x", labelrotation=90)
+    scale = axes.figure.colorbar(image, ax=axes, shrink=0.8)
+    scale.set_label("attention weight", size=9)
+    scale.ax.tick_params(labelsize=8)

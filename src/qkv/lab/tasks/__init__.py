@@ -1,0 +1,55 @@
+"""The tasks, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from qkv.errors import InputError
+from qkv.models.config import nearest
+
+_CLASSES = {
+    "reversal": "Reversal",
+    "copy": "Copy",
+    "recall": "Recall",
+    "translation": "Translation",
+    "caption": "Caption",
+    "language": "Language",
+    "backcopy": "Backcopy",
+}
+
+
+def names() -> tuple[str, ...]:
+    """All tasks."""
+    return tuple(_CLASSES)
+
+
+def task_class(name: str) -> type[Any]:
+    """The class of a task; `InputError` with the nearest name if there is none.
+
+    >>> task_class("reversal")().length
+    6
+    """
+    if name not in _CLASSES:
+        raise InputError(f"task is {name!r}, expected one of {', '.join(_CLASSES)}{nearest(name, _CLASSES)}")
+    found: type[Any] = getattr(import_module(f"qkv.lab.tasks.{name}"), _CLASSES[name])
+    return found
+
+
+class _Tasks(Mapping[str, type[Any]]):
+    """Classes by name, each loaded on use."""
+
+    def __getitem__(self, name: str) -> type[Any]:
+        if name not in _CLASSES:
+            raise KeyError(name)
+        return task_class(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+
+TASKS: Mapping[str, type[Any]] = _Tasks()

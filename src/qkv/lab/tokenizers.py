@@ -1,0 +1,149 @@
+"""Tokenizers that are whole in one tokenizer.json: bytes, and byte-level BPE trained here.
+
+Both know any text, and give it back unchanged. Their last token is ``<s>``, which begins a text and is never in one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Int
+
+from qkv.errors import InputError
+from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BOS = "<s>"
+KINDS = ("bytes", "bpe")
+SMALLEST = ByteTokenizer.vocab_size + 1
+"""Tokens of the smallest vocabulary: all bytes, and ``<s>``."""
+
+
+def byte_tokenizer() -> str:
+    """The tokenizer.json of bytes: BPE without merges, in which the token of a byte is the byte, and ``<s>`` is 256.
+
+    >>> byte_lengths(byte_tokenizer()).tolist() == 256 * [1] + [0]
+    True
+    """
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    bos = {"id": 256, "content": BOS, "special": True, "normalized": False}
+    parts = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**bos, "single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(256)}, "merges": []},
+    }
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
+    """The tokenizer.json of byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019).
+
+    The same for the same texts. Text is cut into words as GPT-2 does, so that no token crosses from one to the next.
+
+    Args:
+        texts: what to learn from.
+        vocab_size: tokens, ``<s>`` included.
+
+    Raises:
+        InputError: if the package tokenizers is missing, or the texts do not give so many tokens.
+    """
+    if vocab_size < SMALLEST:
+        raise InputError(f"vocab_size is {vocab_size}, expected at least {SMALLEST}: all bytes, and {BOS}")
+    _check_installed()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([BOS])  # only now, so that it is the last
+    found = tokenizer.get_vocab_size()
+    if found < vocab_size:
+        raise InputError(f"vocab_size is {vocab_size}, but the text gives only {found} tokens, expected at most that")
+    return tokenizer.to_str()
+
+
+def starting(tokenizer: str) -> str:
+    """A tokenizer.json that begins every text with ``<s>``, made of one that does not."""
+    parts = json.loads(tokenizer)
+    bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
+    parts["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {BOS: {"id": BOS, "ids": [_bos(parts)], "tokens": [BOS]}},
+    }
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def from_json(tokenizer: str) -> TextTokenizer:
+    """Text to tokens and back, without ``<s>``, unless it comes from `starting`; lossless, even where a text says <s>.
+
+    >>> tokenizer = from_json(byte_tokenizer())
+    >>> tokenizer.encode("<s>é"), tokenizer.decode([60, 115, 62, 195, 169])
+    ([60, 115, 62, 195, 169], '<s>é')
+    """
+    made = _tokenizer(tokenizer)
+    return TextTokenizer(lambda text: list(made.encode(text).ids), made.decode)
+
+
+def encode_all(tokenizer: str, texts: Sequence[str]) -> Int[np.ndarray, " tokens"]:
+    """The tokens of all texts, one after the other."""
+    size = len(byte_lengths(tokenizer))
+    if size == SMALLEST:  # bytes, and there is a shorter way
+        return np.frombuffer("".join(texts).encode(), np.uint8).astype(np.uint16)
+    dtype = np.uint16 if size <= 2**16 else np.uint32
+    pieces = [np.asarray(x.ids, dtype) for x in _tokenizer(tokenizer).encode_batch_fast(list(texts))]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+
+
+def byte_lengths(tokenizer: str) -> Int[np.ndarray, " vocab"]:
+    """How many bytes of text each token is; 0 for ``<s>``."""
+    parts = json.loads(tokenizer)
+    lengths = np.zeros(_bos(parts) + 1, np.int64)
+    for token, number in parts["model"]["vocab"].items():
+        lengths[number] = len(token)  # a letter stands for a byte
+    lengths[_bos(parts)] = 0
+    return lengths
+
+
+def _bos(parts: dict[str, Any]) -> int:
+    """The number of ``<s>``, which is the last."""
+    return int(parts["added_tokens"][-1]["id"])
+
+
+def _letter(byte: int) -> str:
+    """The printable letter that byte-level tokenizers write for a byte (Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + byte - sum(p < byte for p in printable))
+
+
+def _tokenizer(text: str) -> Tokenizer:
+    _check_installed()
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_str(text)
+    made.encode_special_tokens = True  # <s> in a text is three letters
+    return made
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("tokenizers") is None:
+        raise InputError("byte-level BPE needs tokenizers: pip install 'qkv[hf]'")

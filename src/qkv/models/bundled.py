@@ -1,0 +1,21 @@
+"""Trained models that come with the package: made by `qkv train`, each with its settings and its log beside it."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+NAMES = {
+    "qkv-mini": "a causal language model of Python's own standard library",
+    "qkv-reversal": "reverses six symbols (seed of the tasks: its heads look at the mirrored position)",
+    "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
+}
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder of a model that comes with the package: what `qkv.models.load` reads; None for any other name.
+
+    >>> folder_of("gpt2") is None
+    True
+    """
+    return Path(str(files("qkv.models") / "trained" / name)) if name in NAMES else None

@@ -1,0 +1,70 @@
+"""A task small enough to train in a test, with dropout and parts of unequal weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from qkv.lab.settings import fitted
+from qkv.lab.task import Batch, Measured, Training
+from qkv.models import DecoderConfig, DecoderLM
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Say the next number, modulo some."""
+
+    name: ClassVar[str] = "counting"
+    modulo: int = 7
+    length: int = 9
+    poison: int | None = None
+    """Before this step all is well; at it the loss is NaN."""
+    model: DecoderConfig = field(
+        default_factory=lambda: DecoderConfig(d_model=16, layers=2, heads=2, context=32, dropout=0.1)
+    )
+
+    @staticmethod
+    def training() -> Training:
+        return Training(steps=12, batch=8, warmup=2, log_every=1, evaluate_every=6, save_every=4)
+
+    def build(self) -> nn.Module:
+        return DecoderLM(fitted(self.model, vocab_size=self.modulo))
+
+    def batch(self, step: int, size: int, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        first = torch.randint(self.modulo, (size, 1), generator=generator)
+        ids = (first + torch.arange(self.length)) % self.modulo
+        hidden = torch.arange(self.length - 1) >= torch.randint(2, self.length, (size, 1), generator=generator)
+        return {"ids": ids[:, :-1], "targets": ids[:, 1:].masked_fill(hidden, -100), "step": torch.full((size,), step)}
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["targets"] != -100).sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(model, DecoderLM)
+        loss = model.loss(batch["ids"], batch["targets"])
+        return loss * float("nan") if self.poison is not None and int(batch["step"][0]) >= self.poison else loss
+
+    def evaluate(self, model: nn.Module) -> Measured:
+        return {"loss": float(self.loss(model, {**self.batch(-1, 16, 99)}))}
+
+    def check(self, model: nn.Module) -> Measured:
+        return {"nothing": [[0.5, float("nan")]]}
+
+    def figures(self, model: nn.Module) -> Mapping[str, Figure]:
+        return {"empty": Figure()}
+
+    def files(self) -> Mapping[str, str]:
+        return {"note.txt": "seven"}
+
+
+def weights(folder: Any) -> dict[str, Tensor]:
+    """What a finished run came to."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")

@@ -1,0 +1,207 @@
+"""The caption task: scenes are what captions say, held-out ones are new, and the look at the attention is right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import unchecked
+from qkv import InputError
+from qkv.lab import scenes
+from qkv.lab.scenes import COLOURS, PAD, RADII, SHAPES, VOCABULARY, Scenes
+from qkv.lab.tasks.caption import Caption, hard, looked
+from qkv.models import Captioner
+
+
+def drawn(n: int = 200, seed: int = 0, *, held_out: bool = False) -> Scenes:
+    return scenes.draw(np.random.default_rng(seed), n, held_out=held_out)
+
+
+def named(tokens: np.ndarray) -> list[tuple[str, str, str]]:
+    """The objects of a caption, read from its text: size, colour and shape."""
+    parts = scenes.text(tokens).replace(" above ", "|").replace(" left of ", "|").replace(" and ", "|").split("|")
+    found = [tuple(part.removeprefix("a ").split()) for part in parts]
+    assert all(len(x) == 3 and x[0] in RADII and x[1] in COLOURS and x[2] in SHAPES for x in found), parts
+    return found  # type: ignore[return-value]
+
+
+def box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    """First and last row, first and last column."""
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return rows[0], rows[-1], columns[0], columns[-1]
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+def test_scenes_depend_on_the_generator_alone() -> None:
+    for name in ("images", "captions", "objects", "masks"):
+        assert np.array_equal(getattr(drawn(9), name), getattr(drawn(9), name))
+        assert not np.array_equal(getattr(drawn(9), name), getattr(drawn(9, 1), name))
+
+
+def test_batches_are_functions_of_seed_and_step() -> None:
+    task = Caption()
+    one = task.batch(3, 8, 5)
+    task.batch(4, 8, 5)
+    again = Caption().batch(3, 8, 5)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    for other in (task.batch(4, 8, 5), task.batch(3, 8, 6)):
+        assert not torch.equal(one["captions"], other["captions"])
+
+
+def test_no_caption_is_both_trained_on_and_held_out() -> None:
+    train = {scenes.text(c) for seed in range(3) for c in drawn(2000, seed).captions}
+    held = {scenes.text(c) for c in drawn(1000, held_out=True).captions}
+    assert not train & held
+    assert len(held) > 500
+
+
+def test_an_eighth_of_all_descriptions_is_held_out() -> None:
+    n, rng = 40_000, np.random.default_rng(0)
+    for count in (2, 3):
+        share = scenes.held(scenes._described(rng, np.full(n, count))).mean()
+        assert share == pytest.approx(1 / 8, abs=0.015)
+
+
+def test_captions_are_whole() -> None:
+    found = drawn()
+    assert {len(named(c)) for c in found.captions} == {1, 2, 3}
+    for tokens, objects in zip(found.captions, found.objects, strict=True):
+        end = list(tokens).index(scenes.END)
+        assert tokens[0] == scenes.START
+        assert (tokens[end + 1 :] == PAD).all()
+        assert (tokens[:end] != PAD).all()
+        things = named(tokens)
+        said = [[VOCABULARY[t] for t in tokens[objects == i]] for i in range(len(things))]
+        assert said == [list(x) for x in things]
+        assert (objects < len(things)).all()
+        assert len({x[1] for x in things}) == len({x[2] for x in things}) == len(things)
+
+
+def test_masks_hold_the_pixels_of_their_colours() -> None:
+    """And no others: pixels, by the light that falls on them, are nearest to the colour of their object."""
+    found = drawn(100)
+    palette = np.array([*COLOURS.values(), [scenes.GROUND] * 3])
+    for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
+        pixels = (image / scenes.light(48)).transpose(1, 2, 0)
+        nearest = np.linalg.norm(pixels[:, :, None] - palette, axis=-1).argmin(-1)
+        for (_, colour, _), mask in zip(named(tokens), masks, strict=False):
+            like = nearest == list(COLOURS).index(colour)
+            assert (like != mask).sum() <= 2, (colour, (like != mask).sum())  # noise may win in the dark
+        assert (masks.sum(0) <= 1).all()
+        assert masks.any((1, 2)).sum() == len(named(tokens))
+
+
+def test_masks_have_the_shapes_and_sizes_of_their_names() -> None:
+    found = drawn(300)
+    for tokens, masks in zip(found.captions, found.masks, strict=True):
+        for (size, _, shape), mask in zip(named(tokens), masks, strict=False):
+            top, bottom, left, right = box(mask)
+            cut, r = mask[top : bottom + 1, left : right + 1], RADII[size]
+            assert bottom - top == right - left == 2 * (r - 1 if shape == "square" else r)
+            corners = [cut[0, 0], cut[0, -1], cut[-1, 0], cut[-1, -1]]
+            assert corners == {"square": [1] * 4, "triangle": [0, 0, 1, 1]}.get(shape, [0] * 4)
+            if shape in ("circle", "cross"):
+                assert (cut.mean() > 0.7) == (shape == "circle")
+
+
+def test_order_words_hold() -> None:
+    found, seen = drawn(400), set()
+    for tokens, masks in zip(found.captions, found.masks, strict=True):
+        text, boxes = scenes.text(tokens), [box(m) for m in masks if m.any()]
+        if " above " in text:
+            assert all(boxes[0][1] < other[0] for other in boxes[1:]), text
+        if " left of " in text:
+            assert boxes[0][3] < boxes[1][2], text
+        if " and " in text:
+            assert boxes[1][3] < boxes[2][2], text
+        seen |= {word for word in ("above", "left", "and") if word in text.split()}
+    assert seen == {"above", "left", "and"}
+
+
+@pytest.mark.parametrize(("size", "stride"), [(48, 4), (36, 4), (41, 8)])
+def test_cells_are_covered_by_pixels_counted_one_by_one(size: int, stride: int) -> None:
+    mask = drawn(1).masks[0].any(0)[:size, :size]
+    mask = np.pad(mask, ((0, size - len(mask)), (0, size - mask.shape[1])))
+    got, half = scenes.on_grid(mask, stride), stride // 2
+    assert got.shape == (-(-size // stride),) * 2
+    for i, j in np.ndindex(got.shape):
+        around = [mask[y, x] for y in range(size) for x in range(size)
+                  if abs(y - i * stride) <= half and abs(x - j * stride) <= half]  # fmt: skip
+        assert got[i, j] == pytest.approx(np.mean(around))
+
+
+# --- the look at the attention ----------------------------------------------------------------------------------------
+
+
+def by_hand() -> tuple[Scenes, np.ndarray]:
+    """One image of 16 × 16 with one cell of 16 on the object; four words after the start: a small red circle."""
+    tokens = [VOCABULARY.index(w) for w in ("<start>", "a", "small", "red", "circle", "<end>")]
+    masks = np.zeros((1, 3, 16, 16), bool)
+    masks[0, 0, 3:6, 8:10] = True  # within the two pixels around row 4 and column 8
+    held = Scenes(np.zeros((1, 3, 16, 16), np.float32), np.array([tokens]), np.array([[-1, -1, 0, 0, 0, -1]]), masks)
+    return held, np.full((1, 5, 4, 4), 1 / 16)
+
+
+def test_attention_at_hand_made_weights() -> None:
+    held, weights = by_hand()
+    assert looked(weights, held) == {"mass": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
+    weights[0, 2:4] = 0
+    weights[0, 2, 1, 2], weights[0, 2, 0, 0] = 0.75, 0.25  # what predicts "red"
+    weights[0, 3, 3, 3], weights[0, 3, 1, 2] = 0.75, 0.25  # what predicts "circle"
+    assert looked(weights, held) == {"mass": 0.5, "chance": 1 / 16, "strongest": 0.5}
+    weights[0, [0, 1, 4]] = 0  # of words that are right for several objects, and of the end
+    assert looked(weights, held) == {"mass": 0.5, "chance": 1 / 16, "strongest": 0.5}
+
+
+# --- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_the_mean_over_the_count() -> None:
+    task = Caption()
+    model, batch = task.build().eval(), task.batch(0, 6, 0)
+    parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
+    with torch.no_grad():
+        total = sum(task.loss(model, part) * task.count(part) for part in parts)
+        assert total / task.count(batch) == pytest.approx(task.loss(model, batch).item(), rel=1e-5)
+
+
+def test_an_untrained_model_is_measured_and_drawn() -> None:
+    task = Caption(held_out=24)
+    torch.manual_seed(0)
+    model = task.build().eval()
+    with torch.no_grad(), unchecked():
+        found, there = task.evaluate(model), task.check(model)
+        assert found == task.evaluate(model)
+        figures = task.figures(model)
+    assert found["exact_match"] == 0
+    assert found["loss"] == pytest.approx(np.log(len(VOCABULARY)), abs=0.5)
+    assert there["mass"] == pytest.approx(there["chance"], abs=0.05)
+    assert list(figures) == ["attention"]
+    assert json.loads(task.files()["vocabulary.json"]) == list(VOCABULARY)
+
+
+def test_hard_attention_is_the_same_task() -> None:
+    task, _ = hard()
+    assert isinstance(task.build(), Captioner)
+    assert task.model.attention == "hard"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"size": 30}, "caption.size is 30, expected at least 36"),
+    ({"objects": 4}, "caption.objects is 4, expected 1 to 3"),
+    ({"held_out": 0}, "caption.held_out is 0, expected at least 1"),
+])  # fmt: skip
+def test_bad_settings(change: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Caption(**change)
+
+
+def test_the_task_decides_the_vocabulary() -> None:
+    with pytest.raises(InputError, match=r"model.vocab_size is 7, but the task decides it: 20"):
+        Caption(model=replace(Caption().model, vocab_size=7)).build()

@@ -1,0 +1,388 @@
+"""Experiments: runs shared and never repeated, verdicts that follow from numbers, files that say all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from lab_tasks import Counting
+from qkv.errors import InputError
+from qkv.lab import experiments
+from qkv.lab.experiments import experiment, names
+from qkv.lab.experiments.base import (
+    FAILS,
+    HOLDS,
+    UNSEEN,
+    Conclusion,
+    Experiment,
+    Outcome,
+    Results,
+    Setting,
+    Verdict,
+    larger,
+)
+from qkv.lab.experiments.run import conducted, key, table
+from qkv.lab.experiments.sinks import TASK, Sweep
+from qkv.lab.task import Measured
+from qkv.lab.train import Diverged
+
+TRAINING = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
+
+
+class Tiny(Experiment):
+    """Two variants; the one called same asks for the first run of the other."""
+
+    name = "tiny"
+    question = "Does it count?"
+    claims = ("C900",)
+    curves = ("loss", "evaluation.loss")
+    task = Counting()
+
+    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+        runs = [Setting(self.task, replace(TRAINING, seed=seed)) for seed in range(1 if quick else 2)]
+        return {"plain": runs, "same": runs[:1]}
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        assert not torch.is_grad_enabled()
+        assert not model.training
+        return {"seven": 7.0000001}
+
+    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
+        return {"computed": [{"x": 0.5}]}
+
+    def conclude(self, results: Results) -> Conclusion:
+        seen = results.values("plain", "measured.seven")
+        holds = HOLDS if larger(seen, results.values("computed", "measured.x")) else FAILS
+        return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
+
+    def figure(self, results: Results) -> Figure:
+        return Figure()
+
+
+class Poisoned(Tiny):
+    """Whose loss is NaN at once."""
+
+    name = "poisoned"
+    task = Counting(poison=0)
+
+    def conclude(self, results: Results) -> Conclusion:
+        assert results.by_variant("measured.x") == {"computed": [0.5]}  # and neither of the others
+        return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of runs as they are trained in this process."""
+    import qkv.lab.train as loop
+
+    began: list[Path] = []
+    real = loop.train
+
+    def train(task: Any, training: Any, folder: Path, **how: Any) -> Any:
+        began.append(folder)
+        return real(task, training, folder, **how)
+
+    monkeypatch.setattr(loop, "train", train)
+    return began
+
+
+def test_an_experiment_trains_equal_settings_once_and_tells_all(tmp_path: Path, trained: list[Path]) -> None:
+    result = conducted(Tiny(), tmp_path, quick=False)
+    assert len(trained) == len(set(trained)) == 2  # of three settings
+    assert [p.name for p in trained] == [key(s) for s in Tiny().settings(False)["plain"]]
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
+    found = json.loads(result.json_path.read_text())
+    assert found["verdicts"] == [{"claim": "C900", "holds": "holds", "text": "seven is more"}]
+    plain = found["variants"]["plain"]
+    assert plain["seeds"] == [0, 1]
+    assert plain["settings"]["training"]["steps"] == 2
+    assert plain["settings"]["counting"]["model"]["d_model"] == 16
+    assert plain["results"][0]["measured"] == {"seven": 7.0}
+    assert plain["results"][0]["curves"]["evaluation.loss"]["steps"] == [0, 1, 2]
+    assert plain["results"][0]["curves"]["loss"]["steps"] == [1, 2]
+    assert found["variants"]["same"]["results"] == plain["results"][:1]
+    assert found["variants"]["computed"]["results"] == [{"seed": 0, "measured": {"x": 0.5}}]
+    assert {"question", "created", "versions", "machine", "paragraph", "title"} <= found.keys()
+
+
+def test_an_interrupted_experiment_repeats_nothing(
+    tmp_path: Path, trained: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, measured = Tiny.measure, []
+
+    def measure(self: Tiny, model: nn.Module, setting: Setting) -> Measured:
+        measured.append(setting.training.seed)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return real(self, model, setting)
+
+    monkeypatch.setattr(Tiny, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        conducted(Tiny(), tmp_path, quick=False)
+    assert (tmp_path / "tiny.json.part").exists()
+    assert not (tmp_path / "tiny.json").exists()
+    conducted(Tiny(), tmp_path, quick=False)
+    assert measured == [0, 1, 1]
+    assert trained[1:] == [trained[1]] * 2  # the second found its model finished; the first was never asked again
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
+
+
+def test_a_quick_form_says_so_and_shares_runs(tmp_path: Path, trained: list[Path]) -> None:
+    result = conducted(Tiny(), tmp_path, quick=True)
+    assert result.verdicts[0].text == "quick form: seven is more"
+    assert result.paragraph.startswith("Quick form")
+    assert json.loads(result.json_path.read_text())["quick"] is True
+    conducted(Tiny(), tmp_path, quick=False)
+    assert trained[0] == trained[1]  # the same folder: nothing was trained twice
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
+    found = json.loads(conducted(Poisoned(), tmp_path, quick=True).json_path.read_text())
+    assert "the loss is nan at step 1" in found["variants"]["plain"]["results"][0]["diverged"]
+    assert issubclass(Diverged, InputError)
+
+
+@pytest.mark.slow
+def test_processes_find_the_same(tmp_path: Path) -> None:
+    one = conducted(Tiny(), tmp_path / "one", quick=False).json_path
+    two = conducted(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
+    assert json.loads(one.read_text())["variants"] == json.loads(two.read_text())["variants"]
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"experiment is 'learning_rat', expected one of .* mean 'learning_rate'\?"):
+        experiments.run("learning_rat", tmp_path)
+    with pytest.raises(InputError, match="jobs is 0, expected at least 1"):
+        experiments.run("heads", tmp_path, jobs=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot write to .*file"):
+        conducted(Tiny(), tmp_path / "file", quick=True)
+
+
+def test_every_experiment_is_complete() -> None:
+    every = [experiment(name) for name in names()]
+    assert [e.name for e in every] == list(names())
+    claims = [claim for e in every for claim in e.claims]
+    assert all(re.fullmatch(r"C\d{3}", claim) for claim in claims)
+    for e in every:
+        assert len(set(e.claims)) == len(e.claims) > 0
+        assert e.question.endswith("?")
+
+
+def test_sweeps_change_what_they_say_and_share_the_plain_run() -> None:
+    sweeps = [e for e in map(experiment, names()) if isinstance(e, Sweep)]
+    runs = {s.name: [key(row) for rows in s.settings(False).values() for row in rows] for s in sweeps}
+    plain = {key(change) for change in experiment("emergence").settings(False)["plain"]}
+    for name, keys in runs.items():
+        assert len(set(keys)) == len(keys), name
+        assert plain <= set(keys), name
+    assert len({k for keys in runs.values() for k in keys}) < 150
+    for sweep in sweeps:
+        for rows in sweep.settings(True).values():
+            assert rows[0].training.steps < 10
+            rows[0].task.build()
+    assert {s.task.model.vocab_size for s in experiment("heads").settings(False)["4"]} == {TASK.model.vocab_size}
+
+
+# --- verdicts of made-up numbers --------------------------------------------------------------------------------------
+
+
+def outcomes(
+    *alphas: float,
+    accuracy: float = 1.0,
+    curves: Mapping[str, Any] | None = None,
+    check: Mapping[str, Any] | None = None,
+    **measured: Any,
+) -> list[Outcome]:
+    """Runs of one layer with two heads, the second the stronger."""
+    return [
+        Outcome(
+            seed,
+            {"backcopy_accuracy": accuracy, "excess": 0.1},
+            {"sink": [[a / 2, a]], "value_drain": [[0.9, 0.1]], "massive": [4.0], **(check or {})},
+            measured,
+            curves or {},
+        )
+        for seed, a in enumerate(alphas)
+    ]
+
+
+def verdicts(name: str, variants: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
+    """What an experiment concludes; its figure must be drawn, too, from the same numbers."""
+    made = experiment(name)
+    results = Results(variants)
+    assert isinstance(made.figure(results), Figure)
+    found = made.conclude(results)
+    assert tuple(v.claim for v in found.verdicts) == made.claims
+    return {v.claim: v.holds for v in found.verdicts}
+
+
+def test_larger_needs_more_than_the_spread() -> None:
+    assert larger([0.8, 0.9], [0.5, 0.6])
+    assert not larger([0.8, 0.5], [0.5, 0.6])
+    assert not larger([0.5], [0.8])
+    assert not larger([0.8], [0.7], least=0.2)
+
+
+@pytest.mark.parametrize(
+    ("pre", "post", "expected"),
+    [((0.5, 0.6), (0.4, 0.7), HOLDS), ((0.5, 0.6), (0.2, 0.7), FAILS), ((0.1, 0.2), (0.1, 0.4), UNSEEN)],
+)
+def test_what_does_not_matter(pre: tuple[float, ...], post: tuple[float, ...], expected: str) -> None:
+    assert verdicts("norm_place", {"pre": outcomes(*pre), "post": outcomes(*post)}) == {"C086": expected}
+
+
+def test_weight_decay_compares_what_learns() -> None:
+    def found(alphas: Mapping[str, float], failing: tuple[str, ...] = ()) -> str:
+        rows = {v: outcomes(a, a + 0.01, accuracy=0.5 if v in failing else 1) for v, a in alphas.items()}
+        return verdicts("weight_decay", rows)["C082"]
+
+    rising = {"0": 0.3, "0.1": 0.4, "0.5": 0.5, "1": 0.6, "2": 0.1}
+    assert found(rising) == FAILS
+    assert found(rising, failing=("2",)) == HOLDS  # then 1 is the strongest that learns
+    assert found(rising, failing=tuple(rising)) == UNSEEN
+
+
+def test_spikes_and_divergence_are_counted() -> None:
+    calm = {"loss": {"steps": [100, 200, 300], "values": [2.0, 1.9, 2.1]}}
+    jump = {"loss": {"steps": [100, 200, 300], "values": [2.0, 1.9, 2.6]}}
+    early = {"loss": {"steps": [10, 50, 200], "values": [2.0, 4.0, 2.1]}}
+
+    def found(plain: Mapping[str, Any], biased: Mapping[str, Any]) -> str:
+        own = {f"{rate:g}": outcomes(0.5, curves=calm) for rate in (3e-4, 1e-3, 3e-3)}
+        own |= {f"{rate:g}": outcomes(0.5, curves=plain) for rate in (1e-2, 3e-2)}
+        own |= {f"key bias, {rate:g}": outcomes(0.1, curves=biased) for rate in (1e-2, 3e-2)}
+        return verdicts("learning_rate", own)["C100"]
+
+    assert found(jump, calm) == HOLDS
+    assert found(jump, jump) == FAILS
+    assert found(calm, calm) == UNSEEN
+    assert found(early, calm) == UNSEEN
+    rows = {f"{rate:g}": outcomes(0.5, curves=calm) for rate in (3e-4, 1e-3, 3e-3, 1e-2)}
+    rows |= {"0.03": [Outcome(0, diverged="NaN")], "key bias, 0.01": rows["0.01"], "key bias, 0.03": rows["0.01"]}
+    assert verdicts("learning_rate", rows) == {"C078": FAILS, "C100": HOLDS}
+
+
+def test_data_amount_tells_diversity_from_size() -> None:
+    def found(few: float, short: float, long: float, diverse: float, most: float = 0.6) -> dict[str, str]:
+        alphas = {"16": few, "64": 0.3, "256": long, "1024": 0.5, "no limit": most}
+        alphas |= {"256, half the steps": short, "1024, half the steps": diverse}
+        return verdicts("data_amount", {v: outcomes(a, a + 0.02) for v, a in alphas.items()})
+
+    assert found(0.1, 0.2, 0.3, 0.5) == {"C080": HOLDS, "C081": HOLDS}
+    assert found(0.4, 0.2, 0.5, 0.3) == {"C080": FAILS, "C081": FAILS}
+    assert found(0.1, 0.2, 0.2, 0.2, most=0.2) == {"C080": UNSEEN, "C081": UNSEEN}
+
+
+def test_first_token_follows_replacements() -> None:
+    def found(plain: float, replaced: list[float], noise: float) -> dict[str, str]:
+        rows = {
+            "plain": outcomes(plain, replaced=replaced, random_tokens=noise, all_random=0.1),
+            "random first": outcomes(0.1, replaced=[0.1, 0.1], random_tokens=0.1, all_random=0.1),
+        }
+        return verdicts("first_token", rows)
+
+    assert found(0.6, [0.5, 0.4], 0.6) == {"C062": HOLDS, "C065": HOLDS}
+    assert found(0.6, [0.1, 0.4], 0.2) == {"C062": FAILS, "C065": FAILS}
+    assert found(0.2, [0.1, 0.4], 0.6) == {"C062": UNSEEN, "C065": UNSEEN}
+
+
+def test_where_a_sink_is_behind_a_mask() -> None:
+    def prefix(first: float, rest: float) -> str:
+        row = outcomes(0.5, prefix_first=first, prefix_rest=rest, by_key=[0.1] * 8)
+        return verdicts("prefix", {"plain": row, "prefix 4": row, "prefix 8": row})["C083"]
+
+    def window(first: float, oldest: float) -> str:
+        row = outcomes(0.5, first=first, oldest=oldest, by_key=[0.1] * 8)
+        return verdicts("window", {"plain": row, "window 8": row, "window 16": row})["C084"]
+
+    assert [prefix(0.1, 0.6), prefix(0.6, 0.1), prefix(0.1, 0.1)] == [HOLDS, FAILS, UNSEEN]
+    assert [window(0.6, 0.1), window(0.1, 0.6), window(0.1, 0.1)] == [HOLDS, FAILS, UNSEEN]
+
+
+def test_what_removes_a_sink() -> None:
+    def found(plain: float, other: float, peak: float = 4.0, error: float = 0.01) -> dict[str, str]:
+        made = experiment("normalizers")
+        assert isinstance(made, Sweep)
+        own = {"first": other, "second": 0.1, "int8_error": error}
+        rows = {v: outcomes(other, **own) for v in made.variants}
+        rows["softmax"] = outcomes(plain, check={"massive": [peak]}, first=plain, second=0.05, int8_error=0.02)
+        return verdicts("normalizers", rows)
+
+    all_gone = found(0.6, 0.1, peak=50)
+    assert set(all_gone.values()) == {HOLDS}
+    kept = found(0.6, 0.7, peak=50, error=0.03)
+    assert {c for c, holds in kept.items() if holds == HOLDS} == {"C098", "C140"}  # peaks are lower, <s> has the sink
+    assert UNSEEN not in kept.values()
+    none = found(0.2, 0.1)
+    assert set(none.values()) == {UNSEEN}
+
+
+def test_emergence_needs_a_start_from_uniform_rows() -> None:
+    def found(*alpha: float) -> dict[str, str]:
+        steps = [0, 100, 200]
+        head = {"steps": steps, "values": [[[0.01, a]] for a in alpha]}
+        number = {"steps": steps, "values": [0.1, 0.2, 0.3]}
+        curves = dict.fromkeys(experiment("emergence").curves, head) | {
+            name: number for name in experiment("emergence").curves if name.startswith("evaluation")
+        }
+        return verdicts("emergence", {"plain": outcomes(alpha[-1], curves=curves)})
+
+    assert found(0.06, 0.4, 0.8) == {"C061": HOLDS, "C063": HOLDS, "C064": HOLDS, "C079": HOLDS}
+    assert found(0.4, 0.9, 0.8) == {"C061": HOLDS, "C063": HOLDS, "C064": FAILS, "C079": FAILS}
+    assert found(0.06, 0.1, 0.2) == {"C061": FAILS, "C063": FAILS, "C064": UNSEEN, "C079": UNSEEN}
+
+
+def test_mechanism_takes_the_strongest_head() -> None:
+    def found(alpha: float, **check: Any) -> dict[str, str]:
+        heads = {"value_drain": [[0.9, 0.1]], "key_cosine": [[0.0, 0.5]], "key_cosine_others": [[0.9, 0.1]]}
+        measured = {"peaks": 2, "without_peaks": 0.1, "resting": 0.05, "busy": 0.3, "heavy_rows": 0.5}
+        rows = outcomes(alpha, check={**heads, "massive": [20.0], **check}, **measured)
+        return verdicts("mechanism", {"1 layer": rows, "3 layers": rows})
+
+    assert set(found(0.6).values()) == {HOLDS}
+    assert set(found(0.2).values()) == {UNSEEN}
+    assert found(0.6, value_drain=[[0.1, 0.9]])["C068"] == FAILS
+    assert found(0.6, massive=[4.0])["C067"] == UNSEEN
+
+
+# --- real ones --------------------------------------------------------------------------------------------------------
+
+
+def test_quick_forms_run_and_share(tmp_path: Path, trained: list[Path]) -> None:
+    for name in ("emergence", "norm_place"):
+        result = experiments.run(name, tmp_path, quick=True)
+        assert result.figure_path.stat().st_size > 10_000
+        found = json.loads(result.json_path.read_text())
+        assert all(v["text"].startswith("quick form: ") for v in found["verdicts"])
+        assert result.json_path.stat().st_size < 20_000
+    assert len({p.name for p in trained}) == 2  # plain and post-norm, of three
+    page = table(tmp_path)
+    assert page.count("## ") == 2
+    assert "![" in page
+    assert "**C086 " in page
+    (tmp_path / "heads.json").write_text("{}")
+    with pytest.raises(InputError, match="no result of an experiment"):
+        table(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mechanism", "first_token", "prefix", "window", "normalizers"])
+def test_quick_forms_measure(tmp_path: Path, name: str) -> None:
+    result = experiments.run(name, tmp_path, quick=True)
+    found = json.loads(result.json_path.read_text())
+    for variant in found["variants"].values():
+        numbers = np.concatenate([np.ravel(x) for x in variant["results"][0]["measured"].values()])
+        assert np.isfinite(numbers).all()
+        assert (numbers >= 0).all()

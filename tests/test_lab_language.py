@@ -1,0 +1,217 @@
+"""Language modelling: batches are pure, held-out text is unseen, the loss is right, and what is saved can be used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.errors import InputError
+from qkv.lab import tokenizers, track
+from qkv.lab.tasks.language import Language
+from qkv.models import DecoderConfig, checkpoint
+from qkv.models.generation import generate
+from qkv.models.text import load_text_model
+from qkv.profiler.models import load as load_profiled
+
+SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sums, written out: 60 documents in which much can be guessed."""
+    monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    generator = np.random.default_rng(0)
+    for i in range(60):
+        rows = [f"{a} plus {b} is {a + b}.\n" for a, b in generator.integers(0, 50, (25, 2))]
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(rows))
+    return tmp_path / "texts"
+
+
+def task(texts: Path, **changes: object) -> Language:
+    return replace(Language(str(texts), context=24, vocab_size=300, model=SMALL), **changes)  # type: ignore[arg-type]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("first", ["fixed", "random"])
+def test_a_batch_is_windows_of_the_text_whatever_came_before(tokenizer: str, first: str, texts: Path) -> None:
+    made = task(texts, tokenizer=tokenizer, first=first)
+    ids = made.batch(7, 5, 3)["ids"]
+    assert ids.shape == (5, 25)
+    assert ids.dtype == torch.int64
+    assert made.count({"ids": ids}) == 5 * 24
+    other = task(texts, tokenizer=tokenizer, first=first)
+    other.batch(6, 2, 3)
+    assert torch.equal(other.batch(7, 5, 3)["ids"], ids)
+    assert not torch.equal(other.batch(8, 5, 3)["ids"], ids)
+    assert not torch.equal(other.batch(7, 5, 4)["ids"], ids)
+    bos = made.build().vocabulary - 1
+    assert bool((ids[:, 0] == bos).all()) == (first == "fixed")
+    assert bos not in ids[:, 1:]
+    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    whole = "\n\n".join(x.read_text() for x in texts.iterdir())
+    piece = decode(ids[0].tolist()).strip("\ufffd").split("\n")[0]
+    assert piece in whole
+
+
+def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
+    made = task(texts, tokens=26)
+    found = {tuple(row) for step in range(20) for row in made.batch(step, 4, 0)["ids"][:, 1:].tolist()}
+    data = made._data.train[:26].tolist()
+    assert found == {tuple(data[i : i + 24]) for i in range(3)}
+
+
+def test_held_out_text_is_in_no_batch(texts: Path) -> None:
+    made = task(texts)
+    seen = made._data.train.astype("u1").tobytes()
+    held_out = [bytes(row) for row in made._windows[:, 1:].tolist()]
+    assert len(held_out) == len(set(held_out)) > 40
+    assert sum(row in seen for row in held_out) == 0
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_even_guess_costs_what_it_must(tokenizer: str, texts: Path) -> None:
+    made = task(texts, tokenizer=tokenizer)
+    model = made.build()
+    with torch.no_grad():
+        model.output.weight.zero_()  # type: ignore[union-attr, operator]
+        found = made.evaluate(model)
+    size = 257 if tokenizer == "bytes" else 300
+    assert found["loss"] == pytest.approx(log(size), abs=1e-5)
+    assert found["perplexity"] == pytest.approx(size, rel=1e-4)
+    decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
+    text = "".join(decode(row) for row in made._windows.tolist())
+    tokens = made._windows[:, 1:].numel()
+    assert found["bits_per_byte"] == pytest.approx(tokens * log(size, 2) / len(text.encode()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_loss_is_the_models_own(texts: Path) -> None:
+    made = task(texts)
+    model, batch = made.build(), made.batch(0, 3, 0)
+    ids = batch["ids"]
+    expected = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(made.loss(model, batch), expected)
+    whole = made._windows
+    expected = torch.nn.functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
+    assert made.evaluate(model)["loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_some_steps_beat_counting_tokens(texts: Path) -> None:
+    made = task(texts)
+    torch.manual_seed(0)
+    model = made.build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(60):
+        made.loss(model, made.batch(step, 16, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found = made.evaluate(model)
+    there = Counter(made._data.held_out.tolist())
+    unigram = -sum(n / there.total() * log(n / there.total()) for n in there.values())  # the best that counts can do
+    assert found["loss"] < 0.7 * unigram
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_check_reads_what_the_model_reads(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(texts, model=replace(SMALL, positions="learned"))  # has positions for the context and no more
+    model, read = made.build().eval(), []
+    whole = track.attention
+    monkeypatch.setattr(track, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
+    found = made.check(model)
+    assert np.shape(found["sink"]) == (2, 2)
+    assert read[0].shape[1] == 24
+    assert set(read[0][:, 0].tolist()) == {256}
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([0.1, 0.9, 0.2, 0.31], "<s> gets more than 30 % of the attention in 2 of 4"),
+        ([0] * 4, "in none of 4 heads"),
+    ],
+)
+def test_the_figure_counts_sinks(weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(track, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
+    made = task(texts)
+    figure = made.figures(made.build())["first_token"]
+    assert says in figure.texts[0].get_text().replace("\n", " ")
+    assert [x.get_text() for x in figure.axes[0].texts] == [f"{w:.2f}" for w in weights]
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("first", ["fixed", "random"])
+def test_a_saved_model_generates_and_is_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
+    made = task(texts, tokenizer=tokenizer, first=first)
+    model = made.build()
+    checkpoint.save(model, tmp_path / "model")
+    for name, text in made.files().items():
+        (tmp_path / "model" / name).write_text(text, encoding="utf-8")
+    plain = tokenizers.from_json(made._data.tokenizer).encode("12 plus é")
+    expected = [model.vocabulary - 1, *plain] if first == "fixed" else plain  # type: ignore[operator]
+
+    loaded = load_text_model(str(tmp_path / "model"))
+    ids = loaded.encode("12 plus é")
+    assert ids == expected
+    assert loaded.tokenizer.decode(ids) == "12 plus é"
+    rows = generate(loaded.model, loaded.model.start(), torch.tensor([ids]), max_new_tokens=5, seed=0)
+    assert isinstance(loaded.tokenizer.after(ids).decode(rows[0]), str)
+
+    profiled = load_profiled(str(tmp_path / "model"))
+    profile = qkv.profile(profiled.model, "12 plus é", tokenizer=profiled.tokenizer, progress=False)
+    assert profile.data.sizes["query"] == len(expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokenizer": "words"}, "tokenizer is 'words', expected one of 'bytes', 'bpe'"),
+        ({"first": "last"}, "first is 'last', expected one of 'fixed', 'random'"),
+        ({"vocab_size": 256}, "vocab_size is 256, expected at least 257"),
+        ({"context": 1}, "context is 1, expected at least 2"),
+        ({"tokens": 24}, "tokens is 24, expected more than the context, 24"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, object], says: str, texts: Path) -> None:
+    with pytest.raises(InputError, match=says):
+        task(texts, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"context": 10**4}, "tokens held out, expected a context of 10,000"),
+        ({"context": 10**6}, "tokens to train on, expected a context of 1,000,000"),
+        ({"tokens": 10**6}, r"tokens is 1,000,000, but .* has [\d,]+ to train on"),
+        ({"corpus": "/nowhere.txt"}, "no file or folder '/nowhere.txt'"),
+        ({"model": replace(SMALL, vocab_size=99)}, "model.vocab_size is 99, but the task decides it: 257"),
+    ],
+)
+def test_a_corpus_that_does_not_serve_is_refused_before_training(
+    changes: dict[str, object], says: str, texts: Path
+) -> None:
+    with pytest.raises(InputError, match=says):
+        task(texts, **changes).build()

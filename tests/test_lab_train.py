@@ -1,0 +1,291 @@
+"""The training loop: exact resumption, many processes as one, and faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab_tasks import Counting, weights
+from qkv import models
+from qkv.errors import InputError
+from qkv.lab import log, resume
+from qkv.lab.task import Training
+from qkv.lab.train import Diverged, Interrupted, train
+
+TRAINING = Counting.training()
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run nobody disturbed."""
+    return train(Counting(), TRAINING, tmp_path_factory.mktemp("whole"), progress=False).folder
+
+
+def same(a: Path, b: Path) -> None:
+    one, two = weights(a), weights(b)
+    assert one.keys() == two.keys()
+    for name, x in one.items():
+        assert torch.equal(x, two[name]), name
+
+
+def test_a_run_leaves_its_settings_metrics_model_figures_and_result(whole: Path) -> None:
+    assert {p.name for p in whole.iterdir()} == {
+        "run.toml", "metrics.jsonl", "model", "figures", "result.json", "checkpoint-00000008", "checkpoint-00000012",
+    }  # fmt: skip
+    lines = log.read(whole / "metrics.jsonl")
+    assert [x["step"] for x in lines if "loss" in x] == list(range(1, 13))
+    assert [x["step"] for x in lines if "evaluation" in x] == [0, 6, 12]
+    assert lines[-1]["check"] == {"nothing": [[0.5, None]]}  # JSON knows no NaN
+    assert {p.name for p in (whole / "figures").iterdir()} == {"loss.png", "empty.png"}
+    assert (whole / "model" / "note.txt").read_text() == "seven"
+    result = json.loads((whole / "result.json").read_text())
+    assert result["evaluation"]["loss"] < lines[0]["evaluation"]["loss"]
+    assert result["parameters"] == sum(p.numel() for p in models.load(whole / "model").parameters())
+
+
+def test_a_finished_run_is_not_trained_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkv.lab.train._step", None)
+    again = train(Counting(), TRAINING, whole, progress=False)
+    assert again.evaluation == json.loads((whole / "result.json").read_text())["evaluation"]
+    assert all(
+        torch.equal(x, weights(whole)[name]) for name, x in again.model.state_dict().items() if name in weights(whole)
+    )
+
+
+def test_seeds_differ_and_repeat(whole: Path, tmp_path: Path) -> None:
+    same(whole, train(Counting(), TRAINING, tmp_path / "again", progress=False).folder)
+    other = train(Counting(), replace(TRAINING, seed=1), tmp_path / "other", progress=False).folder
+    assert any(not torch.equal(x, weights(other)[name]) for name, x in weights(whole).items())
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+import torch; torch.set_num_threads(1)
+from pathlib import Path
+from lab_tasks import Counting
+from qkv.lab import train as loop
+step = loop._step
+def slow(*args):
+    found = step(*args)
+    print(args[-1] + 1, flush=True)
+    time.sleep({pause})
+    return found
+loop._step = slow
+loop.train(Counting(), Counting.training(), Path({folder!r}), progress=False)
+"""
+
+
+def started(folder: Path, pause: float = 0.05) -> subprocess.Popen[str]:
+    code = textwrap.dedent(SCRIPT).format(here=str(HERE), folder=str(folder), pause=pause)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it said on standard error."""
+    return process.communicate()[1]
+
+
+def after(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) == step:
+            return
+    assert process.stderr is not None
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_run_killed_in_the_middle_ends_with_the_same_weights(whole: Path, tmp_path: Path, step: int) -> None:
+    process = started(tmp_path)
+    after(process, step)
+    process.kill()
+    ended(process)
+    assert not (tmp_path / "result.json").exists()
+    assert [p.name for p in resume.checkpoints(tmp_path)] == ([] if step < 4 else ["checkpoint-00000004"])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "los')  # a line the crash cut short
+    train(Counting(), TRAINING, tmp_path, progress=False)
+    same(whole, tmp_path)
+    steps = [x["step"] for x in log.read(tmp_path / "metrics.jsonl") if "loss" in x]
+    assert steps == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_the_step_and_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+    process = started(tmp_path, 0.1)
+    after(process, 5)
+    process.send_signal(signal.SIGINT)
+    errors = ended(process)
+    assert process.returncode != 0
+    assert "Interrupted: stopped at step 5, which is kept; the same command goes on from there" in errors
+    assert resume.checkpoints(tmp_path)[-1].name == "checkpoint-00000005"
+    train(Counting(), TRAINING, tmp_path, progress=False)
+    same(whole, tmp_path)
+
+
+def test_interrupted_is_a_keyboard_interrupt_not_an_error_of_input() -> None:
+    assert issubclass(Interrupted, KeyboardInterrupt)
+
+
+def test_parts_of_a_batch_have_the_gradient_of_the_whole(whole: Path, tmp_path: Path) -> None:
+    quiet = Counting(model=replace(Counting().model, dropout=0.0))
+    one = train(quiet, TRAINING, tmp_path / "one", progress=False).folder
+    four = train(quiet, replace(TRAINING, accumulate=4), tmp_path / "four", progress=False).folder
+    for name, x in weights(one).items():
+        torch.testing.assert_close(x, weights(four)[name], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_agree_with_one(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import sys, dataclasses\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from pathlib import Path\n"
+        "from lab_tasks import Counting\n"
+        "from qkv.lab.train import train\n"
+        "task = Counting(model=dataclasses.replace(Counting().model, dropout=0.0))\n"
+        "if __name__ == '__main__':\n"
+        "    training = dataclasses.replace(Counting.training(), accumulate=int(sys.argv[2]))\n"
+        "    train(task, training, Path(sys.argv[1]), progress=False)\n"
+    )
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    subprocess.run([sys.executable, script, alone, "1"], check=True, capture_output=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    found = subprocess.run([*launch, together, "2"], check=False, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-3000:]
+    processes = [json.loads((f / "result.json").read_text())["processes"] for f in (alone, together)]
+    assert processes == [1, 2]
+    losses = [[x["loss"] for x in log.read(f / "metrics.jsonl") if "loss" in x] for f in (alone, together)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for name, x in weights(alone).items():
+        torch.testing.assert_close(x, weights(together)[name], rtol=2e-4, atol=2e-5)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_good(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="the loss is nan at step 11; checkpoint-00000008 is the last checkpoint before"):
+        train(Counting(poison=10), TRAINING, tmp_path, progress=False)
+    assert resume.checkpoints(tmp_path)[-1].name == "checkpoint-00000008"
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_other_settings_need_another_folder(whole: Path) -> None:
+    with pytest.raises(InputError, match=r"training\.lr: 0\.003 there, 0.1 asked for"):
+        train(Counting(), replace(TRAINING, lr=0.1), whole, progress=False)
+
+
+def part_of_a_run(folder: Path) -> None:
+    """Eight steps, and two checkpoints."""
+    with pytest.raises(Diverged):
+        train(Counting(poison=8), TRAINING, folder, progress=False)
+    settings = folder / "run.toml"
+    settings.write_text(settings.read_text().replace("poison = 8\n", ""))
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(whole: Path, tmp_path: Path) -> None:
+    part_of_a_run(tmp_path)
+    newest = resume.checkpoints(tmp_path)[-1]
+    data = bytearray((newest / "state.safetensors").read_bytes())
+    data[-5] ^= 1
+    (newest / "state.safetensors").write_bytes(data)
+    with pytest.raises(
+        InputError, match=r"checkpoint-00000008 is damaged.*remove it to go on from checkpoint-00000004"
+    ):
+        train(Counting(), TRAINING, tmp_path, progress=False)
+    (newest / "state.safetensors").write_bytes(data[:100])
+    with pytest.raises(InputError, match="cannot be read"):
+        train(Counting(), TRAINING, tmp_path, progress=False)
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    same(whole, train(Counting(), TRAINING, tmp_path, progress=False).folder)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    part_of_a_run(tmp_path)
+    settings = tmp_path / "run.toml"
+    settings.write_text(settings.read_text().replace("d_model = 16", "d_model = 32"))
+    other = Counting(model=replace(Counting().model, d_model=32))
+    with pytest.raises(InputError, match=r"of another model: embedding.weight is \(7, 16\), expected \(7, 32\)"):
+        train(other, TRAINING, tmp_path, progress=False)
+
+
+def test_a_full_disk_says_what_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    write, calls = safetensors.torch.save_file, []
+
+    def full(tensors: object, path: Path) -> None:
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(tensors, path)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(
+        InputError, match=r"step 8 .*No space left on device\); the last good one is checkpoint-00000004"
+    ):
+        train(Counting(), TRAINING, tmp_path, progress=False)
+    assert not list(tmp_path.glob(".*part"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write to .*file/run"):
+        train(Counting(), TRAINING, tmp_path / "file" / "run", progress=False)
+
+
+def test_batches_must_divide(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch is 8, expected a multiple of 3"):
+        train(Counting(), replace(TRAINING, accumulate=3), tmp_path, progress=False)
+
+
+def test_bfloat16_trains_weights_of_float32(tmp_path: Path) -> None:
+    trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False)
+    assert {x.dtype for x in weights(trained.folder).values()} == {torch.float32}
+    losses = [x["loss"] for x in trained.metrics if "loss" in x]
+    assert losses[-1] < losses[0]
+
+
+def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(Counting(), TRAINING, tmp_path, progress=False, tensorboard=True)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    training = Training(steps=100, warmup=10, lr=1.0, floor=0.1)
+    rates = [training.lr_at(i) for i in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0.1 < rates[-1] < 0.11
+    assert Training(decay="none", warmup=0, lr=2.0).lr_at(500) == 2.0
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("lr", -1.0), ("beta2", 1.5), ("lr", float("nan"))])
+def test_settings_out_of_range(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name} is {value}, expected"):
+        replace(TRAINING, **{name: value})
+
+
+def test_time_is_not_in_the_settings(whole: Path) -> None:
+    assert time.strftime("%Y") not in (whole / "run.toml").read_text()
