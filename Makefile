@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick lint bench docs clean
+.PHONY: help venv demo test quick lint bench models experiments docs clean
 
 help:  ## this text
 	@echo "qkv: attention you can compose, measure and explain"
@@ -20,12 +20,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: venv  ## profile a real BERT, then an 8,192-token causal model beside plain SDPA; writes OUT=qkv-demo
-	$(BIN)/qkv profile minilm --out $(OUT)/minilm
+demo: venv  ## profile the model that comes with qkv, then an 8,192-token one beside plain SDPA; writes OUT=qkv-demo
+	$(BIN)/qkv profile --out $(OUT)/mini
+	$(BIN)/qkv generate qkv-mini "class Stack:" --tokens 120 --seed 0
 	$(BIN)/python -m benchmarks.demo --out $(OUT)/long
 	@echo
 	@echo "Open the reports in a browser:"
-	@echo "  $(OUT)/minilm/report.html   a trained BERT: where its 72 heads attend"
+	@echo "  $(OUT)/mini/report.html     qkv-mini, which has read Python: where its 24 heads attend"
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 
 test: venv lint  ## every check: lint, types, all tests
@@ -48,6 +49,17 @@ bench: venv  ## all benchmarks, about an hour and a quarter; writes benchmarks/r
 	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SOME) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SOME) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)
+
+TRAINED := src/qkv/models/trained
+
+models: venv  ## the models that come with the package, trained again on one core, about an hour and a half
+	for m in qkv-reversal qkv-translation qkv-mini; do \
+	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 1 && \
+	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
+	done
+
+experiments: venv  ## all experiments of the lab, about an hour on two cores; writes docs/experiments
+	$(BIN)/qkv experiment all --jobs 2 --out docs/experiments
 
 docs: venv  ## the figures and numbers in README.md and docs/, made again
 	$(BIN)/python docs/make_figures.py

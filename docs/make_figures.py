@@ -16,6 +16,7 @@ import linear_error
 import make_matrix
 import matplotlib.pyplot as plt
 import model_speed
+import trained_models
 
 import qkv
 from qkv.bench import run, show
@@ -171,4 +172,6 @@ if __name__ == "__main__":
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
     minilm()
+    trained_models.figures(DOCS / "figures")
+    (DOCS.parent / "src" / "qkv" / "models" / "trained" / "README.md").write_text(trained_models.page())
     benchmarks()

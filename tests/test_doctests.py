@@ -13,7 +13,9 @@ from conftest import CORE
 
 SOURCE = Path(qkv.__file__).parent
 FILES = sorted(
-    p.relative_to(SOURCE) for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].split(".")[0] in CORE
+    p.relative_to(SOURCE)
+    for p in SOURCE.rglob("*.py")
+    if p.relative_to(SOURCE).parts[0].split(".")[0] in (*CORE, "lab")
 )
 MODULES = ["qkv", *(".".join(("qkv", *p.with_suffix("").parts)).removesuffix(".__init__") for p in FILES)]
 EXAMPLES = 150  # at least: a docstring that stops being found would pass in silence
@@ -30,7 +32,7 @@ print(failed, tried, file=sys.stderr)
 
 def test_examples_of_the_core() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUN, *MODULES], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error", "-c", RUN, *MODULES], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     failed, tried = map(int, done.stderr.split())

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.biases import Bias
-from qkv.call import Call, as_biases, as_mask, at_least_float32
+from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.kernels import serve, tiled
+from qkv.kernels import eager, pick, serve, tiled
 from qkv.masks import Mask
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Score
@@ -71,8 +71,7 @@ def choose_keys(
     (1, 1.0, 9.0)
     """
     mask, given = as_mask(mask), as_biases(bias)
-    drawn = tiled.settle(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed)).chosen
-    assert drawn is not None
+    drawn = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
         raise InputError("choose_keys: RelativePosition has values, which a choice of keys has no use for; pass none")
@@ -81,6 +80,18 @@ def choose_keys(
     none = drawn < 0
     log_prob = torch.where(none, 0.0, _score(call, drawn.clamp(min=0)) - lse.masked_fill(none, 0))
     return Choice(drawn, log_prob)
+
+
+def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
+    """The key that each query takes; −1 for none. The same on any kernel."""
+    if pick(call, "auto") == "eager":  # so few scores that tiles, of one batch item each, would take longer
+        weights = eager.run(detached(call)).weights
+        assert weights is not None
+        most, key = weights.max(-1)
+        return key.masked_fill(most == 0, -1)
+    chosen = tiled.settle(call).chosen
+    assert chosen is not None
+    return chosen
 
 
 def _score(call: Call, index: Tensor) -> Tensor:

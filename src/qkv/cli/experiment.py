@@ -25,8 +25,8 @@ def experiment(
 ) -> None:
     """Does a claim about attention hold? Small models are trained, and what they show gives the verdict.
 
-    Writes to DIR, for each experiment, all numbers as JSON, a figure, and a verdict on each claim. Runs that are there
-    already are not repeated: an interrupted experiment goes on where it stopped.
+    Writes to DIR, for each experiment, all numbers as JSON, a figure, and a verdict on each claim; README.md has all.
+    Runs that are there already are not repeated: an interrupted experiment goes on where it stopped.
 
     qkv experiment                          (what there is)
 
@@ -52,6 +52,7 @@ def experiment(
             experiments.experiment(name)  # all are known before the first one runs
     for name in experiments.names() if "all" in names else dict.fromkeys(names):
         _show(name, experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
+        (out / "README.md").write_text(experiments.table(out), encoding="utf-8")
 
 
 def _list() -> None:

@@ -50,6 +50,8 @@ def generate(
     The text goes to standard output, and nothing else does; what it took (tokens a second, bytes of the cache, the seed
     to get the same again) goes to standard error.
 
+    qkv generate qkv-mini "class Stack:"                         (the small model of Python that comes with qkv)
+
     qkv generate gpt2 "Once upon a time"                         (a model of the Hugging Face hub)
 
     qkv generate ./my-model --file story.txt --greedy            (a folder, and a text of your own)
@@ -59,8 +61,8 @@ def generate(
     printf "def sort(" | qkv generate ./my-model --file - > out.txt
 
     Args:
-        model: A folder that qkv.models.checkpoint.save wrote, a folder with a GPT-2 or Llama of Hugging Face, or the
-            name of one on the hub.
+        model: "qkv-mini", a folder that qkv.models.checkpoint.save wrote, a folder with a GPT-2 or Llama of Hugging
+            Face, or the name of one on the hub.
         prompt: The text to continue.
         file: Read the prompt from this UTF-8 file instead, line breaks at its end included; - is standard input.
         tokens: New tokens at most. A model with learned positions stops where these end.

@@ -19,7 +19,7 @@ FIGURES = ("overview", "received", "entropy", "sink")
 
 
 def profile(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "minilm",
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
     /,
     *,
@@ -38,7 +38,7 @@ def profile(
     Runs the model once on a text, prints what stands out, and writes to DIR: report.html (one file, opens offline),
     figures as PNG, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
 
-    qkv profile                                    (a trained BERT on a bundled text)
+    qkv profile                                    (the small model that comes with qkv, on a program)
 
     qkv profile gpt2 "The cat sat on the mat."     (a model of the Hugging Face hub)
 
@@ -47,8 +47,9 @@ def profile(
     qkv profile random-gpt2 --tokens 32768         (what a long context costs)
 
     Args:
-        model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "minilm" (a trained BERT that
-            comes with the demo extra) or "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
+        model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "qkv-mini" (a language model
+            of Python programs that comes with qkv), "minilm" (a trained BERT that comes with the demo extra) or
+            "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
         text: The text to run on; a bundled passage if none is given.
         file: Read the text from this UTF-8 file instead; - is standard input.
         tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.
@@ -70,7 +71,7 @@ def profile(
         raise InputError("text and --file are both given, expected one of them")
     if tokens is not None and tokens < 1:
         raise InputError(f"--tokens is {tokens}, expected at least 1")
-    passage = _passage(text, file, tokens)
+    passage = _passage(model, text, file, tokens)
     with folder(out):
         with Console(stderr=True).status(f"loading {escape(model)}"):
             loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
@@ -102,14 +103,14 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _passage(text: str | None, file: Path | None, tokens: int | None) -> str:
+def _passage(model: str, text: str | None, file: Path | None, tokens: int | None) -> str:
     from qkv.profiler import texts
 
     if file is not None:
         return read(file)
     if text is not None:
         return text
-    return texts.default_text() if tokens is None else texts.library_text(16 * tokens + 1024)
+    return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
 
 
 def _first_tokens(loaded: Any, text: str, tokens: int) -> dict[str, Any]:

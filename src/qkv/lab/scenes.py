@@ -11,55 +11,51 @@ from jaxtyping import Bool, Float, Float32, Int
 from qkv.errors import InputError
 
 COLOURS = {
-    "red": (0.9, 0.1, 0.1),
-    "green": (0.1, 0.75, 0.2),
-    "blue": (0.15, 0.3, 1.0),
+    "red": (0.95, 0.1, 0.1),
     "yellow": (1.0, 0.9, 0.1),
-    "purple": (0.75, 0.2, 0.9),
+    "green": (0.1, 0.8, 0.2),
+    "blue": (0.1, 0.3, 1.0),
+    "purple": (0.8, 0.2, 0.9),
     "white": (1.0, 1.0, 1.0),
 }
-GROUND, NOISE = 0.4, 0.03
-"""Grey of the ground, and the deviation of the noise on every pixel."""
+"""In the order in which a caption names objects."""
+GROUND, PATCH, NOISE = 0.5, 8, 0.03
+"""Largest value in a colour of the ground, pixels of a patch of it, and the deviation of the noise on every pixel."""
 SHAPES = ("circle", "square", "triangle", "cross")
-RADII = {"small": 4, "large": 7}
-"""Pixels from the middle of an object to where it ends: it is 2 r + 1 high."""
+RADIUS = 4
+"""Pixels from the middle of an object to where it ends: it is 2 · 4 + 1 high and wide."""
 SPECIAL = ("<pad>", "<start>", "<end>")
-VOCABULARY = (*SPECIAL, "a", "above", "left", "of", "and", *RADII, *COLOURS, *SHAPES)
+VOCABULARY = (*SPECIAL, "a", "and", *COLOURS, *SHAPES)
 TOKEN = {word: token for token, word in enumerate(VOCABULARY)}
 PAD, START, END = range(3)
-LONGEST = (6, 12, 16)
-"""Tokens of the longest caption of one, two and three objects, with start and end."""
-MOST = len(LONGEST)
-"""Objects in a scene, at most."""
-LEAST_SIZE = 36
-"""Pixels that two large objects need beside each other."""
+MOST = len(SHAPES)
+"""Objects in a scene, at most: no two have the same shape."""
+PLACES = 3
+"""A scene has 3 × 3 places, and in each at most one object."""
+LEAST_SIZE = PLACES * (2 * RADIUS + 2)
+"""Pixels that three objects need beside each other, with one between them."""
 ONE_IN = 8
 """Of this many descriptions one is held out."""
-MARGIN, GAP, LEVEL = 1, 2, 3
-"""Pixels to the image's edge, between objects, and by which what stands above or beside may be out of line."""
 
 
 class Descriptions(NamedTuple):
-    """What is in n scenes, and in what order: all that a caption says. Entries of objects that are not there are 0."""
+    """What is in n scenes, in the order of the colours: all that a caption says. 0 for objects that are not there."""
 
     number: Int[np.ndarray, " n"]
     """Of objects."""
-    beside: Bool[np.ndarray, " n"]
-    """Of two objects, whether the first is left of the second; else it is above."""
-    sizes: Int[np.ndarray, "n 3"]
-    colours: Int[np.ndarray, "n 3"]
-    shapes: Int[np.ndarray, "n 3"]
+    colours: Int[np.ndarray, "n 4"]
+    shapes: Int[np.ndarray, "n 4"]
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
     """n images with captions of t tokens, and the truth about them.
 
-    >>> scenes = draw(np.random.default_rng(0), 1, held_out=True)
+    >>> scenes = draw(np.random.default_rng(4), 1, held_out=True)
     >>> text(scenes.captions[0])
-    'a large purple square above a large green cross and a large yellow circle'
-    >>> scenes.images.shape, scenes.objects[0, :6].tolist()
-    ((1, 3, 48, 48), [-1, -1, 0, 0, 0, -1])
+    'a green triangle and a blue square and a purple cross'
+    >>> scenes.images.shape, scenes.objects[0, :8].tolist()
+    ((1, 3, 40, 40), [-1, -1, 0, 0, -1, -1, 1, 1])
     """
 
     images: Float32[np.ndarray, "n 3 size size"]
@@ -67,24 +63,24 @@ class Scenes:
     captions: Int[np.ndarray, "n t"]
     """Start, words, end, then padding."""
     objects: Int[np.ndarray, "n t"]
-    """Which object each token of the caption names, by its size, colour or shape; −1 for none."""
-    masks: Bool[np.ndarray, "n 3 size size"]
+    """Which object each token of the caption names, by its colour or shape; −1 for none."""
+    masks: Bool[np.ndarray, "n 4 size size"]
     """Which pixels each object covers; none, if it is not there."""
 
 
-def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 48, most: int = MOST) -> Scenes:
-    """n scenes of one to `most` objects, all of different colours and shapes.
+def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 40, most: int = MOST) -> Scenes:
+    """n scenes of one to `most` objects, all of different colours and shapes, anywhere on a ground of dark patches.
 
-    A caption names one object; or the one above, or left of, the other; or one that is above two, and these from left
-    to right. Every word follows from the image. The `light` depends on the place: without that no cell of a grid
-    of convolutions could tell where it is.
+    A caption names all of them, in the order of `COLOURS`. So what is in a scene says which colours and which shapes
+    there will be, and in what order the colours, but not which shape has which colour: for that one must look. The
+    patches differ, so that a look at all of the image shows little.
 
     Args:
         rng: what is drawn depends on nothing else.
         n: how many.
         held_out: scenes with descriptions (so with captions) of a fixed eighth of all, or of the rest.
         size: pixels, in height and width.
-        most: objects in a scene, from 1 to 3; each number is as frequent.
+        most: objects in a scene, from 1 to 4; each number is as frequent.
     """
     if size < LEAST_SIZE:
         raise InputError(f"size is {size}, expected at least {LEAST_SIZE} pixels")
@@ -94,15 +90,20 @@ def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 48, mo
     while len(wrong := np.flatnonzero(held(what) != held_out)):
         for old, new in zip(what, _described(rng, what.number[wrong]), strict=True):
             old[wrong] = new
-    captions, objects = (x[:, : LONGEST[most - 1]] for x in caption(what))
-    masks = _drawn(what, _placed(rng, what, size), size)
+    captions, objects = (x[:, : longest(most)] for x in caption(what))
+    masks = _drawn(rng, what, size)
     return Scenes(_painted(rng, what, masks), captions, objects, masks)
+
+
+def longest(objects: int) -> int:
+    """Tokens of a caption of so many objects, with start and end."""
+    return 4 * objects + 1
 
 
 def held(what: Descriptions) -> Bool[np.ndarray, " n"]:
     """Whether each description is among those kept for evaluation, by its hash."""
-    code = what.number.astype(np.uint64) * 2 + what.beside
-    for values, base in ((what.sizes, len(RADII)), (what.colours, len(COLOURS)), (what.shapes, len(SHAPES))):
+    code = what.number.astype(np.uint64)
+    for values, base in ((what.colours, len(COLOURS)), (what.shapes, len(SHAPES))):
         for column in values.T.astype(np.uint64):
             code = code * np.uint64(base) + column
     code = code * np.uint64(0x9E3779B97F4A7C15)
@@ -111,29 +112,18 @@ def held(what: Descriptions) -> Bool[np.ndarray, " n"]:
     return (code ^ (code >> np.uint64(31))) % np.uint64(ONE_IN) == 0
 
 
-def light(size: int) -> Float32[np.ndarray, "3 size size"]:
-    """What a colour is multiplied by: half as bright at the bottom, less blue at the left, less red at the right."""
-    down, across = (np.linspace(0, 1, size, dtype=np.float32) for _ in range(2))
-    tint = np.stack([1 - 0.4 * across, np.full_like(across, 0.8), 0.6 + 0.4 * across])
-    return (1 - 0.5 * down)[:, None] * tint[:, None]
-
-
 def caption(what: Descriptions) -> tuple[Int[np.ndarray, "n t"], Int[np.ndarray, "n t"]]:
     """Tokens, and which object each names."""
     n = len(what.number)
-    tokens, objects = np.full((n, LONGEST[-1] + 1), PAD), np.full((n, LONGEST[-1] + 1), -1)
-    tokens[:, 0], tokens[:, -1] = START, END
-    for i, at in enumerate((1, 7, 12)):
-        there = what.number > i
-        tokens[there, at] = TOKEN["a"]
-        words = (what.sizes + TOKEN["small"], what.colours + TOKEN["red"], what.shapes + TOKEN["circle"])
-        for j, word in enumerate(words, start=at + 1):
+    tokens, objects = np.full((n, longest(MOST)), PAD), np.full((n, longest(MOST)), -1)
+    tokens[:, 0] = START
+    for i in range(MOST):
+        there, at = what.number > i, 4 * i + 1
+        tokens[there, at], tokens[there, at + 3] = TOKEN["a"], TOKEN["and"]
+        for j, word in enumerate((what.colours + TOKEN["red"], what.shapes + TOKEN["circle"]), start=at + 1):
             tokens[there, j], objects[there, j] = word[there, i], i
-    tokens[:, 5] = np.where(what.number > 1, np.where(what.beside, TOKEN["left"], TOKEN["above"]), PAD)
-    tokens[:, 6] = np.where(what.beside, TOKEN["of"], PAD)
-    tokens[:, 11] = np.where(what.number > 2, TOKEN["and"], PAD)
-    order = np.argsort(tokens == PAD, axis=1, kind="stable")[:, :-1]  # padding to the end
-    return np.take_along_axis(tokens, order, 1), np.take_along_axis(objects, order, 1)
+    tokens[np.arange(n), 4 * what.number] = END  # in place of the last "and"
+    return tokens, objects
 
 
 def text(tokens: Int[np.ndarray, " t"]) -> str:
@@ -165,61 +155,37 @@ def on_grid(masks: Bool[np.ndarray, "*n height width"], stride: int) -> Float[np
 
 def _described(rng: np.random.Generator, number: Int[np.ndarray, " n"]) -> Descriptions:
     n, there = len(number), np.arange(MOST) < number[:, None]
-    sizes = rng.integers(len(RADII), size=(n, MOST))
     colours, shapes = (rng.random((n, len(x))).argsort(1)[:, :MOST] for x in (COLOURS, SHAPES))
-    return Descriptions(number, (rng.random(n) < 0.5) & (number == 2), sizes * there, colours * there, shapes * there)
+    colours = np.sort(np.where(there, colours, len(COLOURS)), 1)  # those that are not there last
+    return Descriptions(number, colours * there, shapes * there)
 
 
-def _placed(rng: np.random.Generator, what: Descriptions, size: int) -> Int[np.ndarray, "2 n 3"]:
-    """Row and column of the middle of every object."""
-    radii = np.array(list(RADII.values()))[what.sizes]
-    free = rng.integers(MARGIN + radii, size - MARGIN - radii, size=(2, *radii.shape))
-    near = free[:, :, :1] + rng.integers(-LEVEL, LEVEL + 1, free.shape)  # in line with the first
-    first, second, third = radii.T
-    two, three = what.number == 2, what.number == 3
-    out = free.copy()
-    for axis, chosen, lower in ((0, two & ~what.beside, second), (1, two & what.beside, second),
-                                (0, three, np.maximum(second, third))):  # fmt: skip
-        one, other = _apart(rng, first, lower, size)
-        out[axis, :, 0] = np.where(chosen, one, out[axis, :, 0])
-        out[axis, :, 1:] = np.where(chosen[:, None], other[:, None], out[axis, :, 1:])
-    out[0, :, 1] = np.where(what.beside, near[0, :, 1], out[0, :, 1])
-    out[1, :, 1] = np.where(two & ~what.beside, near[1, :, 1], out[1, :, 1])
-    for column, values in enumerate(_apart(rng, second, third, size), start=1):
-        out[1, :, column] = np.where(three, values, out[1, :, column])
-    return np.clip(out, MARGIN + radii, size - MARGIN - radii - 1)
-
-
-def _apart(
-    rng: np.random.Generator, first: Int[np.ndarray, " n"], second: Int[np.ndarray, " n"], size: int
-) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """Middles of two objects along one axis, the first before the second, with a gap between them."""
-    spare = size - 2 * MARGIN - GAP - 2 * (first + second + 1)
-    before, after = np.sort(rng.integers(0, spare + 1, size=(2, len(first))), axis=0)
-    return MARGIN + first + before, MARGIN + 2 * first + 1 + GAP + second + after
-
-
-def _drawn(what: Descriptions, middles: Int[np.ndarray, "2 n 3"], size: int) -> Bool[np.ndarray, "n 3 size size"]:
-    """The pixels of every object."""
-    radii = np.array(list(RADII.values()))[what.sizes][..., None, None]
+def _drawn(rng: np.random.Generator, what: Descriptions, size: int) -> Bool[np.ndarray, "n 4 size size"]:
+    """The pixels of every object: each in a place of its own, and there anywhere."""
+    n, width = len(what.number), size // PLACES
+    places = rng.random((n, PLACES**2)).argsort(1)[:, :MOST]
+    free = rng.integers(RADIUS, width - RADIUS, size=(2, n, MOST))
+    rows, columns = width * np.stack([places // PLACES, places % PLACES]) + free
     pixel = np.arange(size)
-    y, x = pixel[:, None] - middles[0][..., None, None], pixel - middles[1][..., None, None]
+    y, x = pixel[:, None] - rows[..., None, None], pixel - columns[..., None, None]
     farther = np.maximum(abs(y), abs(x))
     shape = what.shapes[..., None, None]
     inside = np.select(
         [shape == 0, shape == 1, shape == 2],
-        [y * y + x * x <= radii * (radii + 0.5), farther < radii, (2 * abs(x) <= y + radii) & (y <= radii)],
-        (np.minimum(abs(y), abs(x)) <= radii // 3) & (farther <= radii),
+        [y * y + x * x <= RADIUS * (RADIUS + 0.5), farther < RADIUS, (2 * abs(x) <= y + RADIUS) & (y <= RADIUS)],
+        (np.minimum(abs(y), abs(x)) <= RADIUS // 3) & (farther <= RADIUS),
     )
     return inside & (np.arange(MOST) < what.number[:, None])[..., None, None]
 
 
 def _painted(
-    rng: np.random.Generator, what: Descriptions, masks: Bool[np.ndarray, "n 3 size size"]
+    rng: np.random.Generator, what: Descriptions, masks: Bool[np.ndarray, "n 4 size size"]
 ) -> Float32[np.ndarray, "n 3 size size"]:
     n, _, size, _ = masks.shape
-    albedo = np.full((n, 3, size, size), GROUND, dtype=np.float32)
+    patches = -(-size // PATCH)
+    ground = GROUND * rng.random((n, 3, patches, patches), dtype=np.float32)
+    flat = ground.repeat(PATCH, 2).repeat(PATCH, 3)[..., :size, :size]
     palette = np.array(list(COLOURS.values()), dtype=np.float32)[what.colours]
     for i in range(MOST):
-        albedo = np.where(masks[:, i, None], palette[:, i, :, None, None], albedo)
-    return (albedo * light(size) + NOISE * rng.standard_normal(albedo.shape, dtype=np.float32)).clip(0, 1)
+        flat = np.where(masks[:, i, None], palette[:, i, :, None, None], flat)
+    return (flat + NOISE * rng.standard_normal(flat.shape, dtype=np.float32)).clip(0, 1)

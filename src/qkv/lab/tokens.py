@@ -55,7 +55,7 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
     Raises:
         InputError: as `load` and `train_bpe`; for a damaged token file; if the cache cannot be written.
 
-    >>> prepare("library").bos  # doctest: +SKIP (writes to the cache)
+    >>> prepare("library").bos  # doctest: +SKIP
     256
     """
     one_of("tokenizer", tokenizer, tokenizers.KINDS)

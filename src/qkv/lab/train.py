@@ -55,7 +55,13 @@ class Diverged(InputError):  # noqa: N818  # as StopIteration: what happened
 
 
 def train(
-    task: Task, training: Training, folder: str | Path, *, progress: bool = True, tensorboard: bool = False
+    task: Task,
+    training: Training,
+    folder: str | Path,
+    *,
+    progress: bool = True,
+    tensorboard: bool = False,
+    figures: bool = True,
 ) -> Trained:
     """Train the model of a task, or go on where a run in the same folder stopped.
 
@@ -70,6 +76,7 @@ def train(
             reads it), figures/ and result.json.
         progress: show a bar on standard error if it is a terminal.
         tensorboard: write scalars to ``tensorboard/`` in the folder, too.
+        figures: draw them at the end.
 
     Returns:
         `Trained`; of a run that had finished before, what it came to.
@@ -129,7 +136,7 @@ def train(
             if stop:
                 raise Interrupted(f"stopped at step {now}, which is kept; the same command goes on from there")
     if main:
-        _finish(folder, task, model, accelerator.num_processes)
+        _finish(folder, task, model, accelerator.num_processes, figures)
     accelerator.wait_for_everyone()
     return Trained(model.eval(), folder, log.read(folder / METRICS))
 
@@ -275,7 +282,7 @@ def _open(folder: Path, task: Task, training: Training) -> None:
 
 
 @torch.no_grad()
-def _finish(folder: Path, task: Task, model: nn.Module, processes: int) -> None:
+def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures: bool) -> None:
     """The model, its figures, and last the result, which says that all is there."""
     from qkv.lab.draw import save_figure
     from qkv.lab.history import loss_figure
@@ -290,9 +297,10 @@ def _finish(folder: Path, task: Task, model: nn.Module, processes: int) -> None:
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         unfinished.replace(folder / MODEL)
         metrics = log.read(folder / METRICS)
-        (folder / FIGURES).mkdir(exist_ok=True)
-        for name, figure in {"loss": loss_figure(task.name, metrics), **task.figures(model)}.items():
-            save_figure(figure, folder / FIGURES / f"{name}.png")
+        if figures:
+            (folder / FIGURES).mkdir(exist_ok=True)
+            for name, figure in {"loss": loss_figure(task.name, metrics), **task.figures(model)}.items():
+                save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
         unfinished = folder / f".{RESULT}.part"

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, generate, load
+from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
 from qkv.models.config import nearest
 
 PAD, START, END = 0, 1, 2
@@ -96,16 +96,20 @@ def translate(
     """A sentence in the words of the model's vocabulary, translated.
 
     Args:
-        model: of the task `translation`, or the folder it was saved in.
+        model: of the task `translation`, the folder it was saved in, or ``"qkv-translation"``.
         text: words between spaces; capitals and a full stop at the end do not matter.
         vocabulary: of source and target; read from the folder if None.
 
     Raises:
         InputError: for a word that is not in the vocabulary, or no word at all.
+
+    >>> " ".join(translate("qkv-translation", "the black cat").target)
+    'le chat noir'
     """
     if not isinstance(model, nn.Module):
-        vocabulary = vocabulary or read_vocabulary(Path(model))
-        model = load(model)
+        folder = bundled.folder_of(str(model)) or Path(model)
+        vocabulary = vocabulary or read_vocabulary(folder)
+        model = load(folder)
     if vocabulary is None:
         raise InputError("vocabulary is None, expected those of source and target where the model is no folder")
     words = text.lower().strip().rstrip(".!").split()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.errors import InputError
+from qkv.models import bundled
 from qkv.models import config as configs
 from qkv.models.captioner import Captioner, CaptionerConfig
 from qkv.models.classifier import Classifier, ClassifierConfig
@@ -56,7 +57,10 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 
 def load(folder: str | Path) -> nn.Module:
-    """The model that `save` wrote, in evaluation mode and the dtypes it was saved in.
+    """The model that `save` wrote, in evaluation mode and the dtypes it was saved in; or one that comes with qkv.
+
+    >>> type(load("qkv-reversal")).__name__
+    'DecoderLM'
 
     Raises:
         InputError: for a folder that holds none, an unknown kind or configuration key, and weights that do not fit:
@@ -65,7 +69,7 @@ def load(folder: str | Path) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder)
+    folder = bundled.folder_of(str(folder)) or Path(folder)
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):

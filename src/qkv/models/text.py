@@ -78,9 +78,9 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     """Load a `DecoderLM` and its tokenizer.
 
     Args:
-        name: ``"qkv-mini"``, which comes with the package; a folder that `qkv.models.checkpoint.save` wrote (text goes through its tokenizer.json if there is one,
-            and is bytes if there is none and the vocabulary is 256), a folder with a GPT-2 or Llama of Hugging Face,
-            or the name of one on the Hugging Face hub.
+        name: ``"qkv-mini"``, which comes with the package; a folder that `qkv.models.checkpoint.save` wrote (text goes
+            through its tokenizer.json if there is one, and is bytes if there is none and the vocabulary is 256), a
+            folder with a GPT-2 or Llama of Hugging Face, or the name of one on the Hugging Face hub.
         dtype: of the weights: float32, bfloat16, float16 or float64.
 
     Raises:

@@ -90,5 +90,5 @@ class ModelSize(Indifferent):
     what = "Models of 10 thousand to 0.2 million parameters"
     variants: ClassVar[Mapping[str, Change]] = {
         f"{layers} × {width}": Change(model={"layers": layers, "d_model": width})
-        for layers, width in ((1, 16), (1, 32), (1, 64), (1, 128), (2, 64), (3, 64))
+        for layers, width in ((1, 16), (1, 64), (1, 128), (3, 64))
     }

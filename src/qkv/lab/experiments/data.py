@@ -19,6 +19,7 @@ from qkv.lab.experiments.sinks import (
     Change,
     Sweep,
     has_sink,
+    headed,
     listed,
     most,
     note,
@@ -173,7 +174,7 @@ class FirstToken(Sweep):
                 "all tokens random": results.values(variant, "measured.all_random"),
             }
             sinks(axes, values)
-            axes.set_title(f"Trained with {names[variant]} first", loc="left")
+            headed(axes, f"Trained with {names[variant]} first")
             axes.set_xlabel("sequences the model reads")
             turned(axes)
         return figure

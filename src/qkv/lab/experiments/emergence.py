@@ -20,6 +20,7 @@ from qkv.lab.experiments.sinks import (
     Sweep,
     alpha_over_steps,
     has_sink,
+    headed,
     note,
 )
 
@@ -70,8 +71,8 @@ class Emergence(Sweep):
         paragraph = (
             f"The weight of the strongest head on the first token is {numbers} (uniform rows: {floor:.3f}). Means over "
             f"seeds: copies are right at {LEARNT:.0%} {_passing(steps, able, LEARNT)}, the weight is above {SINK} "
-            f"{_passing(steps, alpha.mean(0), SINK)}. The norm of the most drained first value, over that of the others, "
-            f"is {said(drain[:, 0].tolist())} at step 0 and {said(drain[:, -1].tolist())} at the end."
+            f"{_passing(steps, alpha.mean(0), SINK)}. The norm of the most drained first value, over that of the "
+            f"others, is {said(drain[:, 0].tolist())} at step 0 and {said(drain[:, -1].tolist())} at the end."
         )
         return Conclusion(verdicts, title, paragraph)
 
@@ -80,7 +81,11 @@ class Emergence(Sweep):
         from qkv.lab import draw
 
         figure, (looks, able, drain) = draw.panels(
-            self.conclude(results).title, note(results), columns=3, width=9.4, height=2.7
+            self.conclude(results).title,
+            note(results, "Lines: mean; bands: range over seeds"),
+            columns=3,
+            width=9.4,
+            height=2.7,
         )
 
         def curve(name: str) -> np.ndarray:
@@ -93,7 +98,7 @@ class Emergence(Sweep):
         }
         draw.curves(looks, steps, weights)
         looks.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        looks.set_title("Where the head looks", loc="left")
+        headed(looks, "Where the head looks")
         looks.set(ylabel="mean weight", ylim=(0, 1))
         looks.legend(fontsize=7, frameon=False)
         draw.curves(
@@ -101,16 +106,13 @@ class Emergence(Sweep):
             steps,
             {"copies right (share)": curve(ACCURACY), "loss over the chain's (nats)": curve(EXCESS)},
         )
-        able.set_title("What the model can do", loc="left")
-        able.set(ylim=(0, 1.05))
+        headed(able, "What the model can do")
+        able.set(ylabel="share, nats a token", ylim=(0, 1.05))
         able.legend(fontsize=7, frameon=False)
-        draw.curves(
-            drain,
-            steps,
-            {"": results.curve(PLAIN, "check.value_drain")[1].reshape(results.seeds, len(steps), -1).min(2)},
-        )
+        norms = results.curve(PLAIN, "check.value_drain")[1].reshape(results.seeds, len(steps), -1).min(2)
+        draw.curves(drain, steps, {"": norms})
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        drain.set_title("Norm of the first value, over others'", loc="left")
+        headed(drain, "Norm of the first value, over others'")
         drain.set(ylim=(0, None), ylabel="ratio")
         for axes in (looks, able, drain):
             axes.set_xlabel("step")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PREFIX, WINDOWS = (4, 8), (8, 16, 32)
 RANDOM = "any first symbol, prefix 8"
 TEXTS = 16
+LEAST = 4  # queries that see a key: a mean of fewer says little
 
 
 class Masked(Sweep):
@@ -39,7 +40,7 @@ class Masked(Sweep):
         visible = (key <= query) & (query - key < (config.window or n)) & (query >= max(config.prefix, 1))
         mass = w.mean(0)
         by_key = (mass * visible).sum(-2) / np.maximum(visible.sum(0), 1)
-        by_key = np.where(visible.sum(0) >= 4, by_key, 0)  # a mean of fewer queries says little
+        by_key = by_key[..., visible.sum(0) >= LEAST]
         layer, head = most(by_key.max(-1))
         own, late = mass[layer, head], range(config.window or n, n)
         inside = own[max(config.prefix, 1) :, : config.prefix].mean(0) if config.prefix else np.zeros(1)
@@ -55,7 +56,9 @@ class Masked(Sweep):
         """Mean weight on every key."""
         from qkv.lab import draw
 
-        figure, (axes,) = draw.panels(self.conclude(results).title, note(results), width=7.2, height=2.9)
+        figure, (axes,) = draw.panels(
+            self.conclude(results).title, note(results, "Lines: mean; bands: range over seeds"), width=7.2, height=2.9
+        )
         by_key = {v: np.array([look(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
         n = max(x.shape[-1] for x in by_key.values())
         draw.curves(axes, range(1, n + 1), by_key, markers=True)

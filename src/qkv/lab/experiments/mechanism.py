@@ -11,7 +11,20 @@ from torch import Tensor, nn
 
 from qkv.lab import track
 from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger
-from qkv.lab.experiments.sinks import ALPHA, SINK, Change, Sweep, at_sink, has_sink, listed, most, note, trained, turned
+from qkv.lab.experiments.sinks import (
+    ALPHA,
+    SINK,
+    Change,
+    Sweep,
+    at_sink,
+    has_sink,
+    headed,
+    listed,
+    most,
+    note,
+    trained,
+    turned,
+)
 from qkv.lab.task import Measured
 
 if TYPE_CHECKING:
@@ -105,8 +118,8 @@ class Mechanism(Sweep):
         ]  # fmt: skip
         drained = verdicts[1].holds == "holds"
         adds = (
-            f"What attention adds has, of the residual's norm, {listed(added)} on rows with more than {HEAVY} on the first "
-            f"token ({listed(heavy)} of all rows) and {listed(busy)} on the others."
+            f"What attention adds has, of the residual's norm, {listed(added)} on rows with more than {HEAVY} on the "
+            f"first token ({listed(heavy)} of all rows) and {listed(busy)} on the others."
         )
         title = (
             "No sink, so nothing to take apart"
@@ -127,19 +140,19 @@ class Mechanism(Sweep):
         )
         draw.by_seed(drain, at_sink(results, "check.value_drain"))
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        drain.set_title("Norm of the first value, over others'", loc="left")
+        headed(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, 1.1))
         pairs: dict[str, list[float]] = {}
         for name, what in (("first", "check.key_cosine"), ("others", "check.key_cosine_others")):
             pairs |= {f"{variant}, {name}": values for variant, values in at_sink(results, what).items()}
         draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2])
-        angle.set_title("Cosine of queries with keys", loc="left")
+        headed(angle, "Cosine of queries with keys")
         angle.set(ylabel="mean cosine")
         pairs = {}
         for name in ("resting", "busy"):
             pairs |= {f"{v}, {name} rows": values for v, values in results.by_variant(f"measured.{name}").items()}
         draw.by_seed(added, dict(sorted(pairs.items())), colour=draw.COLOURS[1])
-        added.set_title("What attention adds to the residual", loc="left")
+        headed(added, "What attention adds to the residual")
         added.set(ylabel="ratio of norms", ylim=(0, None))
         for axes in (drain, angle, added):
             turned(axes)

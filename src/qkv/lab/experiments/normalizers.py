@@ -19,6 +19,7 @@ from qkv.lab.experiments.sinks import (
     Sweep,
     at_sink,
     has_sink,
+    headed,
     listed,
     models,
     most,
@@ -160,13 +161,13 @@ class Normalizers(Sweep):
         sinks(sink, results.by_variant(ALPHA))
         draw.by_seed(drain, at_sink(results, "check.value_drain"), colour=draw.COLOURS[2])
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        drain.set_title("Norm of the first value, over others'", loc="left")
+        headed(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, None))
         draw.by_seed(peak, results.by_variant("measured.int8_error"), colour=draw.COLOURS[4])
-        peak.set_title("Error of hidden states as int8 (absmax)", loc="left")
+        headed(peak, "Error of hidden states as int8 (absmax)")
         peak.set(ylabel="relative error (RMS)", ylim=(0, None))
         draw.by_seed(error, results.by_variant(EXCESS), colour=draw.COLOURS[1])
-        error.set_title("What the model does not know", loc="left")
+        headed(error, "What the model does not know")
         error.set_ylabel("loss over the chain's own (nats)")
         for axes in (sink, drain, peak, error):
             turned(axes)
@@ -180,6 +181,7 @@ def _or(values: Sequence[float]) -> str:
 def int8_error(x: Float[Tensor, "b n d"]) -> float:
     """Relative error (RMS) of a text's states as 8-bit integers with one scale, the largest magnitude in the text.
 
+    >>> import torch
     >>> int8_error(torch.tensor([[[127.0, 1.0]]])), int8_error(torch.tensor([[[254.0, 1.0]]])) > 0
     (0.0, True)
     """

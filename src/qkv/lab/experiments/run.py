@@ -18,7 +18,7 @@ import torch
 
 from qkv.errors import InputError
 from qkv.lab import log, settings
-from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting, Verdict
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
 from qkv.lab.experiments.registry import experiment, names
 
 RUNS = "runs"
@@ -197,7 +197,7 @@ def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
 
     seed = setting.training.seed
     try:
-        trained = train(setting.task, setting.training, folder, progress=False)
+        trained = train(setting.task, setting.training, folder, progress=False, figures=False)
     except Diverged as error:
         return Outcome(seed, diverged=str(error))
     with torch.no_grad():
@@ -237,10 +237,10 @@ def _rounded(value: Any) -> Any:
 
 
 def _labelled(found: Conclusion, quick: bool) -> Conclusion:
-    """A quick form's verdicts say so."""
+    """A quick form judges nothing: its runs are too short, and one seed has no spread."""
     if not quick:
         return found
-    verdicts = [replace(v, text=f"quick form: {v.text}") for v in found.verdicts]
+    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in found.verdicts]
     return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
 
 

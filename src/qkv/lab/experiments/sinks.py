@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SEEDS, QUICK_SEEDS = 3, 1
 TASK = Backcopy()
-TRAINING = Training(steps=800, batch=32, lr=3e-3, warmup=100, weight_decay=0.1, evaluate_every=50, save_every=400)
+TRAINING = Training(steps=500, batch=32, lr=1e-2, warmup=100, weight_decay=0.1, evaluate_every=50, save_every=500)
 QUICK_TASK: Mapping[str, Any] = {"length": 16}
 QUICK_TRAINING: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 2, "evaluate_every": 2, "log_every": 1}
 
@@ -95,7 +95,7 @@ class Sweep(Experiment):
             self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
         )
         sinks(left, results.by_variant(ALPHA))
-        right.set_title("What the model does not know", loc="left")
+        headed(right, "What the model does not know")
         draw.by_seed(right, results.by_variant(EXCESS), colour=draw.COLOURS[1])
         right.set_ylabel("loss over the chain's own (nats a token)")
         right.set_ylim(bottom=min(0, right.get_ylim()[0]))
@@ -109,12 +109,19 @@ def sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
     """Dots of every seed, and the line above which there is a sink."""
     from qkv.lab import draw
 
-    axes.set_title("The strongest head's sink", loc="left")
+    headed(axes, "The strongest head's sink")
     draw.by_seed(axes, values)
     axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
     axes.text(len(values) - 0.42, SINK + 0.012, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right")
     axes.set_ylabel(ALPHA_LABEL)
     axes.set_ylim(0, 1)
+
+
+def headed(axes: Axes, title: str) -> None:
+    """What a panel shows, above it."""
+    from qkv.lab.draw import INK
+
+    axes.set_title(title, loc="left", size=9, color=INK)
 
 
 def turned(axes: Axes) -> None:
@@ -125,12 +132,15 @@ def turned(axes: Axes) -> None:
             label.set(rotation=35, ha="right", rotation_mode="anchor")
 
 
-def note(results: Results) -> str:
+def note(results: Results, marks: str = "Dots: seeds; line: mean") -> str:
     """What was trained, for the line under a figure's title."""
     model = TASK.model
+    length, steps = TASK.length, TRAINING.steps
+    if results.quick:
+        length, steps = QUICK_TASK["length"], QUICK_TRAINING["steps"]
     return (
-        f"Bigram-Backcopy, {TASK.length} tokens; a decoder of {model.layers} layer, {model.heads} head, width "
-        f"{model.d_model}, {TRAINING.steps} steps unless stated otherwise. Dots: seeds; line: mean. {results.note}"
+        f"Bigram-Backcopy, {length} tokens; a decoder of {model.layers} layer, {model.heads} head, width "
+        f"{model.d_model}, {steps} steps unless stated otherwise. {marks}. {results.note}"
     )
 
 

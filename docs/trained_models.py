@@ -1,0 +1,153 @@
+"""The page and the figures of the trained models that come with the package, from the models themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import qkv
+from qkv import models
+from qkv.cli import main
+from qkv.lab import draw, log, settings
+from qkv.lab.tasks import TASKS
+from qkv.lab.translate import translate
+from qkv.models import bundled
+from qkv.profiler.texts import default_text
+
+SENTENCES = ("I love deep learning", "the black cat sat on the mat", "the old woman does not eat the red apples")
+PROMPT = "class Stack:\n    def __init__(self"
+
+
+def page() -> str:
+    """README.md of the folder they lie in."""
+    lines = [
+        "# Trained models",
+        "",
+        "Made by `make docs` from the models beside it; do not edit. Each folder holds the model, `run.toml` (all",
+        "settings), `metrics.jsonl` (its log) and `result.json`. Open one with `qkv.models.load(NAME)`. To train all of",
+        "them again: `make models`; one:",
+        "",
+        "    qkv train --config src/qkv/models/trained/NAME/run.toml --out NAME --threads 1",
+    ]
+    for name, what in bundled.NAMES.items():
+        result = _result(name)
+        lines += ["", f"## {name}", "", f"{what[0].upper()}{what[1:]}. {_size(name, result)}", ""]
+        lines += _SAID[name](result)
+    return "\n".join(lines) + "\n"
+
+
+def figures(folder: Path) -> None:
+    """Heads of the reversal model, alignments of the translation model, and how the sinks of qkv-mini came."""
+    with torch.no_grad():
+        for name, picture in (("qkv-reversal", "mirror"), ("qkv-translation", "alignment")):
+            task, _ = settings.from_toml(_folder(name) / "run.toml", TASKS)
+            made = task.figures(models.load(name))[picture]
+            draw.save_figure(made, folder / f"lab-{name.removeprefix('qkv-')}.png")
+    draw.save_figure(training_of_mini(), folder / "lab-mini.png")
+
+
+def training_of_mini() -> Figure:
+    """Held-out loss, and weight on the first token of every head, over training."""
+    lines = [x for x in log.read(_folder("qkv-mini") / "metrics.jsonl") if "evaluation" in x]
+    steps = [x["step"] for x in lines]
+    alpha = np.array([x["check"]["sink"] for x in lines])
+    alpha = alpha.reshape(len(steps), *alpha.shape[1:])
+    most = int((alpha[-1] > 0.3).sum())
+    figure, (left, right) = draw.panels(
+        f"While qkv-mini learns Python, {most} of its {alpha[-1].size} heads come to rest on the first token",
+        "Held-out text of Python's standard library. Left: bits a byte. Right: mean weight on <s>, a line for each "
+        "head, coloured by layer; a head has a sink above 0.3.",
+        columns=2, width=7.6, height=2.9,
+    )  # fmt: skip
+    left.plot(steps, [x["evaluation"]["bits_per_byte"] for x in lines], color=draw.COLOURS[0], linewidth=1.6)
+    left.set(xlabel="step", ylabel="bits a byte, held out", ylim=(0, None))
+    for layer in range(alpha.shape[1]):
+        for head in range(alpha.shape[2]):
+            label = f"layer {layer}" if head == 0 else None
+            right.plot(steps, alpha[:, layer, head], color=draw.COLOURS[layer], linewidth=1.1, label=label)
+    right.axhline(0.3, color=draw.MUTED, linewidth=0.9, linestyle="--")
+    right.set(xlabel="step", ylabel="weight on the first token", ylim=(0, 1))
+    right.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def _mini(result: dict[str, Any]) -> list[str]:
+    profile = qkv.profile("qkv-mini", default_text("qkv-mini"), progress=False)
+    heads = profile.heads().sort_values("sink", ascending=False)
+    found = result["evaluation"]
+    rows = [
+        f"| {row.layer}.{row.head} | {row.sink:.0%} | {row.entropy:.2f} | {row.goes_to} |"
+        for row in heads.head(6).itertuples()
+    ]
+    return [
+        f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats a token, "
+        f"{found['bits_per_byte']:.3f} bits a byte. On the program that `qkv profile` reads by default, its strongest "
+        f"heads put this on `<s>` ({int((heads['sink'] > 0.3).sum())} of {len(heads)} heads more than 30 %):",
+        "",
+        "| layer.head | on the first token | entropy (nats) | goes to |",
+        "|---|---:|---:|---|",
+        *rows,
+        "",
+        "`qkv generate qkv-mini \"…\" --temperature 0.6 --seed 0 --tokens 90` goes on:",
+        "",
+        "```python",
+        *_generated().splitlines(),
+        "```",
+    ]
+
+
+def _generated() -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        main(["generate", "qkv-mini", PROMPT, "--temperature", "0.6", "--seed", "0", "--tokens", "90"])
+    return said.getvalue().rstrip()
+
+
+def _reversal(result: dict[str, Any]) -> list[str]:
+    found, check = result["evaluation"], result["check"]
+    return [
+        f"On unseen sequences {found['token_accuracy']:.1%} of tokens are right, generated one after another. Head "
+        f"{check['best_layer']}.{check['best_head']}: the mirrored position is the strongest key of "
+        f"{check['best']:.1%} of queries. Without all heads of which that is true of 95 %: "
+        f"{check['without_mirrors']:.1%} of tokens right.",
+    ]
+
+
+def _translation(result: dict[str, Any]) -> list[str]:
+    found, check = result["evaluation"], result["check"]
+    rows = [f"| {s} | {' '.join(translate('qkv-translation', s).target)} |" for s in SENTENCES]
+    return [
+        f"Of unseen sentences {found['exact_match']:.1%} come out word for word (BLEU {found['bleu']:.1f}); the "
+        f"strongest English word is a true counterpart of {check['best_accuracy']:.1%} of the French (alignment error "
+        f"rate {check['best_aer']:.3f}). `qkv.lab.translate.translate(\"qkv-translation\", \"…\")`:",
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+    ]
+
+
+_SAID = {"qkv-mini": _mini, "qkv-reversal": _reversal, "qkv-translation": _translation}
+
+
+def _folder(name: str) -> Path:
+    found = bundled.folder_of(name)
+    assert found is not None
+    return found
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_folder(name) / "result.json").read_text())
+    return found
+
+
+def _size(name: str, result: dict[str, Any]) -> str:
+    weights = (_folder(name) / "model.safetensors").stat().st_size
+    return f"{result['parameters']:,} parameters, {weights / 1e6:.1f} MB, {result['step']:,} steps."
