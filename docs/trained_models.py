@@ -95,7 +95,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
         "|---|---:|---:|---|",
         *rows,
         "",
-        "`qkv generate qkv-mini \"…\" --temperature 0.6 --seed 0 --tokens 90` goes on:",
+        '`qkv generate qkv-mini "…" --temperature 0.6 --seed 0 --tokens 90` goes on:',
         "",
         "```python",
         *_generated().splitlines(),
@@ -126,7 +126,7 @@ def _translation(result: dict[str, Any]) -> list[str]:
     return [
         f"Of unseen sentences {found['exact_match']:.1%} come out word for word (BLEU {found['bleu']:.1f}); the "
         f"strongest English word is a true counterpart of {check['best_accuracy']:.1%} of the French (alignment error "
-        f"rate {check['best_aer']:.3f}). `qkv.lab.translate.translate(\"qkv-translation\", \"…\")`:",
+        f'rate {check["best_aer"]:.3f}). `qkv.lab.translate.translate("qkv-translation", "…")`:',
         "",
         "| | |",
         "|---|---|",

@@ -241,7 +241,7 @@ def test_scaling_criterion(results: Results, held: set[str]) -> None:
 
 
 def translated(rnn: tuple[float, float], attention: tuple[float, float], accuracy: float = 0.9) -> Results:
-    groups = len(Translation().groups)
+    groups = len(Translation(max_words=bottleneck.LONGEST).groups)
 
     def rows(ends: tuple[float, float], check: dict[str, float]) -> list[Outcome]:
         line = np.linspace(*ends, groups)

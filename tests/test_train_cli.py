@@ -298,8 +298,9 @@ class Question(experiments.base.Experiment):
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
     """Two experiments; what `run` was asked for, instead of running."""
+    monkeypatch.chdir(tmp_path)
     calls: list[tuple[Any, ...]] = []
 
     def known(name: str) -> Question:
@@ -309,6 +310,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def run(name: str, out: Path, **options: Any) -> experiments.Result:
         calls.append((name, out, options))
+        out.mkdir(exist_ok=True)
         verdict = experiments.base.Verdict("C001", "does not hold", f"[{name}] 0.2, not 0.9")
         return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,), f"All of [{name}].")
 
@@ -334,6 +336,7 @@ def test_verdicts_and_paths_are_shown(ran: list[Any], capsys: pytest.CaptureFixt
     assert "All of [two]." in said
     assert "found/two.json" in said
     assert "found/two.png" in said
+    assert Path("found", "README.md").read_text().startswith("# Experiments")
 
 
 @pytest.mark.parametrize(("names", "expected"), [(["all"], "one two"), (["two", "one", "two"], "two one")])

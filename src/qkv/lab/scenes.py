@@ -25,7 +25,7 @@ SHAPES = ("circle", "square", "triangle", "cross")
 RADIUS = 4
 """Pixels from the middle of an object to where it ends: it is 2 · 4 + 1 high and wide."""
 SPECIAL = ("<pad>", "<start>", "<end>")
-VOCABULARY = (*SPECIAL, "a", "and", *COLOURS, *SHAPES)
+VOCABULARY = (*SPECIAL, *COLOURS, *SHAPES)
 TOKEN = {word: token for token, word in enumerate(VOCABULARY)}
 PAD, START, END = range(3)
 MOST = len(SHAPES)
@@ -53,9 +53,9 @@ class Scenes:
 
     >>> scenes = draw(np.random.default_rng(4), 1, held_out=True)
     >>> text(scenes.captions[0])
-    'a green triangle and a blue square and a purple cross'
-    >>> scenes.images.shape, scenes.objects[0, :8].tolist()
-    ((1, 3, 40, 40), [-1, -1, 0, 0, -1, -1, 1, 1])
+    'green triangle blue square purple cross'
+    >>> scenes.images.shape, scenes.objects[0].tolist()
+    ((1, 3, 40, 40), [-1, 0, 0, 1, 1, 2, 2, -1, -1, -1])
     """
 
     images: Float32[np.ndarray, "n 3 size size"]
@@ -73,7 +73,8 @@ def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 40, mo
 
     A caption names all of them, in the order of `COLOURS`. So what is in a scene says which colours and which shapes
     there will be, and in what order the colours, but not which shape has which colour: for that one must look. The
-    patches differ, so that a look at all of the image shows little.
+    patches differ, so that a look at all of the image shows little. There is no word between those that name: a model
+    may use it to look ahead, and then look at nothing when it names.
 
     Args:
         rng: what is drawn depends on nothing else.
@@ -97,7 +98,7 @@ def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 40, mo
 
 def longest(objects: int) -> int:
     """Tokens of a caption of so many objects, with start and end."""
-    return 4 * objects + 1
+    return 2 * objects + 2
 
 
 def held(what: Descriptions) -> Bool[np.ndarray, " n"]:
@@ -118,11 +119,10 @@ def caption(what: Descriptions) -> tuple[Int[np.ndarray, "n t"], Int[np.ndarray,
     tokens, objects = np.full((n, longest(MOST)), PAD), np.full((n, longest(MOST)), -1)
     tokens[:, 0] = START
     for i in range(MOST):
-        there, at = what.number > i, 4 * i + 1
-        tokens[there, at], tokens[there, at + 3] = TOKEN["a"], TOKEN["and"]
-        for j, word in enumerate((what.colours + TOKEN["red"], what.shapes + TOKEN["circle"]), start=at + 1):
+        there = what.number > i
+        for j, word in enumerate((what.colours + TOKEN["red"], what.shapes + TOKEN["circle"]), start=2 * i + 1):
             tokens[there, j], objects[there, j] = word[there, i], i
-    tokens[np.arange(n), 4 * what.number] = END  # in place of the last "and"
+    tokens[np.arange(n), 2 * what.number + 1] = END
     return tokens, objects
 
 

@@ -112,7 +112,10 @@ def sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
     headed(axes, "The strongest head's sink")
     draw.by_seed(axes, values)
     axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
-    axes.text(len(values) - 0.42, SINK + 0.012, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right")
+    axes.text(
+        len(values) - 0.42, SINK + 0.03, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}, zorder=2,
+    )  # fmt: skip
     axes.set_ylabel(ALPHA_LABEL)
     axes.set_ylim(0, 1)
 
