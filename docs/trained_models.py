@@ -31,8 +31,8 @@ def page() -> str:
         "# Trained models",
         "",
         "Made by `make docs` from the models beside it; do not edit. Each folder holds the model, `run.toml` (all",
-        "settings), `metrics.jsonl` (its log) and `result.json`. Open one with `qkv.models.load(NAME)`. To train all of",
-        "them again: `make models`; one:",
+        "settings), `metrics.jsonl` (its log) and `result.json`. Open one with `qkv.models.load(NAME)`. To train all",
+        "of them again: `make models`; one:",
         "",
         "    qkv train --config src/qkv/models/trained/NAME/run.toml --out NAME --threads 1",
     ]

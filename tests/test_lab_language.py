@@ -44,7 +44,7 @@ def task(texts: Path, **changes: object) -> Language:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("first", ["fixed", "random"])
-def test_a_batch_is_windows_of_the_text_whatever_came_before(tokenizer: str, first: str, texts: Path) -> None:
+def test_a_batch_isunseen_of_the_text_whatever_came_before(tokenizer: str, first: str, texts: Path) -> None:
     made = task(texts, tokenizer=tokenizer, first=first)
     ids = made.batch(7, 5, 3)["ids"]
     assert ids.shape == (5, 25)
@@ -64,7 +64,7 @@ def test_a_batch_is_windows_of_the_text_whatever_came_before(tokenizer: str, fir
     assert piece in whole
 
 
-def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
+def testunseen_reach_both_ends_of_the_text(texts: Path) -> None:
     made = task(texts, tokens=26)
     found = {tuple(row) for step in range(20) for row in made.batch(step, 4, 0)["ids"][:, 1:].tolist()}
     data = made._data.train[:26].tolist()
@@ -74,7 +74,7 @@ def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
 def test_held_out_text_is_in_no_batch(texts: Path) -> None:
     made = task(texts)
     seen = made._data.train.astype("u1").tobytes()
-    held_out = [bytes(row) for row in made._windows[:, 1:].tolist()]
+    held_out = [bytes(row) for row in made.unseen[:, 1:].tolist()]
     assert len(held_out) == len(set(held_out)) > 40
     assert sum(row in seen for row in held_out) == 0
 
@@ -93,8 +93,8 @@ def test_an_even_guess_costs_what_it_must(tokenizer: str, texts: Path) -> None:
     assert found["loss"] == pytest.approx(log(size), abs=1e-5)
     assert found["perplexity"] == pytest.approx(size, rel=1e-4)
     decode = tokenizers.from_json(made.files()["tokenizer.json"]).decode
-    text = "".join(decode(row) for row in made._windows.tolist())
-    tokens = made._windows[:, 1:].numel()
+    text = "".join(decode(row) for row in made.unseen.tolist())
+    tokens = made.unseen[:, 1:].numel()
     assert found["bits_per_byte"] == pytest.approx(tokens * log(size, 2) / len(text.encode()), rel=1e-5)
 
 
@@ -105,7 +105,7 @@ def test_the_loss_is_the_models_own(texts: Path) -> None:
     ids = batch["ids"]
     expected = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(made.loss(model, batch), expected)
-    whole = made._windows
+    whole = made.unseen
     expected = torch.nn.functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
     assert made.evaluate(model)["loss"] == pytest.approx(float(expected), rel=1e-5)
 

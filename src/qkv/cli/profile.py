@@ -126,26 +126,18 @@ def _first_tokens(loaded: Any, text: str, tokens: int) -> dict[str, Any]:
 def _write(result: Profile, out: Path) -> None:
     from rich.console import Console
 
+    from qkv.view.save import save_figure
+
     console = Console()
     with console.status("writing the report and figures"):
         result.save(out / "profile.qkv.zip")
         for name in FIGURES:
-            _save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+            save_figure(getattr(result.plot, name)(), out / f"{name}.png")
         report = result.report(out / "report.html")
     console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
     data = out / "profile.qkv.zip"
     console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
     console.print(f"[dim]Figures  {', '.join(f'{n}.png' for n in FIGURES)}[/dim]", soft_wrap=True, highlight=False)
-
-
-def _save_figure(figure: Any, path: Path) -> None:
-    """Written to a temporary name and renamed: never half a picture."""
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(unfinished, format="png", dpi=160)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _show(result: Profile) -> None:

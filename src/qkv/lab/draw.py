@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -13,7 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from qkv.view.save import save_figure
 from qkv.view.style import HAIRLINE, INK, MUTED, RAMP
+
+__all__ = ["COLOURS", "MARKERS", "WEIGHTS", "by_seed", "curves", "heatmap", "panels", "plain", "save_figure"]
 
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
 """For lines and points, in this order; told apart by colour-blind people and in grey by their markers."""
@@ -34,7 +36,7 @@ def panels(
         top = 0.14 + 0.22 * len(lines[0]) + 0.165 * len(lines[1]) + 0.1
         figure = Figure(figsize=(width, height * rows + top), facecolor="white", layout="constrained")
         total = height * rows + top
-        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - top / total - 0.01))  # type: ignore[union-attr]
+        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 1 - top / total - 0.01))  # type: ignore[union-attr, call-arg]
         figure.text(0.18 / width, 1 - 0.12 / total, "\n".join(lines[0]), size=11, weight="bold", color=INK, va="top")
         below = 1 - (0.16 + 0.22 * len(lines[0])) / total
         figure.text(0.18 / width, below, "\n".join(lines[1]), size=8, color=MUTED, va="top")
@@ -92,13 +94,3 @@ def heatmap(
     if columns is not None:
         axes.set_xticks(range(len(columns)), list(columns), rotation=90 if max(map(len, columns)) > 2 else 0)
     return image
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """As PNG, written to a temporary name and renamed: never half a picture."""
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(unfinished, format="png", dpi=160)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

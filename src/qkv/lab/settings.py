@@ -90,7 +90,7 @@ def from_toml(path: Path, tasks: Mapping[str, type[Any]], default: Training | No
     """The settings a file holds; what it leaves out is as the task has it by default."""
     found = read(path)
     name = found.get("task")
-    if name not in tasks:
+    if not isinstance(name, str) or name not in tasks:
         raise InputError(f"{path}: task is {name!r}, expected one of {', '.join(tasks)}")
     for key in found:
         if key not in ("task", name, "training"):

@@ -167,8 +167,8 @@ class Normalizers(Sweep):
         headed(peak, "Error of hidden states as int8 (absmax)")
         peak.set(ylabel="relative error (RMS)", ylim=(0, None))
         draw.by_seed(error, results.by_variant(EXCESS), colour=draw.COLOURS[1])
-        headed(error, "What the model does not know")
-        error.set_ylabel("loss over the chain's own (nats)")
+        headed(error, "Loss over that of the chain itself")
+        error.set_ylabel("excess loss (nats a token)")
         for axes in (sink, drain, peak, error):
             turned(axes)
         return figure

@@ -27,6 +27,7 @@ _CLASSES = {
     "overmixing": "overmixing.Overmixing",
     "scaling": "scaling.Scaling",
     "bottleneck": "bottleneck.Bottleneck",
+    "mini": "mini.Mini",
 }
 
 

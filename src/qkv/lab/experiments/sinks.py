@@ -95,9 +95,9 @@ class Sweep(Experiment):
             self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
         )
         sinks(left, results.by_variant(ALPHA))
-        headed(right, "What the model does not know")
+        headed(right, "Loss over that of the chain itself")
         draw.by_seed(right, results.by_variant(EXCESS), colour=draw.COLOURS[1])
-        right.set_ylabel("loss over the chain's own (nats a token)")
+        right.set_ylabel("excess loss (nats a token)")
         right.set_ylim(bottom=min(0, right.get_ylim()[0]))
         for axes in (left, right):
             axes.set_xlabel(self.axis)

@@ -73,7 +73,7 @@ class Language:
     def build(self) -> nn.Module:
         """The model, once the corpus is there and large enough."""
         vocabulary = self._data.vocab_size
-        self._train, self._windows  # noqa: B018  (a corpus that is too small is refused now)
+        self._train, self.unseen  # noqa: B018  (a corpus that is too small is refused now)
         return DecoderLM(settings.fitted(self.model, vocab_size=vocabulary, context=self.context))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
@@ -94,7 +94,7 @@ class Language:
     def evaluate(self, model: nn.Module) -> Measured:
         """Loss in nats a token, perplexity, and bits a byte (of text: tokens of any size compare), held out."""
         device = next(model.parameters()).device
-        ids = self._windows
+        ids = self.unseen
         parts = ids.split(max(1, PART // self.context))
         loss = sum(float(self.loss(model, {"ids": x.to(device)})) * len(x) for x in parts) / len(ids)
         lengths = tokenizers.byte_lengths(self._data.tokenizer)
@@ -107,7 +107,7 @@ class Language:
 
     def check(self, model: nn.Module) -> Measured:
         """Where each head looks in held-out text, and what its first token does: see `qkv.lab.track.attention`."""
-        ids = self._windows[: max(1, CHECKED // self.context), :-1]
+        ids = self.unseen[: max(1, CHECKED // self.context), :-1]
         return track.attention(model, ids)  # type: ignore[arg-type]  # `build` made it: a DecoderLM
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
@@ -139,7 +139,7 @@ class Language:
         return found
 
     @cached_property
-    def _windows(self) -> Int[Tensor, "windows width"]:
+    def unseen(self) -> Int[Tensor, "windows width"]:
         """Held-out sequences, evenly over the text and none over another."""
         there = self._data.held_out
         self._check_length(there, "held out")

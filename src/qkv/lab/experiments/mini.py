@@ -1,0 +1,150 @@
+"""The sinks of the language model that comes with the package, and what it loses when they leave its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.cache import Cache, Full, Sinks, Sliding
+from qkv.lab import settings, track
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, judged, larger, said
+from qkv.lab.experiments.streaming import perplexity_by_position
+from qkv.lab.task import Measured
+from qkv.lab.tasks import TASKS
+from qkv.lab.tasks.language import Language
+from qkv.models import DecoderLM, bundled, load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "qkv-mini"
+GROUPS, TEXTS = 3, 16  # texts are measured in groups, whose spread tells noise from findings
+SHORT = 64  # tokens of a text on which sinks are measured (T of Gu et al. 2025)
+KEPT = 4  # first keys that StreamingLLM keeps
+BUDGETS = (16, 32, 64, 128)  # keys a cache holds
+SINK, DRAINED = track.THRESHOLD, 0.5
+LEAST = 0.02  # nats: a smaller rise is none
+MODEL = "model"
+
+
+class Mini(Experiment):
+    """No training: qkv-mini reads held-out Python through caches of several kinds and sizes."""
+
+    name = "mini"
+    question = "Does a language model of Python have sinks, and what does it lose when they leave its cache?"
+    claims = ("C061", "C063", "C067", "C068")
+
+    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
+        """Of each group of texts: what the heads do, and nats by position for each cache."""
+        folder = bundled.folder_of(NAME)
+        assert folder is not None
+        model = load(folder)
+        task, _ = settings.from_toml(folder / settings.RUN, TASKS)
+        assert isinstance(model, DecoderLM)
+        assert isinstance(task, Language)
+        texts, groups = (2, 1) if quick else (TEXTS, GROUPS)
+        rows = []
+        for group in range(groups):
+            ids = task.unseen[group::groups][:texts]
+            looks = track.attention(model, ids[:, :SHORT])
+            nats = {
+                name: np.log(perplexity_by_position(model, ids, make)) for name, make in _caches(ids.shape[1]).items()
+            }
+            rows.append({
+                **{name: looks[name] for name in ("sink", "sink_score", "value_drain", "massive")},
+                "late": {name: float(x[max(BUDGETS) :].mean()) for name, x in nats.items()},
+            })  # fmt: skip
+        return {MODEL: rows}
+
+    def conclude(self, results: Results) -> Conclusion:
+        """Sinks by their weight, values and magnitudes; the cost of a window by the loss past all budgets."""
+        alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)])
+        drain = np.array([o.measured["value_drain"] for o in results.finished(MODEL)])
+        peak = results.values(MODEL, "measured.massive")
+        layer, head = np.unravel_index(alpha.mean(0).argmax(), alpha.shape[1:])
+        strongest, drained = alpha[:, layer, head].tolist(), drain[:, layer, head].tolist()
+        heads = int((alpha.min(0) > SINK).sum())
+        has = heads > 0
+        text = (
+            f"On the first {SHORT} tokens of held-out Python {heads} of {alpha[0].size} heads put more than {SINK} on "
+            f"the first token in every group of texts; head {layer}.{head} puts {said(strongest)}. It holds if one "
+            "head does."
+        )
+        cost = {name: self._cost(results, name) for name in _caches(1)}
+        worst = f"last {BUDGETS[0]}"
+        pays = larger(cost[worst], cost[_kept(BUDGETS[0])], LEAST)
+        rises = "; ".join(
+            f"{budget} keys: {said(cost[f'last {budget}'], 3)} (window), {said(cost[_kept(budget)], 3)} (with the "
+            f"first {KEPT})"
+            for budget in BUDGETS
+        )
+        verdicts = [
+            Verdict("C061", judged(has), text),
+            Verdict("C063", judged(has), text),
+            Verdict("C067", UNSEEN if max(peak) < 100 else judged(min(peak) >= 1000), (
+                f"The largest magnitude at the first token is {said(peak, 0)} times the median. It holds from 1000 on, "
+                "and cannot be seen below 100."
+            )),
+            Verdict("C068", judged(max(drained) < DRAINED, seen=has), (
+                f"The first value's norm at head {layer}.{head} is {said(drained)} of the others' mean. It holds below "
+                f"{DRAINED}, and cannot be seen without a sink."
+            )),
+        ]  # fmt: skip
+        title = (
+            "qkv-mini needs the tokens it rests on: a window without them costs more than one with them"
+            if pays
+            else "qkv-mini does not need its first tokens more than any others"
+        )
+        paragraph = f"{text} Nats above those of all keys, from position {max(BUDGETS)} on: {rises}."
+        return Conclusion(verdicts, title, paragraph)
+
+    def figure(self, results: Results) -> Figure:
+        """Weight on the first token of every head, and the loss through each kind of cache by its size."""
+        from qkv.lab import draw
+
+        figure, (left, right) = draw.panels(
+            self.conclude(results).title,
+            f"qkv-mini on held-out Python. Left: mean weight on <s> in the first {SHORT} tokens. Right: nats above "
+            f"those of all keys, from position {max(BUDGETS)} on; dots: {results.seeds} groups of texts.",
+            columns=2, width=7.8, height=2.9,
+        )  # fmt: skip
+        alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)]).mean(0)
+        layers, heads = (list(map(str, range(n))) for n in alpha.shape)
+        image = draw.heatmap(left, alpha, rows=layers, columns=heads, most=1)
+        for (row, column), value in np.ndenumerate(alpha):
+            colour = "white" if value > 0.5 else draw.COLOURS[0]
+            left.text(column, row, f"{value:.2f}", ha="center", va="center", size=7, color=colour)
+        left.set(xlabel="head", ylabel="layer")
+        figure.colorbar(image, ax=left, shrink=0.8).set_label("weight on the first token", size=8)
+        by_kind = {
+            "the last keys": [self._cost(results, f"last {b}") for b in BUDGETS],
+            f"the first {KEPT} and the last": [self._cost(results, _kept(b)) for b in BUDGETS],
+        }
+        draw.curves(right, BUDGETS, {name: np.array(values).T for name, values in by_kind.items()}, markers=True)
+        right.set_xscale("log", base=2)
+        right.set_xticks(BUDGETS, list(map(str, BUDGETS)))
+        right.set(xlabel="keys in the cache", ylabel="loss above that of all keys (nats)")
+        right.set_ylim(bottom=min(0, right.get_ylim()[0]))
+        right.legend(frameon=False, fontsize=8)
+        return figure
+
+    @staticmethod
+    def _cost(results: Results, cache: str) -> list[float]:
+        """Nats above those of all keys, of each group."""
+        found: list[Any] = [o.measured["late"] for o in results.finished(MODEL)]
+        return [late[cache] - late["all keys"] for late in found]
+
+
+def _kept(budget: int) -> str:
+    return f"first {KEPT} + last {budget - KEPT}"
+
+
+def _caches(length: int) -> dict[str, Callable[[], Cache]]:
+    """All keys, and for each budget the last ones, or the first few and the last ones."""
+    made: dict[str, Callable[[], Cache]] = {"all keys": lambda: Full(length)}
+    for budget in BUDGETS:
+        made[f"last {budget}"] = lambda b=budget: Sliding(b)  # type: ignore[misc]
+        made[_kept(budget)] = lambda b=budget: Sinks(KEPT, b - KEPT)  # type: ignore[misc]
+    return made

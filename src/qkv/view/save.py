@@ -1,0 +1,19 @@
+"""Figures on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """As PNG, written to a temporary name and renamed: never half a picture."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        figure.savefig(unfinished, format="png", dpi=160)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
