@@ -10,7 +10,7 @@ import torch
 
 from qkv.cache import Full, Sinks, Sliding
 from qkv.errors import InputError
-from qkv.lab.experiments import bottleneck, overmixing, scaling, streaming
+from qkv.lab.experiments import bottleneck, mini, overmixing, scaling, streaming
 from qkv.lab.experiments.base import FAILS, HOLDS, UNSEEN, Conclusion, Outcome, Results
 from qkv.lab.experiments.run import conducted
 from qkv.lab.tasks.backcopy import Backcopy
@@ -276,9 +276,44 @@ def test_bottleneck_criterion(results: Results, expected: dict[str, str]) -> Non
 # --- all --------------------------------------------------------------------------------------------------------------
 
 
+# --- the language model that comes with the package -------------------------------------------------------------------
+
+
+def resting(alpha: float, drain: float = 0.2, massive: float = 12.0, window: float = 0.3) -> Results:
+    """Three groups of texts; head 1 of layer 1 rests on the first token, and windows cost something without it."""
+    late = {name: 3.0 + (window if name.startswith("last") else 0.0) for name in mini._caches(1)}
+    rows = [
+        Outcome(
+            seed,
+            measured={
+                "sink": [[0.1, 0.0], [0.2, alpha + 0.01 * seed]],
+                "value_drain": [[1.0, 1.0], [1.0, drain]],
+                "massive": [5.0, massive],
+                "late": late,
+            },
+        )
+        for seed in range(3)
+    ]
+    return Results({mini.MODEL: rows})
+
+
+def test_a_model_with_a_sink_and_one_without() -> None:
+    found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.8)).verdicts}
+    assert found == {"C061": HOLDS, "C063": HOLDS, "C067": UNSEEN, "C068": HOLDS}
+    found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.2, massive=2000.0)).verdicts}
+    assert found == {"C061": FAILS, "C063": FAILS, "C067": HOLDS, "C068": UNSEEN}
+    assert mini.Mini().conclude(resting(0.8, drain=0.9)).verdicts[-1].holds == FAILS
+
+
+def test_what_a_window_costs_is_said() -> None:
+    assert "needs" in mini.Mini().conclude(resting(0.8)).title
+    assert "does not need" in mini.Mini().conclude(resting(0.8, window=0.001)).title
+
+
 @pytest.mark.parametrize(
     ("made", "results"),
     [
+        (mini.Mini(), resting(0.8)),
         (streaming.Streaming(), streamed(plain=0.05, sink=0.0, key=0.0)),
         (overmixing.Overmixing(), mixed(0.01, 0.05)),
         (scaling.Scaling(), excesses(unit=1.0)),
@@ -289,12 +324,12 @@ def test_figures_and_claims(made: object, results: Results) -> None:
     found = made.conclude(results)  # type: ignore[attr-defined]
     assert [v.claim for v in found.verdicts] == list(made.claims)  # type: ignore[attr-defined]
     figure = made.figure(results)  # type: ignore[attr-defined]
-    assert all(axes.get_xlabel() or axes.get_xticklabels() for axes in figure.axes)
+    assert all(axes.get_xlabel() or axes.get_xticklabels() or axes.get_ylabel() for axes in figure.axes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck()]
+    "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck(), mini.Mini()]
 )
 def test_quick_form(made: object, tmp_path: Path) -> None:
     result = conducted(made, tmp_path, quick=True)  # type: ignore[arg-type]
