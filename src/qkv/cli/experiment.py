@@ -32,7 +32,7 @@ def experiment(
 
     qkv experiment learning_rate --quick    (a short form, to see that it works)
 
-    qkv experiment all --jobs 4             (everything, for hours)
+    qkv experiment all --jobs 4             (everything, an hour or two)
 
     Args:
         names: Names of experiments, or all; they are listed if none is given.

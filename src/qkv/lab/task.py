@@ -88,7 +88,9 @@ class Training:
     weight_decay: float = 0.1
     """Of matrices; vectors (biases, norms) have none."""
     beta1: float = 0.9
+    """Share of the old in AdamW's running mean of gradients."""
     beta2: float = 0.95
+    """The same of their squares."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 for no limit."""
     precision: Literal["float32", "bfloat16"] = "float32"

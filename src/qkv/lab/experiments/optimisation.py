@@ -8,10 +8,21 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, judged, larger, said
-from qkv.lab.experiments.sinks import ACCURACY, ALPHA, LEARNT, Change, Sweep, learnt, listed, trainings
+from qkv.lab.experiments.sinks import (
+    ACCURACY,
+    ALPHA,
+    LEARNT,
+    PLAIN,
+    TRAINING,
+    Change,
+    Sweep,
+    learnt,
+    listed,
+    trainings,
+)
 
 RATES, UNSTEADY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-2, 3e-2)
-DECAYS = (0.0, 0.1, 0.5, 1.0, 2.0)
+DECAYS, SLOW = (0.0, 0.1, 0.5, 1.0, 2.0), 3e-3
 KEY = "key bias, "
 SPIKE, SETTLED = 0.5, 100  # nats above the least loss before it; steps before which nothing counts as a spike
 
@@ -39,13 +50,16 @@ class LearningRate(Sweep):
 
 
 class WeightDecay(Sweep):
-    """Five strengths of decay."""
+    """Five strengths of decay, at a rate at which the plain run's sink is not yet as strong as the task allows."""
 
     name = "weight_decay"
     question = "Does stronger weight decay make a stronger sink?"
     claims = ("C082",)
-    axis = "weight decay"
-    variants: ClassVar[Mapping[str, Change]] = trainings(weight_decay=DECAYS)
+    axis = f"weight decay (learning rate {SLOW:g})"
+    variants: ClassVar[Mapping[str, Change]] = {
+        **{f"{decay:g}": Change(training={"weight_decay": decay, "lr": SLOW}) for decay in DECAYS},
+        f"{PLAIN}, rate {TRAINING.lr:g}": Change(),
+    }
 
     def conclude(self, results: Results) -> Conclusion:
         """By the ends of the range."""
