@@ -484,7 +484,7 @@ def test_a_name_that_nothing_has_is_an_error(name: str, monkeypatch: pytest.Monk
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    what = rf"cannot load '{name}' \(.+\); expected 'minilm' or 'random-gpt2', a folder with a Hugging Face model, or a"
+    what = rf"cannot load '{name}' \(.+\); expected 'qkv-mini', 'minilm' or 'random-gpt2', a folder with a Hugging Face"
     with pytest.raises(InputError, match=what):
         profile(name, "text")
 

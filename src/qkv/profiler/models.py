@@ -81,7 +81,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"model: cannot load {path!r} ({reason}); expected {', '.join(map(repr, (*bundled.NAMES, *BUILT_IN)))}, a "
+            f"model: cannot load {path!r} ({reason}); expected 'qkv-mini', {' or '.join(map(repr, BUILT_IN))}, a "
             "folder with a Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
         ) from error
     try:
