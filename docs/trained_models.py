@@ -22,7 +22,9 @@ from qkv.models import bundled
 from qkv.profiler.texts import default_text
 
 SENTENCES = ("I love deep learning", "the black cat sat on the mat", "the old woman does not eat the red apples")
-PROMPT = "class Stack:\n    def __init__(self"
+PROMPT = 'def read(self, path):\n    """'
+SHORT = 64
+"""Tokens of a text on which sinks are measured (T of Gu et al. 2025)."""
 
 
 def page() -> str:
@@ -77,22 +79,23 @@ def training_of_mini() -> Figure:
 
 def _mini(result: dict[str, Any]) -> list[str]:
     profile = qkv.profile("qkv-mini", default_text("qkv-mini"), progress=False)
-    heads = profile.heads().sort_values("sink", ascending=False)
+    sink = profile.data["sink"].isel(text=0)
+    short, whole = (sink.isel(query=slice(1, n)).mean("query").values for n in (SHORT, None))
+    order = [divmod(int(i), short.shape[1]) for i in short.ravel().argsort()[::-1]]
     found = result["evaluation"]
-    rows = [
-        f"| {row.layer}.{row.head} | {row.sink:.0%} | {row.entropy:.2f} | {row.goes_to} |"
-        for row in heads.head(6).itertuples()
-    ]
+    rows = [f"| {layer}.{head} | {short[layer, head]:.0%} | {whole[layer, head]:.0%} |" for layer, head in order[:8]]
     return [
         f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats a token, "
-        f"{found['bits_per_byte']:.3f} bits a byte. On the program that `qkv profile` reads by default, its strongest "
-        f"heads put this on `<s>` ({int((heads['sink'] > 0.3).sum())} of {len(heads)} heads more than 30 %):",
+        f"{found['bits_per_byte']:.3f} bits a byte. On the first {SHORT} tokens of the program that `qkv profile` reads "
+        f"by default {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on the first token, `<s>`; "
+        f"the longer the text, the more share it (all {profile.data.sizes['query']} tokens: last column). "
+        "What it loses without that token: [experiment mini](../../../../docs/experiments/README.md#mini).",
         "",
-        "| layer.head | on the first token | entropy (nats) | goes to |",
-        "|---|---:|---:|---|",
+        f"| layer.head | on the first token, {SHORT} tokens | whole program |",
+        "|---|---:|---:|",
         *rows,
         "",
-        '`qkv generate qkv-mini "…" --temperature 0.6 --seed 0 --tokens 90` goes on:',
+        'A prompt of two lines, and how `qkv generate qkv-mini "…" --seed 0 --tokens 90` goes on:',
         "",
         "```python",
         *_generated().splitlines(),
@@ -103,7 +106,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
 def _generated() -> str:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
-        main(["generate", "qkv-mini", PROMPT, "--temperature", "0.6", "--seed", "0", "--tokens", "90"])
+        main(["generate", "qkv-mini", PROMPT, "--seed", "0", "--tokens", "90"])
     return said.getvalue().rstrip()
 
 

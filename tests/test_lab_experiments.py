@@ -170,6 +170,20 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         conducted(Tiny(), tmp_path / "file", quick=True)
 
 
+def test_conclusions_are_drawn_again_from_the_numbers_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = conducted(Tiny(), tmp_path, quick=False)
+    before = json.loads(first.json_path.read_text())
+    first.figure_path.unlink()
+    monkeypatch.setattr("qkv.lab.experiments.run.experiment", lambda name: Tiny())
+    monkeypatch.setattr(Tiny, "settings", None)  # nothing may be trained
+    again = experiments.redraw("tiny", tmp_path)
+    assert again.verdicts == first.verdicts
+    assert json.loads(again.json_path.read_text()) == before
+    assert again.figure_path.exists()
+    with pytest.raises(InputError, match="no result of an experiment"):
+        experiments.redraw("tiny", tmp_path / "elsewhere")
+
+
 def test_every_experiment_is_complete() -> None:
     every = [experiment(name) for name in names()]
     assert [e.name for e in every] == list(names())

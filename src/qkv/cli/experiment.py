@@ -22,6 +22,7 @@ def experiment(
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
     jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
     """Does a claim about attention hold? Small models are trained, and what they show gives the verdict.
 
@@ -39,6 +40,7 @@ def experiment(
         quick: The short form, which is too small to judge by.
         out: Folder to write to; made if it is not there.
         jobs: Runs at a time, each a process on one core.
+        redraw: Conclude and draw once more from the numbers that DIR has; nothing is trained.
     """
     from qkv.lab import experiments
 
@@ -51,7 +53,8 @@ def experiment(
         if name != "all":
             experiments.experiment(name)  # all are known before the first one runs
     for name in experiments.names() if "all" in names else dict.fromkeys(names):
-        _show(name, experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
+        again = experiments.redraw(name, out) if redraw else None
+        _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
         (out / "README.md").write_text(experiments.table(out), encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 NAMES = {
     "qkv-mini": "a causal language model of Python's own standard library",
-    "qkv-reversal": "reverses six symbols (seed of the tasks: its heads look at the mirrored position)",
+    "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
     "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
 }
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from qkv.lab.experiments.registry import experiment, names
-from qkv.lab.experiments.run import Result, run, table
+from qkv.lab.experiments.run import Result, redraw, run, table
 
-__all__ = ["Result", "experiment", "names", "run", "table"]
+__all__ = ["Result", "experiment", "names", "redraw", "run", "table"]

@@ -1,12 +1,16 @@
-"""What does not matter for whether there is a sink (Gu et al. 2025, arXiv:2410.10781, §6.1): five sweeps, one rule."""
+"""What does not matter for whether there is a sink (Gu et al. 2025, arXiv:2410.10781, §6.1): sweeps with one rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from qkv.lab.experiments.base import Conclusion, Results, Verdict, judged
-from qkv.lab.experiments.sinks import ALPHA, SINK, Change, Sweep, has_sink, listed, models
+from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, listed, models
+
+LIMIT = 14_000_000
+"""Parameters of the smallest model in which the sources say sinks were seen."""
 
 
 class Indifferent(Sweep):
@@ -80,15 +84,34 @@ class Heads(Indifferent):
     variants: ClassVar[Mapping[str, Change]] = models(heads=(1, 2, 4, 8))
 
 
-class ModelSize(Indifferent):
+class ModelSize(Sweep):
     """Widths, and depths."""
 
     name = "model_size"
     question = "How small can a model be and still have a sink?"
     claims = ("C066",)
     axis = "layers × width"
-    what = "Models of 10 thousand to 0.2 million parameters"
     variants: ClassVar[Mapping[str, Change]] = {
         f"{layers} × {width}": Change(model={"layers": layers, "d_model": width})
         for layers, width in ((1, 16), (1, 64), (1, 128), (3, 64))
     }
+
+    def conclude(self, results: Results) -> Conclusion:
+        """The claim is of 14 million parameters; all models here are far smaller."""
+        found = results.by_variant(ALPHA)
+        able = [variant for variant in results.variants if has_sink(found.get(variant, []))]
+        sizes = {v: replace(TASK, model=replace(TASK.model, **c.model)).build() for v, c in self.variants.items()}
+        counts = {v: sum(p.numel() for p in model.parameters()) for v, model in sizes.items() if v in results.variants}
+        text = (
+            f"Weight of the strongest head on the first token by layers × width: {listed(found)}. Parameters: "
+            f"{', '.join(f'{v} {n:,}' for v, n in counts.items())}. The claim, of 14 million, holds if a model no "
+            f"larger than that has a sink (> {SINK}) in every run."
+        )
+        smallest = min(able, key=counts.__getitem__, default=None)
+        title = (
+            "No model here has a sink in every run"
+            if smallest is None
+            else f"A model of {counts[smallest]:,} parameters has a sink in every run"
+        )
+        holds = judged(smallest is not None and counts[smallest] <= LIMIT)
+        return Conclusion([Verdict("C066", holds, text)], title, f"{title}. {text}")

@@ -61,7 +61,7 @@ class Masked(Sweep):
         )
         by_key = {v: np.array([look(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
         n = max(x.shape[-1] for x in by_key.values())
-        draw.curves(axes, range(1, n + 1), by_key, markers=True)
+        draw.curves(axes, range(1, n + 1), by_key)
         axes.set_xscale("log", base=2)
         ticks = [2**i for i in range(n.bit_length())]
         axes.set_xticks(ticks, [str(t) for t in ticks])

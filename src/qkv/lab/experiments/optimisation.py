@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, judged, larger, said
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, judged, said
 from qkv.lab.experiments.sinks import (
     ACCURACY,
     ALPHA,
@@ -24,6 +24,7 @@ from qkv.lab.experiments.sinks import (
 RATES, UNSTEADY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-2, 3e-2)
 DECAYS, SLOW = (0.0, 0.1, 0.5, 1.0, 2.0), 3e-3
 KEY = "key bias, "
+LEAST = 0.02  # of a weight: a smaller difference is none
 SPIKE, SETTLED = 0.5, 100  # nats above the least loss before it; steps before which nothing counts as a spike
 
 
@@ -77,13 +78,15 @@ def encouraged(results: Results, order: list[str], what: str) -> tuple[Holds, st
     values = f"Weight of the strongest head on the first token by {what}: {listed(found)}."
     rule = (
         f"The claim holds if it is larger at the largest {what} at which the task is learnt (≥ {LEARNT:.0%} of copies "
-        "right) than at the smallest, by more than the spread over seeds."
+        "right) than at the smallest for every seed, which stands for the same initial weights and data in both, and "
+        f"by more than {LEAST} in the mean."
     )
     first = order[0]
     if not able or able[-1] == first or first not in found:
         return UNSEEN, f"No run shows what the {what} does to the sink", f"{values} {rule} Too few runs learn the task."
     most = able[-1]
-    yes = larger(found[most], found[first])
+    more = np.subtract(found[most], found[first])
+    yes = bool(more.min() > 0 and more.mean() > LEAST)
     title = (
         f"A larger {what} makes a stronger sink: {np.mean(found[first]):.2f} at {first}, {np.mean(found[most]):.2f} "
         f"at {most}"

@@ -95,9 +95,7 @@ def conducted(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progre
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": _versions(),
             "machine": {**_machine(), "jobs": jobs},
-            "title": found.title,
-            "verdicts": [asdict(v) for v in found.verdicts],
-            "paragraph": found.paragraph,
+            **_concluded(found),
             "variants": {v: _described(asked.get(v), keys.get(v), rows) for v, rows in variants.items()},
         }
         _write(target, described)
@@ -105,6 +103,32 @@ def conducted(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progre
     except OSError as error:
         raise InputError(f"cannot write to {out} ({error.strerror})") from error
     return Result(target, picture, tuple(found.verdicts), found.paragraph)
+
+
+def redraw(name: str, out: str | Path) -> Result:
+    """Conclude and draw once more from the numbers in ``NAME.json``, without training or measuring anything.
+
+    Raises:
+        InputError: if there are none.
+    """
+    from qkv.lab.draw import save_figure
+
+    made, out = experiment(name), Path(out)
+    target, picture = out / f"{name}.json", out / f"{name}.png"
+    described = load(target)
+    rows = {v: [Outcome(**row) for row in described["variants"][v]["results"]] for v in described["variants"]}
+    results = Results(rows, described["quick"])
+    found = _labelled(made.conclude(results), results.quick)
+    try:
+        save_figure(made.figure(results), picture)
+        _write(target, described | _concluded(found))
+    except OSError as error:
+        raise InputError(f"cannot write to {out} ({error.strerror})") from error
+    return Result(target, picture, tuple(found.verdicts), found.paragraph)
+
+
+def _concluded(found: Conclusion) -> dict[str, Any]:
+    return {"title": found.title, "verdicts": [asdict(v) for v in found.verdicts], "paragraph": found.paragraph}
 
 
 def key(setting: Setting) -> str:
@@ -136,7 +160,7 @@ def load(file: Path) -> dict[str, Any]:
     """What a file of results says; `InputError` if it is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        missing = {"question", "paragraph", "title", "verdicts"} - set(found)
+        missing = {"question", "paragraph", "title", "verdicts", "quick", "variants"} - set(found)
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{file} is no result of an experiment ({error})") from error
     if missing:
