@@ -86,8 +86,8 @@ def _mini(result: dict[str, Any]) -> list[str]:
     rows = [f"| {layer}.{head} | {short[layer, head]:.0%} | {whole[layer, head]:.0%} |" for layer, head in order[:8]]
     return [
         f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats a token, "
-        f"{found['bits_per_byte']:.3f} bits a byte. On the first {SHORT} tokens of the program that `qkv profile` reads "
-        f"by default {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on the first token, `<s>`; "
+        f"{found['bits_per_byte']:.3f} bits a byte. On the first {SHORT} tokens of the program that `qkv profile` "
+        f"reads by default {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`; "
         f"the longer the text, the more share it (all {profile.data.sizes['query']} tokens: last column). "
         "What it loses without that token: [experiment mini](../../../../docs/experiments/README.md#mini).",
         "",
