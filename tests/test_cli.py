@@ -42,12 +42,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_main_job_in_a_subprocess(tmp_path: Path) -> None:
     done = run("profile", "--out", "found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "[CLS]" in done.stdout
+    assert "<s>" in done.stdout
     assert "report.html" in done.stdout
     written = {p.name for p in (tmp_path / "found").iterdir()}
     assert written == {"profile.qkv.zip", "report.html", "overview.png", "received.png", "entropy.png", "sink.png"}
     result = qkv.Profile.load(tmp_path / "found" / "profile.qkv.zip")
-    assert dict(result.data.sizes) | {"layer": 6, "head": 12} == dict(result.data.sizes)
+    assert dict(result.data.sizes) | {"layer": 4, "head": 6} == dict(result.data.sizes)
     assert result.attrs["command"] == "qkv profile --out found"
     np.testing.assert_allclose(result.data["received"].sum("key"), result.data.sizes["query"], rtol=1e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def test_conclusions_are_drawn_again_from_the_numbers_kept(tmp_path: Path, monke
     first = conducted(Tiny(), tmp_path, quick=False)
     before = json.loads(first.json_path.read_text())
     first.figure_path.unlink()
-    monkeypatch.setattr("qkv.lab.experiments.run.experiment", lambda name: Tiny())
+    monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "experiment", lambda name: Tiny())
     monkeypatch.setattr(Tiny, "settings", None)  # nothing may be trained
     again = experiments.redraw("tiny", tmp_path)
     assert again.verdicts == first.verdicts

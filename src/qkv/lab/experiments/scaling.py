@@ -337,8 +337,11 @@ def _of_training(results: Results) -> list[Verdict]:
         and min(_values(results, WHOLE, d, kind, "backcopy_accuracy")) < 0.9
     ]
     accuracy = {kind: _values(results, UNSCALED, d, kind, "backcopy_accuracy") for kind in (SMALL, UNIT)}
-    stuck = [k for k, values in accuracy.items() if not values or min(values) < 0.5 or _diverged(results, d, k)]
+    able = {kind: _values(results, ROOT, d, kind, "backcopy_accuracy") for kind in (SMALL, UNIT)}
+    fails = [k for k, values in accuracy.items() if not values or min(values) < 0.5 or _diverged(results, d, k)]
+    stuck = [k for k in fails if able[k] and min(able[k]) >= 0.5]
     copied = "; ".join(f"{kind} {said(v)}" for kind, v in accuracy.items() if v)
+    root_copied = "; ".join(f"{kind} {said(v)}" for kind, v in able.items() if v)
     flat_copied = "; ".join(
         f"{kind} {said(_values(results, WHOLE, d, kind, 'backcopy_accuracy'))}" for kind in (SMALL, UNIT)
     )
@@ -374,8 +377,9 @@ def _of_training(results: Results) -> list[Verdict]:
         Verdict(
             "C381",
             HOLDS if stuck else FAILS,
-            f"Unscaled at d = {d} triggers are copied at a rate of: {copied}. It holds if some run diverges or copies "
-            "fewer than half.",
+            f"At d = {d} triggers are copied at a rate of, unscaled: {copied}; with 1/√d: {root_copied}. It holds if, "
+            "from one of the starts, every run with 1/√d copies half or more, and some run without diverges or copies "
+            "fewer.",
         ),
     ]
 
