@@ -23,7 +23,9 @@ class Counting:
     modulo: int = 7
     length: int = 9
     poison: int | None = None
-    """Before this step all is well; at it the loss is NaN."""
+    """Before this step all is well; from it on something is NaN."""
+    spoilt: str = "loss"
+    """Or ``"gradient"``: the loss stays a number."""
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(d_model=16, layers=2, heads=2, context=32, dropout=0.1)
     )
@@ -48,7 +50,11 @@ class Counting:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(model, DecoderLM)
         loss = model.loss(batch["ids"], batch["targets"])
-        return loss * float("nan") if self.poison is not None and int(batch["step"][0]) >= self.poison else loss
+        if self.poison is None or int(batch["step"][0]) < self.poison:
+            return loss
+        if self.spoilt == "loss":
+            return loss * float("nan")
+        return loss + (0 * model.embedding.weight.sum()).sqrt()  # 0, and its slope is 0 / 0
 
     def evaluate(self, model: nn.Module) -> Measured:
         return {"loss": float(self.loss(model, {**self.batch(-1, 16, 99)}))}

@@ -14,7 +14,7 @@ from conftest import unchecked
 from qkv import InputError
 from qkv.lab import scenes
 from qkv.lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
-from qkv.lab.tasks.caption import Caption, hard, looked
+from qkv.lab.tasks.caption import Caption, looked
 from qkv.lab.train import train
 from qkv.models import Captioner
 
@@ -219,9 +219,15 @@ def test_an_untrained_model_is_measured_and_drawn() -> None:
 
 
 def test_hard_attention_is_the_same_task() -> None:
-    task, _ = hard()
-    assert isinstance(task.build(), Captioner)
-    assert task.model.attention == "hard"
+    task = Caption(held_out=8, model=replace(Caption().model, attention="hard"))
+    model = task.build()
+    assert isinstance(model, Captioner)
+    task.loss(model.train(), task.batch(0, 4, 0)).backward()
+    slopes = [p.grad for p in model.attention.parameters()]
+    assert all(g is not None and g.isfinite().all() for g in slopes)
+    assert any(g.any() for g in slopes if g is not None)  # where to look is learnt, too
+    with torch.no_grad():
+        assert 0 <= task.check(model.eval())["mass"] <= 1
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -13,7 +13,7 @@ from qkv.errors import InputError
 from qkv.lab import corpora
 from qkv.lab.corpora import Corpus, load
 
-COPY = Path("/work/shared/data/tinyshakespeare.txt")
+COPY = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"  # beside the repository, if it is there
 
 
 @pytest.fixture(autouse=True)

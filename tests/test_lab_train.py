@@ -187,6 +187,12 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_good(tmp_path
     assert not (tmp_path / "result.json").exists()
 
 
+def test_no_checkpoint_holds_weights_that_a_gradient_has_spoilt(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="the norm of the gradient is nan at step 8; checkpoint-00000004 is the last"):
+        train(Counting(poison=7, spoilt="gradient"), TRAINING, tmp_path, progress=False)
+    assert [p.name for p in resume.checkpoints(tmp_path)] == ["checkpoint-00000004"]
+
+
 def test_other_settings_need_another_folder(whole: Path) -> None:
     with pytest.raises(InputError, match=r"training\.lr: 0\.003 there, 0.1 asked for"):
         train(Counting(), replace(TRAINING, lr=0.1), whole, progress=False)

@@ -51,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Diverged(InputError):  # noqa: N818  # as StopIteration: what happened
-    """The loss became NaN or infinite."""
+    """The loss, or its gradient, became NaN or infinite."""
 
 
 def train(
@@ -83,7 +83,7 @@ def train(
 
     Raises:
         InputError: if the folder cannot be written to or holds a run with other settings; for a damaged checkpoint.
-        Diverged: when the loss is no longer a number; checkpoints before that stay.
+        Diverged: when the loss or its gradient is no longer a number; checkpoints before that stay.
         Interrupted: after the checkpoint that an interrupt (SIGINT, SIGTERM) asked for.
 
     >>> import tempfile
@@ -125,7 +125,7 @@ def train(
             batch = task.batch(step, training.batch, training.seed)
             loss, norm = _step(accelerator, objective, optimizer, task, training, batch, step)
             now = step + 1
-            _check_loss(loss, now, training, folder)
+            _check_finite(loss, norm, now, training, folder)
             stop = stopped.asked(accelerator) and now < training.steps
             if writer is not None:
                 writer.step(now, loss, norm, task.count(batch))
@@ -160,12 +160,14 @@ def _prepared(accelerator: Any, task: Task, training: Training) -> tuple[nn.Modu
     return prepared
 
 
-def _check_loss(loss: float, step: int, training: Training, folder: Path) -> None:
-    if math.isfinite(loss):
+def _check_finite(loss: float, norm: float, step: int, training: Training, folder: Path) -> None:
+    """A gradient that is no number has spoilt the weights, whatever the loss was: no checkpoint may hold them."""
+    if math.isfinite(loss) and math.isfinite(norm):
         return
     good = resume.checkpoints(folder)
     kept = f"{good[-1].name} is the last checkpoint before it" if good else "there is no checkpoint before it"
-    raise Diverged(f"the loss is {loss} at step {step}; {kept}; expected a lower lr than {training.lr}")
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+    raise Diverged(f"{what} at step {step}; {kept}; expected a lower lr than {training.lr}")
 
 
 class _Writer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,9 +37,10 @@ class Caption:
     """Scenes of a few shapes, described: "red circle blue square".
 
     All objects of a scene differ in colour and shape, so that which shape has which colour must be looked up where it
-    is. The descriptions of held-out scenes never occur in training. Soft or hard attention: ``model.attention``
-    (`hard` has settings for that). The set-up is that of Xu et al. 2015 (arXiv:1502.03044), with the truth about every
-    word.
+    is. The descriptions of held-out scenes never occur in training. The set-up is that of Xu et al. 2015
+    (arXiv:1502.03044), with the truth about every word. Soft attention learns it; hard attention (REINFORCE) comes to
+    look at the object that it names, but hardly a whole caption is right:
+    ``--objects 2 --model.attention hard --model.entropy 0.005 --steps 1000 --lr 5e-3``.
 
     >>> Caption().batch(0, 4, 0)["captions"].shape
     torch.Size([4, 8])
@@ -137,15 +138,6 @@ class Caption:
         return drawn, (seen(drawn).to(device), torch.from_numpy(drawn.captions).to(device))
 
 
-def hard() -> tuple[Caption, Training]:
-    """Settings of hard attention, trained by REINFORCE: up to two objects, little reward for entropy.
-
-    Within 400 steps it looks at the object that it names, but hardly a whole caption is right.
-    """
-    task = Caption(objects=2, model=replace(Caption().model, attention="hard", entropy=0.005))
-    return task, Training(steps=1000, batch=64, lr=5e-3, warmup=50, weight_decay=0.0)
-
-
 def seen(drawn: Scenes) -> Float[Tensor, "n 3 size size"]:
     """Images as the model takes them: with a spread near 1, without which convolutions hardly begin to learn."""
     return (torch.from_numpy(drawn.images) - MIDDLE) * SCALE
@@ -182,7 +174,7 @@ def _said(model: nn.Module, images: Tensor) -> list[list[int]]:
     first = torch.full((len(images), 1), START, device=images.device)
     greedy = Sampler(temperature=0)
     longest = scenes.longest(scenes.MOST)
-    return generate(model, model.start(images), first, max_new_tokens=longest, sampling=greedy, end=END)  # type: ignore
+    return generate(model, model.start(images), first, max_new_tokens=longest, sampling=greedy, end=END)  # type: ignore[arg-type, operator]
 
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
