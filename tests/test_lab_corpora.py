@@ -164,14 +164,14 @@ def test_a_cache_that_cannot_be_written_is_said_so(cache: Path, monkeypatch: pyt
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpora.write_whole(tmp_path / "x", b"before")
+    corpora.keep(tmp_path / "x", b"before")
 
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        corpora.write_whole(tmp_path / "x", b"after")
+        corpora.keep(tmp_path / "x", b"after")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}
 
 

@@ -43,6 +43,7 @@ def experiment(
         redraw: Conclude and draw once more from the numbers that DIR has; nothing is trained.
     """
     from qkv.lab import experiments
+    from qkv.lab.files import write_whole
 
     if not names:
         _list()
@@ -55,7 +56,7 @@ def experiment(
     for name in experiments.names() if "all" in names else dict.fromkeys(names):
         again = experiments.redraw(name, out) if redraw else None
         _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
-        (out / "README.md").write_text(experiments.table(out), encoding="utf-8")
+        write_whole(out / "README.md", experiments.table(out))
 
 
 def _list() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import os
 import sysconfig
-import tempfile
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import InputError
+from qkv.lab.files import write_whole
 from qkv.models.config import nearest
 
 NAMES = ("library", "shakespeare")
@@ -109,26 +109,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("QKV_CACHE") or "~/.cache/qkv").expanduser()
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write a file that is there whole or not at all, even if several processes write it at once.
+def keep(path: Path, data: bytes | memoryview) -> None:
+    """Write a file of the cache, whole or not at all, even if several processes write it at once.
 
     Raises:
         InputError: if it cannot be written.
     """
-    unfinished = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            unfinished = Path(file.name)
-            file.write(data)
-        unfinished.replace(path)
+        write_whole(path, data)
     except OSError as error:
         raise InputError(
             f"cannot write {path} ({error.strerror}); QKV_CACHE names another folder to keep it"
         ) from error
-    finally:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
 
 
 def _corpus(name: str, named: Sequence[tuple[str, str]], skipped: int = 0) -> Corpus:
@@ -190,7 +183,7 @@ def _shakespeare() -> bytes:
             f"corpus: cannot fetch {SHAKESPEARE} ({error}); expected a network, or the path of a copy of that file"
         ) from error
     _check_shakespeare(data, SHAKESPEARE)
-    write_whole(file, data)
+    keep(file, data)
     return data
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import InputError
+from qkv.lab.files import write_whole
 
 
 class Log:
@@ -88,9 +89,7 @@ def _keep(path: Path, step: int) -> None:
     lines = [line for line in read(path) if line["step"] <= step] if step else []
     if not path.exists():
         return
-    unfinished = path.with_name(f".{path.name}.part")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _board(folder: Path, step: int) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Integer
 
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers
-from qkv.lab.corpora import write_whole
+from qkv.lab.corpora import keep
 from qkv.models.config import one_of
 
 VERSION = 1
@@ -71,7 +71,7 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
             if not all(parts):
                 raise InputError(f"corpus: {corpus} is too small to hold some of it out, expected more text")
             made = tokenizers.byte_tokenizer() if tokenizer == "bytes" else tokenizers.train_bpe(parts[0], size)
-            write_whole(file, made.encode())
+            keep(file, made.encode())
             for path, documents in zip((train, held_out), parts, strict=True):
                 spaced = [x + BETWEEN for x in documents[:-1]] + documents[-1:]
                 write_tokens(path, tokenizers.encode_all(made, spaced), size, settings)
@@ -85,9 +85,9 @@ def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int,
     Each file is whole or not there, the JSON file last.
     """
     dtype = DTYPES[0] if vocab_size <= 2**16 else DTYPES[1]
-    write_whole(path, tokens.astype(dtype).tobytes())
+    keep(path, tokens.astype(dtype).tobytes())
     described = {"count": len(tokens), "dtype": dtype, "vocab_size": vocab_size, "settings": settings}
-    write_whole(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
+    keep(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
 
 
 def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.lab import log, resume, settings
+from qkv.lab.files import write_whole
 from qkv.lab.progress import Bar
 from qkv.lab.task import Batch, Task, Training
 from qkv.models import checkpoint
@@ -276,9 +277,7 @@ def _open(folder: Path, task: Task, training: Training) -> None:
                 )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f".{settings.RUN}.part"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(file)
+        write_whole(file, text)
     except OSError as error:
         raise InputError(f"cannot write to {folder} ({error.strerror})") from error
 
@@ -305,9 +304,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures:
                 save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
-        unfinished = folder / f".{RESULT}.part"
-        unfinished.write_text(json.dumps(log.finite(result), indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(folder / RESULT)
+        write_whole(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
     except OSError as error:
         raise InputError(f"cannot write to {folder} ({error.strerror}); the checkpoints are there") from error
 

@@ -20,6 +20,7 @@ from qkv.errors import InputError
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
 from qkv.lab.experiments.registry import experiment, names
+from qkv.lab.files import write_whole
 
 RUNS = "runs"
 """The folder of trained models, which all experiments share."""
@@ -98,7 +99,7 @@ def conducted(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progre
             **_concluded(found),
             "variants": {v: _described(asked.get(v), keys.get(v), rows) for v, rows in variants.items()},
         }
-        _write(target, described)
+        write_whole(target, _json(described))
         kept.path.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {out} ({error.strerror})") from error
@@ -121,7 +122,7 @@ def redraw(name: str, out: str | Path) -> Result:
     found = _labelled(made.conclude(results), results.quick)
     try:
         save_figure(made.figure(results), picture)
-        _write(target, described | _concluded(found))
+        write_whole(target, _json(described | _concluded(found)))
     except OSError as error:
         raise InputError(f"cannot write to {out} ({error.strerror})") from error
     return Result(target, picture, tuple(found.verdicts), found.paragraph)
@@ -190,7 +191,7 @@ class _Kept:
         self._save()
 
     def _save(self) -> None:
-        _write(self.path, {"quick": self.quick, "runs": self.runs, "computed": self.computed})
+        write_whole(self.path, _json({"quick": self.quick, "runs": self.runs, "computed": self.computed}))
 
 
 def _outcomes(made: Experiment, todo: Mapping[str, Setting], runs: Path, jobs: int) -> Iterator[tuple[str, Outcome]]:
@@ -277,17 +278,12 @@ def _described(asked: list[Setting] | None, keys: list[str] | None, outcomes: Se
     return {"settings": said, "seeds": [o.seed for o in outcomes], "runs": keys, "results": rows}
 
 
-def _write(path: Path, value: Any) -> None:
-    """JSON, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_text(_json(log.finite(value)) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def _json(value: Any) -> str:
+    """A file of JSON; what is no number in it is null."""
+    return _lines(log.finite(value)) + "\n"
 
 
-def _json(value: Any, indent: int = 0) -> str:
+def _lines(value: Any, indent: int = 0) -> str:
     """JSON with a line for each entry, but for lists of numbers and what is short: a file to read and to compare."""
     flat = json.dumps(value, allow_nan=False)
     if len(flat) + indent <= 110 or not isinstance(value, dict | list):
@@ -296,8 +292,8 @@ def _json(value: Any, indent: int = 0) -> str:
         return flat
     pad = " " * (indent + 1)
     if isinstance(value, list):
-        return "[\n" + ",\n".join(pad + _json(x, indent + 1) for x in value) + "\n" + " " * indent + "]"
-    rows = (f"{pad}{json.dumps(k)}: {_json(x, indent + 1)}" for k, x in value.items())
+        return "[\n" + ",\n".join(pad + _lines(x, indent + 1) for x in value) + "\n" + " " * indent + "]"
+    rows = (f"{pad}{json.dumps(k)}: {_lines(x, indent + 1)}" for k, x in value.items())
     return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
 
 
