@@ -16,7 +16,6 @@ import qkv
 from qkv import models
 from qkv.cli import main
 from qkv.lab import draw, log, settings
-from qkv.lab.tasks import TASKS
 from qkv.lab.translate import translate
 from qkv.models import bundled
 from qkv.profiler.texts import default_text
@@ -49,7 +48,7 @@ def figures(folder: Path) -> None:
     """Heads of the reversal model, alignments of the translation model, and how the sinks of qkv-mini came."""
     with torch.no_grad():
         for name, picture in (("qkv-reversal", "mirror"), ("qkv-translation", "alignment")):
-            task, _ = settings.from_toml(_folder(name) / "run.toml", TASKS)
+            task, _ = settings.from_toml(_folder(name) / "run.toml")
             made = task.figures(models.load(name))[picture]
             draw.save_figure(made, folder / f"lab-{name.removeprefix('qkv-')}.png")
     draw.save_figure(training_of_mini(), folder / "lab-mini.png")

@@ -10,7 +10,6 @@ import torch
 import qkv
 from qkv import models
 from qkv.lab import settings
-from qkv.lab.tasks import TASKS
 from qkv.lab.tasks.reversal import Reversal
 from qkv.lab.tasks.translation import Translation
 from qkv.lab.translate import translate
@@ -28,7 +27,7 @@ def test_a_model_lies_with_its_settings_metrics_and_result(name: str) -> None:
     folder = bundled.folder_of(name)
     assert folder is not None
     assert {p.name for p in folder.iterdir()} >= FILES
-    task, training = settings.from_toml(folder / "run.toml", TASKS)
+    task, training = settings.from_toml(folder / "run.toml")
     model = models.load(folder)
     result = json.loads((folder / "result.json").read_text())
     assert result["step"] == training.steps
@@ -67,7 +66,7 @@ def test_translation_translates() -> None:
 def test_translation_is_as_good_as_its_result_says() -> None:
     folder = bundled.folder_of("qkv-translation")
     assert folder is not None
-    task, _ = settings.from_toml(folder / "run.toml", TASKS)
+    task, _ = settings.from_toml(folder / "run.toml")
     assert isinstance(task, Translation)
     said = json.loads((folder / "result.json").read_text())["evaluation"]
     assert task.evaluate(models.load(folder))["exact_match"] == pytest.approx(said["exact_match"], abs=0.02)

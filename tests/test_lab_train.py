@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,7 +290,3 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_settings_out_of_range(name: str, value: float) -> None:
     with pytest.raises(InputError, match=f"{name} is {value}, expected"):
         replace(TRAINING, **{name: value})
-
-
-def test_time_is_not_in_the_settings(whole: Path) -> None:
-    assert time.strftime("%Y") not in (whole / "run.toml").read_text()

@@ -77,7 +77,7 @@ def train(*arguments: str) -> None:
 def _read(arguments: Sequence[str]) -> Run:
     """The task's defaults, under what --config says, under the flags."""
     from qkv.lab import settings
-    from qkv.lab.tasks import TASKS, names, task_class
+    from qkv.lab.tasks import names, task_class
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path, nargs="?")
@@ -89,7 +89,7 @@ def _read(arguments: Sequence[str]) -> Run:
     elif config is None:
         raise InputError(f"there is no task before {arguments[0]}, expected one of {', '.join(names())}")
     if config is not None:
-        task, training = settings.from_toml(config, TASKS)
+        task, training = settings.from_toml(config)
         if name not in (None, task.name):
             raise InputError(f"--config: {config} is of the task {task.name!r}, expected {name!r}")
     run: Run = tyro.cli(

@@ -86,17 +86,20 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not TOML ({error})") from error
 
 
-def from_toml(path: Path, tasks: Mapping[str, type[Any]], default: Training | None = None) -> tuple[Task, Training]:
+def from_toml(path: Path) -> tuple[Task, Training]:
     """The settings a file holds; what it leaves out is as the task has it by default."""
+    from qkv.lab.tasks import names, task_class  # tasks read this module
+
     found = read(path)
     name = found.get("task")
-    if not isinstance(name, str) or name not in tasks:
-        raise InputError(f"{path}: task is {name!r}, expected one of {', '.join(tasks)}")
+    if not isinstance(name, str) or name not in names():
+        raise InputError(f"{path}: task is {name!r}, expected one of {', '.join(names())}")
     for key in found:
         if key not in ("task", name, "training"):
             raise InputError(f"{path}: [{key}] is unknown, expected [{name}] and [training]")
-    task = changed(tasks[name](), found.get(name, {}), f"{name}.")
-    return task, changed(default or tasks[name].training(), found.get("training", {}), "training.")
+    cls = task_class(name)
+    task = changed(cls(), found.get(name, {}), f"{name}.")
+    return task, changed(cls.training(), found.get("training", {}), "training.")
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:

@@ -12,7 +12,6 @@ from qkv.lab import settings, track
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, judged, said
 from qkv.lab.experiments.streaming import perplexity_by_position
 from qkv.lab.task import Measured
-from qkv.lab.tasks import TASKS
 from qkv.lab.tasks.language import Language
 from qkv.models import DecoderLM, bundled, load
 
@@ -41,7 +40,7 @@ class Mini(Experiment):
         folder = bundled.folder_of(NAME)
         assert folder is not None
         model = load(folder)
-        task, _ = settings.from_toml(folder / settings.RUN, TASKS)
+        task, _ = settings.from_toml(folder / settings.RUN)
         assert isinstance(model, DecoderLM)
         assert isinstance(task, Language)
         texts, groups = (2, 1) if quick else (TEXTS, GROUPS)

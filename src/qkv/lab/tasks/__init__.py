@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -35,21 +34,3 @@ def task_class(name: str) -> type[Any]:
         raise InputError(f"task is {name!r}, expected one of {', '.join(_CLASSES)}{nearest(name, _CLASSES)}")
     found: type[Any] = getattr(import_module(f"qkv.lab.tasks.{name}"), _CLASSES[name])
     return found
-
-
-class _Tasks(Mapping[str, type[Any]]):
-    """Classes by name, each loaded on use."""
-
-    def __getitem__(self, name: str) -> type[Any]:
-        if name not in _CLASSES:
-            raise KeyError(name)
-        return task_class(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_CLASSES)
-
-    def __len__(self) -> int:
-        return len(_CLASSES)
-
-
-TASKS: Mapping[str, type[Any]] = _Tasks()
