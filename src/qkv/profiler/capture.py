@@ -48,6 +48,21 @@ class Record:
     causal: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One attention call of the model, with what is known of the module that made it."""
+
+    module: str
+    group: str
+    layer: int
+    call: Call
+    lse: Tensor | None
+    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are
+    keys: Tensor | None
+    first: int | Tensor  # which key is the first of its text, one for each batch item with padding on the left
+    causal: bool
+
+
 @dataclass
 class Observer:
     """Settings and findings of one observation."""
@@ -57,6 +72,7 @@ class Observer:
     local_window: int = 8
     map_tokens: int = 256
     on_call: Callable[[str], None] = lambda module: None
+    take: Callable[[Seen], None] | None = None  # gets the calls themselves, which are then not measured
     # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
     query_masks: dict[int, Tensor] = field(default_factory=dict)
     key_masks: dict[int, Tensor] = field(default_factory=dict)
@@ -96,7 +112,7 @@ class Observer:
             return
         name, n_queries, n_keys = self._running[-1], call.q.shape[2], call.k.shape[2]
         causal = _is_causal(call.mask)
-        step = n_queries == 1 and not causal
+        step = n_queries == 1 and not causal and self.take is None
         before = self._steps.get(name)
         if step and before is not None and torch.equal(before.asked, call.k):
             self._note(name, call)
@@ -156,6 +172,10 @@ class Observer:
         if step:
             self._steps[name] = _Steps(self, call.k.detach(), first, len(self.records) if kept else None)
         if not kept:
+            return
+        if self.take is not None:
+            lse = None if result.lse is None else result.lse.detach()
+            self.take(Seen(name, group, layer, detached(call), lse, queries, keys, first, causal))
             return
         statistics, weights = self._measured(name, call, result, first=first, queries=queries)
         self.records.append(Record(name, group, layer, statistics, weights, queries, keys, causal))
