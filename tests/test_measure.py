@@ -24,7 +24,8 @@ from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
-TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in ("mass", "sink_mass", "visible")]
+LATER = ("mass", "sink_mass", "visible", "audience", "early", "thumbnail")  # have tests of their own
+TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in LATER]
 
 
 def wanted(weights: Tensor, lse: Tensor, first: int = 0) -> dict[str, Tensor]:
@@ -274,6 +275,61 @@ def test_queries_that_do_not_count() -> None:
     for x in (got.sink_mass, got.mass["near"]):
         assert (x.masked_select(~counts[:, None]) == 0).all()
         assert (x.masked_select(counts[:, None]) > 0).all()
+
+
+def pooled(weights: Tensor, query_bin: int, key_bin: int) -> tuple[Tensor, Tensor]:
+    """Maxima and means over bins, bin by bin."""
+    blocks = [list(part.split(key_bin, 3)) for part in weights.split(query_bin, 2)]
+    top, mean = (
+        torch.stack([torch.stack([how(x) for x in row], 2) for row in blocks], 2)
+        for how in (lambda x: x.amax((2, 3)), lambda x: x.mean((2, 3)))
+    )
+    return top, mean
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", ["none", "causal", "window", "documents", "left padding, causal", "dense of heads"])
+@pytest.mark.parametrize(("nq", "nk"), [(11, 13), (13, 7), (13, 13)])
+@pytest.mark.parametrize("bins", [1, 3, 5, 40])
+def test_audience_early_scores_and_thumbnail(name: str, heads: str, nq: int, nk: int, bins: int, tile: int) -> None:
+    if not fits(name, nq, nk):
+        pytest.skip("no such mask at these lengths")
+    h, hkv = HEADS[heads]
+    q, k, v = triple(h=h, hkv=hkv, nq=nq, nk=nk)
+    mask = MASKS[name](nq, nk, 2, h)
+    allowed = (
+        torch.ones(2, h, nq, nk).bool() if mask is None else mask.dense(nq, nk, batch=2, heads=h).expand(2, h, -1, -1)
+    )
+    counts = rand(2, nq, seed=5) > -0.5
+    first = torch.tensor([2, 0])
+    got = qkv.measure(q, k, mask=mask, first=first, queries=counts, early=5, bins=bins)
+    weights = torch.where(counts[:, None, :, None], oracle(q, k, v, mask=mask)[2], 0.0)
+    seen = allowed & counts[:, None, :, None]
+    close(got.audience, seen.sum(2).double())
+    want = torch.zeros(2, h, 5, dtype=torch.float64)
+    for item, begin in enumerate(first.tolist()):
+        rows = slice(max(0, begin - nk + nq), max(0, begin + 5 - nk + nq))
+        given, audience = (x[item, :, rows, begin : begin + 5].sum(1) for x in (weights, seen))
+        want[item] = given / audience.clamp(min=1)
+    close(got.early, want)
+    small = got.thumbnail
+    assert small is not None
+    assert max(small.mean.shape[2:]) <= bins
+    assert {small.query_bin & (small.query_bin - 1), small.key_bin & (small.key_bin - 1)} == {0}, "powers of two"
+    assert -(-nk // (small.key_bin // 2 or 1)) > bins or small.key_bin == 1, "the least that does it"
+    top, mean = pooled(weights, small.query_bin, small.key_bin)
+    close(small.maximum, top)
+    close(small.mean, mean)
+
+
+def test_early_scores_are_those_of_the_first_tokens_alone() -> None:
+    q, k, _ = triple(nq=13, nk=13)
+    whole = qkv.measure(q, k, mask=Causal(), early=7).early
+    alone = qkv.measure(q[:, :, :7], k[:, :, :7], mask=Causal())
+    assert whole is not None
+    close(whole, alone.received / alone.audience)
+    assert qkv.measure(q, k).early is None
+    assert qkv.measure(q, k).thumbnail is None
 
 
 @pytest.mark.usefixtures("tile4")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
@@ -27,8 +27,20 @@ from qkv.scores import Score
 from qkv.tiles import HIDDEN, ScoreTiles, spans
 from qkv.weights import Rows, weigh
 
-TILE = 256
+TILE = 256  # a power of two, as are the bins of thumbnails, so that each divides the other
 HEADS = 8  # heads swept together: a tile of all of them should stay in cache
+
+
+@dataclass(frozen=True, eq=False)
+class Thumbnail:
+    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller."""
+
+    maximum: Float[Tensor, "b h qb kb"]
+    """The largest weight in the bin."""
+    mean: Float[Tensor, "b h qb kb"]
+    """The average over all pairs of the bin; those the mask hides have weight 0."""
+    query_bin: int
+    key_bin: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +75,14 @@ class Statistics:
     """Σ_i A_ij: what each key gets from all queries."""
     visible: Float[Tensor, "b h nq"]
     """How many keys each query may attend to."""
+    audience: Float[Tensor, "b h nk"]
+    """How many queries may attend to each key: `received` / `audience` is what one that sees the key gives it."""
+    early: Float[Tensor, "b h early"] | None = None
+    """Sink score of the first keys of the text: the weight on each, averaged over those of as many first queries of the
+    text that see it. For causal masks it is what the first tokens alone would have (α_k of Gu et al. 2025,
+    arXiv:2410.10781, section 3)."""
+    thumbnail: Thumbnail | None = None
+    """The whole map, small."""
     sink_mass: Float[Tensor, "b h nq"] | None = None
     """Weight on the learned sink logit, where the normalizer has one."""
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
@@ -86,6 +106,8 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
+    early: int | None = None,
+    bins: int | None = None,
 ) -> Statistics:
     """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; no gradients.
 
@@ -101,6 +123,9 @@ def measure(
             weight 0. For chosen tokens use ``Dense(chosen[None, :])``.
         first: which key counts as the first of the text in `sink`; one for each batch item if padding is on the left.
         queries: True where a query counts; others (padding) give zeros and add nothing to `received`.
+        early: how many of the text's first keys get a sink score; none if None.
+        bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
+            makes a bin. None: no thumbnail.
 
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
@@ -117,7 +142,7 @@ def measure(
     [1.0, 1.0, 0.6667, 0.5]
     """
     call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
-    return sweep(call, settled(call), mass=mass, first=first, queries=queries)
+    return sweep(call, settled(call), mass=mass, first=first, queries=queries, early=early, bins=bins)
 
 
 def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
@@ -135,6 +160,8 @@ def sweep(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
+    early: int | None = None,
+    bins: int | None = None,
 ) -> Statistics:
     """The statistics of `measure` when the log-sum-exp of the call, or what stands for it, is already known."""
     call, mass = detached(call), dict(mass or {})
@@ -153,7 +180,10 @@ def sweep(
             assert rows.level is not None
             rows = Rows(rows.level.masked_fill(~queries[:, None], -torch.inf))
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
-    sums = _Sums(call, mass)
+    for name, number in (("early", early), ("bins", bins)):
+        if number is not None and number < 1:
+            raise InputError(f"{name} is {number}, expected at least 1, or None")
+    sums = _Sums(call, mass, early, bins)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < call.k.shape[2] for f in firsts):
         raise InputError(
@@ -164,7 +194,7 @@ def sweep(
     for item in range(b):
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
-            _sweep_heads(_Part(tiles, rows, mass, firsts[item], queries), sums)
+            _sweep_heads(_Part(tiles, rows, mass, firsts[item], early or 0, queries), sums)
     if queries is not None:
         sums.visible.masked_fill_(~queries[:, None], 0)
     return sums.statistics(call, rows)
@@ -173,15 +203,33 @@ def sweep(
 class _Sums:
     """What the sweep has added up so far, float64 so that ten thousand tiles add up without loss."""
 
-    def __init__(self, call: Call, mass: Mapping[str, Mask]) -> None:
+    def __init__(self, call: Call, mass: Mapping[str, Mask], early: int | None, bins: int | None) -> None:
         b, h, n_queries, _ = call.q.shape
+        n_keys = call.k.shape[2]
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
         self.total, self.bits, self.squares = (torch.zeros_like(zeros) for _ in range(3))
         self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
         self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
         self.visible = torch.zeros_like(zeros)
-        self.received = call.q.new_zeros(b, h, call.k.shape[2], dtype=torch.float64)
+        self.received, self.audience = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
+        self.early = None if early is None else zeros.new_zeros(2, b, h, early)  # weights, and how many
+        self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
+        self.pooled: Tensor | None = None  # maxima and sums
+        if self.bins is not None:
+            sides = [-(-n // size) for n, size in zip((n_queries, n_keys), self.bins, strict=True)]
+            self.pooled = call.q.new_zeros(2, b, h, *sides, dtype=at_least_float32(call.q.dtype))
+
+    def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
+        if self.bins is None or self.pooled is None:
+            return None
+        sizes = [
+            torch.full((-(-n // size),), size, dtype=self.pooled.dtype, device=self.pooled.device)
+            for n, size in zip((n_queries, n_keys), self.bins, strict=True)
+        ]
+        for x, n in zip(sizes, (n_queries, n_keys), strict=True):
+            x[-1] -= len(x) * x[0].item() - n if len(x) > 1 else x[0].item() - n
+        return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
 
     def statistics(self, call: Call, rows: Rows) -> Statistics:
         lse = rows.level if isinstance(call.normalizer, Softmax) else None
@@ -207,6 +255,9 @@ class _Sums:
             participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
             visible=self.visible.to(dtype),
+            audience=self.audience.to(dtype),
+            early=None if self.early is None else (self.early[0] / self.early[1].clamp(min=1)).to(dtype),
+            thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
         )
@@ -275,10 +326,12 @@ class _Part:
     """One batch item and some heads of it: their score tiles, and what to ask of them."""
 
     def __init__(
-        self, tiles: ScoreTiles, rows: Rows, mass: Mapping[str, Mask], first: int, queries: Tensor | None
+        self, tiles: ScoreTiles, rows: Rows, mass: Mapping[str, Mask], first: int, early: int, queries: Tensor | None
     ) -> None:
         mask, grid = tiles.call.mask, tiles.call.grid
         self.tiles, self.mass, self.first = tiles, mass, first
+        self.early_keys = slice(first, min(first + early, grid.n_keys))
+        self.early_rows = slice(max(0, first - grid.offset), max(0, first + early - grid.offset))
         self.here = (tiles.batch, tiles.heads)
         self.level, self.total, self.chosen = (
             None if x is None else x[self.here] for x in (rows.level, rows.total, rows.chosen)
@@ -294,35 +347,99 @@ class _Part:
         self.rows, self.columns = list(spans(grid.n_queries, TILE)), list(spans(grid.n_keys, TILE))
 
 
+class _Share:
+    """What one thread has added up of what all queries add to."""
+
+    def __init__(self, part: _Part, sums: _Sums) -> None:
+        of = part.here
+        self.received, self.audience = torch.zeros_like(sums.received[of]), torch.zeros_like(sums.audience[of])
+        self.early = None if sums.early is None else torch.zeros_like(sums.early[:, *of])
+        self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
+        self.bins = sums.bins
+
+    def pool(self, weights: Tensor, rows: slice, cols: slice) -> Tensor:
+        """Add a tile to the thumbnail; returns the sums of its columns."""
+        if self.bins is None or self.pooled is None:
+            return weights.sum(-2)
+        query_bin, key_bin = (min(size, TILE) for size in self.bins)
+        ragged = -weights.shape[-1] % key_bin, -weights.shape[-2] % query_bin
+        whole = nn.functional.pad(weights, (0, ragged[0], 0, ragged[1])) if any(ragged) else weights
+        by_rows = whole.unflatten(-2, (-1, query_bin))
+        sums = by_rows.sum(-2)
+        top = by_rows.amax(-2).unflatten(-1, (-1, key_bin)).amax(-1)
+        at = [
+            slice(x.start // size, x.start // size + n)
+            for x, size, n in zip((rows, cols), self.bins, top.shape[2:], strict=True)
+        ]
+        maximum, total = self.pooled[:, :, :, at[0], at[1]]
+        torch.maximum(maximum, top, out=maximum)
+        total += sums.unflatten(-1, (-1, key_bin)).sum(-1)
+        return sums.sum(-2)[..., : weights.shape[-1]]
+
+    def greet(self, part: _Part, weights: Tensor, hidden: Tensor | None, rows: slice, cols: slice) -> None:
+        """Add a tile to the sink scores, if it has any of the text's first queries and keys."""
+        rs, cs = (
+            slice(max(of.start, x.start), min(of.stop, x.stop))
+            for of, x in ((part.early_rows, rows), (part.early_keys, cols))
+        )
+        if self.early is None or rs.start >= rs.stop or cs.start >= cs.stop:
+            return
+        inside = slice(rs.start - rows.start, rs.stop - rows.start), slice(cs.start - cols.start, cs.stop - cols.start)
+        seen = torch.ones_like(weights[..., *inside], dtype=torch.bool) if hidden is None else ~hidden[..., *inside]
+        if part.uncounted is not None:
+            seen = seen & ~part.uncounted[..., rs, None]
+        given, audience = self.early[..., cs.start - part.first : cs.stop - part.first]
+        given += weights[..., *inside].sum(-2)
+        audience += seen.sum(-2)
+
+    def add_to(self, sums: _Sums, of: tuple[slice, ...]) -> None:
+        sums.received[of] += self.received
+        sums.audience[of] += self.audience
+        if sums.early is not None and self.early is not None:
+            sums.early[:, *of] += self.early
+        if sums.pooled is not None and self.pooled is not None:
+            maximum, total = sums.pooled[:, *of]
+            torch.maximum(maximum, self.pooled[0], out=maximum)
+            total += self.pooled[1]
+
+
 class _Desk(threading.local):
     """What one thread works with: buffers, for fresh memory for each tile would cost as much as its arithmetic, and
-    its own share of `received`, which all queries add to."""
+    its own share."""
 
-    def __init__(self, part: _Part, shares: list[Tensor]) -> None:
+    def __init__(self, part: _Part, sums: _Sums, shares: list[_Share]) -> None:
         tiles = part.tiles
         self.buffers = tiles.k.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
-        self.received = tiles.k.new_zeros(*tiles.shape, tiles.k.shape[1], dtype=torch.float64)
-        shares.append(self.received)
+        self.share = _Share(part, sums)
+        shares.append(self.share)
 
 
 def _sweep_heads(part: _Part, sums: _Sums) -> None:
     """Add one part to the sums, blocks of rows in parallel."""
-    shares: list[Tensor] = []
-    desk = _Desk(part, shares)
+    shares: list[_Share] = []
+    desk = _Desk(part, sums, shares)
     longest_first = range(len(part.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
     each(lambda row: _sweep_rows(part, row, sums, desk), longest_first, part.tiles.k.device)
-    sums.received[part.here] += sum(shares)
+    for share in shares:
+        share.add_to(sums, part.here)
+
+
+def _bin(length: int, bins: int) -> int:
+    """The least power of two that cuts a length into no more than so many pieces."""
+    return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))
 
 
 def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
     """Add one block of queries to the sums."""
-    tiles, rows, first = part.tiles, part.rows[r], part.first
+    tiles, rows, first, share = part.tiles, part.rows[r], part.first, desk.share
     call, grid, at = tiles.call, tiles.call.grid, (*part.here, part.rows[r])
     start, stop = rows.start + grid.offset, rows.stop + grid.offset  # positions of these queries
     sums_here = _RowSums(tiles.k.new_empty(*tiles.shape, rows.stop - rows.start, 0))
     kinds = part.kinds[r]
     full = sum(cols.stop - cols.start for cols, kind in zip(part.columns, kinds, strict=True) if kind == FULL)
     sums.visible[at] = full
+    counted = None if part.uncounted is None else ~part.uncounted[..., rows, None]
+    asking = rows.stop - rows.start if counted is None else int(counted.sum())
     for c, cols in enumerate(part.columns):
         if kinds[c] == EMPTY:
             continue
@@ -330,10 +447,15 @@ def _sweep_rows(part: _Part, r: int, sums: _Sums, desk: _Desk) -> None:
         weights, scratch = (x[: math.prod(shape)].view(shape) for x in desk.buffers)
         hidden = tiles.hidden(rows, cols) if kinds[c] == PARTIAL else None
         if hidden is not None:
-            sums.visible[at] += (~hidden).sum(-1)
+            seen = ~hidden
+            sums.visible[at] += seen.sum(-1)
+            share.audience[:, :, cols] += (seen if counted is None else seen & counted).sum(-2)
+        else:
+            share.audience[:, :, cols] += asking
         make = _softmax if isinstance(call.normalizer, Softmax) else _other_weights
         log2 = make(part, rows, cols, hidden, weights, scratch)
-        desk.received[:, :, cols] += weights.sum(-2)
+        share.received[:, :, cols] += share.pool(weights, rows, cols)
+        share.greet(part, weights, hidden, rows, cols)
         sign = -1 if part.backward or start >= cols.stop - 1 else 1 if stop - 1 <= cols.start else 0
         middle = cols.start + (cols.stop - cols.start) // 2 - start
         total = sums_here.add(weights, log2, scratch, middle, sign)
