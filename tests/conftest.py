@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
     "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
-    "call", "tiles", "weights", "parts", "cuts", "reference", "kernels", "linear", "measure", "choice", "cost",
+    "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear", "sums",
+    "measure", "transposed", "maps", "choice", "cost",
     "attention", "cache", "nn", "models",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
@@ -65,8 +67,8 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure"):
-        monkeypatch.setattr(sys.modules[name], "TILE", size)
+    for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure", "qkv.transposed"):
+        monkeypatch.setattr(importlib.import_module(name), "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
     cuts = sys.modules["qkv.cuts"]
     monkeypatch.setattr(cuts, "SPARSE_TILE", max(1, size // 2))

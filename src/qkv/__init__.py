@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qkv import biases, cache, features, masks, models, nn, normalizers, positions, scores
+from qkv import biases, cache, features, masks, models, nn, normalizers, positions, ring, scores
 from qkv.attention import Attention, Plan, attend, plan
 from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
@@ -47,6 +47,7 @@ __all__ = [
     "plan",
     "positions",
     "profile",
+    "ring",
     "scores",
 ]
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask
 from qkv.cost import Cost, cost
 from qkv.errors import InputError
-from qkv.kernels import choose, flash, opaque, serve, watched
+from qkv.kernels import choose, flash, opaque, serve, serve_shared, watched
 from qkv.masks import Causal, Mask
 from qkv.measure import Statistics, measure
 from qkv.normalizers import Normalizer, Softmax
+from qkv.ring import Shared
 from qkv.scores import Dot, Score
 
 
@@ -80,6 +82,7 @@ def attend(
     kernel: str = "auto",
     return_lse: bool = False,
     return_weights: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention: for every query, the mean of the values weighted by how its scores with the keys normalise.
 
@@ -100,6 +103,9 @@ def attend(
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
         return_weights: also return the weights, (b, h, nq, nk); this alone forms them.
+        group: processes that share the sequence: q, k and v are this one's shard in the order of `qkv.ring.shard`, and
+            so are ``out`` and ``lse``; `mask` and `bias` are of the whole. All of them call it, forward and backward.
+            `Softmax` only, without dropout; no bias of `RelativePosition`. See docs/ring.md.
 
     Returns:
         ``out`` (b, h, nq, dv), or ``(out, lse)``, ``(out, weights)``, ``(out, lse, weights)``.
@@ -115,6 +121,8 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
+    if group is not None:
+        return _shared(q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, group)
     if kernel == "auto" and bias is None and not (dropout_p or return_lse or return_weights or watched()):
         out = _stock(q, k, v, mask, score, normalizer)
         if out is not None:
@@ -144,6 +152,24 @@ def _general(
         assert result.weights is not None
         wanted.append(result.weights)
     return tuple(wanted)
+
+
+@opaque
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    score: Score | None, normalizer: Normalizer | None, dropout_p: float, kernel: str,
+    return_lse: bool, return_weights: bool, group: ProcessGroup,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    if dropout_p:
+        raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: a row's weights lie on many processes")
+    if return_weights:
+        raise InputError("return_weights: with a group a row's weights lie on many processes and are never formed")
+    shared = Shared.of(group, q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
+    result = serve_shared(shared, kernel)
+    if not return_lse:
+        return result.out
+    assert result.lse is not None
+    return result.out, result.lse
 
 
 def _stock(
@@ -239,9 +265,10 @@ class Attention:
         kernel: str = "auto",
         return_lse: bool = False,
         return_weights: bool = False,
+        group: ProcessGroup | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """`attend` with this composition; without dropout unless `training`."""
-        asked = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
+        asked = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights, "group": group}
         dropout = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
         return attend(q, k, v, **dropout, **self._parts(), **asked)  # type: ignore[arg-type]
 

@@ -158,7 +158,7 @@ class ByDistance(Bias):
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         return replace(self, n_keys=grid.n_keys)
 
-    def _span(self, region: Region) -> slice:
+    def span(self, region: Region) -> slice:
         """Where the distances of a region lie: from its top right corner to its bottom left."""
         n_keys = (self.tensor.shape[1] + 1) // 2 if self.n_keys is None else self.n_keys
         start = region.rows.start - (region.columns.stop - 1) + n_keys - 1
@@ -171,7 +171,7 @@ class ByDistance(Bias):
 
     def hankel(self, region: Region) -> Float[Tensor, "1 h q k"]:
         """The region with its columns reversed, as a view: entry (i, c) is that of row i and key stop − 1 − c."""
-        span = self._heads(region)[:, self._span(region)]
+        span = self._heads(region)[:, self.span(region)]
         size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
         return span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
 
@@ -186,7 +186,7 @@ class ByDistance(Bias):
         skewed = (
             torch.nn.functional.pad(slope, (0, rows)).flatten(1)[:, :-rows].unflatten(1, (rows, columns + rows - 1))
         )
-        inside[:, self._span(region)] += skewed.sum(1)
+        inside[:, self.span(region)] += skewed.sum(1)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert self.n_keys is not None

@@ -11,8 +11,10 @@ import torch
 T = TypeVar("T")
 
 
-def each(work: Callable[[T], None], items: Sequence[T], device: torch.device) -> None:
+def each(work: Callable[[T], None], items: Sequence[T], device: torch.device, *, little: bool = False) -> None:
     """Run `work` on every item, without gradients; on CPU by as many threads as torch may use.
+
+    If it is `little` in all, this thread does it alone: to start others, or wait for them, would take longer.
 
     Each thread runs its own single-threaded operations on its own item. One operation shared by all threads would
     wait for the slowest of them dozens of times a tile, which on a busy machine costs more than the arithmetic.
@@ -23,12 +25,14 @@ def each(work: Callable[[T], None], items: Sequence[T], device: torch.device) ->
             work(item)
 
     threads = min(torch.get_num_threads(), len(items)) if device.type == "cpu" else 1
-    if threads <= 1:
-        for item in items:
-            run(item)
-        return
     before = torch.get_num_threads()
     try:
+        if little:
+            torch.set_num_threads(1)
+        if little or threads <= 1:
+            for item in items:
+                run(item)
+            return
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(run, items))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,6 +46,23 @@ class ScoreTiles:
         if x is None:
             return None
         return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
+
+    def of_head(self, head: int) -> ScoreTiles:
+        """Those of one query head alone, counted from the first of these."""
+        key_head, within = divmod(head, self.group)
+        b, key_heads = self.shape[0], self.shape[1] // self.group
+        one = copy(self)
+        one.group, one.shape = 1, torch.Size((b, 1))
+        one.heads = slice(self.heads.start + head, self.heads.start + head + 1)
+        one.key_heads = slice(self.key_heads.start + key_head, self.key_heads.start + key_head + 1)
+        one.q, one.k, one.v = (
+            self.q[key_head::key_heads, within : within + 1],
+            self.k[key_head::key_heads],
+            self.v[key_head::key_heads],
+        )
+        one.vector = None if self.vector is None else self.vector[key_head::key_heads, within : within + 1]
+        one._patterns = {}
+        return one
 
     def region(self, rows: slice, columns: slice) -> Region:
         return Region(rows, columns, self.batch, self.heads)

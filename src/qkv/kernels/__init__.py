@@ -18,7 +18,8 @@ import torch
 
 from qkv.call import Call, Result
 from qkv.errors import InputError
-from qkv.kernels import eager, flash, flex, linear, loops, tiled
+from qkv.kernels import eager, flash, flex, linear, loops, ring, tiled
+from qkv.ring import Shared
 
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
@@ -98,6 +99,35 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     if watcher is not None:
         watcher(call, result)
     return result
+
+
+OF_PIECES = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
+WITH_GRADIENTS = ("flash", "tiled")  # those that make gradients of a piece from the out and lse of the whole row
+
+
+def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
+    """A call that a group of processes makes together: `kernel` is that of its pieces."""
+    if kernel != "auto" and kernel not in OF_PIECES:
+        raise InputError(
+            f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, OF_PIECES))}"
+        )
+    if watched():
+        raise InputError(
+            "group: qkv.profile sees one process only; measure a shared sequence with qkv.measure(…, group=…)"
+        )
+    if kernel != "auto":
+        choose(shared.call, kernel)
+    return ring.run(shared, functools.partial(_of_piece, kernel))
+
+
+def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
+    """The kernel for a piece, of which the tensors of these names want gradients."""
+    names = WITH_GRADIENTS if wanted else OF_PIECES
+    for name in (kernel,) if kernel in names else names:
+        fits = name != "flash" or wanted <= {"q", "k", "v"}
+        if fits and _why_not(name, call, weights=False) is None and (kernel == name or not _only_for_tests(name, call)):
+            return KERNELS[name]
+    raise AssertionError("tiled serves every piece, and a kernel asked for by name serves the whole call")
 
 
 def pick(call: Call, kernel: str, *, weights: bool = False) -> str:

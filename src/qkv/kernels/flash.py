@@ -153,15 +153,39 @@ class _Flash(torch.autograd.Function):
         grad_sink = None
         if sink is not None:
             grad_sink = sink_gradient(sink, Partial(out, lse), grad, grad_lse)
-        d = q.shape[3]
-        if grad_lse is not None:
-            # One more dimension turns the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly
-            # what a gradient of the log-sum-exp adds; q, k and v are 0 there.
-            q, k, v = (_pad(x, d + 1) for x in (q, k, v))
-            out = torch.cat([out, -torch.ones_like(out[..., :1])], -1)
-            grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
-        grads = _fold_backward(grad, q, k, v, out, lse, ctx.cut, ctx.call)
-        return *(g[..., :d] for g in grads), grad_sink, None
+        grads = _gradients(grad, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
+        return *(g.to(q.dtype) for g in grads), grad_sink, None
+
+
+def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of q, k and v of a call that is part of a larger one, whose out and lse are `whole`; at least float32.
+
+    `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` holds no other names.
+    """
+    d, dv = call.q.shape[3], call.v.shape[3]
+    q, k, v, out, grad = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v, whole.out, grad))
+    turned = call.factor if call.factor <= 0 else 1.0  # as in `run`
+    if turned != 1.0:
+        q, call = q * turned, replace(call, factor=1.0)
+    cut = [list(cover) for cover in covers(call, training=True)]
+    dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
+    return {"q": dq[..., :d] * turned, "k": dk[..., :d], "v": dv_[..., :dv]}
+
+
+def _gradients(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[Block]],
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of q, k and v with equal head sizes, in float32 or better."""
+    d, out = q.shape[3], whole.out
+    if grad_lse is not None:
+        # One more dimension turns the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly what
+        # a gradient of the log-sum-exp adds; q, k and v are 0 there.
+        q, k, v = (_pad(x, d + 1) for x in (q, k, v))
+        out = torch.cat([out, -torch.ones_like(out[..., :1])], -1)
+        grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
+    dq, dk, dv = _fold_backward(grad, q, k, v, out, whole.lse, cut, call)
+    return dq[..., :d], dk[..., :d], dv[..., :d]
 
 
 def _forward(
@@ -258,7 +282,7 @@ def _fold_backward(
         part.add_rows(dq, grads[0])
         part.add_keys(dk, grads[1])
         part.add_keys(dv, grads[2])
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq, dk, dv
 
 
 def _seen(part: Part | Gathered, x: Tensor, room: Room, *, clean: bool) -> Tensor:

@@ -86,6 +86,14 @@ class _Tiled(torch.autograd.Function):
         )
 
 
+def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of a softmax call that is part of a larger one, whose out and lse are `whole`; at least float32.
+
+    `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` names tensors of the call.
+    """
+    return _backward(detached(call), _Found(whole.out, whole.lse), grad, grad_lse, wanted)
+
+
 @dataclass(eq=False)
 class _Found:
     """What a forward leaves, (b, h, nq, …) in float32 or better."""

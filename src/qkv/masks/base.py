@@ -254,6 +254,33 @@ class Shifted(_Of):
 
 
 @dataclass(frozen=True)
+class Placed(_Of):
+    """`mask` of a whole matrix `grid`, as a rectangle of it sees it.
+
+    In the whole, positions of queries are `down` more than here, and keys `right` more.
+    """
+
+    mask: Mask
+    grid: Grid
+    down: int
+    right: int
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return self.mask.sees(b, h, q + self.down, k + self.right, self.grid)
+
+    def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
+        down, right = self.down, self.right
+        moved = Tiles(tiles.q_first + down, tiles.q_last + down, tiles.k_first + right, tiles.k_last + right)
+        return self.mask.classify(moved, self.grid)
+
+    def allowed(self, region: Region, grid: Grid) -> Tensor:
+        down, right = self.down + grid.offset - self.grid.offset, self.right  # of rows, not of positions
+        rows = slice(region.rows.start + down, region.rows.stop + down)
+        columns = slice(region.columns.start + right, region.columns.stop + right)
+        return self.mask.allowed(replace(region, rows=rows, columns=columns), self.grid)
+
+
+@dataclass(frozen=True)
 class And(_Two):
     """Visible where both masks say so."""
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Region, Shifted, Tiles
+from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Placed, Region, Shifted, Tiles
 from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
 
@@ -197,6 +197,8 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
             return Not(_ready(inner, grid))
         case Shifted(inner, offset):
             return Predicate(_moved(_ready(inner, mask._grid(grid)), offset - grid.offset, mask._grid(grid)))
+        case Placed(inner, whole, down, right):
+            return Predicate(_placed(_ready(inner, whole), down, right, whole))
         case Blockwise(inner, size):
             return Predicate(_blocked(_ready(inner, mask._grid(grid)), size, mask._grid(grid)))
         case Padding(lengths):
@@ -217,6 +219,13 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
 def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.sees(b, h, q + by, k, grid)
+
+    return visible
+
+
+def _placed(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask.sees(b, h, q + down, k + right, whole)
 
     return visible
 

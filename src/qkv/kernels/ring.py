@@ -1,0 +1,158 @@
+"""Ring attention: keys and values pass from process to process, and what each process finds merges.
+
+P processes hold a shard of the sequence each (`qkv.ring`). In P steps every block of keys and values visits every
+process, which attends from its own queries to it and merges the result: `qkv.partial.merge` does not mind the order.
+The next block is on its way while a process works on this one. Going back, the gradients of a block travel with it
+and are whole when it is home; a piece's gradients are exact when its kernel gets the out and log-sum-exp of the whole
+row. (Liu et al. 2023, arXiv:2310.01889.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qkv.call import Call, Result, at_least_float32, detached
+from qkv.partial import Partial, merge, sink_gradient
+from qkv.ring import Shared, part_of
+
+Choose = Callable[[Call, set[str]], ModuleType]
+"""The kernel for a piece, of which the tensors of these names want gradients (none: going forward)."""
+
+
+def run(shared: Shared, choose: Choose) -> Result:
+    """out and lse of this process's queries, differentiable in every tensor of the call and through the lse."""
+    tensors = shared.call.tensors()
+    if shared.call.needs_grad:
+        return Result(*_Ring.apply(shared, choose, list(tensors), *tensors.values()))
+    part = _forward(shared, detached(shared.call), choose)
+    return Result(part.out, part.lse)
+
+
+class Passing:
+    """Tensors on their way to the next process, and those that come from the one before, which have the same shapes."""
+
+    def __init__(self, shared: Shared, tensors: tuple[Tensor, ...], tag: int) -> None:
+        self.sent = [x.contiguous() for x in tensors]
+        self.coming = tuple(torch.empty_like(x) for x in self.sent)
+        before, after = (shared.rank - 1) % shared.size, (shared.rank + 1) % shared.size
+        ways = ((dist.isend, self.sent, after), (dist.irecv, self.coming, before))
+        self.works = dist.batch_isend_irecv([
+            dist.P2POp(way, x, group=shared.group, group_peer=peer, tag=tag + i)
+            for way, passed, peer in ways
+            for i, x in enumerate(passed)
+        ])  # fmt: skip
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        return self.coming
+
+
+def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Every process's number and its `tensors`, this one's first; the next come while these are worked on."""
+    for step in range(shared.size):
+        next_ = Passing(shared, tensors, tag=0) if step + 1 < shared.size else None
+        yield (shared.rank - step) % shared.size, tensors
+        if next_ is not None:
+            tensors = next_.wait()
+
+
+class Carried:
+    """Sums that travel with the blocks of `blocks`: each process adds its share to those of the block it has."""
+
+    TAG = 16  # apart from those of blocks
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.sums: tuple[Tensor, ...] | None = None
+        self.on_way: Passing | None = None
+
+    def add(self, *shares: Tensor) -> None:
+        """Add to the sums of the block at hand, which came while it was worked on, and pass them on."""
+        if self.sums is not None:
+            for share, before in zip(shares, self.home(), strict=True):
+                share.add_(before)
+        self.sums = shares
+        self.on_way = Passing(self.shared, shares, self.TAG) if self.shared.size > 1 else None
+
+    def home(self) -> tuple[Tensor, ...]:
+        """After the last block: the sums of this process's own."""
+        assert self.sums is not None
+        return self.sums if self.on_way is None else self.on_way.wait()
+
+
+def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
+    """Attention of this process's queries to all keys, the sink included."""
+    wide = at_least_float32(call.q.dtype)
+    out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3], dtype=wide)
+    lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
+    for source, (k, v) in blocks(shared, call.k, call.v):
+        for piece in shared.pieces(source):
+            part = piece.of(call, k, v)
+            found = choose(part, set()).run(part)
+            at = (slice(None), slice(None), piece.rows)
+            whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
+            out[at], lse[at] = whole.out, whole.lse
+    whole = Partial(out, lse) if call.sink is None else Partial(out, lse).with_sink(call.sink)
+    return Partial(whole.out.to(call.v.dtype), whole.lse)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: Shared, choose: Choose, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        whole = _forward(shared, detached(shared.call), choose)
+        ctx.save_for_backward(*tensors, whole.out, whole.lse)
+        ctx.shared, ctx.choose, ctx.names = shared, choose, names
+        ctx.set_materialize_grads(False)
+        return whole.out, whole.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))))
+        grad = torch.zeros_like(out) if grad is None else grad  # the others go round, so this process goes, too
+        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
+        totals = _backward(ctx.shared, call, Partial(out, lse), grad, grad_lse, wanted, ctx.choose)
+        found = (
+            totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
+        )
+        return None, None, None, *found
+
+
+def _backward(
+    shared: Shared, call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str], choose: Choose
+) -> dict[str, Tensor]:
+    """Gradients of this process's tensors; those of k and v come home from all processes."""
+    wide = at_least_float32(call.q.dtype)
+    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items()}
+    if call.sink is not None:
+        totals["sink"] = sink_gradient(call.sink, whole, grad, grad_lse)
+    of_pieces = {"q", "k", "v"} | (wanted - {"sink"})
+    carried = Carried(shared)
+    for source, (k, v) in blocks(shared, call.k, call.v):
+        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        for piece in shared.pieces(source):
+            part, rows = piece.of(call, k, v), (slice(None), slice(None), piece.rows)
+            seen = Partial(whole.out[rows], whole.lse[rows])
+            slope = None if grad_lse is None else grad_lse[rows]
+            grads = choose(part, of_pieces).gradients(part, seen, grad[rows], slope, of_pieces)
+            places = totals | {"q": totals["q"][rows], "k": dk[:, :, piece.keys], "v": dv[:, :, piece.keys]}
+            for i, bias in enumerate(call.biases):
+                if f"bias {i}" in of_pieces:
+                    place = part_of(bias.with_tensor(totals[f"bias {i}"]), piece.region).tensor
+                    assert place is not None
+                    places[f"bias {i}"] = place
+            for name in of_pieces:
+                places[name].add_(grads[name])
+        carried.add(dk, dv)
+    totals["k"], totals["v"] = carried.home()
+    return totals

@@ -1,0 +1,278 @@
+"""What processes that share a sequence compute in tests/test_ring.py; as a script, what they do.
+
+python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
+FOLDER/found-SIZE.pt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import qkv
+from qkv import masks
+from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
+from qkv.normalizers import Softmax
+from qkv.scores import Additive, Cosine
+
+N = 56  # tokens: 2 × 2 chunks of 14, 2 × 4 of 7
+BATCH, HEADS, KEY_HEADS, D, DV = 2, 6, 2, 3, 5
+
+
+def rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed * 7919 + sum(shape)), dtype=torch.float64)
+
+
+def ids() -> Tensor:
+    tokens = torch.arange(N)
+    return torch.stack([tokens * 3 // N, torch.where(tokens < 9, -1, tokens * 5 // N)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Parameters are the same on all processes, and so are their gradients once they are added up."""
+
+    mask: masks.Mask | None = None
+    keys: int = N
+    dtype: torch.dtype = torch.float64
+    lse: bool = True
+    kernel: str = "auto"
+    poison: slice | None = None
+    parameters: Callable[[], dict[str, Tensor]] = dict
+    composed: Callable[[dict[str, Tensor]], dict[str, Any]] = field(default=lambda p: {})
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v of the whole, and the slopes of the loss in out and in lse."""
+        shapes = [(HEADS, N, D), (KEY_HEADS, self.keys, D), (KEY_HEADS, self.keys, DV), (HEADS, N, DV), (HEADS, N)]
+        q, k, v, slope, slope_lse = (rand(BATCH, *s, seed=i).to(self.dtype) for i, s in enumerate(shapes))
+        if self.poison is not None:
+            k[0, :, self.poison], v[0, :, self.poison] = torch.nan, torch.nan
+        return q, k, v, slope, slope_lse
+
+    def run(self, move: Callable[[Tensor], Tensor], **group: Any) -> dict[str, Tensor]:
+        """out, lse and gradients; `move` takes a tensor of the whole to the part that is here."""
+        q, k, v, slope, slope_lse = (move(x) for x in self.tensors())
+        parameters = {name: x.to(self.dtype).requires_grad_() for name, x in self.parameters().items()}
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = qkv.attend(
+            *inputs, mask=self.mask, kernel=self.kernel, return_lse=True, **self.composed(parameters), **group
+        )
+        loss = (out * slope).sum()
+        if self.lse:
+            loss = loss + torch.where(lse.isfinite(), lse * slope_lse, 0).sum()
+        grads = torch.autograd.grad(loss, [*inputs, *parameters.values()])
+        names = ["out", "lse", "dq", "dk", "dv", *(f"parameter {name}" for name in parameters)]
+        return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def _sink() -> dict[str, Tensor]:
+    return {"sink": rand(HEADS, seed=7)}
+
+
+CAUSAL = masks.Causal()
+CASES = {
+    "causal": Case(CAUSAL),
+    "no mask": Case(),
+    "out alone": Case(CAUSAL, lse=False),
+    "float32": Case(CAUSAL, dtype=torch.float32),
+    "bfloat16": Case(CAUSAL, dtype=torch.bfloat16),
+    "flash": Case(CAUSAL, kernel="flash"),
+    "tiled": Case(CAUSAL, kernel="tiled"),
+    "window": Case(masks.Window(5)),
+    "wide window": Case(masks.Window(20)),
+    "window ahead": Case(masks.Window(4, ahead=9)),
+    "prefix": Case(masks.Prefix(9) | CAUSAL),
+    "documents": Case(masks.Document(ids())),
+    "documents, causal": Case(masks.Document(ids()) & CAUSAL),
+    "padding": Case(masks.Padding([N - 11, N - 3])),
+    "left padding": Case(masks.Padding([N - 11, N - 3], "left") & CAUSAL),
+    "not a number in padding": Case(masks.Padding([N - 11, N - 3]) & CAUSAL, poison=slice(N - 11, N)),
+    "sinks and window": Case(masks.longformer(4, [0, 20], causal=True)),
+    "strided": Case((masks.Strided(3) | masks.Window(3)) & CAUSAL),
+    "random blocks": Case(masks.bigbird(4, random=1)),
+    "dense": Case(masks.Dense(rand(HEADS, N, N, seed=5) > 0.4)),
+    "of heads and items": Case(masks.Predicate(lambda b, h, q, k: (q + 2 * k + h + b) % 3 > 0)),
+    "more keys than queries": Case(CAUSAL, keys=2 * N),
+    "fewer keys than queries": Case(CAUSAL, keys=16),
+    "sink": Case(CAUSAL, parameters=_sink, composed=lambda p: {"normalizer": Softmax(1.5, sink=p["sink"])}),
+    "off by one, and nothing visible": Case(~masks.Prefix(N), composed=lambda p: {"normalizer": Softmax(sink=0.0)}),
+    "learned key": Case(
+        masks.Window(9),
+        parameters=lambda: {"key": rand(HEADS, D, seed=8)},
+        composed=lambda p: {"normalizer": Softmax(key=p["key"])},
+    ),
+    "ALiBi": Case(CAUSAL, composed=lambda p: {"bias": ALiBi(), "normalizer": Softmax(0.7)}),
+    "ALiBi, learned": Case(
+        masks.Window(17),
+        parameters=lambda: {"slopes": rand(HEADS, seed=9)},
+        composed=lambda p: {"bias": ALiBi(p["slopes"])},
+    ),
+    "T5": Case(
+        parameters=lambda: {"table": rand(32, HEADS, seed=10)},
+        composed=lambda p: {"bias": (T5Bias(p["table"]), SoftCap(2.0))},
+    ),
+    "by distance, more keys": Case(
+        CAUSAL,
+        keys=2 * N,
+        parameters=lambda: {"tensor": rand(1, 3 * N - 1, seed=11)},
+        composed=lambda p: {"bias": ByDistance(p["tensor"])},
+    ),
+    "dense bias": Case(
+        parameters=lambda: {"bias": rand(1, HEADS, N, N, seed=12)},
+        composed=lambda p: {"bias": Dense(p["bias"])},
+    ),
+    "cosine": Case(CAUSAL, composed=lambda p: {"score": Cosine(3.0)}),
+    "additive": Case(
+        CAUSAL,
+        parameters=lambda: {"vector": rand(HEADS, D, seed=13)},
+        composed=lambda p: {"score": Additive(p["vector"])},
+    ),
+    "negative scale": Case(CAUSAL, composed=lambda p: {"score": qkv.scores.Dot(-0.4)}),
+}
+
+
+MEASURED = (
+    "causal", "no mask", "float32", "window", "window ahead", "documents, causal", "left padding",
+    "not a number in padding", "random blocks", "of heads and items", "more keys than queries", "sink", "learned key",
+    "off by one, and nothing visible", "ALiBi", "T5", "dense bias", "additive",
+)  # fmt: skip
+
+
+def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
+    """All statistics, with everything that can be asked; queries of a few tokens do not count."""
+    q, k, *_ = case.tensors()
+    at = torch.arange(N)
+    counted = torch.stack([at % 11 != 3, at >= 9])
+    if case.poison is not None:
+        q[~counted[:, None].expand(-1, HEADS, -1)] = torch.nan
+    found = qkv.measure(
+        move(q),
+        move(k),
+        mask=case.mask,
+        mass={"near": masks.Window(6, ahead=5), "odd": masks.Predicate(lambda b, h, q, k: k % 2 == 1)},
+        first=torch.tensor([0, 9]),
+        queries=move(counted, 1),
+        early=12,
+        **case.composed(case.parameters()),
+        **group,
+    )
+    named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "thumbnail")}
+    named |= {f"mass {name}": x for name, x in found.mass.items()}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """What all processes found, put together."""
+    found = case.run(lambda x: qkv.ring.shard(x, group), group=group)
+    for name, x in found.items():
+        if name.startswith("parameter"):
+            dist.all_reduce(x, group=group)
+        else:
+            found[name] = qkv.ring.unshard(x, group)
+    return found
+
+
+def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    found = measured(case, lambda x, dim=2: qkv.ring.shard(x, group, dim), group=group)
+    return {name: x if name == "early" else qkv.ring.unshard(x, group) for name, x in found.items()}
+
+
+def _refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said of bad input; every process passes the same but for those of which one differs."""
+    rank = dist.get_rank(group)
+    x = torch.zeros(1, 2, 6, 4)
+    calls: dict[str, Callable[[], object]] = {
+        "odd": lambda: qkv.attend(x[:, :, :5], x[:, :, :5], x[:, :, :5], group=group),
+        "length": lambda: qkv.attend(*[x[:, :, : 4 if rank == 1 else 6]] * 3, group=group),
+        "gradient": lambda: qkv.attend(*[x.clone().requires_grad_(rank == 1)] * 3, group=group),
+        "normalizer": lambda: qkv.attend(x, x, x, normalizer=qkv.normalizers.Sigmoid(), group=group),
+        "bias": lambda: qkv.attend(x, x, x, bias=qkv.biases.RelativePosition(torch.zeros(3, 4)), group=group),
+        "mask": lambda: qkv.attend(x, x, x, mask=masks.Document([0] * 6), group=group),
+        "dropout": lambda: qkv.attend(x, x, x, dropout_p=0.1, group=group),
+        "weights": lambda: qkv.attend(x, x, x, return_weights=True, group=group),
+        "kernel": lambda: qkv.attend(x, x, x, kernel="eager", group=group),
+        "shard": lambda: qkv.ring.shard(x[:, :, :5], group),
+        "dim": lambda: qkv.ring.shard(x, group, dim=4),
+        "bins": lambda: qkv.measure(x, x, bins=4, group=group),
+        "first": lambda: qkv.measure(x, x, first=12 * dist.get_world_size(group), group=group),
+        "unshard": lambda: qkv.ring.unshard(x.clone().requires_grad_(), group),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except qkv.InputError as error:
+            said[name] = str(error)
+    q = x.clone().requires_grad_()
+    out = qkv.attend(q, x, x, group=group)
+    first = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    try:
+        first.sum().backward()
+    except RuntimeError as error:
+        said["twice"] = str(error)
+    return said
+
+
+@contextlib.contextmanager
+def _tiles(size: int) -> Iterator[None]:
+    """Tiles so small that a chunk is made of several."""
+    modules = [sys.modules[name] for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure")]
+    before = [m.TILE for m in modules]  # type: ignore[attr-defined]
+    small = sys.modules["qkv.cuts"].SMALL  # type: ignore[attr-defined]
+    for m in modules:
+        m.TILE = size  # type: ignore[attr-defined]
+    sys.modules["qkv.cuts"].SMALL = 0  # type: ignore[attr-defined]
+    yield
+    for m, tile in zip(modules, before, strict=True):
+        m.TILE = tile  # type: ignore[attr-defined]
+    sys.modules["qkv.cuts"].SMALL = small  # type: ignore[attr-defined]
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    with _tiles(4 if size == 4 else 256):
+        found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
+        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
+    whole = torch.arange(24)
+    mine = qkv.ring.positions(24, group)
+    assert torch.equal(mine, qkv.ring.shard(whole, group, dim=0))
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine)
+    found["positions"] = everyone
+    found["refused"] = _refused(group)
+    some = dist.new_group([0, size - 1])
+    if rank in (0, size - 1):
+        found["two of four"] = _shared(CASES["causal"], some)
+    if rank == 0:
+        torch.save(found, folder / f"found-{size}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Forked, not spawned: they import torch once between them.
+    fork = multiprocessing.get_context("fork")
+    places = [(rank, int(size)) for size in sys.argv[2:] for rank in range(int(size))]
+    processes = [fork.Process(target=main, args=(*place, Path(sys.argv[1]))) for place in places]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))

@@ -1,0 +1,234 @@
+"""A sequence shared by several processes gives what one process gives: out, lse, gradients, statistics.
+
+Two and four processes (gloo) run all of `ring_cases.CASES`, once; each test then looks at one case.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention.flex_attention as torch_flex
+
+import qkv
+import ring_cases
+from conftest import MASKS, close, fits, rand, unchecked
+from qkv import masks
+from qkv.kernels import watching
+from qkv.masks import EMPTY, FULL, Grid, Region
+from qkv.masks.convert import grid_mod
+from qkv.ring import Piece
+
+SIZES = (2, 4)
+HERE = Path(__file__).parent
+EPS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 8}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What the processes of each group found."""
+    folder = tmp_path_factory.mktemp("ring")
+    launch = [sys.executable, "-W", "error", str(HERE / "ring_cases.py"), str(folder), *map(str, SIZES)]
+    done = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {size: torch.load(folder / f"found-{size}.pt") for size in SIZES}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ring_cases.CASES)
+def test_processes_agree_with_one(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
+    case = ring_cases.CASES[name]
+    want, got = case.run(lambda x: x), found[size][name]
+    assert want.keys() == got.keys()
+    for key, x in want.items():
+        assert got[key].dtype == x.dtype, key
+        scale = max(1.0, float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 1.0)
+        finite = x.isfinite()
+        assert torch.equal(got[key].isfinite(), finite), key
+        close(
+            torch.where(finite, got[key] / scale, 0),
+            torch.where(finite, x / scale, 0),
+            eps=EPS[case.dtype],
+            dtype=case.dtype,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ring_cases.MEASURED)
+def test_statistics_agree_with_those_of_one_process(name: str, size: int, found: dict[int, dict[str, Any]]) -> None:
+    case = ring_cases.CASES[name]
+    want, got = ring_cases.measured(case, lambda x, dim=2: x), found[size]["statistics"][name]
+    assert want.keys() == got.keys()
+    for key, x in want.items():
+        assert got[key].dtype == x.dtype, key
+        assert torch.equal(got[key] == -torch.inf, x == -torch.inf), key
+        pair = [y.masked_fill(x == -torch.inf, 0) for y in (got[key], x)]
+        if key in ("distance", "spread"):  # what is resolved is the square
+            pair = [(y / ring_cases.N).square() for y in pair]
+        assert not pair[1].isnan().any(), key
+        close(*pair, eps=EPS[case.dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_positions_are_those_of_two_chunks_one_early_and_one_late(size: int, found: dict[int, dict[str, Any]]) -> None:
+    chunk = 24 // (2 * size)
+    for rank, mine in enumerate(found[size]["positions"]):
+        early, late = rank * chunk, (2 * size - 1 - rank) * chunk
+        assert mine.tolist() == [*range(early, early + chunk), *range(late, late + chunk)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_a_causal_mask_gives_all_processes_as_much_at_every_step(size: int, found: dict[int, dict[str, Any]]) -> None:
+    at = found[size]["positions"]
+    for step in range(size):
+        pairs = {int((at[r][:, None] >= at[(r - step) % size]).sum()) for r in range(size)}
+        assert len(pairs) == 1
+
+
+SAID = {
+    "odd": r"q has 5 tokens on each of \d processes, expected an even number.*multiple of \d+: pad it before",
+    "length": r"process 1 passes q \(1, 2, 4, 4\).*but process 0 q \(1, 2, 6, 4\).*expected the same of all",
+    "gradient": r"process 1 passes .* with gradient, but process 0 .* without gradient",
+    "normalizer": "normalizer is Sigmoid, expected Softmax",
+    "bias": "bias is RelativePosition, which is not shared; expected one of SoftCap, ALiBi",
+    "mask": r"Document: ids has shape \(1, 6\), expected \(1 or 1, (12|24)\)",
+    "dropout": "dropout_p is 0.1 with a group, expected 0",
+    "weights": "return_weights: with a group a row's weights lie on many processes",
+    "kernel": "kernel is 'eager' with a group, expected 'auto' or one of 'flash', 'flex', 'tiled'",
+    "shard": r"x has length 5, which (2|4) processes cannot cut into (4|8) equal chunks; pad it to 8",
+    "dim": "dim is 4, expected a dimension of x, which has 4",
+    "bins": "bins is 4 with a group, expected None",
+    "first": r"first is \d+, expected a key from 0 to (11|23), or one",
+    "unshard": r"x wants a gradient, which does not pass; compute the loss on shards, or pass x.detach\(\)",
+    "twice": "differentiate twice",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_bad_input_is_said_to_all_and_nobody_waits_for_ever(size: int, found: dict[int, dict[str, Any]]) -> None:
+    said = found[size]["refused"]
+    assert said.keys() == SAID.keys()
+    for name, pattern in SAID.items():
+        assert re.search(pattern, said[name]), said[name]
+
+
+@pytest.mark.slow
+def test_some_of_the_processes_may_share_a_sequence(found: dict[int, dict[str, Any]]) -> None:
+    want = ring_cases.CASES["causal"].run(lambda x: x)
+    for key, x in want.items():
+        close(found[4]["two of four"][key], x, eps=EPS[torch.float64])
+
+
+@pytest.mark.slow
+def test_the_documentation_runs_under_torchrun(tmp_path: Path) -> None:
+    page = (HERE.parent / "docs" / "ring.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "shared.py"
+    script.write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(
+        r"process (\d) has tokens (\d+) … (\d+); largest difference to one process (\d\.\de.\d\d)", done.stdout
+    )
+    assert {(rank, first, last) for rank, first, last, _ in said} == {("0", "0", "1023"), ("1", "256", "767")}
+    assert all(float(difference) < 1e-5 for *_, difference in said)
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_one_holds_everything(alone: dist.ProcessGroup) -> None:
+    x = rand(2, 3, 10, 4)
+    assert torch.equal(qkv.ring.shard(x, alone), x)
+    assert torch.equal(qkv.ring.unshard(x, alone), x)
+    assert qkv.ring.positions(10, alone).tolist() == list(range(10))
+    case = ring_cases.CASES["sink"]
+    want, got = case.run(lambda x: x), case.run(lambda x: qkv.ring.shard(x, alone), group=alone)
+    for name, one in want.items():
+        close(got[name], one)
+    composed = qkv.Attention(mask=masks.Window(3))
+    close(composed(x, x, x, group=alone), composed(x, x, x))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "ALiBi"])
+def test_pieces_may_go_to_flex(name: str, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # shape checks cannot be traced
+    case = ring_cases.CASES[name]
+    x, asked = case.tensors()[:3], case.composed(case.parameters())
+    want, got = (qkv.attend(*x, mask=case.mask, group=alone, kernel=one, **asked) for one in ("auto", "flex"))
+    close(got, want)
+
+
+def test_a_kernel_asked_for_serves_all_of_it_or_nothing(alone: dist.ProcessGroup) -> None:
+    q, k, v = ring_cases.CASES["causal"].tensors()[:3]
+    slopes = torch.ones(ring_cases.HEADS, requires_grad=True)
+    with pytest.raises(qkv.InputError, match=r"kernel='flash' cannot serve this call: .* no gradient for a bias"):
+        qkv.attend(q, k, v, bias=qkv.biases.ALiBi(slopes), kernel="flash", group=alone)
+
+
+def test_a_group_must_be_one() -> None:
+    x = rand(1, 1, 4, 2)
+    wrong: Any = "world"
+    with unchecked(), pytest.raises(qkv.InputError, match=r"group is str, expected a process group of torch\.distrib"):
+        qkv.attend(x, x, x, group=wrong)
+    with unchecked(), pytest.raises(qkv.InputError, match="group is str, expected a process group"):
+        qkv.ring.shard(x, wrong)
+
+
+def test_the_profiler_does_not_take_a_shard_for_the_whole(alone: dist.ProcessGroup) -> None:
+    x = rand(1, 1, 4, 2)
+    with watching(lambda call, result: None), pytest.raises(qkv.InputError, match=r"qkv.measure\(…, group=…\)"):
+        qkv.attend(x, x, x, group=alone)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("sizes", [(12, 12), (8, 16), (16, 8)])
+def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tuple[int, int]) -> None:
+    """Every pair of chunks: which pairs it shows, what it says of itself, and what kernels make of it."""
+    (nq, nk), b, h = sizes, 2, 3
+    if not fits(name, nq, nk):
+        pytest.skip("this mask needs a key for every query")
+    mask = MASKS[name](nq, nk, b, h)
+    if mask is None:
+        pytest.skip("no mask")
+    grid = Grid.of(nq, nk, b, h)
+    whole = mask.dense(nq, nk, batch=b, heads=h).expand(b, h, nq, nk)
+    for row in range(0, nq, nq // 4):
+        for column in range(0, nk, nk // 4):
+            rows, keys = slice(row, row + nq // 4), slice(column, column + nk // 4)
+            piece = Piece(slice(0, nq // 4), slice(0, nk // 4), Region(rows, keys), grid)
+            seen = piece.see(mask)
+            want, kinds = whole[:, :, rows, keys], piece.kinds(mask)
+            assert torch.equal(seen.dense(nq // 4, nk // 4, batch=b, heads=h).expand_as(want), want)
+            here = Grid.of(nq // 4, nk // 4, b, h)
+            pair = torch.meshgrid(*map(torch.arange, want.shape), indexing="ij")
+            assert torch.equal(grid_mod(seen, here)(*pair).expand_as(want), want)
+            assert kinds != {EMPTY} or not want.any()
+            assert kinds != {FULL} or want.all()
+            if seen.band is not None:
+                low, high = seen.band
+                back = torch.arange(nq // 4)[:, None] + (nk - nq) // 4 - torch.arange(nk // 4)
+                assert torch.equal(((back >= low) & (back <= high)).expand_as(want), want)
