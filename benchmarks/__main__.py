@@ -8,7 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import attend_speed, decoder_speed, profile_cost, projection_speed, stream, sweep_speed
+from benchmarks import (
+    attend_speed,
+    decoder_speed,
+    map_speed,
+    profile_cost,
+    projection_speed,
+    stream,
+    survey_speed,
+    sweep_speed,
+)
 from benchmarks.timing import save
 
 ALL: dict[str, Callable[[], dict[str, Any]]] = {
@@ -21,6 +30,9 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "projection": projection_speed.projection,
     "decoder": decoder_speed.decoder,
     "stream": stream.stream,
+    "map": map_speed.maps,
+    "survey": survey_speed.against_plain,
+    "survey_processes": survey_speed.of_processes,
 }
 
 

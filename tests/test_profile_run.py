@@ -102,7 +102,8 @@ def test_log_sum_exps_of_minilm_are_those_of_its_scores(minilm: Loaded, result: 
 def test_texts_of_different_lengths_are_filled_with_nan(result: Profile, own: list[np.ndarray]) -> None:
     data, lengths = result.data, [A.shape[-1] for A in own]
     assert len(set(lengths)) == len(TEXTS)
-    assert data.sizes == {"text": 3, "layer": 6, "head": 12, "query": max(lengths), "key": max(lengths)}
+    sizes = {"text": 3, "layer": 6, "head": 12, "query": max(lengths), "key": max(lengths)}
+    assert {dim: data.sizes[dim] for dim in sizes} == sizes
     assert data["n_queries"].values.tolist() == data["n_keys"].values.tolist() == lengths
     for text, n in enumerate(lengths):
         for name in (*PER_QUERY, "received"):

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def read(file: Path) -> str:
-    """A text file; standard input if its name is "-"."""
+def read(file: Path, called: str = "--file") -> str:
+    """A text file; standard input if its name is "-". `called` is what the user typed it as."""
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
-        raise InputError(f"--file: cannot read {file} ({error.strerror})") from error
+        raise InputError(f"{called}: cannot read {file} ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"--file: {file} is not UTF-8 text") from error
+        raise InputError(f"{called}: {file} is not UTF-8 text") from error
 
 
 @contextmanager

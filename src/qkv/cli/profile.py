@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from qkv.cli.files import folder, read
+from qkv.cli import compare, mixing
+from qkv.cli.files import folder
+from qkv.cli.inputs import first_tokens, given_text, numbers
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from qkv.profiler.data import Profile
 
-FIGURES = ("overview", "received", "entropy", "sink")
+FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
 
 
 def profile(
@@ -31,12 +33,15 @@ def profile(
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
     local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
     map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256,
+    against: Annotated[str | None, tyro.conf.arg(metavar="MODEL|FILE", help_behavior_hint="")] = None,
+    perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,
+    no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
     """Where does a model attend? Exact, for every head, in memory linear in the length of the text.
 
     Runs the model once on a text, prints what stands out, and writes to DIR: report.html (one file, opens offline),
-    figures as PNG, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
+    figures as PNG, heads.csv, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
 
     qkv profile                                    (the small model that comes with qkv, on a program)
 
@@ -45,6 +50,8 @@ def profile(
     qkv profile ./my-model --file book.txt         (a folder, and a text of your own)
 
     qkv profile random-gpt2 --tokens 32768         (what a long context costs)
+
+    qkv profile ./tuned --against ./base           (what changed between two models, head by head)
 
     Args:
         model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "qkv-mini" (a language model
@@ -59,6 +66,11 @@ def profile(
         out: Folder to write to; made if it is not there.
         local_window: "Local" is at most this many tokens away.
         map_tokens: Keep whole attention maps for texts up to this long.
+        against: Compare with this model on the same text, or with the profile.qkv.zip of an earlier run (of another
+            dtype, say); what is told is how the second differs from the first.
+        perturb: Also replace the token at this position (from 0) and tell how much every later state changes, layer by
+            layer: over-mixing.
+        no_probe: Do without the short made-up texts that tell induction, duplicate-token and positional heads.
         partial: Go on even if some attention of the model cannot be observed.
     """
     from rich.console import Console
@@ -66,17 +78,20 @@ def profile(
 
     from qkv.profiler import models, run
 
-    wanted = None if layers is None else _numbers(layers)
+    wanted = None if layers is None else numbers(layers)
     if text is not None and file is not None:
         raise InputError("text and --file are both given, expected one of them")
     if tokens is not None and tokens < 1:
         raise InputError(f"--tokens is {tokens}, expected at least 1")
-    passage = _passage(model, text, file, tokens)
-    with folder(out):
-        with Console(stderr=True).status(f"loading {escape(model)}"):
-            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
-        inputs: Any = passage if tokens is None else _first_tokens(loaded, passage, tokens)
-        result = run.profile(
+    passage = given_text(model, text, file, tokens)
+
+    def load(name: str) -> tuple[models.Loaded, Any]:
+        with Console(stderr=True).status(f"loading {escape(name)}"):
+            loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()))
+        return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
+
+    def profiled(loaded: models.Loaded, inputs: Any) -> Profile:
+        return run.profile(
             loaded.model,
             inputs,
             tokenizer=loaded.tokenizer,
@@ -84,65 +99,58 @@ def profile(
             layers=wanted,
             local_window=local_window,
             map_tokens=map_tokens,
+            probe=not no_probe,
             partial=partial,
             name=loaded.name,
             command=" ".join(["qkv", *sys.argv[1:]]),
         )
+
+    with folder(out):
+        other = None if against is None else compare.saved(against)
+        loaded, inputs = load(model)
+        result = profiled(loaded, inputs)
+        comparison = None if against is None else result.compare(other or profiled(*load(against)))
         _show(result)
-        _write(result, out)
+        if comparison is not None:
+            compare.show(comparison)
+        files = _figures(result, out)
+        if comparison is not None:
+            files += compare.write(comparison, out)
+        if perturb is not None:
+            files += mixing.write(mixing.measured(loaded, inputs, perturb), loaded.name, out)
+        _write(result, out, files)
 
 
-def _numbers(text: str) -> list[int]:
-    """0,3,8-11 as a list of numbers."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
-            raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
-
-
-def _passage(model: str, text: str | None, file: Path | None, tokens: int | None) -> str:
-    from qkv.profiler import texts
-
-    if file is not None:
-        return read(file)
-    if text is not None:
-        return text
-    return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
-
-
-def _first_tokens(loaded: Any, text: str, tokens: int) -> dict[str, Any]:
-    if loaded.tokenizer is None:
-        raise InputError("--tokens needs a tokenizer, and this model has none")
-    batch = loaded.tokenizer(text, return_tensors="pt")
-    found = batch["input_ids"].shape[1]
-    if found < tokens:
-        raise InputError(f"--tokens is {tokens:,}, but the text has {found:,}")
-    return {k: v[:, :tokens] for k, v in batch.items() if k in ("input_ids", "attention_mask")}
-
-
-def _write(result: Profile, out: Path) -> None:
+def _figures(result: Profile, out: Path) -> list[Path]:
     from rich.console import Console
 
     from qkv.view.save import save_figure
 
-    console = Console()
-    with console.status("writing the report and figures"):
-        result.save(out / "profile.qkv.zip")
+    with Console().status("drawing figures"):
         for name in FIGURES:
             save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+    return [out / f"{name}.png" for name in FIGURES]
+
+
+def _write(result: Profile, out: Path, files: list[Path]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    with console.status("writing the report"):
+        result.save(out / "profile.qkv.zip")
+        result.export(out / "heads.csv")
         report = result.report(out / "report.html")
     console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
     data = out / "profile.qkv.zip"
     console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
-    console.print(f"[dim]Figures  {', '.join(f'{n}.png' for n in FIGURES)}[/dim]", soft_wrap=True, highlight=False)
+    console.print(f"[dim]Heads    {out / 'heads.csv'}[/dim]", soft_wrap=True, highlight=False)
+    console.print(f"[dim]More     {', '.join(f.name for f in files)}[/dim]", soft_wrap=True, highlight=False)
 
 
 def _show(result: Profile) -> None:
     """What stands out, as tables in the terminal."""
     from rich.console import Console
+    from rich.markup import escape
 
     from qkv.view.findings import headline
 
@@ -153,6 +161,8 @@ def _show(result: Profile) -> None:
         console.print(headline(data, heads), highlight=False, markup=False)
         console.print(_head_table(heads))
         console.print(_token_table(result, group))
+        for label, sentence in _sinks_and_types(result, group).items():
+            console.print(f"[bold]{label}[/bold]  {escape(sentence)}", highlight=False)
 
 
 def _title(result: Profile, group: str) -> str:
@@ -163,6 +173,35 @@ def _title(result: Profile, group: str) -> str:
     parts += [escape(result.attrs["model"]), f"{sizes['layer']} layers × {sizes['head']} heads"]
     parts += [f"{sizes['key']:,} tokens", f"{result.attrs['seconds']:.1f} s"]
     return " · ".join(parts)
+
+
+def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
+    """What the sink scores, the kinds of heads and the hidden states say, a sentence each."""
+    from qkv.profiler.sinks import sink_summary
+    from qkv.profiler.types import MIXED
+
+    found = sink_summary(result.groups[group])
+    said = {
+        "natural": "on this text", "random": "on random tokens", "repeated": "on one token repeated",
+        "anywhere": "anywhere over the whole text",
+    }  # fmt: skip
+    parts = [f"{found[name]:.0%} of heads {words}" for name, words in said.items() if name in found]
+    learned = f"; the learned sink takes {found['learned']:.0%}" if "learned" in found else ""
+    lines = {
+        "Sinks": f"α > 0.3 at the first token: {', '.join(parts)}{learned}; "
+        f"{found['entries']:.0%} of the weights on it are above 0.3"
+    }
+    kinds = result.types(group)["type"].value_counts()
+    lines["Heads"] = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no kind is clear"
+    if group == result.main:
+        for stack, data in result.residual.items():
+            ratio = data["ratio"].max(("text", "depth")).item()
+            count = int(data["massive"].sum().item())
+            lines[f"States of {stack}"] = (
+                f"{count or 'no'} massive activation{'' if count == 1 else 's'}; "
+                f"the largest is {ratio:,.0f} × the median"
+            )
+    return lines
 
 
 def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from qkv import biases
@@ -49,6 +49,7 @@ def call_of(
     softcap: float | None = None,
     s_aux: Float[Tensor, " h"] | None = None,
     position_bias: Float[Tensor, "#b #h nq more"] | None = None,
+    indices: Int[Tensor, "b nq few"] | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Call, Bool[Tensor, "b seen"] | None]:
@@ -67,6 +68,7 @@ def call_of(
         softcap: scores become softcap · tanh(score / softcap).
         s_aux: logit of a sink for each head.
         position_bias: added to the scores.
+        indices: the only keys that each query may attend to, of those that the mask lets it see (DeepSeek-V3.2).
         dropout: probability; the model passes 0 in evaluation mode.
         others: whatever else the model passes.
 
@@ -79,12 +81,15 @@ def call_of(
                 f"{name} passes {argument}={_brief(given)} to its attention, "
                 "which qkv does not know and will not ignore"
             )
-    mask, bias, keys = _read_mask(attention_mask, query.shape[2], key.shape[2])
+    mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
     if attention_mask is None and query.shape[2] > 1:
         mask = _causality(name, module, others.get("is_causal"))
     if isinstance(attention_mask, LazyMask):
         seen = attention_mask.grid.n_keys
         key, value = key[:, :, :seen], value[:, :, :seen]
+    if indices is not None:
+        chosen = _chosen(name, indices, query, key)
+        mask = chosen if mask is None else mask & chosen
     if position_bias is not None:
         bias = (biases.Dense(position_bias[..., : key.shape[2]]), *bias)
     if softcap is not None:
@@ -121,7 +126,7 @@ def configurations(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in found}.values())
 
 
-def _read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
+def read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
     """Mask, bias and real keys of what the model passes as its attention mask."""
     if given is None:
         return None, (), None
@@ -146,6 +151,20 @@ def _read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tu
     mask = as_mask(~hidden) if bool(hidden.any()) else None
     learned = given.requires_grad  # a learned bias may start at 0
     return mask, (biases.Dense(bias),) if learned or bool(bias.any()) else (), None
+
+
+def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
+    """The mask of keys chosen by number. (It is quadratic; the scores that the model chose them by were larger.)"""
+    batch, _, n_queries, _ = query.shape
+    n_keys = key.shape[2]
+    if indices.ndim != 3 or indices.shape[:2] != (batch, n_queries):
+        raise InputError(
+            f"{name} passes indices={_brief(indices)} to its attention, expected (batch, queries, keys chosen) with "
+            f"(batch, queries) = {(batch, n_queries)}"
+        )
+    kept = indices.clamp(max=n_keys).long()  # a static cache has room for keys that are left out of the call
+    chosen = torch.zeros(batch, n_queries, n_keys + 1, dtype=torch.bool, device=query.device)
+    return as_mask(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])  # type: ignore[return-value]
 
 
 def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:

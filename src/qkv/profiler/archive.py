@@ -32,8 +32,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_archive(path: Path, groups: dict[str, xr.Dataset], attrs: dict[str, Any]) -> None:
-    """Write the groups and attributes of a profile to `path`.
+PARTS = ("groups", "residual")  # folders of data sets, and the lists of their names in the header
+
+
+def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: dict[str, Any]) -> None:
+    """Write the data sets and attributes of a profile to `path`.
 
     The hierarchy is built in memory and zipped in one go: writing zarr straight into a zip rewrites its
     metadata and leaves duplicate members behind.
@@ -44,9 +47,11 @@ def write_archive(path: Path, groups: dict[str, xr.Dataset], attrs: dict[str, An
     members: dict[str, Any] = {}
     store = MemoryStore(members)
     root = zarr.group(store, zarr_format=3)
-    root.attrs.update({"format": FORMAT, "format_version": VERSION, "groups": list(groups), "profile": attrs})
-    for name, data in groups.items():
-        data.to_zarr(store, group=f"groups/{name}", mode="w", consolidated=False, zarr_format=3)
+    names = {part: list(parts.get(part, {})) for part in PARTS}
+    root.attrs.update({"format": FORMAT, "format_version": VERSION, "profile": attrs} | names)
+    for part, datasets in parts.items():
+        for name, data in datasets.items():
+            data.to_zarr(store, group=f"{part}/{name}", mode="w", consolidated=False, zarr_format=3)
 
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # zarr has compressed the chunks already
@@ -55,18 +60,19 @@ def write_archive(path: Path, groups: dict[str, xr.Dataset], attrs: dict[str, An
     write_atomically(path, file.getvalue())
 
 
-def read_archive(path: Path) -> tuple[dict[str, xr.Dataset], dict[str, Any]]:
+def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
     """Read what `write_archive` wrote; anything else is refused with one sentence."""
     from zarr.storage import ZipStore
 
     header = _header(path)
-    groups = {}
+    parts: dict[str, dict[str, xr.Dataset]] = {part: {} for part in PARTS}
     try:
         with ZipStore(path, mode="r") as store:
-            for name in header["groups"]:
-                with xr.open_zarr(store, group=f"groups/{name}", consolidated=False, chunks=None) as data:
-                    groups[name] = data.load()
-        return groups, dict(header["profile"])
+            for part, datasets in parts.items():
+                for name in header.get(part, []):
+                    with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None) as data:
+                        datasets[name] = data.load()
+        return parts, dict(header["profile"])
     except Exception as error:  # zip, zarr and codecs each have their own family of errors
         raise InputError(f"path: {str(path)!r} is a damaged profile ({_reason(error)})") from error
 

@@ -15,7 +15,7 @@ from qkv.profiler.capture import Observer, Seen, observe
 from qkv.profiler.inputs import real_tokens, sequences_of
 
 
-class _Enough(Exception):
+class _Enough(Exception):  # noqa: N818  (no error)
     """Nothing is wanted of what the model has still to compute."""
 
 

@@ -8,8 +8,6 @@ registries are as they were afterwards, whatever happens.
 
 from __future__ import annotations
 
-import itertools
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,20 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from qkv.call import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
-from qkv.huggingface.attention import call_of, configurations, routes
-from qkv.huggingface.masks import lazy_mask
+from qkv.huggingface.attention import call_of, routes
+from qkv.huggingface.routing import routed
 from qkv.kernels import eager, serve, watching
-from qkv.masks import And, Dense, Mask, Window
+from qkv.masks import And, Dense, Mask, Prefix, Window
 from qkv.measure import Statistics, settled, sweep
 from qkv.nn.composition import Composition
 from qkv.profiler import groups
+from qkv.profiler.geometry import geometry
 from qkv.profiler.inputs import Sequences
+from qkv.profiler.intercept import Intercept
+from qkv.profiler.outputs import Asked, heard, returned
+from qkv.profiler.torch_calls import of_scores
 
-_NAMES = (f"qkv_observer_{n}" for n in itertools.count())  # transformers reads meaning into names: keep it neutral
+EARLY = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
+FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values
+STREAMING_FIRST, STREAMING_LAST = 4, 64  # keys that a streaming cache keeps
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Record:
     group: str
     layer: int
     statistics: Statistics
+    geometry: dict[str, Tensor]
     weights: Tensor | None
     queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are
     keys: Tensor | None
@@ -61,6 +65,7 @@ class Seen:
     keys: Tensor | None
     first: int | Tensor  # which key is the first of its text, one for each batch item with padding on the left
     causal: bool
+    source: str  # of the numbers: see `qkv.profile`; if it is one of `FORMED`, the call knows no vectors (v is NaN)
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Observer:
     layers: Collection[int] | None = None
     local_window: int = 8
     map_tokens: int = 256
+    map_bins: int = 64
     on_call: Callable[[str], None] = lambda module: None
     take: Callable[[Seen], None] | None = None  # gets the calls themselves, which are then not measured
     # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
@@ -80,6 +86,7 @@ class Observer:
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
+    sources: dict[str, str] = field(default_factory=dict)  # of each module's numbers: see `qkv.profile`
 
     def __post_init__(self) -> None:
         whole = type(self.model).__name__
@@ -103,6 +110,7 @@ class Observer:
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
         with watching(None):  # it is recorded here, where the module is known for certain
             result = serve(call)
+        self.sources[name] = "interface"
         self._record(name, call, result, groups.of_transformers(name, self.model), _is_causal(call.mask), keys)
         return result.out.transpose(1, 2).contiguous(), None
 
@@ -110,19 +118,47 @@ class Observer:
         """What `serve` shows: a call of the innermost module at work. Calls outside of the model are not its own."""
         if not self._running:
             return
-        name, n_queries, n_keys = self._running[-1], call.q.shape[2], call.k.shape[2]
+        name, n_queries = self._running[-1], call.q.shape[2]
+        self.sources[name] = "qkv"
         causal = _is_causal(call.mask)
         step = n_queries == 1 and not causal and self.take is None
         before = self._steps.get(name)
         if step and before is not None and torch.equal(before.asked, call.k):
             self._note(name, call)
             if before.at is not None:
-                before.add(*self._measured(name, call, result, first=before.first))
+                before.add(*self._measured(name, call, result, first=before.first, whole=False))
             return
-        group = groups.of_call(
+        self._record(name, call, result, self._group(name, call, causal), causal, None, step=step)
+
+    def intercept(self) -> Intercept:
+        """What sees attention that the model computes in its own way."""
+        return Intercept(self.model, self.names, self.expected, self._found, self.outside)
+
+    def _found(self, name: str, source: str, call: Call, result: Result) -> None:
+        self.sources[name] = source
+        mask, real = call.mask, self.query_masks.get(call.q.shape[2])
+        if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
+            mask = Dense(mask.tensor & real[:, None, :, None])  # padding may look anywhere
+        causal = _is_causal(mask)
+        theirs = type(self.model).__module__.startswith("transformers.")
+        group = groups.of_transformers(name, self.model) if theirs else self._group(name, call, causal)
+        self._record(name, call, result, group, causal, None)
+
+    def ask(self, asked: Asked) -> None:
+        """Of modules that could not be read, take the weights that the model itself returns, if it does."""
+        unread = [name for name in self.names.values() if name in self.outside]
+        seen = {groups.of_transformers(name, self.model) for name in self.fired}
+        for name, weights in returned(self.model, asked, unread, seen).items():
+            call = of_scores(weights.log())
+            with watching(None):
+                self._found(name, "outputs", call, serve(call))
+            self.outside.discard(name)
+
+    def _group(self, name: str, call: Call, causal: bool) -> str:
+        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
+        return groups.of_call(
             name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided, sequences=self.sequences
         )
-        self._record(name, call, result, group, causal, None, step=step)
 
     def enter(self, name: str) -> None:
         """The forward of a module begins."""
@@ -175,27 +211,46 @@ class Observer:
             return
         if self.take is not None:
             lse = None if result.lse is None else result.lse.detach()
-            self.take(Seen(name, group, layer, detached(call), lse, queries, keys, first, causal))
+            seen = Seen(name, group, layer, detached(call), lse, queries, keys, first, causal, self.sources[name])
+            self.take(seen)
             return
-        statistics, weights = self._measured(name, call, result, first=first, queries=queries)
-        self.records.append(Record(name, group, layer, statistics, weights, queries, keys, causal))
+        statistics, weights = self._measured(name, call, result, first=first, queries=queries, whole=not step)
+        lie = {} if step or self.sources[name] in FORMED else geometry(detached(call), first, queries, keys)
+        self.records.append(Record(name, group, layer, statistics, lie, weights, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)
             self._unjoined.append(self._steps[name])
 
     def _measured(
-        self, name: str, call: Call, result: Result, *, first: int | Tensor, queries: Tensor | None = None
+        self,
+        name: str,
+        call: Call,
+        result: Result,
+        *,
+        first: int | Tensor,
+        queries: Tensor | None = None,
+        whole: bool,
     ) -> tuple[Statistics, Tensor | None]:
-        """Statistics of a call and, of a short one, its weights."""
+        """Statistics of a call and, of a short one, its weights; some only if it is the `whole` of a layer."""
         call = detached(call)
         rows = settled(call, None if result.lse is None else result.lse.detach())
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
-        local = {"local": Window(self.local_window + 1, ahead=self.local_window)}
-        statistics = sweep(call, rows, mass=local, first=first, queries=queries)
+        mass: dict[str, Mask] = {"local": Window(self.local_window + 1, ahead=self.local_window)}
+        if whole:
+            mass["streaming"] = _streaming(first, call.k.shape[2])
+        statistics = sweep(
+            call,
+            rows,
+            mass=mass,
+            first=first,
+            queries=queries,
+            early=EARLY if whole else None,
+            bins=self.map_bins if whole and self.map_bins else None,
+        )
         if statistics.received.isnan().any():
             raise InputError(f"{name} computes weights that are NaN: the model's weights or its inputs contain NaN")
-        return statistics, _weights(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
+        return statistics, formed(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
 
 
 class _Steps:
@@ -209,6 +264,8 @@ class _Steps:
         self.weights: list[Tensor] = []
         self.received: Tensor | None = None
         self.received_of_real: Tensor | None = None
+        self.audience: Tensor | None = None
+        self.audience_of_real: Tensor | None = None
 
     def add(self, statistics: Statistics, weights: Tensor | None) -> None:
         """One more query. What keys receive is added up at once, to take no more memory than the queries do."""
@@ -217,7 +274,11 @@ class _Steps:
         of_real = received * counts
         self.received = received if self.received is None else self.received + received
         self.received_of_real = of_real if self.received_of_real is None else self.received_of_real + of_real
-        self.parts.append(replace(statistics, received=received[..., :0]))
+        seen = statistics.audience
+        self.audience = seen if self.audience is None else self.audience + seen
+        seen = seen * counts
+        self.audience_of_real = seen if self.audience_of_real is None else self.audience_of_real + seen
+        self.parts.append(replace(statistics, received=received[..., :0], audience=received[..., :0]))
         if weights is not None and n < self.observer.map_tokens:
             self.weights.append(weights)
 
@@ -225,6 +286,7 @@ class _Steps:
         """The record of the first step with all of them along the queries."""
         queries = self.observer.query_masks.get(len(self.parts))
         received = self.received if queries is None else self.received_of_real
+        audience = self.audience if queries is None else self.audience_of_real
 
         def along(values: list[Tensor | None], empty: float = 0.0) -> Tensor | None:
             kept = [x for x in values if x is not None]
@@ -236,11 +298,11 @@ class _Steps:
         per_query = {
             f.name: along([getattr(p, f.name) for p in self.parts], -torch.inf if f.name == "lse" else 0.0)
             for f in fields(Statistics)
-            if f.name not in ("received", "mass")
+            if f.name not in ("received", "audience", "early", "thumbnail", "mass")
         }
         mass = {name: along([p.mass[name] for p in self.parts]) for name in self.parts[0].mass}
         whole = len(self.weights) == len(self.parts)
-        statistics = Statistics(**per_query, received=received, mass=mass)  # type: ignore[arg-type]
+        statistics = Statistics(**per_query, received=received, audience=audience, mass=mass)  # type: ignore[arg-type]
         weights = torch.cat(self.weights, 2) if whole else None
         return replace(record, statistics=statistics, weights=weights, queries=queries)
 
@@ -252,23 +314,16 @@ def observe(observer: Observer) -> Iterator[Observer]:
     Which module computes is known from hooks on all of them, which are taken away again; what `serve` shows is the
     innermost's. One that calls attention step by step, each time with one query over the same keys, is one layer; of
     Hugging Face models every call is one.
-
-    Raises:
-        InputError: for a model of transformers whose attention does not go through transformers' attention interface.
     """
     model = observer.model
-    if not observer.expected and type(model).__module__.startswith("transformers."):
-        raise InputError(
-            f"{type(model).__name__} does not send its attention through transformers' attention interface "
-            "(AttentionInterface), so qkv cannot observe it; expected a model that does, such as GPT-2, Llama or BERT"
-        )
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        with _uncompiled(), _routed(observer), _followed(observer):
-            with torch.no_grad(), _Watch(observer), watching(observer.see):
+        with _uncompiled(), heard(model) as asked, _routed(observer), _followed(observer):
+            with torch.no_grad(), observer.intercept(), watching(observer.see):
                 yield observer
             observer.finish()
+        observer.ask(asked)
     finally:
         for module in training:
             module.training = True
@@ -286,23 +341,8 @@ def _routed(observer: Observer) -> Iterator[None]:
     if not observer.expected:
         yield
         return
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    name = next(_NAMES)
-    configs = configurations(observer.model)
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        AttentionInterface.register(name, observer.attend)
-        AttentionMaskInterface.register(name, lazy_mask)
-        for config in configs:
-            config._attn_implementation_internal = name
+    with routed(observer.model, observer.attend):
         yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 @contextmanager
@@ -333,38 +373,16 @@ def unobserved(observer: Observer) -> list[str]:
     return sorted(silent | observer.outside)
 
 
-class _Watch(TorchFunctionMode):
-    """Notes modules that compute attention by themselves: neither by the interface nor by a kernel of ours."""
-
-    ATTENTION = (nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward)
-    SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax)
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self.observer = observer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.ATTENTION:
-            self._note()
-        elif func in self.SOFTMAX and args and isinstance(args[0], Tensor) and args[0].ndim >= 3:
-            self._note(only_named=True)
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, *, only_named: bool = False) -> None:
-        """Note the module whose method is running; a softmax counts only in a class that calls itself attention."""
-        frame = sys._getframe(2)
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith("qkv.kernels"):
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in self.observer.names:
-                name = self.observer.names[id(module)]
-                attention = re.search("attention|attn", type(module).__name__, re.IGNORECASE) is not None
-                if name not in self.observer.expected and (attention or not only_named):
-                    self.observer.outside.add(name)
-                return
-            frame = frame.f_back  # type: ignore[assignment]
+def _streaming(first: int | Tensor, n_keys: int) -> Mask:
+    """What a streaming cache keeps: the first keys of the text and the last before the query."""
+    last = Window(STREAMING_LAST, ahead=STREAMING_LAST - 1)
+    if isinstance(first, int) or not first.any():
+        return Prefix(STREAMING_FIRST) | last
+    after = torch.arange(n_keys, device=first.device) - first[:, None]
+    return Dense(((after >= 0) & (after < STREAMING_FIRST))[:, None, None]) | last
 
 
-def _weights(call: Call) -> Tensor:
+def formed(call: Call) -> Tensor:
     """The weights of a short call, float32 or better whatever its dtype."""
     q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
     weights = eager.run(replace(call, q=q, k=k, v=v)).weights

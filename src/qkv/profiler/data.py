@@ -13,44 +13,14 @@ import numpy as np
 import xarray as xr
 
 from qkv.errors import InputError
-from qkv.profiler import archive, tables
+from qkv.profiler import archive, frames, sinks, tables, types
+from qkv.profiler.variables import ATTRIBUTES, COORDINATES, VARIABLES
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from qkv.profiler.compare import Comparison
     from qkv.view.plots import Plots
-
-PER_QUERY = (
-    "entropy",
-    "lse",
-    "sink",
-    "self",
-    "previous",
-    "next",
-    "local",
-    "distance",
-    "spread",
-    "participation",
-    "visible",
-)
-PER_KEY = ("received",)
-# Every variable a group may hold, with its dimensions after (text, layer, head).
-VARIABLES = {
-    **dict.fromkeys(PER_QUERY, ("query",)),
-    **dict.fromkeys(PER_KEY, ("key",)),
-    "sink_mass": ("query",),
-    "weights": ("query", "key"),
-}
-COORDINATES = {
-    "layer": ("layer",),
-    "head": ("head",),
-    "module": ("layer",),
-    "query_token": ("text", "query"),
-    "key_token": ("text", "key"),
-    "n_queries": ("text",),
-    "n_keys": ("text",),
-}
-ATTRIBUTES = ("causal", "local_window", "special_tokens")
 
 
 class Profile:
@@ -65,8 +35,10 @@ class Profile:
             `received` (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts,
             and `sink_mass` for learned sinks.
             Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `previous`, `next`,
-            `local` and `distance` where queries and keys are different texts.
+            `local` and `distance` where queries and keys are different texts. `qkv.profiler.variables` defines
+            all of them; each carries its ``units`` and ``definition``.
         attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
+        residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.residual`.
 
     Raises:
         InputError: a data set that lacks a variable, a coordinate or an attribute, or has wrong dimensions;
@@ -80,10 +52,16 @@ class Profile:
         >>> profile.report("bert.html")                                     # doctest: +SKIP
     """
 
-    def __init__(self, groups: dict[str, xr.Dataset], attrs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        groups: dict[str, xr.Dataset],
+        attrs: dict[str, Any] | None = None,
+        residual: dict[str, xr.Dataset] | None = None,
+    ) -> None:
         if not groups:
             raise InputError("groups: got no data set; expected at least one, such as {'self': dataset}")
         self.groups: dict[str, xr.Dataset] = {name: _checked(name, data) for name, data in groups.items()}
+        self.residual: dict[str, xr.Dataset] = dict(residual or {})
         self.attrs: dict[str, Any] = dict(attrs or {})
         _check_json("attrs", self.attrs)
 
@@ -104,7 +82,7 @@ class Profile:
             raise InputError(f"group: got {name!r}; this profile has {', '.join(map(repr, self.groups))}")
         return self.groups[name]
 
-    def heads(self, group: str | None = None) -> pd.DataFrame:
+    def heads(self, group: str | None = None, *, frame: str = "pandas") -> pd.DataFrame:
         """One row per layer and head, averaged over each text's queries and then over the texts.
 
         Columns: layer, head, module; entropy (nats), entropy_ratio (mean of entropy / ln of the number of
@@ -114,9 +92,10 @@ class Profile:
         most, in whichever text its share is largest); target, target_share and goes_to (where the head
         sends its weight, in words).
 
-        In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself.
+        In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself. Unit and
+        definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
         """
-        return tables.head_table(self.group(group))
+        return frames.as_frame(frames.described(tables.head_table(self.group(group))), frame)
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
         """The `k` most attended tokens, all occurrences of a token together.
@@ -129,13 +108,66 @@ class Profile:
             raise InputError(f"k: got {k}; expected a positive number of tokens")
         return tables.token_table(self.group(group)).head(k)
 
+    def sinks(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
+        """Attention sinks of every head: one row per layer and head, averaged over texts.
+
+        Columns: layer, head; sink_share (share of the queries from the second with more than `threshold` on the first
+        token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: weight on the first token, averaged
+        over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
+        repeated); alpha_best (the largest α of any token, over all queries that may see it), with its best_text,
+        best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
+        key_norm_best and value_norm_best (length of that token's vector divided by the mean of the others);
+        cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),
+        first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. What was not
+        measured is NaN, or has no column.
+
+        Raises:
+            InputError: for a threshold outside of 0 to 1, or a profile without the numbers.
+        """
+        return frames.described(sinks.sink_table(self.group(group), threshold))
+
+    def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
+        """Tokens that are a sink of some head, those of most heads first.
+
+        Columns: text, position, token; heads and share_of_heads (whose sink score α of it, over all queries that may
+        see it, is larger than `threshold`); alpha (the largest); layers of these heads; key_norm and value_norm
+        (length of its vectors divided by the mean of the others, in these heads).
+        """
+        return sinks.sink_tokens(self.group(group), threshold)
+
+    def types(self, group: str | None = None) -> pd.DataFrame:
+        """What kind of head each is: one row per layer and head.
+
+        Columns: layer, head; type (the first of `qkv.profiler.types.ROLES` whose score reaches its threshold, else
+        "mixed"); traits (those of `TRAITS` that hold); and all scores by name, NaN where they were not measured.
+        """
+        return frames.described(types.type_table(self.group(group)))
+
+    def export(self, path: str | os.PathLike[str], group: str | None = None) -> Path:
+        """Write for other programs, by the ending of `path`, whole or not at all; returns the path.
+
+        ``.parquet`` and ``.csv``: everything told of each head, one row a head, of one group (in Parquet with unit and
+        definition in the metadata of every column). ``.zarr``: all data sets, a folder that
+        ``xarray.open_zarr(path, group="groups/self")`` opens.
+
+        Raises:
+            InputError: for another ending, a folder that is not there, or a library that is not installed.
+        """
+        return frames.export(self, Path(path), group)
+
+    def compare(self, other: Profile) -> Comparison:
+        """What differs in `other`, of the same shape on the same tokens: see `qkv.profiler.compare.compare`."""
+        from qkv.profiler.compare import compare
+
+        return compare(self, other)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile to one file (a zip of zarr arrays; `.qkv.zip` is the customary ending).
 
         The file appears whole or not at all. Returns its path.
         """
         target = Path(path)
-        archive.write_archive(target, self.groups, self.attrs)
+        archive.write_archive(target, {"groups": self.groups, "residual": self.residual}, self.attrs)
         return target
 
     @classmethod
@@ -145,7 +177,8 @@ class Profile:
         Raises:
             InputError: the file is missing, not a profile, cut short, damaged, or written by a newer qkv.
         """
-        return cls(*archive.read_archive(Path(path)))
+        parts, attrs = archive.read_archive(Path(path))
+        return cls(parts["groups"], attrs, parts["residual"])
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile as one HTML file that works offline, and return its path."""
@@ -184,12 +217,11 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
         raise InputError(f"groups: got the name {name!r}; expected letters, digits, '-' and '_' only")
     where = f"groups[{name!r}]"
     if not isinstance(data, xr.Dataset):
-        raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
-    for variable, dims in VARIABLES.items():
-        expected = ("text", "layer", "head", *dims)
+        raise InputError(f"{where}: got {type(data).__variable_}; expected an xarray.Dataset")
+    for variable, (expected, _, _, always) in VARIABLES.items():
         if variable in data and data[variable].dims != expected:
             raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")
-        if variable not in data and variable in (*PER_QUERY, *PER_KEY):
+        if always and variable not in data:
             raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
     for coordinate, dims in COORDINATES.items():
         if coordinate not in data.coords:

@@ -147,18 +147,16 @@ def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     """Their number and range, as far as the model's configuration knows."""
-    config: Any = getattr(model, "config", None)
     given = [x for x in (sequences.source, sequences.target) if x is not None]
     if any(x.numel() == 0 for x in given):
         raise InputError("inputs: no tokens, expected at least one")
-    longest, limit = max((x.shape[1] for x in given), default=0), _positions(model)
+    longest, limit = max((x.shape[1] for x in given), default=0), positions(model)
     if limit and longest > limit:
         raise InputError(
             f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected a shorter text"
         )
-    names = ("source_vocab", "vocab_size"), ("decoder_vocab_size", "target_vocab", "vocab_size")
-    for x, vocabularies in zip((sequences.source, sequences.target), names, strict=True):
-        size = next((n for v in vocabularies if (n := getattr(config, v, None))), None)
+    for x, target in ((sequences.source, False), (sequences.target, True)):
+        size = vocabulary(model, target=target)
         if x is None or size is None:
             continue
         low, high = map(int, x.aminmax())
@@ -166,9 +164,19 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
             raise InputError(f"inputs: token ids lie in {low}..{high}, expected 0..{size - 1} for this model")
 
 
-def _positions(model: nn.Module) -> int | None:
+def vocabulary(model: nn.Module, *, target: bool = False) -> int | None:
+    """How many tokens the model knows, if it says; of its decoder, if the target is asked for."""
+    config: Any = getattr(model, "config", None)
+    names = ("decoder_vocab_size", "target_vocab", "vocab_size") if target else ("source_vocab", "vocab_size")
+    return next((n for name in names if (n := getattr(config, name, None))), None)
+
+
+def positions(model: nn.Module) -> int | None:
     """How many tokens the model has positions for, if it says."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config: Any = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if getattr(config, "positions", None) == "learned":  # of qkv's own models
+        limit = getattr(config, "context", None)
     for name, module in model.named_modules():
         if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number

@@ -31,8 +31,8 @@ class Loaded:
     tokenizer: Any
 
 
-def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loaded:
-    """Load a model for profiling, without its output head.
+def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> Loaded:
+    """Load a model for profiling, without its output head unless that is asked for.
 
     Args:
         name: ``"qkv-mini"`` (a causal language model of Python's standard library, trained by `qkv train`, which comes
@@ -42,6 +42,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
             `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
         dtype: of the weights: float32, bfloat16, float16 or float64.
         tokens: how long a text ``"random-gpt2"`` must take.
+        head: of a Hugging Face model from a folder or the hub, load the causal language model with its output head.
 
     Raises:
         InputError: if there is no such model, or transformers is not installed.
@@ -56,7 +57,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None) -> Loa
     _quiet()
     if name in BUILT_IN:
         return BUILT_IN[name](DTYPES[dtype], tokens)
-    return _load_hugging_face(name, name, DTYPES[dtype])
+    return _load_hugging_face(name, name, DTYPES[dtype], head=head)
 
 
 def _quiet() -> None:
@@ -69,15 +70,15 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _load_hugging_face(path: str, name: str, dtype: torch.dtype) -> Loaded:
+def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool = False) -> Loaded:
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"model: no folder {path}")
     try:
         AutoConfig.from_pretrained(path)
-        model: PreTrainedModel = AutoModel.from_pretrained(path, dtype=dtype)
+        model: PreTrainedModel = (AutoModelForCausalLM if head else AutoModel).from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(

@@ -195,7 +195,7 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[flo
         shares = np.column_stack([shares, taken.ravel()])
     best, neighbourhood = shares.argmax(1), f"local ±{data.attrs['local_window']}"
     # In a short text every key is near: a neighbourhood must take clearly more than its uniform share.
-    local = np.where(table["local"] >= 1.5 * _uniform_local(data), table["local"], 0)
+    local = np.where(table["local"] >= 1.5 * uniform_local(data), table["local"], 0)
     targets, target_shares = [], []
     for row, column in enumerate(best):
         share = float(shares[row, column])
@@ -235,7 +235,7 @@ def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
     return ["first token", *labels], np.hstack([first, total])
 
 
-def _uniform_local(data: xr.Dataset) -> float:
+def uniform_local(data: xr.Dataset) -> float:
     """The mass that uniform attention would put inside the local window."""
     window, shares = int(data.attrs["local_window"]), []
     for n_queries, n_keys in zip(data["n_queries"].values, data["n_keys"].values, strict=True):

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
+from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.profiler import tables
 from qkv.view.findings import first_token, headline
+from qkv.view.layout import (
+    COLOURS,
+    LABELLED_TOKENS,
+    PERCENT,
+    along,
+    bins,
+    colour_bar,
+    name_peaks,
+    note,
+    place,
+    plain,
+    titled,
+    token_label,
+)
 from qkv.view.style import (
     ACCENT,
     DESTINATIONS,
     HAIRLINE,
     INK,
     MUTED,
-    RAMP,
     STATISTICS,
     WARM,
     percent,
@@ -34,10 +46,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.data import Profile
 
-COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
-_PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
-LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
 
 
 class Plots:
@@ -88,7 +97,7 @@ class Plots:
         title += f"as if {np.exp(median[sharpest]):,.0f} keys shared the weight"
         figure, axes = _by_layer(self._name(), data, heads, "entropy", title)
         axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-        _note(axes, uniform, "uniform\nattention")
+        note(axes, uniform, "uniform\nattention")
         axes.set_ylim(0, uniform * 1.1 or 1)
         return figure
 
@@ -100,10 +109,22 @@ class Plots:
         title = f"{count} of {len(heads)} heads put more than 30 % of their weight on {first_token(data)}"
         figure, axes = _by_layer(self._name(), data, heads, "sink", title)
         axes.axhline(tables.SINK_THRESHOLD, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-        _note(axes, tables.SINK_THRESHOLD, "sink\nthreshold")
+        note(axes, tables.SINK_THRESHOLD, "sink\nthreshold")
         axes.set_ylim(0, max(0.4, 1.06 * float(heads["sink"].max())))
-        axes.yaxis.set_major_formatter(_PERCENT)
+        axes.yaxis.set_major_formatter(PERCENT)
         return figure
+
+    def sinks(self, group: str | None = None) -> Figure:
+        """Sink scores of every head on three kinds of text, the sink's value, and which tokens are sinks."""
+        from qkv.view.sinks_plot import sinks_figure
+
+        return sinks_figure(self._name(), self._profile.group(group))
+
+    def types(self, group: str | None = None) -> Figure:
+        """What kind of head each is, layer by head: `Profile.types` as a picture."""
+        from qkv.view.types_plot import types_figure
+
+        return types_figure(self._name(), self._profile.types(group))
 
     def head(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """The card of one head: where its weight goes, and its curves along the text."""
@@ -148,17 +169,17 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
     left, top, gap_x, gap_y = 0.62, 1.2, 0.85, 0.62
     width = max(left + across * (wide + gap_x), 7.2)
     figure = Figure(figsize=(width, top + down * (tall + gap_y)), facecolor="white")
-    _title(figure, _sentence(data, heads, names), _subtitle(name, data))
+    titled(figure, _sentence(data, heads, names), _subtitle(name, data))
     # Shares have one scale, so that panels compare; and a tenth at least, so that next to nothing looks like it.
     shares = [heads[name].max() for name in names if STATISTICS[name].unit == "%"]
     for index, statistic in enumerate(names):
         row, column = divmod(index, across)
         x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
-        axes, bar = _place(figure, x, y, wide, tall), _place(figure, x + wide + 0.09, y, 0.08, tall)
+        axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.09, y, 0.08, tall)
         unit = STATISTICS[statistic].unit
         most = {"%": max([0.1, *shares]), "ratio": 1.0}.get(unit, heads[statistic].max())
         _grid(axes, heads.pivot(index="layer", columns="head", values=statistic), statistic, most, cell)
-        _colour_bar(bar, axes.images[0], unit)
+        colour_bar(bar, axes.images[0], unit)
         if column == 0:
             axes.set_ylabel("layer", fontsize=8, color=MUTED)
         if row == down - 1:
@@ -197,17 +218,6 @@ def _in_cell(value: float, unit: str) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _colour_bar(bar: Axes, image: Any, unit: str) -> None:
-    figure = bar.figure
-    drawn = figure.colorbar(image, cax=bar)
-    drawn.outline.set_visible(False)
-    drawn.locator = MaxNLocator(3)
-    drawn.update_ticks()
-    if unit == "%":
-        bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
-    bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
-
-
 def _received(name: str, data: xr.Dataset) -> Figure:
     n_keys = int(data["n_keys"][0])
     tokens = data["key_token"].values[0, :n_keys]
@@ -216,22 +226,22 @@ def _received(name: str, data: xr.Dataset) -> Figure:
     top = int(mean.argmax())
     strip = max(0.9, 0.16 * layers)
     figure = Figure(figsize=(9.6, 3.3 + strip + 0.6), facecolor="white")
-    title = f"“{_token(tokens[top])}” at position {top} receives {percent(mean[top])} of all attention"
+    title = f"“{token_label(tokens[top])}” at position {top} receives {percent(mean[top])} of all attention"
     if np.sort(mean)[-1] > 5 * np.median(mean):
         title += f", {mean[top] / np.median(mean):,.0f} × the median token"
-    _title(figure, title, _subtitle(name, data))
-    curve = _place(figure, 0.82, 0.85, 7.98, 2.3)
-    heat = _place(figure, 0.82, 3.27, 7.98, strip)
-    bar = _place(figure, 8.89, 3.27, 0.08, strip)
+    titled(figure, title, _subtitle(name, data))
+    curve = place(figure, 0.82, 0.85, 7.98, 2.3)
+    heat = place(figure, 0.82, 3.27, 7.98, strip)
+    bar = place(figure, 8.89, 3.27, 0.08, strip)
 
-    _plain(curve)
+    plain(curve)
     _received_curve(curve, mean, tokens, 9)
     curve.axhline(1 / n_keys, color=MUTED, lw=0.7, ls=(0, (4, 3)))
-    _note(curve, 1 / n_keys, "equal\nshare")
+    note(curve, 1 / n_keys, "equal\nshare")
     curve.set_ylabel("share of all attention", fontsize=8, color=MUTED)
 
     low = max(float(np.quantile(by_layer, 0.05)), by_layer.max() * 1e-6, 1e-12)
-    binned, edges = _bins(by_layer, 1200)
+    binned, edges = bins(by_layer, 1200)
     image = heat.pcolormesh(
         edges - 0.5, np.arange(layers + 1) - 0.5, np.maximum(binned, low),
         cmap=COLOURS, norm=LogNorm(low, by_layer.max()), rasterized=True, linewidth=0,
@@ -243,11 +253,11 @@ def _received(name: str, data: xr.Dataset) -> Figure:
     for spine in heat.spines.values():
         spine.set_visible(False)
     heat.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    _along(heat, tokens)
-    _along(curve, tokens, labels=False)
+    along(heat, tokens)
+    along(curve, tokens, labels=False)
     drawn = figure.colorbar(image, cax=bar)
     drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(_PERCENT)
+    bar.yaxis.set_major_formatter(PERCENT)
     bar.yaxis.set_minor_formatter(NullFormatter())
     bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
     return figure
@@ -259,9 +269,9 @@ def _by_layer(name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, 
     layers = data.sizes["layer"]
     width = min(11.0, max(6.4, 1.6 + 0.62 * layers))
     figure = Figure(figsize=(width, 4.4), facecolor="white")
-    _title(figure, title, _subtitle(name, data))
-    axes = _place(figure, 0.72, 1.2, width - 1.4, 2.65)
-    _plain(axes)
+    titled(figure, title, _subtitle(name, data))
+    axes = place(figure, 0.72, 1.2, width - 1.4, 2.65)
+    plain(axes)
     for index, layer in enumerate(data["layer"].values):
         column = heads.loc[heads["layer"] == layer, statistic]
         values, middle = np.sort(column.to_numpy()), column.median()  # NaN where a text is too short to have any
@@ -304,14 +314,14 @@ def _head(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     height, left, width = 1.05, 0.82, 7.98
     figure = Figure(figsize=(9.6, 2.0 + curves * (height + 0.52) + 0.35), facecolor="white")
     title = f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}"
-    _title(figure, title, f"{name} · {row['module']} · " + " · ".join(facts))
-    _stack(_place(figure, left, 1.12, width, 0.3), data, layer, head)
+    titled(figure, title, f"{name} · {row['module']} · " + " · ".join(facts))
+    _stack(place(figure, left, 1.12, width, 0.3), data, layer, head)
 
     def axes_at(index: int, label: str, tokens: np.ndarray, what: str) -> Axes:
-        axes = _place(figure, left, 2.12 + index * (height + 0.52), width, height)
+        axes = place(figure, left, 2.12 + index * (height + 0.52), width, height)
         axes.set_title(label, loc="left", fontsize=8.5, color=INK, pad=6)
-        _plain(axes)
-        _along(axes, tokens, labels=index == curves - 1, what=what)
+        plain(axes)
+        along(axes, tokens, labels=index == curves - 1, what=what)
         return axes
 
     received = tables.received_share(data)[0, layer, head, :n_keys]
@@ -324,7 +334,7 @@ def _head(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     _curve(axes, entropy)
     axes.plot(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
     axes.set_ylim(0, float(np.nanmax([*entropy, uniform.max()])) * 1.1 or 1)
-    _note(axes, float(uniform[-1]), "uniform\nattention")
+    note(axes, float(uniform[-1]), "uniform\nattention")
 
     if curves == 3:
         axes = axes_at(2, "Mean distance to what each query attends to, tokens", queries, "query")
@@ -369,19 +379,19 @@ def _map(name: str, data: xr.Dataset, layer: int, head: int, weights: np.ndarray
     tall = max(wide * n_queries / n_keys, 1.2)
     below = 1.0 if n_keys <= LABELLED_TOKENS else 0.6
     figure = Figure(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + below), facecolor="white")
-    _title(figure, f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}", _subtitle(name, data))
-    axes = _place(figure, 0.95, 1.15, wide, tall)
-    bar = _place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
+    titled(figure, f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}", _subtitle(name, data))
+    axes = place(figure, 0.95, 1.15, wide, tall)
+    bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
     norm = PowerNorm(0.5, 0, float(np.nanmax(weights)) or 1)
     image = axes.imshow(weights, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
-    _along(axes, data["key_token"].values[0, :n_keys])
-    _along(axes, data["query_token"].values[0, :n_queries], vertical=True)
+    along(axes, data["key_token"].values[0, :n_keys])
+    along(axes, data["query_token"].values[0, :n_queries], vertical=True)
     axes.tick_params(length=0, colors=MUTED)
     for spine in axes.spines.values():
         spine.set_color(HAIRLINE)
     drawn = figure.colorbar(image, cax=bar)
     drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(_PERCENT)
+    bar.yaxis.set_major_formatter(PERCENT)
     bar.tick_params(length=0, labelsize=7, colors=MUTED)
     bar.set_title("weight", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure
@@ -393,7 +403,7 @@ def _curve(axes: Axes, values: np.ndarray) -> None:
         axes.plot(values, color=ACCENT, lw=1.1)
     else:
         axes.plot(values, color="#b9d3d9", lw=0.4, rasterized=True)
-        mean, edges = _bins(values[None], 160)
+        mean, edges = bins(values[None], 160)
         axes.plot((edges[:-1] + edges[1:] - 1) / 2, mean[0], color=ACCENT, lw=1.3)
     axes.set_ylim(bottom=0)
 
@@ -408,93 +418,12 @@ def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: in
     axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
     axes.stairs(shown, edges, baseline=None, color=ACCENT, lw=0.9 if len(share) < 500 else 0.5)
     axes.set_ylim(low / 1.3, top * (top / low) ** 0.25 * 1.2)
-    axes.yaxis.set_major_formatter(_PERCENT)
+    axes.yaxis.set_major_formatter(PERCENT)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
     if top < 100 * low:  # too little for powers of ten alone
         axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in (1, 2, 5)]))
-    _name_peaks(axes, share, tokens, named)
-
-
-def _name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) -> None:
-    """Print the tokens of the largest values, as many as keep clear of one another."""
-    chosen: list[int] = []
-    for position in np.argsort(values, kind="stable")[::-1][:200]:
-        if len(chosen) < most and all(abs(position - other) > 0.065 * len(values) for other in chosen):
-            chosen.append(int(position))
-            axes.annotate(
-                _token(tokens[position]), (position, values[position]), xytext=(0, 3),
-                textcoords="offset points", ha="left" if position < 0.03 * len(values) else "center",
-                va="bottom", fontsize=7.5, color=WARM,
-            )  # fmt: skip
-
-
-def _bins(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means over at most `most` equal bins of the last axis, and the bins' edges."""
-    length = values.shape[-1]
-    edges = np.unique(np.linspace(0, length, min(length, most) + 1).astype(int))
-    return np.add.reduceat(values, edges[:-1], axis=-1) / np.diff(edges), edges
-
-
-def _along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:
-    """Ticks along a text: the tokens themselves where they fit, positions otherwise."""
-    axis = axes.yaxis if vertical else axes.xaxis
-    if len(tokens) <= LABELLED_TOKENS:
-        axis.set_ticks(np.arange(len(tokens)), [_token(token) for token in tokens])
-        axis.set_tick_params(
-            labelsize=max(5.5, min(8.0, 330 / len(tokens))), labelrotation=0 if vertical else 90, length=0
-        )
-    else:
-        axis.set_major_locator(MaxNLocator(8, integer=True))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.set_tick_params(labelsize=7.5)
-        if labels:
-            axis.set_label_text(f"{what or ('query' if vertical else 'key')} position", fontsize=8, color=MUTED)
-    if vertical:
-        axes.set_ylim(len(tokens) - 0.5, -0.5)
-    else:
-        axes.set_xlim(-0.5, len(tokens) - 0.5)
-        axes.tick_params(labelbottom=labels)
-
-
-def _token(token: str) -> str:
-    """A token fit for a label: short, visible, and with nothing that matplotlib would read as mathematics."""
-    plain = tables.readable(str(token))
-    plain = plain if len(plain) <= 14 else plain[:13] + "…"
-    return (plain if any(map(str.isalnum, plain)) else f"“{plain}”").replace("$", r"\$")
-
-
-def _place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes by their distance from the figure's left and top edges, in inches."""
-    wide, tall = figure.get_size_inches()
-    return figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall))
-
-
-def _plain(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(HAIRLINE)
-    axes.tick_params(which="both", colors=MUTED, labelsize=7.5, length=2.5, color=HAIRLINE)
-    axes.set_axisbelow(True)
-
-
-def _note(axes: Axes, y: float, text: str) -> None:
-    """Name a horizontal line in the margin on its right."""
-    axes.annotate(
-        text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points",
-        fontsize=7, color=MUTED, va="center", linespacing=1.1, annotation_clip=False,
-    )  # fmt: skip
-
-
-def _title(figure: Figure, title: str, subtitle: str) -> None:
-    """A finding in bold, and below it what was measured; figures leave one inch for two lines and one."""
-    width, height = figure.get_size_inches()
-    lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
-    place = {"x": 0.3 / width, "va": "top"}
-    figure.text(y=1 - 0.2 / height, s="\n".join(lines), fontsize=11.5, color=INK, weight="bold", **place)
-    below = 0.25 + 0.2 * len(lines)
-    figure.text(y=1 - below / height, s=subtitle.replace("$", r"\$"), fontsize=8.5, color=MUTED, **place)
+    name_peaks(axes, share, tokens, named)
 
 
 def _sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:

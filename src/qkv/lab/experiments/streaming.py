@@ -12,12 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
-from qkv.errors import InputError
 from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.nn.projection import project
+from qkv.models.surprise import surprise
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,14 +135,12 @@ def rise(results: Results, variant: str, cache: str) -> list[float]:
     return [a - b for a, b in zip(*found, strict=True)]
 
 
-@torch.no_grad()
 def perplexity_by_position(
     model: DecoderLM, ids: Int[Tensor, "b n"], make_cache: Callable[[], Cache], *, chunk: int = 64
 ) -> Float[np.ndarray, " positions"]:
     """Perplexity of the next token at each of n − 1 positions, e to the mean over texts of its surprise in nats.
 
-    The texts pass through the caches in pieces; with `Full` that is the model's own loss. Its natural logarithm is what
-    to average over positions.
+    See `qkv.models.surprise`. Its natural logarithm is what to average over positions.
 
     Args:
         model: of rotary, ALiBi or no positions, where texts are longer than those it was trained on.
@@ -156,24 +153,7 @@ def perplexity_by_position(
     >>> perplexity_by_position(model, torch.arange(9)[None], lambda: Sliding(4)).shape
     (8,)
     """
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
-    if chunk < 1:
-        raise InputError(f"chunk is {chunk}, expected at least 1 token")
-    ids = ids.to(model.embedding.weight.device)
-    state, left = model.start(len(ids), cache=make_cache), []
-    weight = model.embedding.weight if model.output is None else model.output.weight
-    # A step gives logits of its last token; what the last layer leaves says the rest.
-    handle = model.blocks[-1].register_forward_hook(lambda _, __, x: left.append(x))
-    surprise = []
-    try:
-        for part, targets in zip(ids[:, :-1].split(chunk, 1), ids[:, 1:].split(chunk, 1), strict=True):
-            model.step(part, state)
-            logits = project(model.norm(left.pop()), weight).double()
-            surprise.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
-    finally:
-        handle.remove()
-    found: np.ndarray = torch.cat(surprise, 1).mean(0).exp().cpu().numpy()
+    found: np.ndarray = surprise(model, ids, make_cache, chunk=chunk).mean(0).exp().cpu().numpy()
     return found
 
 

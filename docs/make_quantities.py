@@ -1,0 +1,90 @@
+"""Writes docs/quantities.md: every number of a profile, its unit and its definition, as the package has them.
+
+.venv/bin/python docs/make_quantities.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qkv.profiler.frames import COLUMNS
+from qkv.profiler.residual import MEANING
+from qkv.profiler.types import ROLES, TRAITS, Kind
+from qkv.profiler.variables import VARIABLES
+
+FILE = Path(__file__).parent / "quantities.md"
+
+
+def main() -> None:
+    FILE.write_text(page())
+
+
+def page() -> str:
+    """The page."""
+    variables = "\n".join(
+        f"| `{name}` | {', '.join(v.dims)} | {v.units} | {cell(v.definition)} |" for name, v in VARIABLES.items()
+    )
+    hidden = "\n".join(f"| `{name}` | {units} | {cell(definition)} |" for name, (units, definition) in MEANING.items())
+    columns = "\n".join(f"| `{name}` | {units} | {cell(definition)} |" for name, (units, definition) in COLUMNS.items())
+    return f"""<!-- Made by docs/make_quantities.py: do not edit. -->
+# What a profile holds
+
+Every number carries its unit and definition: of variables in ``profile.data["entropy"].attrs``, of columns in
+``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number.
+
+## Variables
+
+`profile.groups[…]`, one [xarray](https://xarray.dev) data set for each kind of attention. Those that a model or a text
+does not have are left out; values beyond the end of a text are NaN.
+
+| variable | over | unit | definition |
+|---|---|---|---|
+{variables}
+
+## Hidden states
+
+`profile.residual[…]`, one data set for each stack of layers, over (text, depth, token). Depth 0 is what the first layer
+takes, depth i what the i-th layer leaves.
+
+| variable | unit | definition |
+|---|---|---|
+{hidden}
+
+## Kinds of heads
+
+`profile.types()`. A head's type is the first of these that holds, else "mixed".
+
+| role | threshold | score |
+|---|---|---|
+{_kinds(ROLES)}
+
+Traits are told besides; none excludes another.
+
+| trait | threshold | score |
+|---|---|---|
+{_kinds(TRAITS)}
+
+## Columns of tables
+
+`profile.heads()`, `.sinks()`, and files of `.export`, where scores of kinds are called "… score".
+
+| column | unit | definition |
+|---|---|---|
+{columns}
+"""
+
+
+def cell(text: str) -> str:
+    """A text as it stands in a table."""
+    return text.replace("|", r"\|")
+
+
+def _kinds(kinds: dict[str, Kind]) -> str:
+    return "\n".join(
+        f"| {name} | {'≤' if kind.below else '≥'} {kind.threshold:g} | {cell(kind.definition)} |"
+        for name, kind in kinds.items()
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""`qkv map`: where does one head attend, pair by pair, at any zoom?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from qkv.cli.files import folder, read
+from qkv.cli.inputs import first_tokens, given_text
+from qkv.errors import InputError
+
+if TYPE_CHECKING:
+    from qkv.maps import Picture
+    from qkv.profiler.maps import AttentionMap
+
+
+def head_map(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
+    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]", help_behavior_hint="")] = None,
+    /,
+    *,
+    layer: Annotated[int, tyro.conf.arg(metavar="L")] = 0,
+    head: Annotated[int, tyro.conf.arg(metavar="H")] = 0,
+    rows: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
+    cols: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
+    pool: Literal["max", "mean", "both"] = "both",
+    size: Annotated[int, tyro.conf.arg(metavar="N")] = 1024,
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
+    group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
+    data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> None:
+    """Where does one head attend? Its map, query by key, exact at any zoom, in memory linear in the text.
+
+    Runs the model once, as far as the layer, and draws the weights of one head: queries down, keys across. A map with
+    more tokens than pixels is pooled: each pixel is a bin of queries × keys, of which it shows the largest weight, or
+    the average over all pairs of the bin (those that the mask hides have weight 0). With --rows and --cols a part of it
+    fills the picture; up to 64 tokens a side are named. It takes time in proportion to the pairs shown.
+
+    qkv map                                              (layer 0, head 0 of the small model that comes with qkv)
+
+    qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on a text of your own)
+
+    qkv map ./my-model book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
+
+    qkv map random-gpt2 --tokens 100000 --layer 0        (what a map of a long context costs)
+
+    Args:
+        model: A folder with a model, a name on the Hugging Face hub, or one of qkv's: see qkv profile.
+        file: Read the text from this UTF-8 file; - is standard input. A bundled passage if none is given.
+        layer: Counted from 0.
+        head: Counted from 0.
+        rows: Queries to show, A to B - 1 in tokens of the text from 0; A or B may be left out.
+        cols: Keys to show, likewise.
+        pool: What a pixel shows of its bin.
+        size: Pixels a side at most.
+        tokens: Use this many tokens: of the file if given, else of Python's own standard library.
+        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
+        group: Kind of attention, of a model with several: encoder, decoder, cross …; the decoder's if not given.
+        dtype: Of the weights.
+        out: The picture, a PNG.
+        data: Also write the numbers beside it: out.npz with maximum, mean, visible (the share of each bin's pairs that
+            the mask shows) and the edges of the bins, row_edges and column_edges.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from qkv.maps import span
+    from qkv.profiler import maps, models
+    from qkv.profiler.archive import write_atomically
+    from qkv.view.map_plot import map_figure, sentence
+    from qkv.view.save import save_figure
+
+    window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
+    if tokens is not None and tokens < 1:
+        raise InputError(f"--tokens is {tokens}, expected at least 1")
+    if size < 1:
+        raise InputError(f"--size is {size}, expected at least 1 pixel")
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise InputError(f"--out is {out}, expected the name of a file that ends in .png")
+    passage = given_text(model, None if file is None else read(file, "FILE"), None, tokens)
+    with folder(out.parent):
+        with Console(stderr=True).status(f"loading {escape(model)}"):
+            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
+        inputs: Any = passage if tokens is None else first_tokens(loaded, passage, tokens)
+        with Console(stderr=True).status(f"running {escape(loaded.name)}"):
+            found = maps.of(
+                loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
+                name=loaded.name,
+            )  # fmt: skip
+        queries, keys = (
+            span(name, part, n) for (name, part), n in zip(window.items(), (found.n_queries, found.n_keys), strict=True)
+        )
+        with _bar(queries.stop - queries.start) as on_rows:
+            picture = found.picture(queries, keys, size, on_rows=on_rows)
+        save_figure(map_figure(found, picture, pool=pool), out)
+        console = Console()
+        console.print(sentence(found, picture), highlight=False, markup=False)
+        console.print(f"[bold]Map[/bold]   {escape(str(out))}", soft_wrap=True, highlight=False)
+        if data:
+            numbers = out.with_suffix(".npz")
+            write_atomically(numbers, _npz(found, picture))
+            console.print(f"[dim]Data  {escape(str(numbers))}[/dim]", soft_wrap=True, highlight=False)
+
+
+def _slice(option: str, text: str) -> slice:
+    """a:b, a:, :b or : as a slice."""
+    found = re.fullmatch(r"(\d*):(\d*)", text.strip())
+    if not found:
+        raise InputError(f"{option} is {text!r}, expected tokens from and to, such as 100:200, 100: or :200")
+    start, stop = (int(x) if x else None for x in found.groups())
+    return slice(start, stop)
+
+
+def _npz(found: AttentionMap, picture: Picture) -> bytes:
+    import io
+
+    import numpy as np
+
+    file = io.BytesIO()
+    numbers: dict[str, Any] = {
+        name: getattr(picture, name).cpu().numpy()
+        for name in ("maximum", "mean", "visible", "row_edges", "column_edges")
+    }
+    numbers |= {name: np.array(getattr(found, name)) for name in ("model", "module", "group", "layer", "head")}
+    np.savez_compressed(file, **numbers)
+    return file.getvalue()
+
+
+@contextmanager
+def _bar(queries: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over queries on standard error, if it is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("drawing"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} queries"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("drawing", total=queries)
+        yield lambda rows: progress.advance(task, rows)

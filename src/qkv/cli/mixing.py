@@ -1,0 +1,35 @@
+"""What `qkv profile --perturb` measures and writes: how far one changed token spreads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from qkv.profiler.models import Loaded
+
+
+def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
+    """The response to other tokens at `position`."""
+    from rich.console import Console
+
+    from qkv.profiler.mixing import mixing
+
+    if isinstance(inputs, dict):  # of --tokens
+        inputs = inputs["input_ids"]
+    with Console(stderr=True).status("replacing a token"):
+        return mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
+
+
+def write(data: xr.Dataset, name: str, out: Path) -> list[Path]:
+    """mixing.png and mixing.csv: mean response by depth and token."""
+    from qkv.profiler.archive import write_atomically
+    from qkv.view.mixing_plot import mixing_figure
+    from qkv.view.save import save_figure
+
+    figure, table = out / "mixing.png", out / "mixing.csv"
+    save_figure(mixing_figure(data, name=name), figure)
+    write_atomically(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
+    return [figure, table]

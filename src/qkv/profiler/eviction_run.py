@@ -1,0 +1,103 @@
+"""A language model run with a cache that lets keys go: its loss on the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
+from qkv.errors import InputError
+from qkv.huggingface.attention import call_of, routes
+from qkv.huggingface.routing import routed
+from qkv.kernels import serve
+from qkv.masks import Mask, Prefix, Window
+from qkv.models.decoder import DecoderLM
+from qkv.models.surprise import surprise
+
+CACHES, MASKS = "caches", "masks"  # the ways to run
+
+
+def runner(model: nn.Module, policies: Sequence[str]) -> str:
+    """How a model is run with these policies: through caches, or with masks on its own attention.
+
+    Raises:
+        InputError: if it cannot be.
+    """
+    kind = type(model).__name__
+    if isinstance(model, DecoderLM):
+        return CACHES
+    if not any(map(routes, model.modules())):
+        raise InputError(
+            f"{kind} cannot be run with a cache of qkv: expected a qkv.models.DecoderLM or a causal language model of "
+            "Hugging Face; run=False (--no-run) estimates from its attention alone"
+        )
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise InputError(
+            f"{kind} has no output head, so its loss is not known: expected a causal language model, such as "
+            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention alone"
+        )
+    if "heavy" in policies:
+        raise InputError(
+            f"policies has 'heavy', which runs in models of qkv only, and this is {kind}: which keys go depends on "
+            "weights as they come; expected 'window' and 'sinks', or run=False (--no-run)"
+        )
+    return MASKS
+
+
+def held(policy: str, budget: int, first: int) -> Mask:
+    """The keys that "window" or "sinks" hold for each query, those that it may not see aside."""
+    return Window(budget) if policy == "window" else Prefix(first) | Window(budget - first)
+
+
+@torch.no_grad()
+def nats_of(
+    way: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: str, budget: int, first: int,
+    on_tokens: Callable[[float], None],
+) -> float:  # fmt: skip
+    """The sum over n − 1 next tokens of their surprise in nats; policy "full" keeps all keys."""
+    if way == CACHES:
+        assert isinstance(model, DecoderLM)
+        makers: dict[str, Callable[[], Cache]] = {
+            "full": lambda: Full(ids.shape[1]),
+            "window": lambda: Sliding(budget),
+            "sinks": lambda: Sinks(first, budget - first),
+            "heavy": lambda: HeavyHitters(budget // 2, budget - budget // 2),
+        }
+        training = model.training
+        try:
+            model.eval()
+            chunk, begin = (1, budget) if policy == "heavy" else (64, 0)
+            return float(surprise(model, ids, makers[policy], chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
+        finally:
+            model.train(training)
+    found = _with_mask(model, ids, None if policy == "full" else held(policy, budget, first))
+    on_tokens(ids.shape[1])
+    return found
+
+
+def _with_mask(model: nn.Module, ids: Tensor, kept: Mask | None) -> float:
+    """The loss of a Hugging Face model whose causal attention sees only keys in `kept`."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
+        if kept is not None and call.mask is not None:
+            call = replace(call, mask=call.mask & kept)
+        return serve(call).out.transpose(1, 2).contiguous(), None
+
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with routed(model, attend):
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for module in training:
+            module.training = True
+    return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:], reduction="sum"))

@@ -1,0 +1,273 @@
+"""Two profiles compared: against differences taken by hand, and what may not be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+
+import qkv
+from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
+from qkv.cli.compare import saved, show, write
+from qkv.errors import InputError
+from qkv.profiler.compare import Comparison, compare
+from qkv.profiler.data import Profile
+
+TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
+
+
+@cache
+def mini(dtype: str = "float32") -> Profile:
+    return qkv.profile("qkv-mini", TEXT, dtype=dtype, progress=False)
+
+
+def by_hand(seed: int, tokens: list[list[str]] | None = None, *, sink: float = 0.0, window: int = 8) -> Profile:
+    """Two layers × three heads on two texts of 7 and 5 tokens; a share of the weight goes to a learned sink."""
+    tokens = tokens or [list("abcdefg"), list("hijkl")]
+    rng = np.random.default_rng(seed)
+    weights = [softmax(2 * rng.normal(size=(2, 3, len(t), len(t)))) * (1 - sink) for t in tokens]
+    masses = [np.full(w.shape[:3], sink) for w in weights] if sink else None
+    data = dataset_from_weights(weights, tokens, sink_mass=masses, window=window)
+    return Profile({"self": data}, {"model": f"seed {seed}", "dtype": "float32"})
+
+
+def test_a_profile_is_equal_to_itself() -> None:
+    found = compare(mini(), mini())
+    for name, values in found.data.data_vars.items():
+        finite = np.isfinite(mini().data[name].values) if name != "change" else np.ones(values.shape, bool)
+        assert (values.values[finite] == 0).all(), name
+    heads = found.heads()
+    assert not heads["moved"].any()
+    assert (heads.filter(like="_difference").fillna(0) == 0).all(axis=None)
+    assert found.summary() == ["Nothing changed: all 24 heads attend exactly as before."]
+    assert found.plot().texts[0].get_text() == "No head attends to other tokens than before"
+
+
+def test_bfloat16_against_float32() -> None:
+    a, b = mini(), mini("bfloat16")
+    found = compare(a, b)
+    data, heads = found.data, found.heads()
+    assert {"entropy", "sink", "received", "weights", "change"} <= set(data.data_vars)
+    for name in ("entropy", "received", "weights"):
+        assert np.array_equal(data[name].values, b.data[name].values - a.data[name].values, equal_nan=True)
+    assert data["entropy"].dims == ("text", "layer", "head", "query")
+    assert len(heads) == 24
+    for x in ("entropy", "sink", "local", "participation"):
+        assert np.array_equal(heads[f"{x}_a"], a.heads()[x])
+        assert np.array_equal(heads[f"{x}_b"], b.heads()[x])
+        np.testing.assert_allclose(heads[f"{x}_difference"], b.heads()[x] - a.heads()[x])
+    assert 0 < heads["change"].median() < 0.02  # eight bits of mantissa
+    assert abs(heads["entropy_difference"]).max() < 0.2
+    assert (heads["module"] == a.heads()["module"]).all()
+
+
+def test_change_is_the_total_variation_of_what_keys_receive() -> None:
+    a, b = by_hand(1), by_hand(2)
+    found = compare(a, b)
+    want = []
+    for text, n in enumerate((7, 5)):
+        p, q = (x.data["weights"].values[text, ..., :n, :n].astype(float).mean(-2) for x in (a, b))
+        # The largest difference that any set of keys shows: over all of them.
+        sets = np.array([[i >> k & 1 for k in range(n)] for i in range(2**n)], float)
+        want.append((sets @ (p - q)[..., None]).max((-2, -1)))
+    np.testing.assert_allclose(found.data["change"].values, want, atol=1e-6)
+    np.testing.assert_allclose(found.heads()["change"], np.mean(want, 0).ravel(), atol=1e-6)
+
+
+def test_a_learned_sink_is_one_more_place() -> None:
+    a, b = by_hand(1), by_hand(1, sink=0.25)
+    found = compare(a, b)
+    np.testing.assert_allclose(found.data["change"].values, 0.25, atol=1e-6)
+    assert "sink_mass" not in found.data
+    assert found.data.attrs["only_in_a"] == []
+    assert found.data.attrs["only_in_b"] == ["sink_mass"]
+    both = compare(b, by_hand(2, sink=0.5))
+    np.testing.assert_allclose(both.data["sink_mass"].values[0], 0.25, atol=1e-6)
+
+
+def test_weights_that_do_not_add_up_to_one_are_compared_as_shares() -> None:
+    a, b = by_hand(1), by_hand(1)
+    b.data["received"] = b.data["received"] * 3
+    np.testing.assert_allclose(compare(a, b).data["change"].values, 0, atol=1e-6)
+
+
+def test_heads_that_go_elsewhere_are_named() -> None:
+    a, b = gpt(), gpt()
+    swapped = b.data.isel(head=[1, 0, 2, 3, 4]).assign_coords(head=a.data["head"])
+    found = compare(a, Profile({"self": swapped}, {"model": "swapped"}))
+    heads = found.heads()
+    assert heads.loc[heads["moved"], "head"].tolist() == [0, 1] * 3
+    assert heads.loc[0, "goes_to_a"].startswith("“Once” 9") or "first token" in heads.loc[0, "goes_to_a"]
+    assert heads.loc[0, "goes_to_b"].startswith("previous")
+    summary = found.summary()
+    assert summary[0] == "6 of 15 heads have another target."
+    assert "→" in summary[1]
+    assert summary[3] == "3 heads put more than 30 % of their weight on the first token, as before."
+
+
+def test_sinks_gained_and_entropy_fallen_are_said() -> None:
+    a, b = gpt(), gpt()
+    data = b.data.copy(deep=True)
+    data["sink"] = data["sink"] * 0 + 0.9
+    data["entropy"] = data["entropy"] * 0.5
+    found = compare(a, Profile({"self": data}, {}))
+    entropy = a.heads()["entropy"].mean()
+    assert found.summary()[2:] == [
+        f"Mean entropy falls by {entropy / 2:.2f} nats, from {entropy:.2f} to {entropy / 2:.2f}.",
+        "15 heads put more than 30 % of their weight on the first token; 3 did before.",
+    ]
+    assert compare(found.b, a).summary()[2].startswith("Mean entropy rises by")
+
+
+def test_every_group_is_compared() -> None:
+    found = compare(encoder_decoder(), encoder_decoder())
+    assert set(found.groups) == {"encoder", "decoder", "cross"}
+    assert found.data is found.groups["decoder"]
+    assert len(found.heads("cross")) == 6
+    assert len(found.plot("cross").axes) == 2 * 2 + 1  # no local window between two texts
+    with pytest.raises(InputError, match="group: got 'self'"):
+        found.heads("self")
+    assert repr(found) == "Comparison('encoder-decoder by hand' → 'encoder-decoder by hand', encoder, decoder, cross)"
+
+
+def test_maps_that_only_one_has_are_left_out() -> None:
+    a, b = by_hand(1), by_hand(2)
+    found = compare(a, Profile({"self": b.data.drop_vars("weights")}, {}))
+    assert "weights" not in found.data
+    assert found.data.attrs["only_in_a"] == ["weights"]
+
+
+def test_queries_that_see_nothing_do_not_differ() -> None:
+    data = by_hand(1).data.copy(deep=True)
+    data["lse"].values[:] = 1.5
+    data["lse"].values[0, 0, 0, 0] = -np.inf
+    one = Profile({"self": data}, {})
+    found = compare(one, one).data["lse"].values
+    assert found[0, 0, 0, 0] == 0
+    assert (found[0] == 0).all()
+
+
+def changed(profile: Profile, **coordinates: list[int]) -> Profile:
+    return Profile({"self": profile.data.assign_coords(coordinates)}, {})
+
+
+@pytest.mark.parametrize(
+    ("b", "message"),
+    [
+        (encoder_decoder(), r"a has a group 'self' and b has not \(encoder, decoder, cross\)"),
+        (changed(by_hand(1), layer=[0, 3]), r"group 'self' has the layers 0..1 \(2\) in a and 0..3 \(2\) in b"),
+        (
+            Profile({"self": by_hand(1).data.isel(head=slice(2))}, {}),
+            r"group 'self' has the heads 0..2 \(3\) in a and 0..1 \(2\) in b",
+        ),
+        (by_hand(1, [list("abcdefg")]), "group 'self' has 2 texts in a and 1 in b"),
+        (
+            by_hand(1, [list("abcdefg"), list("hijk")]),
+            "group 'self' has 5 query tokens of text 1 in a and 4 in b; expected two profiles of the same",
+        ),
+        (
+            by_hand(1, [list("abcdefg"), list("hiJkl")]),
+            "group 'self' has 'j' in a and 'J' in b among the query tokens of text 1, at 2",
+        ),
+        (by_hand(1, window=4), "group 'self' has local_window 8 in a and 4 in b"),
+    ],
+)  # fmt: skip
+def test_profiles_of_something_else_are_refused(b: Profile, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compare(by_hand(1), b)
+
+
+def test_a_group_that_only_b_has_is_named() -> None:
+    a = Profile({"decoder": encoder_decoder().groups["decoder"]}, {})
+    with pytest.raises(InputError, match=r"b has a group 'encoder' and a has not \(decoder\)"):
+        compare(a, encoder_decoder())
+
+
+# --- figure, terminal, files ------------------------------------------------------------------------------------------
+
+
+def shown(found: Comparison) -> list[np.ndarray]:
+    return [np.asarray(axes.images[0].get_array()) for axes in found.plot().axes if axes.images]
+
+
+def test_the_figure_shows_the_differences() -> None:
+    found = compare(by_hand(1), by_hand(2))
+    heads = found.heads()
+    maps = shown(found)
+    assert len(maps) == 3
+    for values, name in zip(maps, ("entropy", "sink", "local"), strict=True):
+        np.testing.assert_allclose(values.ravel(), heads[f"{name}_difference"])
+    bars = found.plot().axes[-1].patches
+    np.testing.assert_allclose([bar.get_width() for bar in bars], 100 * heads["change"].sort_values(ascending=False))
+    named = [label.get_text() for label in found.plot().axes[-1].get_yticklabels()]
+    most = heads.loc[heads["change"].idxmax()]
+    assert named[0] == f"L{most['layer']} · H{most['head']}"
+
+
+def test_the_figure_names_what_is_compared() -> None:
+    assert compare(mini(), mini("bfloat16")).plot().texts[1].get_text() == (
+        f"qkv-mini · float32 → bfloat16 · {mini().data.sizes['query']} tokens · blue: less, orange: more"
+    )
+    assert compare(by_hand(1), by_hand(2)).plot().texts[1].get_text() == (
+        "seed 1 → seed 2 · float32 · 6 tokens · 2 texts · blue: less, orange: more"
+    )
+
+
+def test_the_terminal_shows_the_most_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(by_hand(1), by_hand(2))
+    show(found, most=2)
+    out = capsys.readouterr().out
+    assert "seed 1 (float32) → seed 2 (float32)" in out
+    most = found.heads().sort_values("change", ascending=False)
+    assert f"{most['layer'].iloc[0]}.{most['head'].iloc[0]}" in out
+    assert f"{most['change'].iloc[1]:.1%}" in out
+    assert f"{most['change'].iloc[2]:.1%}" not in out
+    show(compare(by_hand(1), by_hand(1)))
+    assert "Most changed heads" not in capsys.readouterr().out
+
+
+def test_files(tmp_path: Path) -> None:
+    found = compare(encoder_decoder(), encoder_decoder())
+    files = write(found, tmp_path)
+    assert [f.name for f in files] == ["comparison.csv", "compare-encoder.png", "compare.png", "compare-cross.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f.name for f in files)
+    table = pd.read_csv(files[0])
+    assert table["group"].tolist() == ["encoder"] * 6 + ["decoder"] * 6 + ["cross"] * 6
+    np.testing.assert_allclose(table["entropy_b"][6:12], found.heads("decoder")["entropy_b"])
+
+
+def test_a_saved_profile_is_compared_with(tmp_path: Path) -> None:
+    file = by_hand(1).save(tmp_path / "a.qkv.zip")
+    profile = saved(str(file))
+    assert profile is not None
+    assert not compare(by_hand(1), profile).heads()["change"].any()
+    assert saved("minilm") is None
+    assert saved(str(tmp_path)) is None
+    with pytest.raises(InputError, match="--against: there is no file "):
+        saved(str(tmp_path / "b.zip"))
+
+
+def test_a_tuned_model_against_its_base() -> None:
+    loaded = qkv.profiler.models.load("qkv-mini")
+    with torch.no_grad():
+        loaded.model.blocks[3].attention.out_proj.weight.mul_(0)  # the last layer's: no attention sees a difference
+    after = qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)
+    assert not compare(mini(), after).heads()["change"].any()
+    with torch.no_grad():
+        loaded.model.blocks[1].attention.out_proj.weight.mul_(0)
+    heads = compare(mini(), qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)).heads()
+    assert not heads.loc[heads["layer"] < 2, "change"].any()
+    assert (heads.loc[heads["layer"] >= 2, "change"] > 0).all()
+
+
+def test_comparison_is_data() -> None:
+    found = compare(by_hand(1), by_hand(2))
+    assert isinstance(found.data, xr.Dataset)
+    assert dataclasses.is_dataclass(found)
+    assert found.data["change"].attrs["units"] == "1"

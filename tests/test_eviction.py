@@ -1,0 +1,284 @@
+"""What eviction policies cost: the mass lost by brute force from dense weights, and the loss through masks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_models as hf
+from conftest import enlarged, largest_tensor, oracle, set_tile
+from qkv.cache import HeavyHitters
+from qkv.cli import main
+from qkv.errors import InputError
+from qkv.masks import Causal, Mask, Prefix, Window
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.models.surprise import surprise
+from qkv.profiler.calls import calls_of
+from qkv.profiler.eviction import POLICIES, eviction, expiry, mass_lost
+from qkv.profiler.eviction_run import nats_of
+from qkv.profiler.models import load
+from qkv.view.eviction_plot import budget_figure, heads_figure
+
+FIRST = 2
+
+
+def model(**parts: Any) -> DecoderLM:
+    settings: dict[str, Any] = {"vocab_size": 17, "d_model": 48, "layers": 2, "heads": 6, "kv_heads": 2, "context": 512}
+    return enlarged(DecoderLM(DecoderConfig(**settings | parts)), 0.3)
+
+
+def text(n: int, batch: int = 1, seed: int = 1) -> Tensor:
+    return torch.randint(17, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarray:
+    """Which keys each query finds, (heads, n, n), by the policy's own words; `weights` (heads, n, n)."""
+    heads, n, _ = weights.shape
+    found = np.zeros(weights.shape, bool)
+    for head in range(heads):
+        own = head // group * group
+        received = weights[own : own + group].sum((0, 1))
+        for i in range(n):
+            before = list(range(i + 1))
+            if policy == "window":
+                held = before[-budget:]
+            elif policy == "sinks":
+                held = before[:FIRST] + before[-(budget - FIRST) :]
+            else:
+                recent = budget - budget // 2
+                older = sorted(before[:-recent], key=lambda j: (received[j], j))
+                held = before[-recent:] + older[-(budget // 2) :]
+            found[head, i, held] = True
+    return found
+
+
+# --- from the profile -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True}, {"window": 9}, {"normalizer": "sigmoid"}])
+def test_mass_lost_is_what_dense_weights_say(parts: dict[str, Any], tile4: None) -> None:
+    lm = model(**parts)
+    settings = [(policy, budget) for policy in POLICIES for budget in (5, 8, 23)]
+    for seen in calls_of(lm, {"ids": text(23)}):
+        given = seen.call.given
+        weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
+        found = mass_lost(seen, settings, FIRST)
+        assert set(found) == set(settings)
+        for (policy, budget), mass in found.items():
+            expected = (weights * ~kept(policy, budget, weights, 3)).sum(-1)
+            np.testing.assert_allclose(mass[0].numpy(), expected, rtol=1e-9, atol=1e-12)
+            assert budget == 23 or expected.max() > 0.01
+
+
+def test_a_key_goes_when_others_received_more() -> None:
+    received = torch.randint(6, (2, 3, 31), generator=torch.Generator().manual_seed(2)).double()  # many ties
+    for heavy, recent in ((1, 1), (3, 2), (4, 9), (40, 2), (2, 40)):
+        ends = expiry(received, heavy, recent)
+        for item, head in np.ndindex(2, 3):
+            row = received[item, head].tolist()
+            for i in range(31):
+                older = sorted(range(max(0, i - recent + 1)), key=lambda j: (row[j], j))
+                held = {*older[-heavy:], *range(max(0, i - recent + 1), i + 1)}
+                assert {j for j in range(i + 1) if i < ends[item, head, j]} == held
+
+
+def test_more_keys_never_lose_more() -> None:
+    budgets = (3, 4, 7, 12, 20, 29)
+    found = eviction(model(), text(29), budgets=budgets, first=FIRST, run=False).mass
+    for (policy, _, _), rows in found.groupby(["policy", "layer", "head"]):
+        lost = rows.sort_values("budget")["mass_lost"].to_numpy()
+        assert (np.diff(lost) <= 1e-12).all(), policy
+        assert lost[0] > 0.01
+        assert lost[-1] == 0  # nobody goes
+
+
+def test_texts_are_read_without_their_padding() -> None:
+    lm = hf.build("llama", suffix="ForCausalLM").double()
+    batch = hf.inputs("llama", "left")
+    whole = eviction(lm, batch, budgets=(5, 11), policies=("window", "heavy"), run=False)
+    real = [ids[keep.bool()][None] for ids, keep in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    parts = [eviction(lm, ids, budgets=(5, 11), policies=("window", "heavy"), run=False).mass for ids in real]
+    n = np.array([ids.shape[1] for ids in real])
+    assert n[0] != n[1]
+    expected = (n[0] * parts[0]["mass_lost"] + n[1] * parts[1]["mass_lost"]) / n.sum()
+    np.testing.assert_allclose(whole.mass["mass_lost"], expected, rtol=1e-9)
+    assert whole.attrs["tokens"] == n.sum()
+    assert whole.loss is None
+
+
+def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_tile(monkeypatch, 16)
+    lm, ids = model(d_model=12, heads=2, kv_heads=1, layers=1), text(301)
+    assert largest_tensor(lambda: eviction(lm, ids, budgets=(16,), run=False)) < 301 * 301 / 2
+
+
+# --- by running -------------------------------------------------------------------------------------------------------
+
+
+def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
+    """The loss of a model whose blocks all attend with this mask, too."""
+    with torch.no_grad():
+        x = lm._embedded(ids, 0, None)
+        for block in lm.blocks:
+            x = block(x, mask=mask)
+        logits = lm.norm(x) @ lm.embedding.weight.T
+    return float(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_window_and_sinks_are_masks(layers: int) -> None:
+    """Of a model whose keys are not turned: there slots mean nothing."""
+    lm, ids = model(layers=layers), text(41)
+    for policy, mask in (("window", Window(7)), ("sinks", Prefix(FIRST) | Window(7 - FIRST)), ("full", Causal())):
+        found = nats_of("caches", lm, ids, policy, 7, FIRST, lambda tokens: None)
+        assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
+    assert not lm.training
+
+
+def test_heavy_hitters_go_one_by_one() -> None:
+    lm, ids = model(positions="rotary"), text(33)
+    found = nats_of("caches", lm, ids, "heavy", 9, FIRST, lambda tokens: None)
+    heard: list[int] = []
+    expected = surprise(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
+    assert found == pytest.approx(float(expected.sum()), rel=1e-12)
+    assert heard == [1] * 32
+    together = surprise(lm, ids, lambda: HeavyHitters(4, 5), chunk=16)
+    assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
+
+
+def test_who_keeps_all_loses_nothing() -> None:
+    found = eviction(model(positions="rotary"), text(27), budgets=(6, 27, 64), first=FIRST)
+    assert found.loss is not None
+    rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
+    for policy in POLICIES:
+        assert abs(rise[policy, 27]) < 1e-6
+        assert abs(rise[policy, 64]) < 1e-6
+        assert abs(rise[policy, 6]) > 1e-3
+    full = found.loss.iloc[0]
+    assert full["policy"] == "full"
+    assert full["nats"] == pytest.approx(model(positions="rotary").loss(text(27)).item(), rel=1e-9)
+
+
+def test_losses_of_several_texts_are_per_token() -> None:
+    lm, ids = model(), text(19, batch=2)
+    both = eviction(lm, ids, budgets=(5,), policies=("window",))
+    ones = [eviction(lm, one[None], budgets=(5,), policies=("window",)) for one in ids]
+    mean = np.mean([one.loss["nats"] for one in ones if one.loss is not None], 0)
+    assert both.loss is not None
+    np.testing.assert_allclose(both.loss["nats"], mean, rtol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["window", "sinks"])
+def test_hugging_face_models_run_with_masks(policy: str) -> None:
+    lm = hf.build("gpt2", "eager", suffix="LMHeadModel")
+    ids = hf.inputs("gpt2", batch=1)["input_ids"]
+    found = eviction(lm, ids, budgets=(6,), policies=(policy,), first=FIRST)
+    mask = Causal() & (Window(6) if policy == "window" else Prefix(FIRST) | Window(6 - FIRST))
+    hidden = ~mask.dense(hf.LENGTH, hf.LENGTH)
+    with torch.no_grad():
+        expected = [
+            nn.functional.cross_entropy(lm(ids, attention_mask=given).logits[0, :-1], ids[0, 1:]).item()
+            for given in (None, torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min))
+        ]
+    assert found.loss is not None
+    np.testing.assert_allclose(found.loss["nats"], expected, rtol=1e-5)
+    assert abs(expected[1] - expected[0]) > 1e-3
+    assert found.attrs["run"] == "masks"
+    assert lm.config._attn_implementation == "eager"
+
+
+# --- what is refused, shown and written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policies": ("window", "newest")}, r"policies is \['window', 'newest'\], expected some of window, sinks"),
+        ({"policies": ()}, r"policies is \[\]"),
+        ({"budgets": (4,)}, r"budgets is \[4\], expected numbers of keys of at least 5 \(4 of them the first"),
+        ({"budgets": (1,), "policies": ("heavy",)}, r"budgets is \[1\], expected numbers of keys of at least 2$"),
+        ({"budgets": ()}, r"budgets is \[\]"),
+        ({"first": 0}, "first is 0, expected at least 1 key"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        eviction(model(), text(9), **settings)
+
+
+def test_models_that_cannot_be_run_are_refused() -> None:
+    llama = hf.build("llama", suffix="ForCausalLM")
+    ids = hf.inputs("llama")["input_ids"]
+    with pytest.raises(InputError, match=r"'heavy', which runs in models of qkv only, and this is LlamaForCausalLM"):
+        eviction(llama, ids)
+    with pytest.raises(InputError, match=r"LlamaModel has no output head.*run=False"):
+        eviction(hf.build("llama"), ids, policies=("window",))
+    with pytest.raises(InputError, match="BertModel has no causal self-attention, whose keys a cache would hold"):
+        eviction(hf.build("bert"), ids, run=False)
+    with pytest.raises(InputError, match="Linear cannot be run with a cache of qkv"):
+        eviction(nn.Linear(2, 2), ids)
+    with pytest.raises(InputError, match="a text has 1 token, expected at least 2"):
+        eviction(model(), text(1))
+
+
+def test_figures_say_what_was_found() -> None:
+    found = eviction(model(), text(31), budgets=(8, 16), first=FIRST)
+    assert found.loss is not None
+    cheapest = found.loss[found.loss["budget"] == 8].sort_values("delta_nats").iloc[0]
+    figure = budget_figure(found)
+    assert f"With 8 keys, “{cheapest['policy']}” costs {cheapest['delta_nats']:.2f} nats" in figure.texts[0].get_text()
+    assert len(figure.axes) == 2
+    drawn = heads_figure(found, 16)
+    assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes[:3]] == list(POLICIES)
+    at = found.mass[found.mass["budget"] == 16]
+    assert f"loses {100 * at['mass_lost'].max():.0f} %" in drawn.texts[0].get_text()
+    with pytest.raises(InputError, match="budget is 9, expected one of 8, 16"):
+        heads_figure(found, 9)
+    estimate = eviction(model(), text(31), budgets=(8,), first=FIRST, run=False)
+    assert "of the attention" in budget_figure(estimate).texts[0].get_text()
+
+
+def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = main(["evict", "--tokens", "40", "--budgets", "8, 16", "--policies", "window,sinks", "--out", str(tmp_path)])
+    assert done == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"mass.csv", "loss.csv", "eviction.json", "eviction.png", "heads.png"}
+    mass, loss = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("mass", "loss"))
+    assert len(mass) == 2 * 2 * 24
+    assert loss["policy"].tolist() == ["full", "window", "window", "sinks", "sinks"]
+    written = json.loads((tmp_path / "eviction.json").read_text())
+    assert written["loss"][1]["nats"] == pytest.approx(loss["nats"][1])
+    assert written["loss"][0]["budget"] is None
+    mean = mass[(mass["policy"] == "sinks") & (mass["budget"] == 16)]["mass_lost"].mean()
+    assert written["mass_lost"][3] == {"policy": "sinks", "budget": 16, "mass_lost": pytest.approx(mean)}
+    assert "attention lost" in capsys.readouterr().out
+    assert main(["evict", "--budgets", "8,many", "--out", str(tmp_path)]) == 2
+    assert "--budgets is '8,many'" in capsys.readouterr().err
+
+
+def test_the_command_estimates_without_running(tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    assert main(["evict", "random-gpt2", "--tokens", "30", "--budgets", "8", "--out", str(out)]) == 2
+    assert not out.exists()
+    assert main(["evict", "random-gpt2", "--tokens", "30", "--budgets", "8", "--no-run", "--out", str(out)]) == 0
+    assert not (out / "loss.csv").exists()
+
+
+def test_a_hugging_face_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
+    lm = hf.build("gpt2", suffix="LMHeadModel")
+    lm.save_pretrained(tmp_path / "lm")
+    ids = torch.arange(31)[None]
+    loaded = load(str(tmp_path / "lm"), head=True).model
+    found = eviction(str(tmp_path / "lm"), ids, budgets=(9,), policies=("window",))
+    expected = eviction(lm, ids, budgets=(9,), policies=("window",))
+    assert type(loaded) is type(lm)
+    assert found.loss is not None
+    assert expected.loss is not None
+    np.testing.assert_allclose(found.loss["nats"], expected.loss["nats"], rtol=1e-6)

@@ -1,0 +1,308 @@
+"""The residual stream, against the hidden states that models give themselves, and definitions by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import rand
+from hf_models import PADDED, ROUTED, build, inputs
+from qkv.errors import InputError
+from qkv.models import Classifier, ClassifierConfig, DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
+from qkv.profiler import residual
+from qkv.profiler.inputs import real_tokens, sequences_of
+from qkv.profiler.residual import Residuals, attending, follow, joined, layer_of
+
+Seen = dict[str, list[Tensor]]
+
+
+def states(model: nn.Module, run: Callable[[], object], modules: list[str] | None = None) -> Seen:
+    """What `follow` shows, kept, with depths in order."""
+    seen: Seen = {}
+
+    def look(stack: str, depth: int, hidden: Tensor) -> None:
+        assert not hidden.requires_grad
+        assert depth == len(seen.setdefault(stack, []))
+        seen[stack].append(hidden.clone())
+
+    with follow(model, attending(model) if modules is None else modules, look):
+        run()
+    return seen
+
+
+def same(seen: list[Tensor], told: tuple[Tensor, ...]) -> None:
+    """Equal, but for the last: models give it after the norm that follows."""
+    assert len(seen) == len(told)
+    for got, want in zip(seen[:-1], told[:-1], strict=True):
+        assert torch.equal(got, want)
+
+
+STACKS = {
+    "gpt2": "h", "bert": "encoder.layer", "distilbert": "transformer.layer", "roberta": "encoder.layer",
+    "albert": "encoder.albert_layer_groups.0.albert_layers", "layoutlm": "encoder.layer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTED)
+@torch.no_grad()
+def test_hidden_states_are_those_that_hugging_face_gives(name: str) -> None:
+    model = build(name)
+    told = []
+    seen = states(model, lambda: told.append(model(**inputs(name), output_hidden_states=True)))
+    if hasattr(told[0], "encoder_hidden_states"):
+        kind = "block" if name in ("t5", "switch") else "layers"
+        assert list(seen) == [f"encoder.{kind}", f"decoder.{kind}"]
+        same(seen[f"encoder.{kind}"], told[0].encoder_hidden_states)
+        same(seen[f"decoder.{kind}"], told[0].decoder_hidden_states)
+    else:
+        assert len(seen) == 1
+        if name in STACKS:
+            assert list(seen) == [STACKS[name]]
+        same(next(iter(seen.values())), told[0].hidden_states)
+
+
+@torch.no_grad()
+def test_own_models() -> None:
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
+    decoder = DecoderLM(DecoderConfig(vocab_size=11, d_model=24, layers=3, heads=2)).eval()
+    seen = states(decoder, lambda: decoder(ids))
+    assert list(seen) == ["blocks"]
+    assert len(seen["blocks"]) == 4
+    x = decoder.embedding(ids) + decoder.positions.span(0, 7)
+    for depth, block in enumerate(decoder.blocks):
+        assert torch.equal(seen["blocks"][depth], x)
+        x = block(x)
+    assert torch.equal(seen["blocks"][3], x)
+
+    both = EncoderDecoder(EncoderDecoderConfig(11, 13, d_model=24, heads=2, layers=2, decoder_layers=3)).eval()
+    seen = states(both, lambda: both(ids, ids[:, :5]))
+    assert {stack: (len(x), *x[0].shape) for stack, x in seen.items()} == {
+        "encoder.blocks": (3, 1, 7, 24),
+        "decoder.blocks": (4, 1, 5, 24),
+    }
+    classifier = Classifier(ClassifierConfig(11, classes=3, d_model=24, heads=2, layers=2)).eval()
+    assert [len(x) for x in states(classifier, lambda: classifier(ids)).values()] == [3]
+
+
+class Other(nn.Module):
+    """A layer of a hybrid model that does not attend."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(d, d)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return hidden_states + self.map(hidden_states), None
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(d, d)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[0](x)
+
+
+class Layer(Other):
+    def __init__(self, d: int) -> None:
+        super().__init__(d)
+        self.attention = SelfAttention(d)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return super().forward(hidden_states=hidden_states + self.attention(hidden_states))
+
+
+class Hybrid(nn.Module):
+    """Other layers, one that attends, and one that attends and does nothing else; twice if asked."""
+
+    def __init__(self, d: int = 5, times: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Other(d), Layer(d), Other(d)])
+        self.pool_attention = SelfAttention(d)
+        self.times = times
+
+    def forward(self, x: Tensor, *, apart: bool = False) -> Tensor:
+        given = x
+        for _ in range(self.times):
+            x = given if apart else x
+            for layer in self.layers:
+                x, _ = layer(hidden_states=x)
+        return self.pool_attention(x)
+
+
+def test_layers_that_do_not_attend_count_and_modules_without_a_number_are_in_none() -> None:
+    model, x = Hybrid(), rand(2, 3, 5, dtype=torch.float32)
+    assert attending(model) == ["layers.1.attention", "pool_attention"]
+    assert layer_of(model, "layers.1.attention.heads.0", ["layers.1.attention"]) == "layers.1"
+    assert layer_of(model, "pool_attention") is None
+    seen = states(model, lambda: model(x))
+    assert list(seen) == ["layers"]
+    assert len(seen["layers"]) == 4
+    assert torch.equal(seen["layers"][0], x)
+    assert torch.equal(seen["layers"][1], model.layers[0](x)[0])
+
+
+def test_a_layer_used_again_goes_on_and_a_stack_run_again_is_another() -> None:
+    model, x = Hybrid(times=2), rand(2, 3, 5, dtype=torch.float32)
+    assert {s: len(v) for s, v in states(model, lambda: model(x)).items()} == {"layers": 7}
+    again = states(model, lambda: model(x, apart=True))
+    assert {s: len(v) for s, v in again.items()} == {"layers": 4, "layers-2": 4}
+    for got, want in zip(again["layers-2"], again["layers"], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_images_and_packed_sequences_are_tokens() -> None:
+    model = Hybrid()
+    picture, packed = rand(2, 3, 7, 5, dtype=torch.float32), rand(11, 5, dtype=torch.float32)
+    assert states(model, lambda: model(picture))["layers"][2].shape == (2, 21, 5)
+    assert states(model, lambda: model(packed))["layers"][2].shape == (1, 11, 5)
+
+
+def test_numbered_sublayers_and_heads_are_not_layers() -> None:
+    t5 = build("t5")
+    assert layer_of(t5, "decoder.block.2.layer.1.EncDecAttention") == "decoder.block.2"
+    bert = build("bert")
+    assert layer_of(bert, "encoder.layer.1.attention.self") == "encoder.layer.1"
+    plain = nn.Sequential(SelfAttention(5), SelfAttention(5))  # nothing but attention
+    assert layer_of(plain, "1") == "1"
+
+
+def test_hooks_are_gone_afterwards_whatever_happens() -> None:
+    model = Hybrid()
+    with pytest.raises(ZeroDivisionError), follow(model, attending(model), lambda *_: None):
+        raise ZeroDivisionError
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with (
+        pytest.raises(InputError, match=r"modules has 'layers\.9', expected names of modules of Hybrid"),
+        follow(model, ["layers.1.attention", "layers.9"], lambda *_: None),
+    ):
+        pass  # pragma: no cover
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# --- norms and massive activations ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@torch.no_grad()
+def test_norms_are_those_of_the_hidden_states(padding: str | None) -> None:
+    model, batch = build("llama"), inputs("llama", padding)
+    residuals = Residuals(*real_tokens(model, batch, sequences_of(model, batch)))
+    with follow(model, attending(model), residuals.look):
+        told = model(**batch, output_hidden_states=True).hidden_states
+    data = residuals.stacks["layers"].dataset()
+    n = 37
+    assert dict(data["norm"].sizes) == {"text": 2, "depth": 3, "token": n}
+    starts = {None: (0, n), "left": (PADDED, n), "right": (0, n - PADDED)}
+    assert data["n_tokens"].values.tolist() == [n, n - (0 if padding is None else PADDED)]
+    for depth in range(2):
+        for text, (first, end) in enumerate(((0, n), starts[padding])):
+            want = torch.linalg.vector_norm(told[depth][text, first:end], dim=1)
+            norms = data["norm"].values[text, depth]
+            assert np.array_equal(norms[: end - first], want.numpy())
+            assert np.isnan(norms[end - first :]).all()
+            median = told[depth][text, first:end].abs().median()
+            assert data["median"].values[text, depth] == median.item()
+
+
+def facts(x: Tensor, real: Tensor | None = None) -> dict[str, np.ndarray]:
+    residuals = Residuals({} if real is None else {x.shape[1]: real})
+    residuals.look("layers", 0, x)
+    return {str(name): v.values[:, 0] for name, v in residuals.stacks["layers"].dataset().data_vars.items()}
+
+
+def test_massive_activations_by_hand() -> None:
+    x = torch.zeros(3, 7, 5).fill_(-0.25)
+    x[0, 4, 2], x[0, 1, 3], x[0, 4, 0] = -251, 250, 100.5  # the second is 1000 × the median, the third too small for it
+    x[1, 6, 1] = 1000.0  # of a token that does not count
+    x[2] = 0.05
+    x[2, 0, 0] = 100  # 2000 × the median, but not above 100
+    real = torch.ones(3, 7, dtype=torch.bool)
+    real[1, 5:] = False
+    got = facts(x, real)
+    assert got["massive"].tolist() == [2, 0, 0]
+    assert got["median"].tolist() == pytest.approx([0.25, 0.25, 0.05])
+    assert got["largest"].tolist() == [[251, 250, 100.5], [0.25, 0.25, 0.25], [100, *[pytest.approx(0.05)] * 2]]
+    assert got["largest_token"][0].tolist() == [4, 1, 4]
+    assert got["largest_dimension"][0].tolist() == [2, 3, 0]
+    assert got["ratio"].tolist() == pytest.approx([1004, 1, 2000])
+
+
+def test_places_count_from_the_first_real_token() -> None:
+    x = rand(1, 7, 5, dtype=torch.float32)
+    x[0, 6, 4] = 40
+    real = torch.tensor([[False, False, True, True, True, True, True]])
+    got = facts(x, real)
+    assert (got["largest_token"][0, 0], got["largest_dimension"][0, 0]) == (4, 4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 13, 16411])
+@pytest.mark.parametrize("kind", ["normal", "equal", "sorted", "by dimension", "few values"])
+def test_median_is_exact(n: int, kind: str) -> None:
+    x = rand(n, 3, seed=n, dtype=torch.float32).abs()
+    if kind == "equal":
+        x.fill_(2.5)
+    elif kind == "sorted":
+        x = x.flatten().sort().values.view(n, 3)
+    elif kind == "by dimension":
+        x *= torch.tensor([1, 100, 10_000])
+    elif kind == "few values":
+        x = x.round()
+    assert residual._median(x).item() == x.median().item()
+
+
+def test_median_does_not_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rand(20011, dtype=torch.float32).abs()[:, None]
+    misled = np.sort
+    monkeypatch.setattr(np, "sort", lambda sample: misled(sample)[-60:])  # numbers far above the median
+    assert residual._median(x).item() == x.median().item()
+
+
+def test_short_texts_have_fewer_than_three() -> None:
+    got = facts(torch.tensor([[[3.0, -4.0]]]))
+    assert got["norm"].tolist() == [[5.0]]
+    assert got["largest"][0].tolist()[:2] == [4, 3]
+    assert np.isnan(got["largest"][0, 2])
+    assert got["largest_token"].tolist() == [[0, 0, -1]]
+    assert got["largest_dimension"].tolist() == [[1, 0, -1]]
+
+
+def test_runs_side_by_side() -> None:
+    model = Hybrid()
+    runs = []
+    for n in (3, 7):
+        residuals = Residuals()
+        with follow(model, attending(model), residuals.look):
+            model(rand(2, n, 5, seed=n, dtype=torch.float32))
+        runs.append(residuals.stacks["layers"])
+    data = joined(runs)
+    assert dict(data.sizes) == {"text": 4, "depth": 4, "token": 7, "rank": 3}
+    assert data["n_tokens"].values.tolist() == [3, 3, 7, 7]
+    assert np.array_equal(data["norm"].values[2:], runs[1].dataset()["norm"].values)
+    assert np.array_equal(data["norm"].values[:2, :, :3], runs[0].dataset()["norm"].values)
+    assert np.isnan(data["norm"].values[:2, :, 3:]).all()
+    assert all(v.attrs["units"] and v.attrs["definition"] for v in data.data_vars.values())
+    with pytest.raises(InputError, match=r"parts: got \(stack, depths\)"):
+        joined([runs[0], residual.Residual("other", runs[1].states)])
+    with pytest.raises(InputError, match=r"parts: got \(stack, depths\) \[\]"):
+        joined([])
+
+
+def test_half_precision_is_measured_in_float32() -> None:
+    x = rand(1, 7, 301, dtype=torch.bfloat16) * 300
+    got = facts(x)
+    assert got["norm"].dtype == np.float32
+    assert np.array_equal(got["norm"][0], torch.linalg.vector_norm(x[0].float(), dim=1).numpy())
+
+
+def test_targets_have_masks_of_their_own() -> None:
+    source, target = torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]])
+    residuals, x = Residuals({3: source}, {3: target}), rand(1, 3, 5)
+    for stack in ("encoder.layers", "decoder.layers"):
+        residuals.look(stack, 0, x)
+    assert [int(r.dataset()["n_tokens"][0]) for r in residuals.stacks.values()] == [2, 1]
