@@ -15,8 +15,12 @@ from torch import Tensor
 
 from benchmarks.timing import THREADS
 from qkv.bench.timing import resident
+from qkv.masks import Window
+from qkv.measure import sweep
+from qkv.profiler.capture import Observer, Seen, observe
 from qkv.profiler.models import random_gpt2
 from qkv.profiler.run import profile
+from qkv.weights import Rows
 
 HEADS = 6
 
@@ -32,6 +36,16 @@ def plain(model: torch.nn.Module, ids: Tensor) -> None:
 
 def profiled(model: torch.nn.Module, ids: Tensor) -> None:
     profile(model, ids, progress=False, map_tokens=0)
+
+
+def swept(model: torch.nn.Module, ids: Tensor) -> None:
+    """A profile of nothing but entropy, received attention, distances and the weights of named pairs."""
+
+    def take(seen: Seen) -> None:
+        sweep(seen.call, Rows(seen.lse), mass={"local": Window(9, ahead=8)})
+
+    with observe(Observer(model, take=take)), torch.no_grad():
+        model(ids)
 
 
 def from_weights(model: torch.nn.Module, ids: Tensor) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import linear_error
+import make_coverage
 import make_matrix
 import matplotlib.pyplot as plt
 import model_speed
@@ -171,6 +172,7 @@ if __name__ == "__main__":
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
+    (DOCS / "coverage.md").write_text(make_coverage.page())
     minilm()
     trained_models.figures(DOCS / "figures")
     (DOCS.parent / "src" / "qkv" / "models" / "trained" / "README.md").write_text(trained_models.page())

@@ -408,28 +408,33 @@ def test_no_tensor_is_as_large_as_the_weights(name: str, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("name", hf.UNROUTED)
-def test_a_model_that_does_not_use_the_interface_is_refused_and_left_alone(name: str) -> None:
+def test_a_model_that_does_not_use_the_interface_is_observed_and_left_alone(name: str) -> None:
     model, inputs = hf.build(name), hf.inputs(name)
     before, was = main_output(model(**inputs)), state(model)
-    what = f"{type(model).__name__} does not send its attention through transformers' attention interface"
-    with pytest.raises(InputError, match=what), observe(Observer(model)):
-        pytest.fail("it was observed")
-    with pytest.raises(InputError, match=what):
-        profile(model, inputs, progress=False)
+    records, outputs = observed(model, inputs)
+    own = own_weights(twin(model, name), inputs)["self"]
+    assert len(records) == len(own) == 2
+    for record, weights in zip(records, own, strict=True):
+        check(record, weights, EVERY, EVERY)
+        assert record.causal
     assert state(model) == was
+    assert torch.equal(main_output(outputs), before)
     assert torch.equal(main_output(model(**inputs)), before)
+    result = profile(model, inputs, progress=False)
+    assert set(result.attrs["sources"].values()) == {"softmax"}
 
 
-def test_attention_beside_the_interface_is_named() -> None:
+def test_attention_beside_the_interface_is_observed_too() -> None:
     model, inputs = hf.build("siglip_vision"), hf.inputs("siglip_vision")
-    with pytest.raises(InputError, match=r"did not pass through .* interface: \S*head\.attention; pass partial=True"):
-        profile(model, inputs, progress=False)
-    result = profile(model, inputs, progress=False, partial=True)
-    (name,) = result.attrs["unobserved"]
-    assert isinstance(model.get_submodule(name), nn.MultiheadAttention)
+    result = profile(model, inputs, progress=False)
+    *layers, (head, how) = result.attrs["sources"].items()
+    assert [source for _, source in layers] == ["interface"] * 2
+    assert isinstance(model.get_submodule(head), nn.MultiheadAttention)
+    assert how == "sdpa"
     assert result.data.sizes["layer"] == 2
     own = torch.stack(own_weights(twin(model, "siglip_vision"), inputs)["self"], 1)
     np.testing.assert_allclose(result.data["weights"], own, atol=1e-5)
+    assert result.group("self-2")["weights"].shape == (2, 1, 4, 1, 36)
 
 
 def test_a_softmax_of_a_models_own_is_named() -> None:
@@ -456,16 +461,18 @@ def test_an_argument_that_may_change_the_weights_is_refused() -> None:
     assert len(records) == 2
 
 
-def test_sparse_attention_by_indices_is_refused() -> None:
-    from transformers import DeepseekV32Config, DeepseekV32Model
-
-    settings = dict(hf.ARCHITECTURES["deepseek_v3"].settings) | {
-        "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2,
-    }  # fmt: skip
-    settings["mlp_layer_types"] = ["dense", "dense"]
-    model = DeepseekV32Model(DeepseekV32Config(**settings)).eval()
-    with pytest.raises(InputError, match=r"self_attn passes indices=a torch.int\d+ tensor"):
-        observed(model, hf.inputs("llama"))
+def test_keys_chosen_by_number_are_the_only_ones_seen() -> None:
+    """DeepSeek-V3.2 passes them beside the mask. (What it makes of them is in test_zoo.)"""
+    chosen = torch.tensor([[0, 0], [0, 1], [1, 2], [0, 3], [2, 4]])[None]
+    record = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.int())
+    assert record.weights is not None
+    assert (record.weights > 0).sum(-1)[0, 0].tolist() == [1, 2, 2, 2, 2]
+    assert (record.weights[0, :, 4, [2, 4]] > 0).all()
+    late = attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen.flip(1).int())  # the mask still hides what comes
+    assert late.weights is not None
+    assert (late.weights > 0).sum(-1)[0, 0].tolist() == [0, 1, 2, 2, 1]
+    with pytest.raises(InputError, match=r"0 passes indices=a torch.int64 tensor of shape \(1, 4, 2\).*expected"):
+        attend_to(nn.Identity(), lazy_mask(1, 5, 5), indices=chosen[:, 1:])
 
 
 @pytest.mark.parametrize("where", ["q_proj", "k_proj"])

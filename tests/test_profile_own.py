@@ -548,7 +548,7 @@ def test_two_sequences_in_a_model_with_names_of_its_own() -> None:
     }  # fmt: skip
 
 
-def test_attention_beside_ours_is_named() -> None:
+def test_attention_beside_ours_is_observed_too() -> None:
     class Both(Layer):
         def __init__(self) -> None:
             super().__init__(MultiHeadAttention(32, 4))
@@ -559,17 +559,10 @@ def test_attention_beside_ours_is_named() -> None:
             out: Tensor = self.theirs(x, x, x, need_weights=False)[0]
             return out
 
-    model = Both().eval()
-    with pytest.raises(InputError, match=r"Both has attention that did not pass through qkv: theirs; pass partial=T"):
-        own_profile(model, IDS)
-    result = own_profile(model, IDS, partial=True)
-    assert result.attrs["unobserved"] == ["theirs"]
-    assert result.data["module"].values.tolist() == ["layer"]
-    with pytest.raises(InputError, match=r"ran none of the attention that qkv can observe.*some of its own: layers\.0"):
-        own_profile(
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1).eval(),
-            {"src": torch.randn(1, 3, 8)},
-        )
+    result = own_profile(Both().eval(), IDS)
+    assert result.attrs["unobserved"] == []
+    assert result.attrs["sources"] == {"layer": "qkv", "theirs": "sdpa"}
+    assert result.data["module"].values.tolist() == ["layer", "theirs"]
 
 
 def test_a_hugging_face_model_inside_a_module_of_mine() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `qkv profile`, `qkv generate`, `qkv bench`, `qkv train`, `qkv experiment`."""
+"""The command line: `qkv COMMAND`, one module for each command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
-from qkv.cli import bench, experiment, generate, profile, train
+from qkv.cli import bench, evict, experiment, flow, generate, maps, profile, survey, train
 from qkv.cli.files import forget_output
 from qkv.errors import InputError
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
+    "survey": survey.survey,
+    "evict": evict.evict,
+    "flow": flow.flow,
+    "map": maps.head_map,
     "generate": generate.generate,
     "bench": bench.bench,
     "train": train.train,

@@ -1,9 +1,10 @@
 """Observe the attention of a model while it runs.
 
-Inside `observe` every call of attention comes to us: those of Hugging Face models through transformers' interface, all
-others where `qkv.kernels.serve` shows them. One kernel pass gives the output the model goes on with *and* what the
-statistics follow from, so the forward is not paid twice and no n × n tensor is made. The model and transformers'
-registries are as they were afterwards, whatever happens.
+Inside `observe` every call of attention comes to us: those of Hugging Face models through transformers' interface, ours
+where `qkv.kernels.serve` shows them, and what a model computes in its own way through `intercept`. One kernel pass
+gives the output the model goes on with *and* what the statistics follow from, so the forward is not paid twice, and no
+n × n tensor is made but by models that make one themselves. The model and transformers' registries are as they were
+afterwards, whatever happens.
 """
 
 from __future__ import annotations

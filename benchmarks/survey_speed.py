@@ -1,0 +1,146 @@
+"""What a survey costs beside plain batched inference, and what a second process brings.
+
+python -m benchmarks.survey_speed TEXTS   one process of one thread, or of several (RANK, WORLD_SIZE …): prints JSON
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.timing import THREADS
+from qkv.bench.timing import alternating, median_ratio
+from qkv.profiler.corpus import Corpus, of_texts
+from qkv.profiler.models import Loaded, load
+from qkv.profiler.pieces import Piece, Special, batches_of, pieces, tokens_of
+from qkv.profiler.survey import survey
+from qkv.profiler.texts import library_text
+
+LENGTH, BATCH = 512, 4096
+
+
+def against_plain(texts: int = 1000, turns: int = 10) -> dict[str, Any]:
+    """MiniLM, float32: the survey of texts of 512 tokens, with tokenizing and writing, / their plain forward in the
+    same batches. Turns take a share of the texts each, first the one, then the other."""
+    torch.set_num_threads(THREADS)
+    minilm = load("minilm")
+    parts = _parts(minilm, texts, turns)
+    plain, surveyed = (itertools.cycle(parts) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = alternating(
+            {
+                "plain": lambda: _plain(minilm, next(plain)),
+                "survey": lambda: _survey(minilm, of_texts(next(surveyed)), Path(folder)),
+            },
+            turns,
+        )
+    return {
+        "texts": texts,
+        "tokens in a text": LENGTH,
+        "throughput: survey / plain (≥ 0.6)": 1 / median_ratio(seconds, "survey", "plain"),
+        "tokens a second": {job: texts / turns * LENGTH / statistics.median(s) for job, s in seconds.items()},
+        "seconds": seconds,
+    }
+
+
+def of_processes(texts: int = 48, turns: int = 3) -> dict[str, Any]:
+    """The same survey by one process of one thread and by two, which share the shards."""
+    seconds: dict[str, list[float]] = {"one process": [], "two processes": []}
+    for _ in range(turns):
+        for job, world in (("one process", 1), ("two processes", 2)):
+            seconds[job].append(_launched(world, texts))
+    return {
+        "texts": texts,
+        "time: one process / two (≥ 1.7)": median_ratio(seconds, "one process", "two processes"),
+        "seconds": seconds,
+    }
+
+
+def _parts(minilm: Loaded, texts: int, turns: int) -> list[list[str]]:
+    """Texts that are each exactly one full sequence."""
+    special = Special.of(minilm.tokenizer)
+    made = list(itertools.islice(_full_texts(minilm, special), texts))
+    size = -(-texts // turns)
+    return [made[i : i + size] for i in range(0, texts, size)]
+
+
+def _full_texts(minilm: Loaded, special: Special) -> Iterator[str]:
+    room = LENGTH - len(special.before) - len(special.after)
+    text = library_text(3_000_000)
+    ids = [
+        i for start in range(0, len(text), 20_000) for i in tokens_of(minilm.tokenizer, text[start : start + 20_000])
+    ]
+    for start in range(0, len(ids) - room, room):
+        made = minilm.tokenizer.decode(ids[start : start + room])
+        if len(tokens_of(minilm.tokenizer, made)) >= room:  # what it reads again may be longer, hardly shorter
+            kept = tokens_of(minilm.tokenizer, made)[:room]
+            again = minilm.tokenizer.decode(kept)
+            if len(tokens_of(minilm.tokenizer, again)) == room:
+                yield again
+
+
+def _plain(minilm: Loaded, texts: list[str]) -> None:
+    special = Special.of(minilm.tokenizer)
+    found: list[Piece] = []
+    for text in texts:
+        found += pieces(tokens_of(minilm.tokenizer, text), special, LENGTH, 0)
+    with torch.no_grad():
+        for batch in batches_of(found, BATCH, pad=0):
+            minilm.model(input_ids=batch.ids, attention_mask=batch.real.long())
+
+
+def _survey(minilm: Loaded, corpus: Corpus, folder: Path) -> None:
+    shutil.rmtree(folder / "survey", ignore_errors=True)
+    survey(
+        minilm.model, corpus, tokenizer=minilm.tokenizer, out=folder / "survey", shards=2, batch_tokens=BATCH, overlap=0
+    )
+
+
+def _launched(world: int, texts: int) -> float:
+    """Seconds of a survey by so many processes, without their start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.survey_speed", str(texts)]
+    with tempfile.TemporaryDirectory() as folder:
+        running = []
+        for rank in range(world):
+            env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+            env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "SURVEY_OUT": folder}
+            running.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        said = [process.communicate()[0] for process in running]
+    seconds: float = json.loads(said[0].strip().splitlines()[-1])["seconds"]
+    return seconds
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    minilm, texts = load("minilm"), int(sys.argv[1])
+    corpus = of_texts(itertools.chain(*_parts(minilm, texts, 1)))
+    with torch.no_grad():
+        minilm.model(input_ids=torch.full((1, LENGTH), 7))  # warm-up
+    out = Path(os.environ["SURVEY_OUT"]) / "survey"
+    ready, world = out.parent, int(os.environ["WORLD_SIZE"])
+    (ready / f"ready-{os.environ['RANK']}").touch()
+    while len(list(ready.glob("ready-*"))) < world:  # all begin together
+        time.sleep(0.02)
+    started = time.perf_counter()
+    survey(minilm.model, corpus, tokenizer=minilm.tokenizer, out=out, shards=8, batch_tokens=BATCH, overlap=0)
+    print(json.dumps({"seconds": time.perf_counter() - started}))
+
+
+if __name__ == "__main__":
+    main()

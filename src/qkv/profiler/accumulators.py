@@ -1,0 +1,314 @@
+"""What a survey keeps of every head: sums that add up exactly, in whatever order and however the texts are shared out.
+
+Sums are whole numbers in units of 2⁻⁴⁰, as many digits as they need: adding them loses nothing, so merging is exact,
+associative and commutative, and a thousand processes come to what one does. Counts, extremes and histograms are so by
+themselves. Only the sketches of quantiles are approximations, which agree where they are merged in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkv.errors import InputError
+
+BINS = 128
+DIGITS = 40
+"""Binary digits after the point of a sum."""
+EARLY, EARLY_THRESHOLD = 64, 0.3
+"""T and ε of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3)."""
+CENTROIDS = 100
+"""Size of a t-digest: about 2.5 KB at most, and ranks right to about a hundredth."""
+LIMB = 62  # whole numbers are stored in two halves: the low one has so many digits
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that every query of every head has."""
+
+    unit: str
+    definition: str
+    high: float
+    """Where the last bin of the histogram ends; the first begins at 0. What lies beyond is counted in the last."""
+    scale: Literal["x", "log2(1 + x)"] = "x"
+    """What the bins are equally wide in."""
+    own: bool = False
+    """Says something only where queries and keys are the same text."""
+    later: bool = False
+    """Leaves out the first query of a causal text, which sees nothing but itself."""
+
+
+QUANTITIES = {
+    "entropy": Quantity("nats", "−Σ a ln a of a row a of weights, divided by their sum", 14.0),
+    "entropy_ratio": Quantity("1", "entropy / ln(visible keys), of queries that see two or more; 1 is uniform", 1.0),
+    "sink": Quantity("share", "weight on the first token", 1.0, later=True),
+    "self": Quantity("share", "weight on the query's own position", 1.0, own=True),
+    "previous": Quantity("share", "weight on the token before", 1.0, own=True, later=True),
+    "next": Quantity("share", "weight on the token after", 1.0, own=True),
+    "local": Quantity("share", "weight within the local window on either side", 1.0, own=True),
+    "distance": Quantity("tokens", "Σ a |p − j| from the query's position p to keys j", 20.0, "log2(1 + x)", own=True),
+    "participation": Quantity("keys", "1 / Σ a²: how many keys share the weight", 20.0, "log2(1 + x)"),
+    "sink_mass": Quantity("share", "weight on a learned sink logit, where the model has one", 1.0),
+}
+_LATE = [q.scale != "x" for q in QUANTITIES.values()]
+
+
+def exact(x: Float[np.ndarray, "..."]) -> np.ndarray:
+    """The numbers as whole ones in units of 2⁻⁴⁰, of any size: an array of Python's integers.
+
+    >>> exact(np.array([0.5, 3.0])) / 2**DIGITS
+    array([0.5, 3.0], dtype=object)
+    """
+    return np.asarray(_whole(np.rint(np.ldexp(np.asarray(x, np.float64), DIGITS))), object)
+
+
+def number(x: np.ndarray) -> np.ndarray:
+    """`exact` undone: float64, to its own rounding."""
+    return np.asarray(x / 2**DIGITS, np.float64)
+
+
+_whole = np.frompyfunc(int, 1, 1)
+
+
+def edges(quantity: str) -> Float[np.ndarray, " edges"]:
+    """The borders of the bins of a quantity's histogram, in its unit.
+
+    >>> edges("sink")[:3]
+    array([0.       , 0.0078125, 0.015625 ])
+    """
+    q = QUANTITIES[quantity]
+    at = np.linspace(0, q.high, BINS + 1)
+    return at if q.scale == "x" else np.exp2(at) - 1
+
+
+class Layer:
+    """Accumulators of one attention layer. Arrays begin with (quantity, head), where they are not said to be others.
+
+    Args:
+        module: the name of the layer in the model.
+        heads: how many it has.
+    """
+
+    def __init__(self, module: str, heads: int) -> None:
+        shape = (len(QUANTITIES), heads)
+        self.module, self.heads = module, heads
+        self.added: dict[str, np.ndarray] = {
+            "count": np.zeros(shape, np.int64),
+            "sum": exact(np.zeros(shape)),
+            "squares": exact(np.zeros(shape)),
+            "histogram": np.zeros((*shape, BINS), np.int64),
+            "early_count": np.zeros(heads, np.int64),  # (head): texts of `EARLY` tokens or more
+            "early_sum": exact(np.zeros((heads, EARLY))),  # (head, key): Σ α over them
+            "early_sinks": np.zeros((heads, EARLY), np.int64),  # (head, key): how many have α > ε
+            "received": exact(np.zeros((3, heads))),  # (all, special, delimiter; head): weight on keys of that kind
+            "queries": np.zeros(heads, np.int64),  # (head)
+        }
+        self.minimum, self.maximum = np.full(shape, np.inf), np.full(shape, -np.inf)
+        self.sketches: Any = np.empty(shape, object)  # of the means of sequences; None while there are none
+        self._means: list[np.ndarray] = []
+
+    def add(self, values: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> None:
+        """Add a batch: the quantities of every query, in the order of `QUANTITIES`, and which of them there are."""
+        x = values.double().masked_fill(~valid, 0)
+        n, sums = valid.sum(-1), x.sum(-1)
+        if not bool(sums.isfinite().all()):
+            raise InputError(f"{self.module} has statistics that are no numbers: weights or inputs contain NaN")
+        self.added["count"] += n.sum(1).cpu().numpy()
+        self.added["sum"] += exact(sums.sum(1).cpu().numpy())
+        self.added["squares"] += exact(x.square().sum((1, 3)).cpu().numpy())
+        low, high = x.masked_fill(~valid, torch.inf), x.masked_fill(~valid, -torch.inf)
+        self.minimum = np.minimum(self.minimum, low.amin((1, 3)).cpu().numpy())
+        self.maximum = np.maximum(self.maximum, high.amax((1, 3)).cpu().numpy())
+        self.added["histogram"] += _histogram(x, valid)
+        self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
+
+    def add_early(self, score: Float[Tensor, "b h early"], which: Bool[Tensor, " b"]) -> None:
+        """Add the sink scores α of the first `EARLY` keys of those texts that are so long."""
+        score = score[which].double().cpu()
+        self.added["early_count"] += len(score)
+        self.added["early_sum"] += exact(score.sum(0).numpy())
+        self.added["early_sinks"] += (score > EARLY_THRESHOLD).sum(0).numpy()
+
+    def add_keys(self, received: Float[Tensor, "b h nk"], kinds: Bool[Tensor, "kind b nk"], queries: int) -> None:
+        """Add the weight that keys got from `queries` queries: on all, and on those of each kind."""
+        received = received.double()
+        all_kinds = torch.cat([torch.ones_like(kinds[:1]), kinds]).double()
+        self.added["received"] += exact(torch.einsum("bhk,cbk->ch", received, all_kinds).cpu().numpy())
+        self.added["queries"] += queries
+
+    def seal(self) -> Layer:
+        """Put the means of the sequences into the sketches: once, when all are there."""
+        if self._means:
+            means = np.concatenate(self._means, 1)
+            for q, h in np.ndindex(self.sketches.shape):
+                found = means[q, :, h]
+                found = found[~np.isnan(found)]
+                if len(found):
+                    self.sketches[q, h] = _digest()
+                    self.sketches[q, h].update(found)
+            self._means.clear()
+        return self
+
+    def merge(self, other: Layer) -> Layer:
+        """Both together; neither is changed."""
+        if (self.module, self.heads) != (other.module, other.heads):
+            raise InputError(
+                f"other: the layer {other.module!r} of {other.heads} heads cannot be merged with {self.module!r} of "
+                f"{self.heads}; expected the same model"
+            )
+        both = Layer(self.module, self.heads)
+        both.added = {name: self.added[name] + other.added[name] for name in self.added}
+        both.minimum = np.minimum(self.minimum, other.minimum)
+        both.maximum = np.maximum(self.maximum, other.maximum)
+        for at in np.ndindex(both.sketches.shape):
+            parts = [x.sketches[at] for x in (self, other) if x.sketches[at] is not None]
+            if parts:
+                both.sketches[at] = _digest()
+                for part in parts:
+                    both.sketches[at].merge(part)
+        return both
+
+    def mean(self) -> Float[np.ndarray, "quantity head"]:
+        """Means over all queries; NaN where there are none."""
+        return _divided(number(self.added["sum"]), self.added["count"])
+
+    def deviation(self) -> Float[np.ndarray, "quantity head"]:
+        """Standard deviations over all queries."""
+        n = self.added["count"].astype(object)  # n Σx² − (Σx)² exactly: the difference may be far smaller than either
+        scaled = n * self.added["squares"] * 2**DIGITS - self.added["sum"] ** 2
+        variance = _divided(np.asarray(scaled / 4**DIGITS, np.float64), self.added["count"].astype(np.float64) ** 2)
+        return np.sqrt(np.maximum(variance, 0))
+
+    def quantile(self, rank: float) -> Float[np.ndarray, "quantity head"]:
+        """Quantiles over all queries, from the histograms: exact to the width of a bin, and within the extremes."""
+        out = np.full(self.minimum.shape, np.nan)
+        for q, name in enumerate(QUANTITIES):
+            borders = edges(name)
+            for h in np.flatnonzero(self.added["count"][q]):
+                below = np.concatenate([[0], np.cumsum(self.added["histogram"][q, h])])
+                value = np.interp(rank * below[-1], below, borders)
+                out[q, h] = np.clip(value, self.minimum[q, h], self.maximum[q, h])
+        return out
+
+    def quantile_of_texts(self, rank: float) -> Float[np.ndarray, "quantity head"]:
+        """Quantiles over the means of the sequences, from the sketches."""
+        out = np.full(self.minimum.shape, np.nan)
+        for at in np.ndindex(out.shape):
+            if self.sketches[at] is not None:
+                out[at] = self.sketches[at].get_quantile(rank)
+        return out
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Everything as arrays of plain numbers, by name."""
+        for name, x in self.added.items():
+            if x.dtype == object:
+                yield f"{name}.high", (x >> LIMB).astype(np.int64)
+                yield f"{name}.low", (x & (2**LIMB - 1)).astype(np.int64)
+            else:
+                yield name, x
+        yield "minimum", self.minimum
+        yield "maximum", self.maximum
+        packed = [b"" if s is None else s.serialize() for s in self.sketches.ravel()]
+        yield "sketch_bytes", np.frombuffer(b"".join(packed), np.uint8)
+        yield "sketch_lengths", np.array([len(p) for p in packed], np.int64)
+
+    @classmethod
+    def of_arrays(cls, module: str, found: dict[str, np.ndarray]) -> Layer:
+        """`arrays` undone."""
+        layer = cls(module, len(found["queries"]))
+        for name, x in layer.added.items():
+            if x.dtype == object:
+                layer.added[name] = joined(found[f"{name}.high"], found[f"{name}.low"])
+            else:
+                layer.added[name] = found[name]
+        layer.minimum, layer.maximum = found["minimum"], found["maximum"]
+        ends = np.cumsum(found["sketch_lengths"])
+        packed = found["sketch_bytes"].tobytes()
+        for at, end, size in zip(np.ndindex(layer.sketches.shape), ends, found["sketch_lengths"], strict=True):
+            layer.sketches[at] = _read_digest(packed[end - size : end]) if size else None
+        return layer
+
+
+@dataclass
+class Group:
+    """Accumulators of one kind of attention: its layers, and what tokens of the vocabulary received in all of them."""
+
+    vocabulary: int
+    layers: dict[int, Layer] = field(default_factory=dict)
+    token_weight: np.ndarray = field(init=False)
+    """(vocabulary): weight on keys with this token, averaged over the heads, added up over the layers."""
+    token_count: np.ndarray = field(init=False)
+    """(vocabulary): how often such a key stood in a layer."""
+
+    def __post_init__(self) -> None:
+        self.token_weight = exact(np.zeros(self.vocabulary))
+        self.token_count = np.zeros(self.vocabulary, np.int64)
+
+    def add_tokens(
+        self, ids: Int[Tensor, "b nk"], received: Float[Tensor, "b h nk"], real: Bool[Tensor, "b nk"]
+    ) -> None:
+        """Add what the keys of one layer received."""
+        at = ids[real]
+        weight = torch.zeros(self.vocabulary, dtype=torch.float64, device=ids.device)
+        weight.index_add_(0, at, received.double().mean(1)[real])
+        seen, count = torch.unique(at, return_counts=True)
+        where = seen.cpu().numpy()
+        self.token_weight[where] += exact(weight[seen].cpu().numpy())
+        self.token_count[where] += count.cpu().numpy()
+
+    def merge(self, other: Group) -> Group:
+        """Both together; neither is changed."""
+        both = Group(self.vocabulary)
+        both.token_weight = self.token_weight + other.token_weight
+        both.token_count = self.token_count + other.token_count
+        for number_ in sorted({*self.layers, *other.layers}):
+            found = [g.layers[number_] for g in (self, other) if number_ in g.layers]
+            both.layers[number_] = found[0] if len(found) == 1 else found[0].merge(found[1])
+        return both
+
+
+def joined(high: Int[np.ndarray, "..."], low: Int[np.ndarray, "..."]) -> np.ndarray:
+    """Whole numbers of any size from their two halves."""
+    return np.asarray((high.astype(object) << LIMB) + low.astype(object), object)
+
+
+def described() -> dict[str, Any]:
+    """All that says what the accumulators mean, for the head of a file."""
+    return {
+        name: {"unit": q.unit, "definition": q.definition, "bins": BINS, "high": q.high, "scale": q.scale}
+        for name, q in QUANTITIES.items()
+    }
+
+
+def _histogram(x: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> np.ndarray:
+    quantities, _, heads, _ = x.shape
+    scale = torch.tensor([BINS / q.high for q in QUANTITIES.values()], dtype=x.dtype, device=x.device)
+    at = torch.stack([torch.log2(1 + x[q]) if late else x[q] for q, late in enumerate(_LATE)])
+    bins = at.mul_(scale[:, None, None, None]).long().clamp_(0, BINS - 1)
+    head = torch.arange(quantities * heads, device=x.device).view(quantities, 1, heads, 1)
+    all_bins = quantities * heads * BINS
+    bins = torch.where(valid, bins.add_(BINS * head), all_bins)  # one more for what does not count
+    counts = torch.bincount(bins.view(-1), minlength=all_bins + 1)[:-1]
+    return counts.view(quantities, heads, BINS).cpu().numpy()
+
+
+def _divided(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
+
+
+def _digest() -> Any:
+    from datasketches import tdigest_double
+
+    return tdigest_double(CENTROIDS)
+
+
+def _read_digest(packed: bytes) -> Any:
+    from datasketches import tdigest_double
+
+    return tdigest_double.deserialize(packed)

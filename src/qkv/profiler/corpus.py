@@ -1,0 +1,190 @@
+"""A corpus of any size: where its texts lie, which of them can be read, and how they are cut into shards."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qkv.errors import InputError
+
+LINES = (".jsonl", ".ndjson")
+FIELD = "text"
+BINARY, BLANK = "no UTF-8 text", "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text: bytes of a file, or a string; or the reason why it is none."""
+
+    name: str
+    size: int
+    """Bytes."""
+    path: str | None = None
+    start: int = 0
+    """Where it begins in the file, if it is a line of one."""
+    text: str | None = None
+    reason: str | None = None
+    """Why it is left out; None if it is a text."""
+
+    def read(self) -> str:
+        """The text.
+
+        Raises:
+            InputError: if the file is not as it was.
+        """
+        if self.text is not None:
+            return self.text
+        assert self.path is not None
+        try:
+            with Path(self.path).open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.size)
+            text = data.decode()
+            return _field(text) if self.path.lower().endswith(LINES) else text
+        except (OSError, ValueError) as error:
+            raise InputError(f"corpus: {self.name} has changed since the survey began ({error})") from error
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in an order that is always the same, those that cannot be read included, with the reason."""
+
+    name: str
+    documents: tuple[Document, ...]
+    fingerprint: str
+    """SHA-256 of all of it: the same for the same texts in the same order, wherever they lie."""
+
+    def shards(self, number: int) -> list[list[Document]]:
+        """The documents in `number` parts of about the same size: each goes where there is least so far."""
+        if not 1 <= number <= 9999:
+            raise InputError(f"shards is {number}, expected 1 to 9999")
+        parts: list[list[Document]] = [[] for _ in range(number)]
+        filled = [(0, i) for i in range(number)]
+        for document in self.documents:
+            size, least = heapq.heappop(filled)
+            parts[least].append(document)
+            heapq.heappush(filled, (size + document.size, least))
+        return parts
+
+
+def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) -> Corpus:
+    """A corpus of strings; `unreadable` files that were beside them are counted with it.
+
+    >>> [d.reason for d in of_texts(["a", " "]).documents]
+    [None, 'empty']
+    """
+    found = []
+    for at, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InputError(f"corpus holds {type(text).__name__}, expected texts")
+        size = len(text.encode(errors="surrogatepass"))
+        found.append(Document(f"{name} {at}", size, text=text, reason=None if text.strip() else BLANK))
+    found += [Document(f"{name}: a file", 0, reason=BINARY)] * unreadable
+    return _corpus(name, found, (d.text or "" for d in found))
+
+
+def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
+    """The texts of files and folders.
+
+    Args:
+        paths: text files, a text each; ``.jsonl`` files, a text a line, under the name "text"; folders, of which all
+            files are taken, subfolders too, in the order of their names, but hidden ones and ``__pycache__``.
+
+    Raises:
+        InputError: for a path that does not exist, or if no text is found.
+    """
+    found: list[Document] = []
+    state = hashlib.sha256()
+    for given in paths:
+        path = Path(given).expanduser()
+        if not path.exists():
+            raise InputError(f"corpus: no file or folder {str(given)!r}")
+        for name, file in _files(path) if path.is_dir() else [(path.name, path)]:
+            found += _documents(name, file, state)
+    name = ", ".join(str(p) for p in paths)
+    return _whole(Corpus(name, tuple(found), state.hexdigest()))
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path | str]]:
+    """Files of a folder with their names in it; for a folder that cannot be listed, the reason."""
+    failed: list[OSError] = []
+    for folder, inner, files in os.walk(root, onerror=failed.append):
+        inner[:] = sorted(x for x in inner if x != "__pycache__" and not x.startswith("."))
+        for file in (Path(folder) / x for x in sorted(files) if not x.startswith(".")):
+            yield file.relative_to(root).as_posix(), file
+    for error in failed:
+        yield str(error.filename), str(error.strerror)
+
+
+def _documents(name: str, file: Path | str, state: hashlib._Hash) -> Iterator[Document]:
+    """The texts of one file, whose bytes go into the fingerprint."""
+    state.update(name.encode(errors="surrogateescape") + b"\0")
+    if isinstance(file, str):
+        yield Document(name, 0, reason=f"unreadable: {file}")
+        return
+    if not file.is_file():
+        yield Document(name, 0, reason="no file")
+        return
+    try:
+        if file.name.lower().endswith(LINES):
+            yield from _lines(name, file, state)
+            return
+        data = file.read_bytes()
+    except OSError as error:
+        yield Document(name, 0, reason=f"unreadable: {error.strerror}")
+        return
+    state.update(hashlib.sha256(data).digest())
+    yield Document(name, len(data), str(file), reason=_fault(data))
+
+
+def _lines(name: str, file: Path, state: hashlib._Hash) -> Iterator[Document]:
+    start = 0
+    with file.open("rb") as lines:
+        for at, line in enumerate(lines, start=1):
+            state.update(hashlib.sha256(line).digest())
+            reason = _fault(line)
+            if reason is None:
+                try:
+                    reason = None if _field(line.decode()).strip() else BLANK
+                except ValueError:
+                    reason = f"no JSON object with {FIELD!r}"
+            if line.strip():
+                yield Document(f"{name}:{at}", len(line), str(file), start, reason=reason)
+            start += len(line)
+
+
+def _field(line: str) -> str:
+    """The text of a line; ValueError if it has none."""
+    found = json.loads(line)
+    text = found.get(FIELD) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"no {FIELD!r}")
+    return text
+
+
+def _fault(data: bytes) -> str | None:
+    """Why bytes are no text to survey."""
+    try:
+        return BINARY if b"\0" in data else None if data.decode().strip() else BLANK
+    except UnicodeDecodeError:
+        return BINARY
+
+
+def _corpus(name: str, documents: list[Document], texts: Iterable[str]) -> Corpus:
+    state = hashlib.sha256()
+    for text in texts:
+        state.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+    return _whole(Corpus(name, tuple(documents), state.hexdigest()))
+
+
+def _whole(corpus: Corpus) -> Corpus:
+    if all(d.reason is not None for d in corpus.documents):
+        reasons = ", ".join(sorted({d.reason for d in corpus.documents if d.reason}))
+        beside = f"; {len(corpus.documents):,} left out: {reasons}" if reasons else ""
+        raise InputError(f"corpus: no text in {corpus.name or 'nothing'}{beside}")
+    return corpus

@@ -1,0 +1,49 @@
+"""One process of a survey, for tests of many: ``python survey_process.py FOLDER SHARDS SHARD`` kills itself once it
+has written that shard (-1: none)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.decoder import DecoderConfig, DecoderLM
+from qkv.profiler import survey as surveys
+
+TEXTS = ["def f(x):\n    return x + 1\n" * 4, "import os", "class A: pass\n" * 7, "x = 1; y = 2", "é" * 33, "for"]
+
+
+def own() -> DecoderLM:
+    torch.manual_seed(0)
+    return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3)).eval()
+
+
+def own_survey(out: Path, **settings: Any) -> surveys.Survey:
+    settings = {"shards": 3, "batch_tokens": 90} | settings
+    return surveys.survey(own(), TEXTS, tokenizer=ByteTokenizer(), out=out, **settings)
+
+
+def main(out: Path, shards: int, last: int) -> None:
+    write = surveys._write
+
+    def then_die(path: Path, *rest: Any) -> None:
+        write(path, *rest)
+        if path.name == f"{last:04}.qkv.zip":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if last >= 0:
+        surveys._write = then_die
+    try:
+        own_survey(out, shards=shards, patience=60.0)
+    except surveys.Incomplete as error:
+        print(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

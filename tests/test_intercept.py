@@ -1,0 +1,310 @@
+"""Attention that models compute in their own way: torch's functions and softmaxes of scores, read as calls."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_models as hf
+from conftest import close, largest_tensor, rand
+from qkv import Attention, InputError, biases
+from qkv.kernels import eager
+from qkv.measure import settled, sweep
+from qkv.nn import MultiHeadAttention
+from qkv.profiler.calls import calls_of
+from qkv.profiler.run import profile
+from qkv.profiler.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
+from qkv.reference import statistics
+
+F = nn.functional
+B, H, NQ, NK, D, DV = 2, 6, 5, 7, 3, 4
+WIDE = 12  # of the model
+
+
+def weights_of(call: Any) -> Tensor:
+    weights = eager.run(call).weights
+    assert weights is not None
+    return weights
+
+
+# --- torch's functions ------------------------------------------------------------------------------------------------
+
+ADDED = rand(H, NQ, NK, seed=3).masked_fill(rand(NQ, NK, seed=4) > 0.8, -torch.inf)
+SDPA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.9},
+    "causal from the top left": {"is_causal": True},
+    "two dimensions": {"attn_mask": rand(NQ, NK, seed=2) > -1},
+    "of each item": {"attn_mask": rand(B, 1, NQ, NK, seed=2) > -1},
+    "of keys": {"attn_mask": rand(B, 1, 1, NK, seed=2) > -1},
+    "added": {"attn_mask": ADDED},
+    "shared keys": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("given", SDPA.values(), ids=SDPA)
+def test_sdpa_is_read_as_it_is_computed(given: dict[str, Any]) -> None:
+    heads = 2 if given.get("enable_gqa") else H
+    q, k, v = rand(B, H, NQ, D, seed=5), rand(B, heads, NK, D, seed=6), rand(B, heads, NK, DV, seed=7)
+    call, shape = of_sdpa(None, q, k, v, **given)
+    want = F.scaled_dot_product_attention(q, k, v, **given)
+    assert shape == want.shape
+    close(eager.run(call).out, want)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (B * H,), (2, 3, H)])
+def test_sdpa_of_other_dimensions(lead: tuple[int, ...]) -> None:
+    q, k, v = (rand(*lead, n, d, seed=s) for s, (n, d) in enumerate([(NQ, D), (NK, D), (NK, DV)]))
+    for mask in (None, rand(NQ, NK, seed=2) > -1, rand(*lead, 1, NK, seed=2) > -1):
+        call, shape = of_sdpa(H, q, k, v, mask)
+        assert call.q.shape[1] == (H if lead and lead[-1] % H == 0 else 1)
+        want = F.scaled_dot_product_attention(q, k, v, mask)
+        close(eager.run(call).out.reshape(shape), want)
+
+
+def test_sdpa_broadcasts_batch_and_heads() -> None:
+    q, k, v = rand(B, H, NQ, D), rand(1, 1, NK, D, seed=1), rand(B, 1, NK, DV, seed=2)
+    call, shape = of_sdpa(H, q, k, v)
+    close(eager.run(call).out.reshape(shape), F.scaled_dot_product_attention(q, k, v))
+
+
+CHOICES = {
+    "kdim": (None, 8),
+    "bias": (True, False),
+    "add_bias_kv": (False, True),
+    "add_zero_attn": (False, True),
+    "mask": (None, "bool", "float", "heads"),
+    "padding": (None, "bool", "float"),
+}
+
+
+@pytest.mark.parametrize("values", list(itertools.product(*CHOICES.values()))[::5], ids=str)
+def test_multi_head_attention_is_read_as_it_is_computed(values: tuple[Any, ...], monkeypatch: Any) -> None:
+    chosen = dict(zip(CHOICES, values, strict=True))
+    mask, padding = chosen.pop("mask"), chosen.pop("padding")
+    if (mask == "bool" and padding == "float") or (mask in ("float", "heads") and padding == "bool"):
+        padding = None  # torch wants both of one kind
+    layer = nn.MultiheadAttention(WIDE, H, vdim=chosen["kdim"], **chosen, batch_first=True).double().eval()
+    width = chosen["kdim"] or WIDE
+    for p in layer.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype)
+    masks = {
+        "bool": rand(NQ, NK, seed=2) > 1,
+        "float": rand(NQ, NK, seed=2),
+        "heads": rand(B * H, NQ, NK, seed=2),
+    }
+    hidden = torch.arange(NK) >= torch.tensor([[NK], [4]])
+    paddings = {"bool": hidden, "float": torch.zeros(B, NK).double().masked_fill(hidden, -torch.inf)}
+    heard: list[Any] = []
+    own = F.multi_head_attention_forward
+
+    def hear(*args: Any, **kwargs: Any) -> Any:
+        heard.append(of_multi_head(*args, **kwargs))
+        heard.append(of_multi_head(*args, **kwargs | {name: asked[name] for name in ("attn_mask", "key_padding_mask")}))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(F, "multi_head_attention_forward", hear)
+    x, y, z = rand(B, NQ, WIDE), rand(B, NK, width, seed=1), rand(B, NK, width, seed=2)
+    asked = {"attn_mask": masks.get(mask), "key_padding_mask": paddings.get(padding), "average_attn_weights": False}
+    out, want = layer(x, y, z, **asked)
+    assert len(heard) == 2  # the layer makes floats of boolean masks
+    for call in heard:
+        close(weights_of(call), want)
+        close(layer.out_proj(eager.run(call).out.transpose(1, 2).flatten(2)), out)
+
+
+def test_keys_that_somebody_else_projected_are_not_read() -> None:
+    x, w = rand(3, B, WIDE), rand(3 * WIDE, WIDE, seed=1)
+    static = rand(B * H, NK, WIDE // H, seed=2)
+    args = (x, x, x, WIDE, H, w, None, None, None, False, 0.0, w[:WIDE], None)
+    assert of_multi_head(*args) is not None
+    assert of_multi_head(*args, static_k=static, static_v=static) is None
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float64).min, -1e4])
+def test_a_softmax_of_scores_is_a_call_whatever_hides(lowest: float) -> None:
+    seen = rand(B, 1, NQ, NK, seed=1) > -0.5
+    seen[..., 0] = True
+    scores = (5 * rand(B, H, NQ, NK)).masked_fill(~seen, 0) + torch.where(seen, 0.0, torch.tensor(lowest).double())
+    call = of_scores(scores)
+    want = scores.softmax(-1)
+    close(weights_of(call), want)
+    got = sweep(call, settled(call))
+    named = statistics(want.numpy())
+    for name in ("entropy", "received", "distance", "participation"):
+        np.testing.assert_allclose(getattr(got, name), getattr(named, name), atol=1e-12, err_msg=name)
+    assert (got.visible == seen.sum(-1)).all()
+    close(got.lse, scores.logsumexp(-1))
+    assert call.v.isnan().all()  # what is not known cannot pass for a number
+
+
+def test_scores_whose_dimensions_are_not_known_are_not_read() -> None:
+    x = rand(B, H, NQ, NK)
+    assert torch.equal(as_scores(x, H), x)
+    assert torch.equal(as_scores(x, None), x)
+    assert torch.equal(as_scores(x.flatten(0, 1), H), x)
+    assert torch.equal(as_scores(rand(B, H, 3, NQ, NK), H)[3:], rand(B, H, 3, NQ, NK)[1].transpose(0, 1))
+    assert as_scores(x.transpose(1, 2), H) is None  # bands, as in Longformer
+    assert as_scores(x.flatten(0, 1), None) is None
+    assert as_scores(rand(B, 3, H, NQ, NK), H) is None  # blocks, as in LongT5
+    assert as_scores(rand(B, H, H, NQ, NK), H) is None
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class SelfAttention(nn.Module):
+    """Forms its weights; `kind` says how they are normalized."""
+
+    def __init__(self, kind: str = "function") -> None:
+        super().__init__()
+        self.num_heads, self.kind = H, kind
+        self.project = nn.Linear(WIDE, 3 * WIDE)
+        self.normalizer = nn.Softmax(dim=-1)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
+        if self.kind == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        n = x.shape[1]
+        scores = (3 * q @ k.transpose(-1, -2)).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        match self.kind:
+            case "module":
+                self.last = self.normalizer(scores)
+            case "folded":
+                self.last = scores.flatten(0, 1).softmax(-1).unflatten(0, (-1, H))
+            case "twice":
+                self.last = (torch.softmax(scores, -1) + scores.softmax(-1)) / 2
+            case "queries":
+                self.last = F.softmax(scores.nan_to_num(neginf=-9.0), dim=-2)
+            case _:
+                self.last = F.softmax(scores, dim=-1, dtype=torch.float32)
+        return (self.last @ v).transpose(1, 2).flatten(2)
+
+
+class Gate(nn.Module):
+    """A softmax that is no attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.softmax(-1)
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(hf.VOCABULARY, WIDE)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.embedding(ids))
+        return out
+
+
+IDS = torch.randint(0, hf.VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["function", "module", "folded"])
+def test_the_softmax_of_a_module_that_calls_itself_attention_is_recorded(kind: str) -> None:
+    layer = SelfAttention(kind)
+    model = Model(layer, Gate()).eval()
+    with torch.no_grad():
+        before = model(IDS)
+    result = profile(model, IDS, progress=False)
+    assert result.attrs["sources"] == {"layers.0": "softmax"}
+    assert result.attrs["unobserved"] == []
+    assert result.data.attrs["causal"]
+    assert result.data["visible"].values[0, 0, 0].tolist() == list(range(1, 12))
+    assert layer.last is not None
+    np.testing.assert_allclose(result.data["weights"][:, 0], layer.last.detach(), atol=1e-6)
+    assert "key_norm" not in result.data  # of keys nothing is known
+    with torch.no_grad():
+        assert torch.equal(model(IDS), before)
+
+
+@pytest.mark.parametrize("kind", ["twice", "queries"])
+def test_what_is_not_one_softmax_over_keys_is_named(kind: str) -> None:
+    model = Model(SelfAttention("sdpa"), SelfAttention(kind)).eval()
+    with pytest.raises(InputError, match=r"attention that did not pass through qkv: layers\.1; pass partial=True"):
+        profile(model, IDS, progress=False)
+    result = profile(model, IDS, progress=False, partial=True)
+    assert result.attrs["unobserved"] == ["layers.1"]
+    assert result.attrs["sources"] == {"layers.0": "sdpa"}
+    alone = Model(SelfAttention(kind)).eval()
+    with pytest.raises(InputError, match=r"ran none of the attention .* some of its own: layers\.0"):
+        profile(alone, IDS, progress=False)
+    with pytest.raises(InputError, match=r"Model ran none of the attention that qkv can observe: [^;]*$"):
+        profile(Model(Gate()).eval(), IDS, progress=False)
+
+
+def test_each_attention_is_counted_once_and_by_its_source() -> None:
+    ours = MultiHeadAttention(WIDE, H, attention=Attention())
+    model = Model(SelfAttention("sdpa"), ours, SelfAttention()).eval()
+    result = profile(model, IDS, progress=False)
+    assert result.attrs["sources"] == {"layers.0": "sdpa", "layers.1": "qkv", "layers.2": "softmax"}
+    modules = [m for data in result.groups.values() for m in data["module"].values.tolist()]
+    assert sorted(modules) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_call_by_sdpa_is_whole_and_one_by_softmax_knows_no_vectors() -> None:
+    model = Model(SelfAttention("sdpa"), SelfAttention()).eval()
+    first, second = calls_of(model, {"ids": IDS})
+    assert (first.source, second.source) == ("sdpa", "softmax")
+    assert first.call.v.isfinite().all()
+    assert second.call.v.isnan().all()
+    for seen in (first, second):
+        assert seen.lse is not None
+        assert seen.lse.shape == (2, H, 11)
+    assert isinstance(second.call.given.biases[0], biases.Dense)
+
+
+def test_torchs_own_encoder_layer_is_observed() -> None:
+    layer = nn.TransformerEncoderLayer(WIDE, H, 16, batch_first=True).eval()
+    x = torch.randn(2, 9, WIDE, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = layer(x)
+        _, want = layer.self_attn(x, x, x, average_attn_weights=False)
+    result = profile(layer, {"src": x}, progress=False)
+    assert result.attrs["sources"] == {"self_attn": "sdpa"}
+    np.testing.assert_allclose(result.data["weights"][:, 0], want, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(layer(x), before)
+
+
+@pytest.mark.slow
+def test_sdpa_stays_linear_in_memory() -> None:
+    n = 2048
+    model = Model(SelfAttention("sdpa")).eval()
+    ids = torch.zeros(1, n, dtype=torch.long)
+    model.embedding.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+    largest = largest_tensor(lambda: profile(model, ids, progress=False))
+    assert largest <= H * n * n / 16
+
+
+@pytest.mark.parametrize("where", ["sdpa", "function"])
+def test_scores_that_are_nan_are_refused(where: str) -> None:
+    model = Model(SelfAttention(where)).eval()
+    model.layers[0].project.weight.data[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"layers\.0 computes scores that are NaN"):
+        profile(model, IDS, progress=False)
+
+
+def test_nothing_stays_behind_after_an_error() -> None:
+    class Broken(SelfAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise RuntimeError("broken")
+
+    model = Model(Broken()).eval()
+    with pytest.raises(RuntimeError, match="broken"):
+        profile(model, IDS, progress=False)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.overrides._len_torch_function_stack() == 0

@@ -1,0 +1,76 @@
+"""Hugging Face architectures: what is recorded of each is what its own eager implementation computes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hf_zoo import DISAGREE, examine
+from hf_zoo_table import ALL, ROUTED
+
+pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # of WavLM's own call
+QUICK = (
+    "gpt_oss",
+    "deepseek_v32",
+    "diffllama",
+    "doge",
+    "beit",
+    "siglip",
+    "gptj",
+    "falcon",
+    "squeezebert",
+    "prophetnet",
+)
+CASES = [
+    pytest.param(name, padded, id=f"{name}-padded" if padded else name, marks=() if quick else pytest.mark.slow)
+    for name, row in ALL.items()
+    for padded in ((False, True) if row.padding else (False,))
+    for quick in [name in QUICK and not padded]
+]
+BLOCKS = {  # their encoders attend in blocks
+    "longt5_local": "LocalSelfAttention",
+    "longt5_tglobal": "TransientGlobalSelfAttention",
+    "pegasus_x": "self_attn",
+    "bigbird_pegasus": "self_attn.self",
+}
+BY_SDPA = ("sam", "siglip", "paligemma", "gemma3_vlm")  # beside the interface
+UNREAD = {"longformer", "led", "big_bird", "nystromformer", "groupvit_vision"}  # bands, blocks, landmarks, groups
+WITHOUT = {"mamba", "mamba2", "rwkv", "reformer", "fnet", "convnext"}  # no softmax of scores at all
+UNCHECKED = dict.fromkeys(DISAGREE, 2) | {"timesformer": 2}  # calls whose weights the model does not give out
+
+
+@pytest.mark.parametrize(("name", "padded"), CASES)
+def test_what_is_recorded_is_what_the_model_computes(name: str, padded: bool) -> None:
+    seen = examine(name, padded=padded)
+    assert seen.error < 1e-5
+    assert seen.change < 2e-5 or name == "reformer"  # which hashes at random
+    assert len(seen.unchecked) == UNCHECKED.get(name, 0)
+    if name in ROUTED:
+        assert set(seen.sources) == {"interface"} | ({"sdpa"} if name in BY_SDPA else set())
+        assert len(seen.unobserved) == (2 if name in BLOCKS else 0)
+        assert all(module.endswith(BLOCKS[name]) for module in seen.unobserved)
+    elif name in WITHOUT:
+        assert (seen.sources, seen.unobserved) == ([], [])
+    else:
+        assert "interface" not in seen.sources
+        assert bool(seen.unobserved) == (name in UNREAD)
+        assert seen.sources or name in UNREAD
+
+
+def test_the_table_has_every_architecture_that_was_promised() -> None:
+    assert (len(ROUTED), len(ALL)) == (137, 137 + 48)
+    assert set(BLOCKS) | set(BY_SDPA) <= set(ROUTED)
+    assert set(ALL) - set(ROUTED) >= UNREAD | WITHOUT
+
+
+@pytest.mark.slow
+def test_the_published_page_is_what_is_found() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("make_coverage", docs / "make_coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (docs / "coverage.md").read_text() == module.page(), "run `make docs`"
