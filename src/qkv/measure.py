@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ from qkv.weight_tiles import WeightTiles
 from qkv.weights import Rows
 
 TILE = 256  # a power of two, as are the bins of thumbnails, so that each divides the other
-HEADS = 8  # heads swept together: a tile of all of them should stay in cache
+BLOCKS = 32  # of queries, of several parts if they are short, that threads share out among them at a time
+HEADS = 12  # heads swept together: a tile of all of them should stay in cache
 
 
 @torch.no_grad()
@@ -169,16 +171,23 @@ class _Asked:
     queries: Tensor | None
     offset: int
     """How many positions the first query stands after the first key."""
+    patterns: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """What is the same for all tiles as far from the diagonal: distances, and the insides of bands."""
 
 
 def _add(call: Call, rows: Rows, asked: _Asked, sums: Sums) -> None:
     """Add what the rows give the keys of a call to the sums."""
     key_heads = call.k.shape[1]
     together = max(1, HEADS // (call.q.shape[1] // key_heads))
+    parts: list[_Part] = []
     for item in range(len(call.q)):
         for heads in spans(key_heads, together):
-            tiles = ScoreTiles(call, slice(item, item + 1), heads)
-            _sweep_heads(_Part(tiles, rows, asked, item), sums)
+            parts.append(_Part(ScoreTiles(call, slice(item, item + 1), heads), rows, asked, item))
+            if sum(len(part.rows) for part in parts) >= BLOCKS:
+                _sweep_parts(parts, sums)
+                parts = []
+    if parts:
+        _sweep_parts(parts, sums)
 
 
 def _add_shared(shared: Shared, call: Call, rows: Rows, asked: _Asked, sums: Sums) -> None:
@@ -221,7 +230,15 @@ class _Part:
         self.kinds = tiles.classes(mask, TILE)
         self.mass_kinds = {name: tiles.classes(part, TILE) for name, part in asked.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
+        self.patterns = asked.patterns
         self.rows, self.columns = list(spans(grid.n_queries, TILE)), list(spans(grid.n_keys, TILE))
+
+    def pattern(self, name: object, start: int, rows: slice, cols: slice, make: Callable[[], Tensor]) -> Tensor:
+        """What depends on nothing but how far the tile, whose first query stands at `start`, is from the diagonal."""
+        key = (name, start - cols.start, rows.stop - rows.start, cols.stop - cols.start)
+        if key not in self.patterns:
+            self.patterns[key] = make()
+        return self.patterns[key]
 
 
 class _Share:
@@ -284,27 +301,34 @@ class _Desk(threading.local):
     """What one thread works with: buffers, for fresh memory for each tile would cost as much as its arithmetic, and
     its own share."""
 
-    def __init__(self, part: _Part, sums: Sums, shares: list[_Share]) -> None:
-        tiles = part.tiles
-        self.buffers = tiles.k.new_empty(2, len(tiles.k) * tiles.group * TILE * TILE)
-        self.share = _Share(part, sums)
-        shares.append(self.share)
+    def __init__(self, parts: list[_Part], sums: Sums, shares: list[tuple[_Part, _Share]]) -> None:
+        heads = max(len(part.tiles.k) * part.tiles.group for part in parts)
+        self.buffers = parts[0].tiles.k.new_empty(2, heads * TILE * TILE)
+        self.sums, self.shares = sums, shares
+        self.own: dict[int, _Share] = {}
+
+    def share(self, part: _Part) -> _Share:
+        """This thread's share of a part."""
+        if id(part) not in self.own:
+            self.own[id(part)] = _Share(part, self.sums)
+            self.shares.append((part, self.own[id(part)]))
+        return self.own[id(part)]
 
 
-def _sweep_heads(part: _Part, sums: Sums) -> None:
-    """Add one part to the sums, blocks of rows in parallel."""
-    shares: list[_Share] = []
-    desk = _Desk(part, sums, shares)
-    longest_first = range(len(part.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
-    each(lambda row: _sweep_rows(part, row, sums, desk), longest_first, part.tiles.k.device)
-    for share in shares:
+def _sweep_parts(parts: list[_Part], sums: Sums) -> None:
+    """Add some parts to the sums, their blocks of rows in parallel."""
+    shares: list[tuple[_Part, _Share]] = []
+    desk = _Desk(parts, sums, shares)
+    longest_first = [(part, row) for part in parts for row in range(len(part.rows) - 1, -1, -1)]  # of a causal mask
+    each(lambda block: _sweep_rows(*block, sums, desk), longest_first, parts[0].tiles.k.device)
+    for part, share in shares:
         share.add_to(sums, part.here)
 
 
 def _sweep_rows(part: _Part, r: int, sums: Sums, desk: _Desk) -> None:
     """Add one block of queries to the sums."""
-    tiles, rows, first, share = part.tiles, part.rows[r], part.first, desk.share
-    call, grid, at = tiles.call, tiles.call.grid, (*part.here, part.rows[r])
+    tiles, rows, first, share = part.tiles, part.rows[r], part.first, desk.share(part)
+    call, at = tiles.call, (*part.here, part.rows[r])
     start, stop = rows.start + part.offset, rows.stop + part.offset  # positions of these queries, from the first key
     sums_here = RowSums(tiles.k.new_empty(*tiles.shape, rows.stop - rows.start, 0))
     kinds = part.kinds[r]
@@ -332,9 +356,8 @@ def _sweep_rows(part: _Part, r: int, sums: Sums, desk: _Desk) -> None:
         middle = cols.start + (cols.stop - cols.start) // 2 - start
         total = sums_here.add(weights, log2, scratch, middle, sign)
         if sign == 0:
-            places = torch.arange(start, stop, device=weights.device)
-            steps = places[:, None] - grid.columns(cols.start, cols.stop)
-            sums.distance[at] += (weights * steps.abs()).sum(-1)
+            steps = part.pattern("steps", start, rows, cols, partial(_steps, start, rows, cols, weights))
+            sums.distance[at] += torch.mul(weights, steps, out=scratch).sum(-1)
         if cols.start <= first < cols.stop:
             sums.sink[at] += weights[..., first - cols.start]
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
@@ -344,9 +367,22 @@ def _sweep_rows(part: _Part, r: int, sums: Sums, desk: _Desk) -> None:
             if kind == FULL:
                 sums.mass[name][at] += total
             elif kind == PARTIAL:
-                inside = inner.allowed(tiles.region(rows, cols), grid)
+                make = partial(_inside, inner, tiles, rows, cols)
+                inside = make() if inner.band is None else part.pattern(name, start, rows, cols, make)
                 sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
     sums_here.put(sums, at)
+
+
+def _steps(start: int, rows: slice, cols: slice, like: Tensor) -> Tensor:
+    """How far the keys of a tile are from its queries, the first of which stands at `start`."""
+    places = torch.arange(start, start + rows.stop - rows.start, device=like.device)
+    keys = torch.arange(cols.start, cols.stop, device=like.device)
+    return (places[:, None] - keys).abs().to(like.dtype)
+
+
+def _inside(mask: Mask, tiles: ScoreTiles, rows: slice, cols: slice) -> Tensor:
+    """1 at the pairs of a tile that are inside a mask, 0 elsewhere."""
+    return mask.allowed(tiles.region(rows, cols), tiles.call.grid).to(tiles.dtype)
 
 
 def _log2(weights: Tensor, call: Call) -> Tensor:
