@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import linear_error
 import make_coverage
 import make_matrix
+import make_quantities
 import matplotlib.pyplot as plt
 import model_speed
 import trained_models
@@ -35,6 +37,8 @@ def pictures() -> None:
     figures.mkdir(exist_ok=True)
     profile = qkv.profile("minilm", default_text(), command="qkv profile minilm")
     profile.plot.overview().savefig(figures / "overview.png", dpi=120)
+    profile.plot.sinks().savefig(figures / "sinks.png", dpi=120)
+    profile.plot.types().savefig(figures / "types.png", dpi=120)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("no chromium: the screenshot of the report stays as it is")
@@ -44,6 +48,16 @@ def pictures() -> None:
         shot = f"--screenshot={figures / 'report.png'}"
         size = ["--window-size=1280,1240", "--virtual-time-budget=4000", f"--user-data-dir={folder}/chromium"]
         subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
+
+
+def of_mini() -> None:
+    """What `qkv map`, `qkv flow` and `qkv evict` draw of the model that comes with qkv."""
+    with tempfile.TemporaryDirectory() as folder:
+        for command in ("map --layer 1 --head 2 --out map.png", "flow --out flow", "evict --out evict"):
+            subprocess.run([sys.executable, "-m", "qkv.cli", *command.split()], cwd=folder, check=True)
+        drawn = {"map": "map.png", "flow": "flow/flow-from-320.png", "eviction": "evict/eviction.png"}
+        for name, file in drawn.items():
+            shutil.copy(Path(folder) / file, DOCS / "figures" / f"{name}.png")
 
 
 def masks() -> None:
@@ -169,6 +183,8 @@ def _machine(results: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     pictures()
+    of_mini()
+    (DOCS / "quantities.md").write_text(make_quantities.page())
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())

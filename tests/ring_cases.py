@@ -226,6 +226,46 @@ def _refused(group: dist.ProcessGroup) -> dict[str, str]:
     return said
 
 
+class Reader(torch.nn.Module):
+    """Two causal layers on ids, of which each process may have a shard."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Attends(group) for _ in range(2))
+        self.embedding = torch.nn.Embedding(11, 12)
+        generator = torch.Generator().manual_seed(3)
+        for weight in self.parameters():
+            weight.data = torch.randn(weight.shape, generator=generator)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + torch.sin(positions[..., None] * torch.arange(1.0, 13.0))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Attends(torch.nn.Module):
+    """Three heads of four, one key head."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group
+        self.q, self.k = torch.nn.Linear(12, 12), torch.nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x).unflatten(-1, (3, 4)).transpose(1, 2), self.k(x)[:, None]
+        return qkv.attend(q, k, k, mask=masks.Causal(), group=self.group).transpose(1, 2).flatten(2)
+
+
+IDS = torch.arange(2 * 80).view(2, 80) * 7 % 11
+
+
+def _profiled(group: dist.ProcessGroup) -> qkv.Profile:
+    """Each process has a shard, and gets the profile of the whole."""
+    ids, positions = (qkv.ring.shard(x, group, dim=1) for x in (IDS, torch.arange(80).expand(2, 80)))
+    return qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
+
+
 @contextlib.contextmanager
 def _tiles(size: int) -> Iterator[None]:
     """Tiles so small that a chunk is made of several."""
@@ -258,6 +298,8 @@ def main(rank: int, size: int, folder: Path) -> None:
     dist.all_gather(everyone, mine)
     found["positions"] = everyone
     found["refused"] = _refused(group)
+    profile = _profiled(group)
+    profile.save(folder / f"profile-{size}-{rank}.qkv.zip")
     some = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
         found["two of four"] = _shared(CASES["causal"], some)

@@ -340,7 +340,8 @@ def test_a_recurrent_decoder_is_one_layer_however_it_steps(case: str) -> None:
     model = seq2seq(attention, **changes)
     result = own_profile(model, {"source": SOURCE, "target": TARGET})
     assert list(result.groups) == ["cross"]
-    assert result.data.sizes == {"text": 2, "layer": 1, "head": 1, "query": 7, "key": 9}
+    sizes = {"text": 2, "layer": 1, "head": 1, "query": 7, "key": 9}
+    assert {dim: result.data.sizes[dim] for dim in sizes} == sizes
     with torch.no_grad():
         weights = model.alignments(SOURCE, TARGET)[:, None]
     check(result.data, {"attention": weights}, cross=True)
@@ -379,9 +380,14 @@ def test_step_by_step_is_all_at_once(attention: str, kind: str, map_tokens: int)
     inputs = {"source": SOURCE, "target": TARGET}
     whole = own_profile(model, inputs, map_tokens=map_tokens).groups["cross"]
     steps = own_profile(Stepwise(model), inputs, map_tokens=map_tokens).groups["cross"]
-    assert set(whole) == set(steps)
+    beyond = {name for name in whole if name not in steps}  # of vectors, and of pictures of all queries: see `_Steps`
+    assert beyond == {
+        "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",
+        "streaming", "early", "map_max", "map_mean",
+    }  # fmt: skip
+    assert set(steps) == set(whole) - beyond
     assert ("weights" in whole) is (map_tokens == 256)
-    for name in whole:
+    for name in steps:
         tolerance = 2e-3 if name == "spread" else 2e-5
         np.testing.assert_allclose(steps[name], whole[name], rtol=2e-5, atol=tolerance, err_msg=str(name))
     assert steps["module"].values.tolist() == ["model.attention"]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +22,9 @@ import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, unchecked
 from qkv import masks
-from qkv.kernels import watching
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
+from qkv.profiler.calls import calls_of
 from qkv.ring import Piece
 
 SIZES = (2, 4)
@@ -38,7 +39,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     launch = [sys.executable, "-W", "error", str(HERE / "ring_cases.py"), str(folder), *map(str, SIZES)]
     done = subprocess.run(launch, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
-    return {size: torch.load(folder / f"found-{size}.pt") for size in SIZES}
+    found = {size: torch.load(folder / f"found-{size}.pt") for size in SIZES}
+    for size in SIZES:
+        files = [folder / f"profile-{size}-{rank}.qkv.zip" for rank in range(size)]
+        found[size]["profiles"] = [qkv.Profile.load(file) for file in files]
+    return found
 
 
 @pytest.fixture
@@ -198,10 +203,29 @@ def test_a_group_must_be_one() -> None:
         qkv.ring.shard(x, wrong)
 
 
-def test_the_profiler_does_not_take_a_shard_for_the_whole(alone: dist.ProcessGroup) -> None:
-    x = rand(1, 1, 4, 2)
-    with watching(lambda call, result: None), pytest.raises(qkv.InputError, match=r"qkv.measure\(…, group=…\)"):
-        qkv.attend(x, x, x, group=alone)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int, dict[str, Any]]) -> None:
+    inputs = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
+    want = qkv.profile(ring_cases.Reader(), inputs, progress=False, map_tokens=0, map_bins=0)
+    for got in found[size]["profiles"]:
+        assert got.data["key_token"].values.tolist() == want.data["key_token"].values.tolist()
+        assert got.data["module"].values.tolist() == ["layers.0", "layers.1"]
+        assert set(want.data) - set(got.data) == {
+            "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
+            "key_directions",
+        }  # fmt: skip
+        for name, values in got.data.items():
+            tolerance = 2e-3 if name == "spread" else 2e-5
+            np.testing.assert_allclose(values, want.data[name], rtol=2e-5, atol=tolerance, err_msg=str(name))
+        assert not got.residual
+        assert got.attrs["probes"] == "not run: several processes share the sequence"
+
+
+def test_of_a_shared_sequence_maps_are_refused(alone: dist.ProcessGroup) -> None:
+    batch = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
+    with pytest.raises(qkv.InputError, match="shares its sequence with other processes"):
+        calls_of(ring_cases.Reader(alone), batch)
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -93,7 +93,8 @@ def measure(
     if group is not None:
         # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
         shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
-        level = serve_shared(shared).lse
+        with watching(None):
+            level = serve_shared(shared).lse
         return sweep(shared.call, Rows(level), shared=shared, **asked)  # type: ignore[arg-type]
     call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
     return sweep(call, settled(call), **asked)  # type: ignore[arg-type]
@@ -135,6 +136,9 @@ def sweep(
             raise InputError(
                 f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
             )
+        if queries.all():
+            queries = None
+    if queries is not None:
         if isinstance(call.normalizer, Softmax):
             assert rows.level is not None
             rows = Rows(rows.level.masked_fill(~queries[:, None], -torch.inf))

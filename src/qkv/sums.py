@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from copy import copy
@@ -155,6 +156,13 @@ class Sums:
         )
 
 
+@functools.lru_cache(maxsize=8)
+def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of a tile's columns from its middle, and their squares."""
+    place = torch.arange(size, dtype=dtype, device=device) - size // 2
+    return place, place.square()
+
+
 class RowSums:
     """Sums over keys for one block of queries.
 
@@ -177,11 +185,11 @@ class RowSums:
         """
         total, one, two, norm, minus_bits = self.pieces[len(self.places)]
         size = weights.shape[-1]
-        place = torch.arange(size, dtype=weights.dtype, device=weights.device) - size // 2
+        place, square = _places(size, weights.dtype, weights.device)
         torch.sum(weights, -1, out=total)
         flat = weights.view(-1, size)
         torch.mv(flat, place, out=one.view(-1))
-        torch.mv(flat, place.square(), out=two.view(-1))
+        torch.mv(flat, square, out=two.view(-1))
         torch.linalg.vector_norm(weights, dim=-1, out=norm)
         torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
         self.places.append((middle, sign))

@@ -55,11 +55,12 @@ def _few(call: Call) -> bool:
 
 
 F = TypeVar("F", bound=Callable[..., object])
-_WATCHER: ContextVar[Callable[[Call, Result], None] | None] = ContextVar("qkv watcher", default=None)
+Watcher = Callable[[Call | Shared, Result], None]
+_WATCHER: ContextVar[Watcher | None] = ContextVar("qkv watcher", default=None)
 
 
 @contextmanager
-def watching(watcher: Callable[[Call, Result], None] | None) -> Iterator[None]:
+def watching(watcher: Watcher | None) -> Iterator[None]:
     """Inside, `watcher` sees every call that is served and its result, in this thread; None: nobody does."""
     token = _WATCHER.set(watcher)
     try:
@@ -111,13 +112,13 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         raise InputError(
             f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, OF_PIECES))}"
         )
-    if watched():
-        raise InputError(
-            "group: qkv.profile sees one process only; measure a shared sequence with qkv.measure(…, group=…)"
-        )
     if kernel != "auto":
         choose(shared.call, kernel)
-    return ring.run(shared, functools.partial(_of_piece, kernel))
+    result = ring.run(shared, functools.partial(_of_piece, kernel))
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(shared, result)
+    return result
 
 
 def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:

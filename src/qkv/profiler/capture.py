@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from qkv import ring
 from qkv.call import Call, Result, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
@@ -32,6 +34,8 @@ from qkv.profiler.inputs import Sequences
 from qkv.profiler.intercept import Intercept
 from qkv.profiler.outputs import Asked, heard, returned
 from qkv.profiler.torch_calls import of_scores
+from qkv.ring import Shared
+from qkv.weights import Rows
 
 EARLY = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
 FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values
@@ -87,6 +91,7 @@ class Observer:
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
     outside: set[str] = field(default_factory=set)
+    group: ProcessGroup | None = None  # of processes that share the sequence, if some do
     sources: dict[str, str] = field(default_factory=dict)  # of each module's numbers: see `qkv.profile`
 
     def __post_init__(self) -> None:
@@ -115,9 +120,12 @@ class Observer:
         self._record(name, call, result, groups.of_transformers(name, self.model), _is_causal(call.mask), keys)
         return result.out.transpose(1, 2).contiguous(), None
 
-    def see(self, call: Call, result: Result) -> None:
+    def see(self, call: Call | Shared, result: Result) -> None:
         """What `serve` shows: a call of the innermost module at work. Calls outside of the model are not its own."""
         if not self._running:
+            return
+        if isinstance(call, Shared):
+            self._see_shared(call, result)
             return
         name, n_queries = self._running[-1], call.q.shape[2]
         self.sources[name] = "qkv"
@@ -130,6 +138,30 @@ class Observer:
                 before.add(*self._measured(name, call, result, first=before.first, whole=False))
             return
         self._record(name, call, result, self._group(name, call, causal), causal, None, step=step)
+
+    def _see_shared(self, shared: Shared, result: Result) -> None:
+        """A call that several processes make together: each records the statistics of the whole sequence."""
+        name, call = self._running[-1], detached(shared.call)
+        if self.take is not None or self.key_masks or self.query_masks:
+            what = "padding" if self.take is None else "more than statistics"
+            raise InputError(f"{name} shares its sequence with other processes, of which {what} is not known here")
+        self.sources[name], self.group = "qkv", shared.group
+        self._note(name, call)
+        causal = _is_causal(call.mask)
+        group = "self" if shared.grid.n_queries == shared.grid.n_keys else "cross"
+        layer = self._calls.get(group, 0)
+        self._calls[group] = layer + 1
+        if self.layers is None or layer in self.layers:
+            statistics = sweep(
+                call, Rows(result.lse), mass=self._masses(0, shared.grid.n_keys), early=EARLY, shared=shared
+            )
+            whole = shared_statistics(statistics, shared.group)
+            self.records.append(Record(name, group, layer, whole, {}, None, None, None, causal))
+
+    def _masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
+        """Masks inside which the weight is told."""
+        local = Window(self.local_window + 1, ahead=self.local_window)
+        return {"local": local, "streaming": _streaming(first, n_keys)}
 
     def intercept(self) -> Intercept:
         """What sees attention that the model computes in its own way."""
@@ -237,9 +269,9 @@ class Observer:
         rows = settled(call, None if result.lse is None else result.lse.detach())
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
-        mass: dict[str, Mask] = {"local": Window(self.local_window + 1, ahead=self.local_window)}
-        if whole:
-            mass["streaming"] = _streaming(first, call.k.shape[2])
+        mass = self._masses(first, call.k.shape[2])
+        if not whole:
+            del mass["streaming"]
         statistics = sweep(
             call,
             rows,
@@ -252,6 +284,21 @@ class Observer:
         if statistics.received.isnan().any():
             raise InputError(f"{name} computes weights that are NaN: the model's weights or its inputs contain NaN")
         return statistics, formed(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
+
+
+def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics:
+    """Statistics of a whole sequence, of which each process has those of its own queries and keys."""
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ring.unshard(x, group)
+
+    by_token = {
+        f.name: whole(getattr(statistics, f.name))
+        for f in fields(Statistics)
+        if f.name not in ("mass", "early", "thumbnail")
+    }
+    mass = {name: whole(x) for name, x in statistics.mass.items()}
+    return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
 
 
 class _Steps:

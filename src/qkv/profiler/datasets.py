@@ -23,7 +23,7 @@ def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> di
     parts: dict[str, list[xr.Dataset]] = {}
     for observer in observers:
         for group, records in grouped(observer.records).items():
-            tokens = Tokens(observer.sequences, tokenizer, group)
+            tokens = Tokens(observer.sequences, tokenizer, group, observer.group)
             parts.setdefault(group, []).append(_dataset(records, tokens, local_window))
     return {group: _joined(found) for group, found in parts.items()}
 

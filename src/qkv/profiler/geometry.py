@@ -42,22 +42,21 @@ def geometry(
     b, _, n_keys, _ = call.k.shape
     real_q = _real(queries, call.q)
     real_k = _real(keys, call.k)
-    q, k = (x.to(wide) * real for x, real in ((call.q, real_q), (call.k, real_k)))  # padding is 0 in every sum
+    q, k, v = (_without_padding(x.to(wide), real) for x, real in ((call.q, queries), (call.k, keys), (call.v, keys)))
+    query_norm, key_norm, value_norm = (torch.linalg.vector_norm(x, dim=-1) for x in (q, k, v))
     at = torch.as_tensor(first, device=k.device).expand(b)
     is_first = torch.arange(n_keys, device=k.device) == at[:, None]
-    other = real_k * ~is_first[:, None, :, None]
-    n_other = other.sum(2).clamp(min=1)
+    other = (real_k & ~is_first[:, None]).to(wide)
 
-    query = _unit(q).sum(2) / real_q.sum(2).clamp(min=1)
-    unit_keys = _unit(k)
-    first_key = (k * is_first[:, None, :, None]).sum(2)
-    rest = (k * other).sum(2) / n_other
+    query = _mean(q, real_q.to(wide), query_norm)
+    first_key = k.gather(2, at[:, None, None, None].expand(b, k.shape[1], 1, k.shape[3]))[:, :, 0]
+    rest = _mean(k, other)
     found = {
-        "query_norm": q.norm(dim=-1),
-        "key_norm": _of_query_heads(k.norm(dim=-1), group),
-        "value_norm": _of_query_heads((call.v.to(wide) * real_k).norm(dim=-1), group),
+        "query_norm": query_norm,
+        "key_norm": _of_query_heads(key_norm, group),
+        "value_norm": _of_query_heads(value_norm, group),
         "cosine_first": (query * _of_query_heads(_unit(first_key), group)).sum(-1),
-        "cosine_others": (query * _of_query_heads((unit_keys * other).sum(2) / n_other, group)).sum(-1),
+        "cosine_others": (query * _of_query_heads(_mean(k, other, key_norm), group)).sum(-1),
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
         "key_directions": _of_query_heads(_directions(k, real_k), group),
     }
@@ -68,10 +67,24 @@ def geometry(
     return found
 
 
-def _real(mask: Tensor | None, x: Tensor) -> Tensor:
+def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
     if mask is None:
-        return torch.ones(len(x), 1, x.shape[2], 1, dtype=torch.bool, device=x.device)
-    return mask[:, None, :, None]
+        return torch.ones(len(x), 1, x.shape[2], dtype=torch.bool, device=x.device)
+    return mask[:, None]
+
+
+def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """Padding as 0, whatever it holds."""
+    return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
+
+
+def _mean(
+    x: Float[Tensor, "b h n d"], weights: Float[Tensor, "b 1 n"], norm: Float[Tensor, "b h n"] | None = None
+) -> Float[Tensor, "b h d"]:
+    """The mean of the vectors whose weight is 1; of their directions, if their lengths are given."""
+    count = weights.sum(2).clamp(min=1)
+    by = weights if norm is None else weights / norm.clamp(min=torch.finfo(x.dtype).tiny)
+    return (by.expand(x.shape[:3])[:, :, None] @ x)[:, :, 0] / count[..., None]
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -88,9 +101,11 @@ def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor
     return torch.rad2deg(2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)))
 
 
-def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n 1"]) -> Float[Tensor, "b h 3"]:
+def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h 3"]:
     """Shares of the variance of keys along their first principal directions; 0 beyond the last."""
-    centred = (k - k.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)) * real
+    centred = k - _mean(k, real.to(k.dtype))[:, :, None]
+    if not real.all():
+        centred = centred * real[..., None]
     spread = torch.linalg.eigvalsh(centred.transpose(2, 3) @ centred).flip(-1).clamp(min=0)
     share = spread / spread.sum(-1, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
     return torch.nn.functional.pad(share[..., :DIRECTIONS], (0, max(0, DIRECTIONS - share.shape[-1])))

@@ -47,6 +47,8 @@ def profile(
     """Where every head of a model attends on a text, exactly, in memory linear in its length.
 
     The model runs once, with its attention observed: outputs stay what they were, and the model is left as it was.
+    If several processes share the sequence (a model that calls `attend` with a group), each runs this with its own
+    shard, and each gets the profile of the whole, without geometry, hidden states, small maps and probes.
 
     Args:
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
@@ -135,7 +137,8 @@ def profile(
         "sources": runs[0][1].sources,
         "probes": probed,
     }
-    return Profile(groups, attrs, by_stack(residuals))
+    alone = runs[0][1].group is None  # of a shared sequence, a process has hidden states of its own tokens only
+    return Profile(groups, attrs, by_stack(residuals) if alone else {})
 
 
 def _probe(
@@ -143,6 +146,8 @@ def _probe(
 ) -> str:
     """Add to the groups what made-up texts tell; returns "run", or why they were not."""
     ids = observer.sequences.source
+    if observer.group is not None:
+        return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model reads something else than token ids"
     try:

@@ -6,19 +6,26 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from qkv import ring
 from qkv.profiler.inputs import Sequences
 
 
 class Tokens:
     """Names of the tokens that a group's queries and keys are."""
 
-    def __init__(self, sequences: Sequences, tokenizer: Any, group: str) -> None:
+    def __init__(self, sequences: Sequences, tokenizer: Any, group: str, processes: ProcessGroup | None = None) -> None:
+        """`processes`, if each of them has a shard of the sequences (`qkv.ring`)."""
         self.tokenizer = tokenizer
         source, target = sequences.source, sequences.target if sequences.two else sequences.source
         kind = group.partition("-")[0]
         self.queries = target if kind in ("decoder", "cross") else source
         self.keys = target if kind == "decoder" else source
+        if processes is not None:
+            self.queries, self.keys = (
+                None if ids is None else ring.unshard(ids, processes, dim=1) for ids in (self.queries, self.keys)
+            )
 
     def names(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
         """Names of the real tokens of one batch item: pieces of text, or positions where there are no ids."""
