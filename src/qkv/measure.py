@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
-from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled
+from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
 from qkv.normalizers import Normalizer, Softmax
 from qkv.parallel import each
