@@ -216,8 +216,10 @@ def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int,
             "key_directions",
         }  # fmt: skip
         for name, values in got.data.items():
-            tolerance = 2e-3 if name == "spread" else 2e-5
-            np.testing.assert_allclose(values, want.data[name], rtol=2e-5, atol=tolerance, err_msg=str(name))
+            pair = values, want.data[name]
+            if name == "spread":  # what is resolved is its square
+                pair = pair[0] ** 2, pair[1] ** 2
+            np.testing.assert_allclose(*pair, rtol=2e-4, atol=2e-3 if name == "spread" else 5e-5, err_msg=str(name))
         assert not got.residual
         assert got.attrs["probes"] == "not run: several processes share the sequence"
 
