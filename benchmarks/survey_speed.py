@@ -105,7 +105,7 @@ def _plain(minilm: Loaded, texts: list[str]) -> None:
 def _survey(minilm: Loaded, corpus: Corpus, folder: Path) -> None:
     shutil.rmtree(folder / "survey", ignore_errors=True)
     survey(
-        minilm.model, corpus, tokenizer=minilm.tokenizer, out=folder / "survey", shards=2, batch_tokens=BATCH, overlap=0
+        minilm.model, corpus, tokenizer=minilm.tokenizer, out=folder / "survey", shards=1, batch_tokens=BATCH, overlap=0
     )
 
 

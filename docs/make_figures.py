@@ -28,6 +28,7 @@ from qkv.profiler.texts import default_text
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+FLOP, PEAK = 1.45e20, 989e12  # of the survey that docs/scale.md is about; of one card, dense bfloat16, a second
 CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --hide-scrollbars"
 
 
@@ -139,6 +140,42 @@ def benchmarks() -> None:
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
 
 
+def scale() -> None:
+    """The tables of docs/scale.md: what was measured here, and what follows for a larger model."""
+    survey, processes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("survey", "survey_processes"))
+    (ratio,) = (value for name, value in survey.items() if name.startswith("throughput"))
+    (gain,) = (value for name, value in processes.items() if name.startswith("time"))
+    rate = survey["tokens a second"]
+    measured = [
+        "| measured here | value |",
+        "|---|---|",
+        f"| throughput, survey / plain batched inference (MiniLM, {survey['texts']:,} texts of "
+        f"{survey['tokens in a text']} tokens, 2 threads) | {ratio:.2f} |",
+        f"| tokens a second, plain | {rate['plain']:,.0f} |",
+        f"| tokens a second, survey | {rate['survey']:,.0f} |",
+        f"| time, one process of one thread / two of one thread | {gain:.2f} |",
+    ]
+    uses = (0.3, 0.4, 0.5)
+    plain = [FLOP / (use * PEAK) / 3600 for use in uses]
+    rows = {
+        f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
+        "with the sweep at 0.16 ms a token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
+        f"with the ratio measured above (plain hours / {ratio:.2f})": [hours / ratio for hours in plain],
+    }
+    hours = [
+        "| at utilisation | " + " | ".join(f"{use:.0%}".replace("%", " %") for use in uses) + " |",
+        "|---|---|---|---|",
+    ]
+    hours += [f"| {name} | " + " | ".join(f"{x:,.0f}" for x in row) + " |" for name, row in rows.items()]
+    page = DOCS / "scale.md"
+    text = page.read_text()
+    for name, lines in (("measured", measured), ("hours", hours)):
+        begin = f"<!-- {name}: docs/make_figures.py -->\n"
+        before, rest = text.split(begin)
+        text = before + begin + "\n".join(["", *lines, "", ""]) + rest[rest.index("<!-- end -->") :]
+    page.write_text(text)
+
+
 def _mechanisms() -> list[str]:
     """Tables of `qkv bench`: what was to be reached, and everything."""
     found = {path.stem: run.load(path) for path in sorted((RESULTS / "mechanisms").glob("*.json"))}
@@ -193,3 +230,4 @@ if __name__ == "__main__":
     trained_models.figures(DOCS / "figures")
     (DOCS.parent / "src" / "qkv" / "models" / "trained" / "README.md").write_text(trained_models.page())
     benchmarks()
+    scale()

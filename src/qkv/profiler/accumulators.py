@@ -115,16 +115,17 @@ class Layer:
 
     def add(self, values: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> None:
         """Add a batch: the quantities of every query, in the order of `QUANTITIES`, and which of them there are."""
-        x = values.double().masked_fill(~valid, 0)
+        hidden = ~valid
+        x = values.double().masked_fill(hidden, 0)
         n, sums = valid.sum(-1), x.sum(-1)
         if not bool(sums.isfinite().all()):
             raise InputError(f"{self.module} has statistics that are no numbers: weights or inputs contain NaN")
         self.added["count"] += n.sum(1).cpu().numpy()
         self.added["sum"] += exact(sums.sum(1).cpu().numpy())
         self.added["squares"] += exact(x.square().sum((1, 3)).cpu().numpy())
-        low, high = x.masked_fill(~valid, torch.inf), x.masked_fill(~valid, -torch.inf)
-        self.minimum = np.minimum(self.minimum, low.amin((1, 3)).cpu().numpy())
-        self.maximum = np.maximum(self.maximum, high.amax((1, 3)).cpu().numpy())
+        low, high = values.masked_fill(hidden, torch.inf), values.masked_fill(hidden, -torch.inf)
+        self.minimum = np.minimum(self.minimum, low.amin((1, 3)).double().cpu().numpy())
+        self.maximum = np.maximum(self.maximum, high.amax((1, 3)).double().cpu().numpy())
         self.added["histogram"] += _histogram(x, valid)
         self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
 
