@@ -21,6 +21,7 @@ from qkv.profiler.corpus import Document
 from qkv.profiler.inputs import batches, sequences_of
 from qkv.profiler.pieces import Batch, Piece, Special, batches_of, pieces, tokens_of
 from qkv.profiler.survey_data import EXAMPLES, Survey
+from qkv.profiler.tokens import as_read, special_ids
 
 NAMED = 256
 """Of so many tokens, those that received most, a shard keeps the names."""
@@ -33,7 +34,7 @@ class Reader:
         self.model, self.tokenizer, self.definition, self.batch_tokens = model, tokenizer, definition, batch_tokens
         self.special = Special.of(tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.kinds = _kinds(tokenizer, definition["vocabulary"]).to(self.device)
+        self.kinds = _kinds(tokenizer, definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
         parameters = inspect.signature(model.forward).parameters
         masked = "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
@@ -132,7 +133,8 @@ class Reader:
             order = (-number(group.token_weight)).argsort(kind="stable")[:NAMED]
             best |= {int(i) for i in order if group.token_count[i]}
         ids = sorted(best)
-        return {str(i): str(t) for i, t in zip(ids, self.tokenizer.convert_ids_to_tokens(ids), strict=True)}
+        pieces = self.tokenizer.convert_ids_to_tokens(ids)
+        return {str(i): as_read(self.tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)}
 
 
 def vocabulary(model: nn.Module, tokenizer: Any) -> int:
@@ -193,11 +195,10 @@ def _values(
     return torch.stack([found[name] for name in QUANTITIES]), torch.stack([valid[name] for name in QUANTITIES])
 
 
-def _kinds(tokenizer: Any, size: int) -> Bool[Tensor, "kind vocabulary"]:
+def _kinds(tokenizer: Any, size: int, special: set[int]) -> Bool[Tensor, "kind vocabulary"]:
     """Which ids of the vocabulary are special tokens, and which delimiters: punctuation and line ends, nothing else."""
     kinds = torch.zeros(2, size, dtype=torch.bool)
-    special = [i for i in getattr(tokenizer, "all_special_ids", ()) or () if i < size]
-    kinds[0, special] = True
+    kinds[0, [i for i in special if 0 <= i < size]] = True
     known = len(tokenizer) if hasattr(tokenizer, "__len__") else size
     names = tokenizer.convert_ids_to_tokens(list(range(min(known, size))))
     kinds[1, : len(names)] = torch.tensor([_is_delimiter(str(name)) for name in names])

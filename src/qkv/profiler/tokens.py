@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv.profiler.inputs import Sequences
+from qkv.profiler.pieces import Special
 
 
 class Tokens:
@@ -34,7 +35,7 @@ class Tokens:
         kept = ids[item].cpu().numpy()[real].tolist()
         if self.tokenizer is None:
             return [str(i) for i in kept]
-        return [_readable(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
+        return [as_read(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
 
     def _pieces(self, ids: list[int]) -> list[str]:
         return [str(piece) for piece in self.tokenizer.convert_ids_to_tokens(ids)]
@@ -45,15 +46,18 @@ class Tokens:
 
 
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
-    """Ids that are no ordinary tokens, as the tokenizer and the model's configuration know them."""
+    """Ids that are no ordinary tokens: known as such to the tokenizer or the model's configuration, or put around every
+    text by the tokenizer."""
     config = getattr(model, "config", None)
     names = ("pad", "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
     known = [getattr(config, name, None) for name in names]
     flat = [i for x in known for i in (x if isinstance(x, list | tuple) else [x])]
-    return {int(i) for i in (*flat, *(getattr(tokenizer, "all_special_ids", ()) or ())) if isinstance(i, int)}
+    around = Special.of(tokenizer) if callable(tokenizer) else Special()
+    said = getattr(tokenizer, "all_special_ids", ()) or ()
+    return {int(i) for i in (*flat, *said, *around.before, *around.after) if isinstance(i, int)}
 
 
-def _readable(tokenizer: Any, token: int, piece: str) -> str:
+def as_read(tokenizer: Any, token: int, piece: str) -> str:
     """A token as a person reads it: byte-level and sentencepiece marks become spaces and characters."""
     if "▁" in piece:
         return piece.replace("▁", " ")
