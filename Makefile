@@ -65,5 +65,5 @@ docs: venv  ## the figures and numbers in README.md and docs/, made again
 	$(BIN)/python docs/make_figures.py
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(OUT) qkv-profile build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OUT) qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

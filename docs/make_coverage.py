@@ -28,11 +28,13 @@ HEAD = """# Hugging Face architectures
 Written by `docs/make_coverage.py`, with transformers {transformers} and torch {torch}. Each architecture is built
 small, with random weights, and profiled. Weights, entropy, received attention and sink of every head then agree with
 those of the model's own eager implementation to within 10⁻⁵ (relative to numbers above 1), or the page is not written.
+(`nn.MultiheadAttention` returns the mean over its heads, so that is what is compared in WavLM and in pooling heads.)
 
 `profile` takes what it can get, in this order, and `attrs["sources"]` of a profile names it for every module:
 
 * `interface`: the model asks transformers' attention interface, and qkv's kernels compute. Exact, in linear memory.
-* `sdpa`: the model calls `scaled_dot_product_attention` or `nn.MultiheadAttention`. Exact, in linear memory.
+* `sdpa`: the model calls `scaled_dot_product_attention` or `nn.MultiheadAttention`. Exact, in linear memory (but for
+  what `nn.MultiheadAttention` itself forms when it is asked for weights).
 * `softmax`: the model forms its scores and takes their softmax itself. Exact, in the quadratic memory that the model
   takes anyway; its queries, keys and values are not known.
 * `outputs`: nothing can be read as it happens, but the model returns its weights if it runs once more and is asked.
@@ -45,6 +47,7 @@ PARTIAL, UNSUPPORTED = "partial", "not supported"
 VERDICTS = (EXACT, SDPA, FORMED, PARTIAL, UNSUPPORTED)
 NOTES = {
     "falcon_alibi": "compared by its output: its eager implementation computes something else",
+    "prophetnet": "the main stream of its decoder only, as it returns it",
     "timesformer": "attention over time is compared by nobody: the model does not return it",
 }
 

@@ -150,7 +150,7 @@ def scale() -> None:
         "| measured here | value |",
         "|---|---|",
         f"| throughput, survey / plain batched inference (MiniLM, {survey['texts']:,} texts of "
-        f"{survey['tokens in a text']} tokens, 2 threads) | {ratio:.2f} |",
+        f"{survey['tokens in a text']} tokens, 2 threads) | {ratio:.3f} |",
         f"| tokens a second, plain | {rate['plain']:,.0f} |",
         f"| tokens a second, survey | {rate['survey']:,.0f} |",
         f"| time, one process of one thread / two of one thread | {gain:.2f} |",
@@ -160,7 +160,7 @@ def scale() -> None:
     rows = {
         f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
         "with the sweep at 0.16 ms a token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
-        f"with the ratio measured above (plain hours / {ratio:.2f})": [hours / ratio for hours in plain],
+        f"with the ratio measured above (plain hours / {ratio:.3f})": [hours / ratio for hours in plain],
     }
     hours = [
         "| at utilisation | " + " | ".join(f"{use:.0%}".replace("%", " %") for use in uses) + " |",

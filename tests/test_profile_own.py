@@ -383,7 +383,7 @@ def test_step_by_step_is_all_at_once(attention: str, kind: str, map_tokens: int)
     beyond = {name for name in whole if name not in steps}  # of vectors, and of pictures of all queries: see `_Steps`
     assert beyond == {
         "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",
-        "streaming", "early", "map_max", "map_mean",
+        "streaming", "early",
     }  # fmt: skip
     assert set(steps) == set(whole) - beyond
     assert ("weights" in whole) is (map_tokens == 256)

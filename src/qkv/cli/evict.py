@@ -72,7 +72,7 @@ def evict(
     if tokens is not None and tokens < 2:
         raise InputError(f"--tokens is {tokens}, expected at least 2")
     sizes = [part.strip() for part in budgets.split(",")]
-    if not all(part.isdecimal() for part in sizes):
+    if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys such as 32,64,128")
     if tokens is None and text is None and file is None:
         tokens = MINI_TOKENS

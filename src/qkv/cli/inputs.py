@@ -14,7 +14,8 @@ def numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        bad = not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 8
+        if bad or (dash and int(last) < int(first)):
             raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
         numbers += range(int(first), int(last or first) + 1)
     return numbers

@@ -66,8 +66,8 @@ def profile(
         out: Folder to write to; made if it is not there.
         local_window: "Local" is at most this many tokens away.
         map_tokens: Keep whole attention maps for texts up to this long.
-        against: Compare with this model on the same text, or with the profile.qkv.zip of an earlier run (of another
-            dtype, say); what is told is how the second differs from the first.
+        against: Tell how MODEL differs from this one on the same text, or from the profile.qkv.zip of an earlier run
+            (of another dtype, say).
         perturb: Also replace the token at this position (from 0) and tell how much every later state changes, layer by
             layer: over-mixing.
         no_probe: Do without the short made-up texts that tell induction, duplicate-token and positional heads.
@@ -81,6 +81,8 @@ def profile(
     wanted = None if layers is None else numbers(layers)
     if text is not None and file is not None:
         raise InputError("text and --file are both given, expected one of them")
+    if perturb is not None and perturb < 0:
+        raise InputError(f"--perturb is {perturb}, expected the position of a token, from 0")
     if tokens is not None and tokens < 1:
         raise InputError(f"--tokens is {tokens}, expected at least 1")
     passage = given_text(model, text, file, tokens)
@@ -109,15 +111,16 @@ def profile(
         other = None if against is None else compare.saved(against)
         loaded, inputs = load(model)
         result = profiled(loaded, inputs)
-        comparison = None if against is None else result.compare(other or profiled(*load(against)))
+        comparison = None if against is None else (other or profiled(*load(against))).compare(result)
+        mixed = None if perturb is None else mixing.measured(loaded, inputs, perturb)
         _show(result)
         if comparison is not None:
             compare.show(comparison)
         files = _figures(result, out)
         if comparison is not None:
             files += compare.write(comparison, out)
-        if perturb is not None:
-            files += mixing.write(mixing.measured(loaded, inputs, perturb), loaded.name, out)
+        if mixed is not None:
+            files += mixing.write(mixed, loaded.name, out)
         _write(result, out, files)
 
 
@@ -187,10 +190,7 @@ def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
     }  # fmt: skip
     parts = [f"{found[name]:.0%} of heads {words}" for name, words in said.items() if name in found]
     learned = f"; the learned sink takes {found['learned']:.0%}" if "learned" in found else ""
-    lines = {
-        "Sinks": f"α > 0.3 at the first token: {', '.join(parts)}{learned}; "
-        f"{found['entries']:.0%} of the weights on it are above 0.3"
-    }
+    lines = {"Sinks": f"α > 0.3 at the first token: {', '.join(parts)}{learned}"}
     kinds = result.types(group)["type"].value_counts()
     lines["Heads"] = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no kind is clear"
     if group == result.main:

@@ -36,7 +36,7 @@ def survey(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
-    patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1800.0,
+    patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 14_400.0,
 ) -> None:
     """Where does a model attend over a whole corpus? Exact sums for every head, on one core or on many machines.
 
@@ -67,7 +67,7 @@ def survey(
         dtype: Of the weights.
         device: cpu, cuda, or auto: a card for each process if there are any.
         threads: Threads of torch in each process; as many as it likes if not given.
-        patience: How long to wait for other processes before they count as lost.
+        patience: How long to wait for other processes before they count as lost; longer than any shard takes.
     """
     import torch
 

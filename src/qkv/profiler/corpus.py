@@ -30,6 +30,8 @@ class Document:
     text: str | None = None
     reason: str | None = None
     """Why it is left out; None if it is a text."""
+    stamp: tuple[int, int] | None = None
+    """Size and time of change of its file when the corpus was read."""
 
     def read(self) -> str:
         """The text.
@@ -42,9 +44,11 @@ class Document:
         assert self.path is not None
         try:
             with Path(self.path).open("rb") as file:
+                if _stamp(file.fileno()) != self.stamp:
+                    raise ValueError("its size or time is another")
                 file.seek(self.start)
                 data = file.read(self.size)
-            text = data.decode()
+            text = data.decode("utf-8-sig")
             return _field(text) if self.path.lower().endswith(LINES) else text
         except (OSError, ValueError) as error:
             raise InputError(f"corpus: {self.name} has changed since the survey began ({error})") from error
@@ -79,6 +83,7 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
     [None, 'empty']
     """
     found = []
+    texts = [texts] if isinstance(texts, str) else texts
     for at, text in enumerate(texts):
         if not isinstance(text, str):
             raise InputError(f"corpus holds {type(text).__name__}, expected texts")
@@ -110,10 +115,17 @@ def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
     return _whole(Corpus(name, tuple(found), state.hexdigest()))
 
 
+def _stamp(file: int | Path) -> tuple[int, int]:
+    known = os.stat(file)
+    return known.st_size, known.st_mtime_ns
+
+
 def _files(root: Path) -> Iterator[tuple[str, Path | str]]:
     """Files of a folder with their names in it; for a folder that cannot be listed, the reason."""
     failed: list[OSError] = []
     for folder, inner, files in os.walk(root, onerror=failed.append):
+        for linked in sorted(x for x in inner if (Path(folder) / x).is_symlink()):
+            yield (Path(folder) / linked).relative_to(root).as_posix(), "a link to a folder"
         inner[:] = sorted(x for x in inner if x != "__pycache__" and not x.startswith("."))
         for file in (Path(folder) / x for x in sorted(files) if not x.startswith(".")):
             yield file.relative_to(root).as_posix(), file
@@ -139,22 +151,22 @@ def _documents(name: str, file: Path | str, state: hashlib._Hash) -> Iterator[Do
         yield Document(name, 0, reason=f"unreadable: {error.strerror}")
         return
     state.update(hashlib.sha256(data).digest())
-    yield Document(name, len(data), str(file), reason=_fault(data))
+    yield Document(name, len(data), str(file), reason=_fault(data), stamp=_stamp(file))
 
 
 def _lines(name: str, file: Path, state: hashlib._Hash) -> Iterator[Document]:
-    start = 0
+    start, stamp = 0, _stamp(file)
     with file.open("rb") as lines:
         for at, line in enumerate(lines, start=1):
             state.update(hashlib.sha256(line).digest())
             reason = _fault(line)
             if reason is None:
                 try:
-                    reason = None if _field(line.decode()).strip() else BLANK
-                except ValueError:
+                    reason = None if _field(line.decode("utf-8-sig")).strip() else BLANK
+                except (ValueError, RecursionError):
                     reason = f"no JSON object with {FIELD!r}"
             if line.strip():
-                yield Document(f"{name}:{at}", len(line), str(file), start, reason=reason)
+                yield Document(f"{name}:{at}", len(line), str(file), start, reason=reason, stamp=stamp)
             start += len(line)
 
 
@@ -164,6 +176,7 @@ def _field(line: str) -> str:
     text = found.get(FIELD) if isinstance(found, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"no {FIELD!r}")
+    text.encode()  # JSON may hold halves of characters, which are no text (UnicodeEncodeError is a ValueError)
     return text
 
 

@@ -217,7 +217,7 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
         raise InputError(f"groups: got the name {name!r}; expected letters, digits, '-' and '_' only")
     where = f"groups[{name!r}]"
     if not isinstance(data, xr.Dataset):
-        raise InputError(f"{where}: got {type(data).__variable_}; expected an xarray.Dataset")
+        raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
     for variable, (expected, _, _, always) in VARIABLES.items():
         if variable in data and data[variable].dims != expected:
             raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")

@@ -15,7 +15,9 @@ from qkv.profiler.variables import BIN, HEAD, VARIABLES
 
 ATTRIBUTE = {"self": "self_", "next": "next_"}  # of `Statistics`, where they are called otherwise than in a profile
 PADDED = ("query", "key", "query_bin", "key_bin")  # as long as the longest text needs
-OWN_SEQUENCE = {"self", "previous", "next", "distance", "local", "streaming"}  # say nothing between different texts
+OWN_SEQUENCE = {  # say nothing between different texts
+    "self", "previous", "next", "distance", "local", "streaming", "early",
+}  # fmt: skip
 
 
 def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:

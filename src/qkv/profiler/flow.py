@@ -162,6 +162,10 @@ def _one_stack(calls: list[Seen], group: str | None) -> list[Seen]:
     stack = [seen for seen in calls if seen.group == group]
     for seen in stack:
         n_queries, n_keys = seen.call.q.shape[2], seen.call.k.shape[2]
+        if len(seen.call.q) != len(stack[0].call.q):  # windows of an image, say
+            raise InputError(
+                f"{seen.module} attends in pieces that {stack[0].module} does not have; a rollout needs one text"
+            )
         if n_queries != n_keys or n_keys != stack[0].call.k.shape[2]:
             raise InputError(
                 f"{seen.module} attends with {n_queries} queries to {n_keys} keys and {stack[0].module} to "

@@ -102,6 +102,8 @@ def export(profile: Profile, path: Path, group: str | None) -> Path:
     """Write a profile for other programs, by the ending of `path`; whole or not at all."""
     if path.suffix not in ENDINGS:
         raise InputError(f"path is {str(path)!r}, expected a name that ends in {', '.join(ENDINGS)}")
+    if path.is_dir() and not (path.suffix == ".zarr" and (path / "zarr.json").exists()):
+        raise InputError(f"path: {str(path)!r} is a folder, which is not replaced; expected another name")
     if not path.parent.is_dir():
         raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")

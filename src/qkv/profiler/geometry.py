@@ -60,6 +60,9 @@ def geometry(
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
         "key_directions": _of_query_heads(_directions(k, real_k), group),
     }
+    alone = other.sum(2) == 0  # one token has no others
+    for name in ("cosine_others", "first_key_angle"):
+        found[name] = found[name].masked_fill(alone, torch.nan)
     if isinstance(call.normalizer, Softmax) and call.normalizer.key is not None:
         learned = call.normalizer.key.detach().to(query)
         if learned.shape[-1] == query.shape[-1]:

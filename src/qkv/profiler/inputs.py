@@ -177,8 +177,10 @@ def positions(model: nn.Module) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "positions", None) == "learned":  # of qkv's own models
         limit = getattr(config, "context", None)
+    if not isinstance(limit, int) or limit < 1:  # XLNet says −1: as many as one likes
+        return None
     for name, module in model.named_modules():
-        if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number
     return limit
 

@@ -22,7 +22,7 @@ from qkv.kernels import serve, watching
 from qkv.profiler.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
-SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax)
+SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
@@ -68,7 +68,9 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is SDPA:
             module = self._module()
-            if module is not None:
+            if module is not None and args and args[0].ndim == 3 and _heads(module) is None:
+                self.outside.add(self.names[id(module)])  # heads may be folded into the batch: nobody says
+            elif module is not None:
                 call, shape = of_sdpa(_heads(module), *args, **kwargs)
                 return self._serve(module, call).reshape(shape)
         elif func is MULTI_HEAD:
@@ -91,7 +93,9 @@ class Intercept(TorchFunctionMode):
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         """Keep the scores until the module is done: only then is it known that they are all of its attention."""
-        if not isinstance(input, Tensor) or input.ndim < 3 or input.shape[-1] == 1:  # of one number: a convolution's
+        if not isinstance(input, Tensor) or input.ndim < 3:
+            return
+        if input.shape[-1] == 1 != input.shape[-2]:  # of one number each: a convolution's
             return
         module = self._module()
         if module is not None and _calls_itself_attention(module):
@@ -131,5 +135,6 @@ def _calls_itself_attention(module: nn.Module) -> bool:
 
 
 def _heads(module: nn.Module) -> int | None:
-    """How many heads a module says it has."""
-    return next((n for name in HEADS if isinstance(n := getattr(module, name, None), int)), None)
+    """How many heads a module says it has, or its configuration."""
+    owners = (module, getattr(module, "config", None))
+    return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from qkv.call import at_least_float32
 from qkv.errors import InputError
-from qkv.profiler.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.inputs import batches, real_tokens, sequences_of, vocabulary
 from qkv.profiler.models import load
 from qkv.profiler.residual import attending, follow
+from qkv.profiler.tokens import as_read, special_ids
 
 _MEANING = {
     "response": "‖h′ − h‖ / ‖h‖ of each token's hidden state h, and h′ with another token in the changed one's place; "
@@ -171,10 +172,7 @@ def _others(
     generator: torch.Generator,
 ) -> list[int]:
     """Ids to put in place of a token."""
-    config: Any = getattr(model, "config", None)
-    size = next((n for v in ("source_vocab", "vocab_size") if (n := getattr(config, v, None))), None)
-    if size is None and hasattr(model, "get_input_embeddings"):
-        size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    size = vocabulary(model)
     if given is not None:
         ids = [given] if isinstance(given, int) else list(given)
         wrong = [i for i in ids if i < 0 or i == int(own) or (size is not None and i >= size)]
@@ -184,7 +182,7 @@ def _others(
         return ids
     if size is None:
         raise InputError(f"replacement: the vocabulary of {type(model).__name__} is not known, expected token ids")
-    never = {int(own), getattr(config, "pad", None), *(getattr(tokenizer, "all_special_ids", None) or ())}
+    never = {int(own), *special_ids(model, tokenizer)}
     ordinary = [i for i in range(size) if i not in never]
     if len(ordinary) < count:
         raise InputError(f"replacements is {count}, but there are {len(ordinary)} ordinary tokens to choose from")
@@ -230,7 +228,8 @@ def _dataset(found: list[_Found], facts: dict[str, Any], tokenizer: Any) -> xr.D
     for row, f in zip(names, found, strict=True):
         ids = f.ids[start:].tolist() if own else []
         known = tokenizer is not None and hasattr(tokenizer, "convert_ids_to_tokens")
-        row[: len(ids)] = tokenizer.convert_ids_to_tokens(ids) if known else [str(i) for i in ids]
+        pieces = tokenizer.convert_ids_to_tokens(ids) if known else [str(i) for i in ids]
+        row[: len(ids)] = [as_read(tokenizer, i, str(p)) if known else p for i, p in zip(ids, pieces, strict=True)]
     by_token = ("text", "depth", "token")
     data = xr.Dataset(
         {

@@ -14,6 +14,7 @@ import xarray as xr
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv.call import Call
 from qkv.errors import InputError
 from qkv.profiler.calls import calls_of
 from qkv.profiler.capture import Seen, formed
@@ -51,9 +52,13 @@ def probe(
     size = vocabulary(model)
     limit = positions(model) or 2 * TOKENS + len(start) + len(end)
     once = min(TOKENS, (limit - len(start) - len(end)) // 2)
-    if once < LEAST or size is None:
+    if size is None:
+        raise InputError(f"nobody says how many tokens {type(model).__name__} knows")
+    if once < LEAST:
         raise InputError(f"{type(model).__name__} reads {limit} tokens; probes need {2 * LEAST} beside special ones")
     ordinary = torch.tensor([i for i in range(size) if i not in set(special)])
+    if not len(ordinary):
+        raise InputError(f"all {size} tokens of {type(model).__name__} are special")
 
     def drawn(rows: int, n: int) -> Tensor:
         return ordinary[torch.randint(len(ordinary), (rows, n), generator=generator)]
@@ -72,15 +77,15 @@ def probe(
         with torch.random.fork_rng(devices=[]):
             (batch,) = batches(model, framed(tokens), None, None)
             seen = calls_of(model, batch, layers=layers)
-        for call in _own(seen):
-            found.setdefault((call.module, call.layer), {}).update(score(formed(call.call)))
+        for one in _own(seen):
+            found.setdefault((one.module, one.layer), {}).update(score(formed(one.call), _audience(one.call)))
 
     at = len(start)
-    add(random, lambda a: {"probe_sink_random": a[..., 0].mean((0, 2))})
-    add(one, lambda a: {"probe_sink_repeated": a[..., 0].mean((0, 2))})
-    add(twice, lambda a: _second_half(a, at, once))
+    add(random, lambda a, seen: {"probe_sink_random": (a[..., 0].sum(2) / seen).mean(0)})
+    add(one, lambda a, seen: {"probe_sink_repeated": (a[..., 0].sum(2) / seen).mean(0)})
+    add(twice, lambda a, _: _second_half(a, at, once))
     if len(text) >= LEAST:
-        add(torch.stack([text, *shuffled]), _positional)
+        add(torch.stack([text, *shuffled]), lambda a, _: _positional(a))
     return found
 
 
@@ -110,6 +115,14 @@ def _framed(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor, Tensor]:
 def _own(seen: Iterable[Seen]) -> Iterable[Seen]:
     """Calls within one sequence."""
     return (s for s in seen if s.group != "cross" and s.call.q.shape[2] == s.call.k.shape[2])
+
+
+def _audience(call: Call) -> Tensor:
+    """How many queries may attend to the first key: (b, h), either of which may be 1."""
+    n = call.q.shape[2]
+    if call.mask is None:
+        return call.q.new_full((1, 1), n)
+    return call.mask.dense(n, n, batch=len(call.q), heads=call.q.shape[1])[..., 0].sum(2).clamp(min=1)
 
 
 def _second_half(a: Float[Tensor, "b h n n"], start: int, once: int) -> Scores:

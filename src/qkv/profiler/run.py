@@ -150,10 +150,14 @@ def _probe(
         return "not run: several processes share the sequence"
     if ids is None:
         return "not run: the model reads something else than token ids"
+    real = observer.key_masks.get(ids.shape[1])
     try:
-        found = probes.probe(model, ids, special_ids(model, tokenizer), layers)
-    except InputError as error:  # some models read nothing so short, or more than ids
+        text = ids[:1] if real is None else ids[:1, real[0]]
+        found = probes.probe(model, text, special_ids(model, tokenizer), layers)
+    except InputError as error:  # some models read nothing so short
         return f"not run: {error}"
+    except Exception as error:  # the model's own: it may want pixels beside ids, or texts of one length only
+        return f"not run: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     for group in groups.values():
         probes.add_to(group, found)
     return "run"

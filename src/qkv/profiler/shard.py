@@ -36,7 +36,7 @@ class Reader:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.kinds = _kinds(tokenizer, definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
         parameters = inspect.signature(model.forward).parameters
-        masked = "attention_mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        masked = "attention_mask" in parameters or type(model).__module__.startswith("transformers.")
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
@@ -100,15 +100,13 @@ class Reader:
             given |= {"decoder_attention_mask": batch.real.long()} if padded else {}
         (ready,) = batches(self.model, given, None, None)
         real = {batch.ids.shape[1]: batch.real} if padded else {}
-        asked: set[str] = set()
 
         def take(seen: Seen) -> None:
-            if seen.call.q.shape[2] != batch.ids.shape[1] or seen.module in asked:
+            if seen.call.q.shape[2] != batch.ids.shape[1]:
                 raise InputError(
                     f"{seen.module} does not attend from all tokens of a text at once, so texts cannot be surveyed in "
                     "batches; profile them with `qkv profile`"
                 )
-            asked.add(seen.module)
             group = groups.setdefault(seen.group, Group(self.definition["vocabulary"]))
             with torch._C.DisableTorchFunction():  # nobody needs to watch our own operations, and it takes its time
                 _add_call(group, seen, batch, self.kinds, self.definition["local_window"])

@@ -92,7 +92,7 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
     sink.
     """
     table = sink_table(data, threshold)
-    found = {"entries": float(table["sink_share"].mean())}
+    found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
     for name, column in (("natural", "first"), ("random", "random"), ("repeated", "repeated"), ("anywhere", "best")):
         alpha = table[f"alpha_{column}"].to_numpy()
         if not np.isnan(alpha).all():
@@ -107,7 +107,7 @@ def drain(norm: np.ndarray) -> np.ndarray:
     count = (~np.isnan(norm)).sum(-1, keepdims=True)
     others = (np.nansum(norm, -1, keepdims=True) - norm) / np.maximum(count - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio: np.ndarray = norm / others
+        ratio: np.ndarray = np.where(count > 1, norm / others, np.nan)
     return ratio
 
 
@@ -119,11 +119,12 @@ def _check(data: xr.Dataset, threshold: float) -> None:
 
 
 def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The largest sink score of each head, and of which text and key it is; 0 of the first where none is told."""
+    """The largest sink score of each head, and of which text and key it is; NaN, of the first, where none is told."""
     flat = np.nan_to_num(np.moveaxis(score, 0, 2), nan=0.0).reshape(*score.shape[1:3], -1)
     at = flat.argmax(-1)
     text, key = np.divmod(at, score.shape[-1])
-    return np.take_along_axis(flat, at[..., None], -1)[..., 0], text, key
+    best = np.take_along_axis(flat, at[..., None], -1)[..., 0]
+    return np.where(np.isnan(score).all((0, 3)), np.nan, best), text, key
 
 
 def _values(data: xr.Dataset, name: str) -> np.ndarray | None:

@@ -46,7 +46,7 @@ def survey(
     local_window: int = 8,
     dtype: str = "float32",
     name: str = "",
-    patience: float = 1800.0,
+    patience: float = 14_400.0,
     on_batch: Callable[[int, int, int], None] = lambda documents, bytes_, tokens: None,
 ) -> Survey:
     """Where every head of a model attends over a whole corpus: exact sums, in memory that does not grow with it.
@@ -73,7 +73,8 @@ def survey(
         local_window: `local` is the weight on keys at most this many tokens away.
         dtype: of the weights, if `model` is a name.
         name: of the model; its own if not given.
-        patience: seconds to wait for other processes at the beginning and at the end.
+        patience: seconds to wait for other processes at the beginning and at the end: longer than any shard takes, for
+            one that still works cannot be told from one that fell silent. (A broken connection is known at once.)
         on_batch: hears after every batch of this process how many documents, bytes and tokens it finished.
 
     Returns:
@@ -93,6 +94,7 @@ def survey(
     if isinstance(model, str):
         loaded = load(model, dtype=dtype)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     if tokenizer is None:
         raise InputError("a survey reads texts, but there is no tokenizer; pass tokenizer=…")
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -178,6 +180,8 @@ def _merged(folder: Path, shards: int) -> Survey:
             raise InputError(f"{error}; delete it and give the same command again") from error
         result = part if result is None else result.merge(part)
     assert result is not None
+    if not result.groups:
+        raise InputError(f"corpus: every text was left out: {', '.join(sorted(result.record['skipped']))}")
     return result
 
 
@@ -225,6 +229,8 @@ def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
 
 def _length(model: nn.Module, length: int | None) -> int:
     limit = positions(model)
+    if length is not None and length < 1:
+        raise InputError(f"length is {length}, expected at least 1 token")
     if length is not None and limit is not None and length > limit:
         raise InputError(f"length is {length:,}, but {type(model).__name__} takes {limit:,} tokens")
     return length or min(limit or LENGTH, LENGTH)
@@ -248,8 +254,9 @@ def _definition(
         "version": VERSION,
         "model": name,
         "weights": _fingerprint(model),
+        "configuration": _configuration(model),
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
-        "tokenizer": _digest(tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else type(tokenizer).__name__),
+        "tokenizer": _digest(_rules(tokenizer)),
         "vocabulary": shard.vocabulary(model, tokenizer),
         "length": length,
         "overlap": overlap,
@@ -262,14 +269,31 @@ def _definition(
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Of the weights: names, shapes, and 64 numbers of each tensor."""
+    """Of the weights: names, shapes, and all bytes of each tensor."""
     state = hashlib.sha256()
     for name, x in model.state_dict().items():
-        flat = x.detach().reshape(-1)
-        some = flat[torch.linspace(0, max(len(flat) - 1, 0), min(64, len(flat)), dtype=torch.float64).long()]
-        state.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        state.update(repr(some.tolist()).encode())
+        state.update(f"{name} {type(x).__name__}".encode())
+        if isinstance(x, torch.Tensor):
+            state.update(f"{tuple(x.shape)} {x.dtype}".encode())
+            state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
+
+
+def _configuration(model: nn.Module) -> str:
+    """Of what decides what the model makes of its weights, but for names and places."""
+    config: Any = getattr(model, "config", None)
+    said = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    inert = ("name", "path", "transformers_version", "architectures", "_attn_implementation")
+    kept = {k: repr(v) for k, v in said.items() if not any(word in str(k) for word in inert)}
+    return _digest({"class": type(model).__qualname__, **kept})
+
+
+def _rules(tokenizer: Any) -> Any:
+    """What decides which ids a text becomes."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    around = Special.of(tokenizer)
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else type(tokenizer).__name__
+    return [backend.to_str() if hasattr(backend, "to_str") else vocabulary, around.before, around.after]
 
 
 def _digest(value: Any) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ QUANTILES = (0.05, 0.5, 0.95)
 EXAMPLES = 20
 """As many names of texts that were left out are kept."""
 _DATE = (1980, 1, 1, 0, 0, 0)  # the same survey is the same bytes, whenever it is written
+DAMAGE = (  # what reading a file with wrong bytes in it may raise
+    zipfile.BadZipFile, zlib.error, KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
 
 
 class Survey:
@@ -63,7 +68,7 @@ class Survey:
         Columns: layer, head, module, queries; of each quantity of ``definition["quantities"]``, in its unit, the mean
         by its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to a
         bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (over the means of sequences, from t-digests);
-        special and delimiter (shares of the weight on such keys; the tokens are in the definition); sink_score (mean α
+        special and delimiter (shares of the weight on such keys); sink_score (mean α
         of the first key) and sink_texts (share of texts in which α > 0.3; of texts of 64 tokens or more).
         """
         import pandas as pd
@@ -141,6 +146,14 @@ class Survey:
         twice = sorted({*self.record["shards"]} & {*other.record["shards"]})
         if twice:
             raise InputError(f"other: both surveys hold {twice[0]}, which would count twice")
+        cut = {name.rpartition(" ")[2]: name.split()[3] for name in self.record["shards"]}
+        for name in other.record["shards"]:
+            corpus, number = name.rpartition(" ")[2], name.split()[3]
+            if cut.get(corpus, number) != number:
+                raise InputError(
+                    f"other: the corpus {corpus} is cut into {cut[corpus]} shards here and {number} there, so nobody "
+                    "knows which texts would count twice"
+                )
         groups = dict(self.groups)
         for name, group in other.groups.items():
             groups[name] = groups[name].merge(group) if name in groups else group
@@ -189,7 +202,7 @@ class Survey:
                 groups = {name: _read_group(archive, name, layers, head) for name, layers in head["groups"].items()}
         except OSError as error:
             raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
-        except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError) as error:
+        except DAMAGE as error:
             raise InputError(f"path: {str(target)!r} is not a survey, or is damaged") from error
         return cls(head["definition"], groups, head["record"])
 

@@ -60,6 +60,8 @@ def of_sdpa(
     if is_causal:
         mask = Causal() if n_queries == n_keys else Shifted(Causal(), 0)
     bias: tuple[Any, ...] = ()
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.masked_fill(attn_mask <= attn_mask.amax(-1, keepdim=True) - FAR, -torch.inf)
     if attn_mask is not None:
         if len(lead) == 2 or attn_mask.ndim == 2:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
@@ -133,7 +135,7 @@ def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
         x: what a softmax was taken of, along its last dimension.
         heads: of the module, if known.
     """
-    if x.ndim == 4 and heads in (None, x.shape[1]):
+    if x.ndim == 4 and heads == x.shape[1]:
         return x
     if x.ndim == 3 and heads is not None and x.shape[0] % heads == 0:
         return x.unflatten(0, (-1, heads))

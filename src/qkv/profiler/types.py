@@ -51,22 +51,24 @@ def sink_scores(data: xr.Dataset) -> np.ndarray | None:
     """Weight on each key, averaged over the queries that may see it, (text, layer, head, key).
 
     NaN where fewer than an eighth of the queries, or fewer than eight, see the key: the last tokens of a causal text.
+    (Where a window is so short that no key has more, those with most count.)
     """
     if "audience" not in data:
         return None
     audience = data["audience"].values
-    least = np.maximum(8, data["n_queries"].values / 8)[:, None, None, None]
+    most = np.nanmax(audience, -1, keepdims=True, initial=0)
+    least = np.minimum(np.maximum(8, data["n_queries"].values / 8)[:, None, None, None], most)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(audience >= least, data["received"].values / audience, np.nan)
+        return np.where((audience >= least) & (audience > 0), data["received"].values / audience, np.nan)
 
 
 def _other_sink(data: xr.Dataset) -> np.ndarray | None:
     score = sink_scores(data)
     if score is None:
         return None
-    others = np.nan_to_num(score[..., 1:], nan=0.0)
-    best: np.ndarray = others.max(-1, initial=0).mean(0)
-    return best
+    others = score[..., 1:]
+    best = np.where(np.isnan(others).all(-1), np.nan, np.nan_to_num(others).max(-1, initial=0))
+    return over_texts(best)
 
 
 def _delimiters(data: xr.Dataset) -> np.ndarray | None:
@@ -112,8 +114,13 @@ def _streaming(data: xr.Dataset) -> np.ndarray | None:
 
 
 def _retrieval(data: xr.Dataset) -> np.ndarray | None:
+    """What is neither kept nor on a learned sink; only of weights that add up to 1, those of a softmax."""
     kept = _streaming(data)
-    return None if kept is None else 1 - kept
+    if kept is None or np.isnan(data["lse"].values).all():
+        return None
+    if "sink_mass" in data:
+        kept = kept + over_texts(tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data)))
+    return np.clip(1 - kept, 0, 1)
 
 
 ROLES = {  # what a head does: the first that holds is its type

@@ -50,11 +50,9 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
         picture = _map(axes, table, column, label)
         if index == 0:
             axes.set_ylabel("layer", fontsize=8, color=MUTED)
-    bar = figure.colorbar(picture, cax=place(figure, left + len(kinds) * (wide + gap) - gap + 0.12, top, 0.09, tall))
-    bar.set_label("α of the first token", fontsize=7.5, color=MUTED)
-    bar.ax.axhline(EPSILON, color=WARM, lw=1.2)
-    bar.ax.tick_params(labelsize=7, colors=MUTED, length=2)
-    bar.outline.set_visible(False)
+        if index < len(kinds) - 1:
+            continue
+        _bar(figure, picture, place(figure, left + len(kinds) * (wide + gap) - gap + 0.12, top, 0.09, tall))
     _values(place(figure, left, lower, 3.4, 2.4), table)
     _tokens(place(figure, left + 5.0, lower, width - left - 5.6, 2.4), sink_tokens(data), len(table))
     return figure
@@ -77,6 +75,14 @@ def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:
     for spine in axes.spines.values():
         spine.set_visible(False)
     return picture
+
+
+def _bar(figure: Figure, picture: AxesImage, axes: Axes) -> None:
+    bar = figure.colorbar(picture, cax=axes)
+    bar.set_label("α of the first token", fontsize=7.5, color=MUTED)
+    axes.axhline(EPSILON, color=WARM, lw=1.2)
+    axes.tick_params(labelsize=7, colors=MUTED, length=2)
+    bar.outline.set_visible(False)
 
 
 def _values(axes: Axes, table: pd.DataFrame) -> None:
@@ -126,4 +132,6 @@ def _sentence(data: xr.Dataset) -> str:
         parts.append(f"{percent(found['random'])} on random tokens")
     if found.get("learned", 0) >= 0.01:
         parts.append(f"the learned sink takes {percent(found['learned'])}")
-    return ", ".join(parts) or f"{percent(found['entries'])} of the weights on the first token are above {EPSILON:g}"
+    if not parts and "entries" in found:
+        parts = [f"{percent(found['entries'])} of the weights on the first token are above {EPSILON:g}"]
+    return ", ".join(parts) or "Of one token no sink can be told"
