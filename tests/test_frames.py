@@ -76,6 +76,15 @@ def test_a_failure_leaves_what_was_there(profile: Profile, tmp_path: Path, monke
     assert [p.name for p in tmp_path.iterdir()] == ["heads.csv"]
 
 
+def test_a_folder_is_not_replaced(profile: Profile, tmp_path: Path) -> None:
+    for name in ("heads.csv", "other.zarr"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "letters.txt").write_text("dear")
+        with pytest.raises(InputError, match="is a folder, which is not replaced"):
+            profile.export(tmp_path / name)
+        assert (tmp_path / name / "letters.txt").read_text() == "dear"
+
+
 def test_what_is_refused(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"path is .*expected a name that ends in \.parquet, \.csv, \.zarr"):
         profile.export(tmp_path / "heads.xlsx")

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import qkv
 from qkv import InputError, Profile
 from qkv.call import Call
 from qkv.masks import Causal
+from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
 from qkv.profiler import models, types
 from qkv.profiler.geometry import geometry
@@ -290,3 +292,90 @@ def test_a_profile_without_audience_says_so(planted: Profile) -> None:
     with pytest.raises(InputError, match="profile again"):
         old.sinks()
     assert old.types()["other sink"].isna().all()
+
+
+# --- found by reading -------------------------------------------------------------------------------------------------
+
+
+def small(**changes: object) -> DecoderLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 32, "layers": 1, "heads": 2, "positions": "rotary", "context": 512}
+    return DecoderLM(DecoderConfig(**(sizes | changes))).eval()  # type: ignore[arg-type]
+
+
+def test_of_a_short_window_every_key_has_a_score() -> None:
+    ids = torch.randint(50, (1, 256), generator=torch.Generator().manual_seed(1))
+    profile = qkv.profile(small(window=16), ids, progress=False)
+    weights = qkv.profile(small(window=16), ids, progress=False).data["weights"].values[0, 0]
+    want = weights.sum(1)[:, : 256 - 15] / 16
+    np.testing.assert_allclose(sink_scores(profile.data)[0, 0, :, : 256 - 15], want, atol=1e-5)
+    np.testing.assert_allclose(profile.sinks()["alpha_best"], want.max(1), atol=1e-5)
+
+
+def test_probes_of_a_padded_text_are_those_of_the_text() -> None:
+    ids = torch.randint(90, (1, 30), generator=torch.Generator().manual_seed(2))
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=256)
+    torch.manual_seed(0)
+    model = transformers.GPT2Model(config).eval()
+    alone = qkv.profile(model, ids, progress=False).data
+    for left in (True, False):
+        pad = (70, 0) if left else (0, 70)
+        batch = {
+            "input_ids": nn.functional.pad(ids, pad, value=95),
+            "attention_mask": nn.functional.pad(torch.ones_like(ids), pad),
+        }
+        padded = qkv.profile(model, batch, progress=False).data
+        for name in ("probe_positional", "probe_sink_random", "probe_induction"):
+            np.testing.assert_allclose(padded[name], alone[name], atol=1e-6, err_msg=name)
+
+
+def test_a_head_that_rests_on_its_learned_sink_retrieves_nothing() -> None:
+    model = small(sink=True)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if name.endswith("sink"):
+                x.fill_(12.0)
+    profile = qkv.profile(model, torch.randint(50, (1, 400)), progress=False)
+    assert (profile.sinks()["learned_sink"] > 0.99).all()
+    assert (profile.types()["retrieval"] < 0.01).all()
+
+
+def test_random_tokens_in_a_window_are_scored_by_those_that_see_them() -> None:
+    ids = torch.randint(50, (1, 64), generator=torch.Generator().manual_seed(3))
+    table = qkv.profile(small(window=8), ids, progress=False).sinks()
+    np.testing.assert_allclose(table["alpha_random"], table["alpha_first"], rtol=0.5)
+
+
+def test_one_token_has_no_others() -> None:
+    table = qkv.profile(small(), torch.tensor([[3]]), progress=False).sinks()
+    assert table[["first_key_angle", "cosine_others", "value_norm_first", "sink_share"]].isna().all(axis=None)
+
+
+def test_a_model_without_scores_is_drawn_all_the_same() -> None:
+    model = qkv.models.RNNSeq2Seq(qkv.models.RNNSeq2SeqConfig(20, 20, attention="bahdanau"))
+    ids = torch.randint(3, 20, (1, 6))
+    profile = qkv.profile(model, {"source": ids, "target": ids}, progress=False)
+    assert len(profile.plot.sinks().axes) == 2
+
+
+def test_cross_attention_has_no_first_queries() -> None:
+    model = qkv.models.EncoderDecoder(qkv.models.EncoderDecoderConfig(20, 20, d_model=16, heads=2, layers=1)).eval()
+    batch = {"source": torch.randint(3, 20, (1, 9)), "target": torch.randint(3, 20, (1, 5))}
+    profile = qkv.profile(model, batch, progress=False)
+    assert np.isnan(profile.groups["cross"]["early"]).all()
+    assert not np.isnan(profile.groups["decoder"]["early"][..., :5]).any()
+
+
+def test_a_probe_that_the_model_refuses_does_not_cost_the_profile() -> None:
+    class Strict(Planted):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            assert input_ids.shape[1] == 80, "reads 80 tokens"
+            return super().forward(input_ids)
+
+    profile = qkv.profile(Strict(), text(80), tokenizer=Names(), progress=False)
+    assert profile.attrs["probes"] == "not run: AssertionError: reads 80 tokens"
+
+
+def test_what_is_no_data_set_is_said() -> None:
+    with pytest.raises(InputError, match=r"got int; expected an xarray\.Dataset"):
+        Profile({"self": 3})  # type: ignore[dict-item]

@@ -646,3 +646,75 @@ def test_an_unknown_flag_ends_with_two() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["survey", "--sharps", "3"])
     assert ended.value.code == 2
+
+
+# --- found by reading -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_other_bytes_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    for other in ("some text, longer now", "so", "SOME TEXT"):
+        file.write_text("some text")
+        (document,) = corpus.of_files([file]).documents
+        assert document.read() == "some text"
+        file.write_text(other)
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(InputError, match=r"x\.txt has changed since the survey began"):
+            document.read()
+
+
+def test_odd_lines_and_links_are_named_and_counted(tmp_path: Path) -> None:
+    lines = ['\ufeff{"text": "first"}', '{"text": "bad \\ud800"}', "[" * 100_000, '{"text": "last"}']
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "other")
+    found = corpus.of_files([tmp_path / "in"]).documents
+    assert [(d.name, d.reason) for d in found] == [
+        ("link", "unreadable: a link to a folder"), ("a.jsonl:1", None), ("a.jsonl:2", "no JSON object with 'text'"),
+        ("a.jsonl:3", "no JSON object with 'text'"), ("a.jsonl:4", None),
+    ]  # fmt: skip
+    assert [d.read() for d in found if d.reason is None] == ["first", "last"]
+
+
+def test_a_string_is_one_text() -> None:
+    assert len(corpus.of_texts("one text").documents) == 1
+
+
+def test_one_corpus_cut_in_two_ways_does_not_merge(tmp_path: Path) -> None:
+    one, two = (own_survey(tmp_path / str(n), shards=n) for n in (1, 2))
+    with pytest.raises(InputError, match="is cut into 1 shards here and 2 there"):
+        one.merge(two)
+
+
+def test_what_decides_the_weights_is_part_of_the_definition(tmp_path: Path) -> None:
+    """The same tensors with other rotary positions are another model; so is one number changed."""
+    model = hf.build("llama")
+    survey(model, TEXTS, tokenizer=Words(), out=tmp_path, shards=2)
+    model.config.rope_theta = 3.0
+    with pytest.raises(InputError, match=r"other settings: definition\.configuration"):
+        survey(model, TEXTS, tokenizer=Words(), out=tmp_path, shards=2)
+    model = hf.build("llama")
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[5] += 1
+    with pytest.raises(InputError, match=r"other settings: definition\.weights"):
+        survey(model, TEXTS, tokenizer=Words(), out=tmp_path, shards=2)
+
+
+def test_one_wrong_bit_is_said_in_a_sentence(tmp_path: Path) -> None:
+    data = own_survey(tmp_path / "s", shards=1).packed()
+    file = tmp_path / "damaged.qkv.zip"
+    generator = np.random.default_rng(0)
+    for at in generator.integers(0, len(data), 60):
+        spoilt = bytearray(data)
+        spoilt[at] ^= 1 << int(generator.integers(8))
+        file.write_bytes(spoilt)
+        try:
+            Survey.load(file)
+        except InputError as error:
+            assert "damaged" in str(error) or "format" in str(error)  # noqa: PT017
+
+
+def test_nothing_but_refused_texts_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="every text was left out: longer than 8 tokens"):
+        survey(hf.build("bert"), [words(30, 1)], tokenizer=Words(), out=tmp_path, shards=1, length=8, long="refuse")
