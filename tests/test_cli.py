@@ -45,7 +45,8 @@ def test_main_job_in_a_subprocess(tmp_path: Path) -> None:
     assert "<s>" in done.stdout
     assert "report.html" in done.stdout
     written = {p.name for p in (tmp_path / "found").iterdir()}
-    assert written == {"profile.qkv.zip", "report.html", "overview.png", "received.png", "entropy.png", "sink.png"}
+    figures = {f"{name}.png" for name in ("overview", "received", "entropy", "sink", "sinks", "types")}
+    assert written == {"profile.qkv.zip", "report.html", "heads.csv", *figures}
     result = qkv.Profile.load(tmp_path / "found" / "profile.qkv.zip")
     assert dict(result.data.sizes) | {"layer": 4, "head": 6} == dict(result.data.sizes)
     assert result.attrs["command"] == "qkv profile --out found"

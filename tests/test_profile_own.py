@@ -82,7 +82,7 @@ def captioner(attention: Any = "soft") -> Captioner:
 
 
 def own_profile(model: nn.Module, inputs: Any, **settings: Any) -> Profile:
-    return profile(model, inputs, **{"progress": False, "local_window": LOCAL} | settings)
+    return profile(model, inputs, **{"progress": False, "probe": False, "local_window": LOCAL} | settings)
 
 
 def own_weights(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:

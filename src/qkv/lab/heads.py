@@ -82,7 +82,7 @@ def continued(model: DecoderLM, prompt: Int[Tensor, "b n"], new: int) -> Int[Ten
 def maps(model: nn.Module, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "b layer head n n"]:
     """The exact attention weights of every head, queries in the last but one dimension, by the profiler."""
     ids = ids.to(next(model.parameters()).device)
-    found = qkv.profile(model, ids, map_tokens=ids.shape[1], progress=False)
+    found = qkv.profile(model, ids, map_tokens=ids.shape[1], probe=False, progress=False)
     return np.asarray(found.data["weights"].values)
 
 

@@ -91,7 +91,7 @@ def weights(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, np.ndarray]:
         raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
     n = ids.shape[1]
     # A local window of the whole text: its weight is the sum of the row.
-    data = qkv.profile(model, ids, progress=False, map_tokens=0, local_window=n).data
+    data = qkv.profile(model, ids, progress=False, map_tokens=0, map_bins=0, probe=False, local_window=n).data
     sees = slice(min(n, model.config.window or n))
     first, previous = data["sink"].values[..., sees], data["previous"].values
     found = {"entropy": data["entropy"].values, "visible": data["visible"].values}

@@ -86,7 +86,7 @@ def cross_weights(
         return None if model.attention is None else model.alignments(source, target)[None, None].cpu()
     from qkv.profiler.run import profile
 
-    found = profile(model, {"source": source, "target": target}, progress=False).group("cross")["weights"]
+    found = profile(model, {"source": source, "target": target}, progress=False, probe=False).group("cross")["weights"]
     return torch.from_numpy(found.transpose("layer", "head", "text", "query", "key").values).nan_to_num()
 
 

@@ -314,7 +314,7 @@ def _map_figure(task: Backcopy, model: DecoderLM) -> Figure:
     # The sequence with most triggers in what is shown says most.
     held, n = task.held_out(CHECKED)["ids"], min(SHOWN, task.length)
     ids = held[int(task.is_trigger(held[:, :n]).sum(1).argmax()), :n]
-    data = qkv.profile(model, ids[None], progress=False, map_tokens=n).data
+    data = qkv.profile(model, ids[None], progress=False, map_tokens=n, probe=False).data
     names, awake = task.labels(ids), task.is_trigger(ids).tolist()
     figure, (axes,) = draw.panels(title, note, width=6.2, height=4.9)
     image = draw.heatmap(axes, data["weights"].values[0, layer, head], rows=names, columns=names)
