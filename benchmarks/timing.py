@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.bench.timing import machine
+from qkv.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = 2
@@ -16,7 +17,5 @@ def save(name: str, result: dict[str, Any]) -> Path:
     """Write one benchmark's result with the machine it ran on."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps({"machine": machine(THREADS), **result}, indent=1) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps({"machine": machine(THREADS), **result}, indent=1) + "\n")
     return path

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
-    "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear", "sums",
-    "measure", "transposed", "maps", "choice", "cost",
+    "errors", "files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise",
+    "parallel", "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear",
+    "sums", "measure", "transposed", "maps", "choice", "cost",
     "attention", "cache", "nn", "models",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float

@@ -77,10 +77,10 @@ def test_a_failure_leaves_what_was_there(profile: Profile, tmp_path: Path, monke
 
 
 def test_a_folder_is_not_replaced(profile: Profile, tmp_path: Path) -> None:
-    for name in ("heads.csv", "other.zarr"):
+    for name, why in (("heads.csv", "is a folder"), ("other.zarr", "is no zarr folder, so it is not replaced")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "letters.txt").write_text("dear")
-        with pytest.raises(InputError, match="is a folder, which is not replaced"):
+        with pytest.raises(InputError, match=why):
             profile.export(tmp_path / name)
         assert (tmp_path / name / "letters.txt").read_text() == "dear"
 

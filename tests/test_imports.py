@@ -12,9 +12,9 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 ORDER = [
-    "errors", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise", "parallel",
-    "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear", "sums",
-    "measure", "transposed", "maps", "choice", "cost",
+    "errors", "files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise",
+    "parallel", "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear",
+    "sums", "measure", "transposed", "maps", "choice", "cost",
     "attention", "cache", "nn", "models", "huggingface",
     "profiler", "view", "bench", "lab", "cli",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import types
 from pathlib import Path
@@ -166,10 +167,10 @@ def test_a_cache_that_cannot_be_written_is_said_so(cache: Path, monkeypatch: pyt
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpora.keep(tmp_path / "x", b"before")
 
-    def full(self: Path, target: Path) -> None:
+    def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(InputError, match="No space left on device"):
         corpora.keep(tmp_path / "x", b"after")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}

@@ -107,9 +107,7 @@ def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def save(result: dict[str, Any], path: Path) -> None:
     """Write results as JSON."""
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def load(path: Path) -> dict[str, Any]:

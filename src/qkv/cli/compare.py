@@ -44,13 +44,13 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
     """comparison.csv with every head of every group, and a figure of each: compare.png, and compare-cross.png …"""
     import pandas as pd
 
-    from qkv.profiler.archive import write_atomically
+    from qkv.files import write_whole
     from qkv.view.save import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
     files = [out / "comparison.csv"]
     table = pd.concat(tables).set_index("group").reset_index()
-    write_atomically(files[0], table.to_csv(index=False).encode())
+    write_whole(files[0], table.to_csv(index=False).encode())
     for group in comparison.groups:
         name = "compare.png" if group == comparison.a.main else f"compare-{group}.png"
         files.append(out / name)

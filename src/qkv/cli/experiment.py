@@ -42,8 +42,8 @@ def experiment(
         jobs: Runs at a time, each a process on one core.
         redraw: Conclude and draw once more from the numbers that DIR has; nothing is trained.
     """
+    from qkv.files import write_whole
     from qkv.lab import experiments
-    from qkv.lab.files import write_whole
 
     if not names:
         _list()

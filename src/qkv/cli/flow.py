@@ -62,8 +62,8 @@ def flow(
     from rich.console import Console
     from rich.markup import escape
 
+    from qkv.files import write_whole
     from qkv.profiler import models
-    from qkv.profiler.archive import write_atomically
     from qkv.profiler.flow import flow_to, rollout
     from qkv.view.flow_plot import flow_figure
     from qkv.view.save import save_figure
@@ -96,7 +96,7 @@ def flow(
             tables.append(_table(found, way))
         import pandas as pd
 
-        write_atomically(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
+        write_whole(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
         console.print(f"[dim]Data     {escape(str(out / 'flow.csv'))}[/dim]", soft_wrap=True, highlight=False)
 
 

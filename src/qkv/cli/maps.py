@@ -73,9 +73,9 @@ def head_map(
     from rich.console import Console
     from rich.markup import escape
 
+    from qkv.files import write_whole
     from qkv.maps import span
     from qkv.profiler import maps, models
-    from qkv.profiler.archive import write_atomically
     from qkv.view.map_plot import map_figure, sentence
     from qkv.view.save import save_figure
 
@@ -107,7 +107,7 @@ def head_map(
         console.print(f"[bold]Map[/bold]   {escape(str(out))}", soft_wrap=True, highlight=False)
         if data:
             numbers = out.with_suffix(".npz")
-            write_atomically(numbers, _npz(found, picture))
+            write_whole(numbers, _npz(found, picture))
             console.print(f"[dim]Data  {escape(str(numbers))}[/dim]", soft_wrap=True, highlight=False)
 
 

@@ -25,11 +25,11 @@ def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
 
 def write(data: xr.Dataset, name: str, out: Path) -> list[Path]:
     """mixing.png and mixing.csv: mean response by depth and token."""
-    from qkv.profiler.archive import write_atomically
+    from qkv.files import write_whole
     from qkv.view.mixing_plot import mixing_figure
     from qkv.view.save import save_figure
 
     figure, table = out / "mixing.png", out / "mixing.csv"
     save_figure(mixing_figure(data, name=name), figure)
-    write_atomically(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
+    write_whole(table, data["response"].to_dataframe().reset_index().to_csv(index=False).encode())
     return [figure, table]

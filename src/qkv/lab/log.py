@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import InputError
-from qkv.lab.files import write_whole
+from qkv.files import write_whole
 
 
 class Log:

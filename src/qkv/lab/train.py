@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.lab import log, resume, settings
-from qkv.lab.files import write_whole
 from qkv.lab.progress import Bar
 from qkv.lab.task import Batch, Task, Training
 from qkv.models import checkpoint

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import uuid
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,10 @@ from typing import Any
 import xarray as xr
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 
 FORMAT = "qkv-profile"
 VERSION = 1  # raise when an older qkv could misread what this one writes
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` through a temporary sibling, so that no reader ever sees half a file."""
-    if not path.parent.is_dir():
-        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
-    if path.is_dir():
-        raise InputError(f"path: {str(path)!r} is a folder; expected the name of a file")
-    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 PARTS = ("groups", "residual")  # folders of data sets, and the lists of their names in the header
@@ -57,7 +42,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # zarr has compressed the chunks already
         for member, buffer in members.items():
             archive.writestr(member, buffer.to_bytes())
-    write_atomically(path, file.getvalue())
+    write_whole(path, file.getvalue())
 
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:

@@ -35,9 +35,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.masks import Mask, Predicate
 from qkv.measure import settled, sweep
-from qkv.profiler.archive import write_atomically
 from qkv.profiler.calls import calls_of, without_values
 from qkv.profiler.capture import Seen
 from qkv.profiler.eviction_run import held, nats_of, runner
@@ -73,7 +73,7 @@ class Eviction:
             summary["loss"] = json.loads(self.loss.to_json(orient="records", double_precision=15))
         files["eviction.json"] = json.dumps(summary, indent=2, ensure_ascii=False)
         for name, content in files.items():
-            write_atomically(folder / name, content.encode())
+            write_whole(folder / name, content.encode())
         return [folder / name for name in files]
 
 

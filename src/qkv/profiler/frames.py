@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
-import os
-import shutil
-import uuid
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.profiler.types import ROLES, TRAITS
 from qkv.profiler.variables import VARIABLES
 
@@ -100,31 +100,18 @@ def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
 
 def export(profile: Profile, path: Path, group: str | None) -> Path:
     """Write a profile for other programs, by the ending of `path`; whole or not at all."""
-    if path.suffix not in ENDINGS:
+    if path.suffix == ".zarr":
+        _zarr(profile, path)
+    elif path.suffix == ".parquet":
+        write_whole(path, _parquet(all_of_heads(profile, group)))
+    elif path.suffix == ".csv":
+        write_whole(path, all_of_heads(profile, group).to_csv(index=False))
+    else:
         raise InputError(f"path is {str(path)!r}, expected a name that ends in {', '.join(ENDINGS)}")
-    if path.is_dir() and not (path.suffix == ".zarr" and (path / "zarr.json").exists()):
-        raise InputError(f"path: {str(path)!r} is a folder, which is not replaced; expected another name")
-    if not path.parent.is_dir():
-        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        if path.suffix == ".zarr":
-            _zarr(profile, temporary)
-        elif path.suffix == ".parquet":
-            _parquet(all_of_heads(profile, group), temporary)
-        else:
-            all_of_heads(profile, group).to_csv(temporary, index=False)
-        if path.is_dir():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
     return path
 
 
-def _parquet(table: pd.DataFrame, path: Path) -> None:
+def _parquet(table: pd.DataFrame) -> memoryview:
     _need("pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
@@ -135,17 +122,30 @@ def _parquet(table: pd.DataFrame, path: Path) -> None:
         made.schema.field(name).with_metadata({"units": about["units"][name], "definition": about["definitions"][name]})
         for name in made.column_names
     ]
-    schema = pa.schema(fields, metadata={"qkv": json.dumps(about)})
-    parquet.write_table(made.cast(schema), path)
+    file = io.BytesIO()
+    parquet.write_table(made.cast(pa.schema(fields, metadata={"qkv": json.dumps(about)})), file)
+    return file.getbuffer()
 
 
 def _zarr(profile: Profile, path: Path) -> None:
+    """A folder in place of none, or of an older one of its kind."""
     import zarr
 
-    zarr.open_group(path, mode="w", zarr_format=3).attrs.update({"profile": profile.attrs})
-    for part, datasets in (("groups", profile.groups), ("residual", profile.residual)):
-        for name, data in datasets.items():
-            data.to_zarr(path, group=f"{part}/{name}", mode="a", consolidated=False, zarr_format=3)
+    if path.exists() and not (path / "zarr.json").exists():
+        raise InputError(
+            f"path: {str(path)!r} is there and no zarr folder, so it is not replaced; expected another name"
+        )
+    if not path.parent.is_dir():
+        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:100]}.") as folder:
+        made = Path(folder) / "new"
+        zarr.open_group(made, mode="w", zarr_format=3).attrs.update({"profile": profile.attrs})
+        for part, datasets in (("groups", profile.groups), ("residual", profile.residual)):
+            for name, data in datasets.items():
+                data.to_zarr(made, group=f"{part}/{name}", mode="a", consolidated=False, zarr_format=3)
+        if path.exists():
+            path.rename(Path(folder) / "old")
+        made.rename(path)
 
 
 def _need(module: str) -> None:

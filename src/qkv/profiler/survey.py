@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.profiler import accumulators, corpus, shard
-from qkv.profiler.archive import write_atomically
 from qkv.profiler.corpus import Corpus, Document
 from qkv.profiler.inputs import positions
 from qkv.profiler.models import load
@@ -195,7 +195,7 @@ def _finished(folder: Path) -> set[int]:
 
 def _write(path: Path, data: bytes, what: str, folder: Path, shards: int) -> None:
     try:
-        write_atomically(path, data)
+        write_whole(path, data)
     except OSError as error:
         raise InputError(
             f"cannot write {what} to {path} ({error.strerror}); {len(_finished(folder))} of {shards} shards are done "
@@ -209,7 +209,7 @@ def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
     try:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_atomically(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
+            write_whole(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
         before = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"out: cannot use the folder {str(folder)!r} ({error})") from error

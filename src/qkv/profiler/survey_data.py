@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.profiler.accumulators import EARLY, QUANTITIES, Group, Layer, joined, number
-from qkv.profiler.archive import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,7 +162,7 @@ class Survey:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the survey to one file, whole or not at all (a zip of JSON and NumPy arrays). Returns its path."""
         target = Path(path)
-        write_atomically(target, self.packed())
+        write_whole(target, self.packed())
         return target
 
     def packed(self) -> bytes:

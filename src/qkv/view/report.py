@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv.profiler.archive import write_atomically
+from qkv.files import write_whole
 from qkv.view.payload import payload
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
         InputError: the folder of `path` does not exist, or `path` is a folder.
     """
     target = Path(path)
-    write_atomically(target, render(profile).encode("utf-8", "replace"))
+    write_whole(target, render(profile).encode("utf-8", "replace"))
     return target
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from qkv.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -12,10 +15,7 @@ DPI = 160
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """As PNG, written to a temporary name and renamed: never half a picture."""
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        figure.savefig(unfinished, format="png", dpi=DPI)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """As PNG: never half a picture."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    write_whole(path, drawn.getbuffer())

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from qkv.errors import InputError
+from qkv.files import write_whole
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
 from qkv.lab.experiments.registry import experiment, names
-from qkv.lab.files import write_whole
 
 RUNS = "runs"
 """The folder of trained models, which all experiments share."""

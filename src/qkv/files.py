@@ -1,0 +1,35 @@
+"""Files that are there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from qkv.errors import InputError
+
+
+def write_whole(path: Path, data: bytes | memoryview | str) -> None:
+    """Write a file under a temporary name beside it and rename it, so that no reader ever sees half. Text is UTF-8.
+
+    Several processes may do so at once.
+
+    Raises:
+        InputError: if its folder is not there, or it is a folder itself.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_whole(Path(folder) / "x", "é")
+    ...     [(p.name, p.read_bytes()) for p in Path(folder).iterdir()]
+    [('x', b'\\xc3\\xa9')]
+    """
+    if not path.parent.is_dir():
+        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
+    if path.is_dir():
+        raise InputError(f"path: {str(path)!r} is a folder; expected the name of a file")
+    unfinished = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}.tmp")
+    try:
+        unfinished.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
