@@ -15,6 +15,7 @@ from torch import Tensor
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import alone, alternating, machine, timed
 from qkv.errors import InputError
+from qkv.files import write_whole
 
 ONCE = 5.0  # seconds of a first run beyond which a contender runs no more
 LEAST, MOST = 3, 15  # repeats

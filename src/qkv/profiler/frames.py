@@ -132,9 +132,7 @@ def _zarr(profile: Profile, path: Path) -> None:
     import zarr
 
     if path.exists() and not (path / "zarr.json").exists():
-        raise InputError(
-            f"path: {str(path)!r} is there and no zarr folder, so it is not replaced; expected another name"
-        )
+        raise InputError(f"path: {str(path)!r} is no zarr folder, so it is not replaced; expected another name")
     if not path.parent.is_dir():
         raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:100]}.") as folder:
