@@ -132,7 +132,7 @@ def test_tokens_read_as_text() -> None:
 
 def test_nothing_in_the_file_is_markup_but_the_template() -> None:
     html = report.render(hostile())
-    assert html.count("<script") == report._asset("report.html").count("<script") + 2  # curves and maps
+    assert html.count("<script") == report.asset("report.html").count("<script") + 2  # curves and maps
     assert "<img" not in html
     assert "<!--" not in html
     assert "\u2028" not in html
@@ -243,8 +243,8 @@ DRIVER = """
 
 @in_browser
 def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asset = report._asset
-    monkeypatch.setattr(report, "_asset", lambda name: asset(name) + (DRIVER if name == "report.js" else ""))
+    asset = report.asset
+    monkeypatch.setattr(report, "asset", lambda name: asset(name) + (DRIVER if name == "report.js" else ""))
     profile = made.gpt()
     state, _ = opened(profile.report(tmp_path / "report.html"), tmp_path / "browser")
     assert "error" not in state
@@ -255,7 +255,7 @@ def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert said["focused"].startswith("Layer 2, head 2: ")
     assert said["stepped"] == "Layer 2 · head 3"
     assert said["kept"] == "on"
-    assert said["cell"] == f"Layer 0, head 0: {heads['distance'][0]:.1f} tokens; first token 99 %"
+    assert said["cell"] == f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
     assert said["asked"].startswith("Shaded: where “wards” (position 9) of L2 · H3 looks.")
     assert said["shaded"] == "9"
     weight = float(profile.data["weights"][0, 2, 3, 1, 1])
@@ -268,9 +268,9 @@ def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @in_browser
 def test_an_old_browser_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asset = report._asset
+    asset = report.asset
     remove = "delete globalThis.DecompressionStream;\n"
-    monkeypatch.setattr(report, "_asset", lambda name: asset(name) + (remove if name == "report_data.js" else ""))
+    monkeypatch.setattr(report, "asset", lambda name: asset(name) + (remove if name == "dom.js" else ""))
     state, dom = opened(made.gpt().report(tmp_path / "report.html"), tmp_path / "browser")
     assert "DecompressionStream" in state["error"]
     assert "Please open it in a browser of 2023 or later" in dom

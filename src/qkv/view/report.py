@@ -18,7 +18,8 @@ from qkv.view.payload import payload
 if TYPE_CHECKING:
     from qkv.profiler.data import Profile
 
-SCRIPTS = ("report_data.js", "report_charts.js", "report.js")  # in the order they build on one another
+STYLES = ("base.css", "report.css")
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 # Characters that could end a script element, start a comment in it, or break a line of JavaScript.
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
@@ -41,8 +42,8 @@ def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
 def render(profile: Profile) -> str:
     """The page as a string."""
     page, blobs = payload(profile)
-    style = _asset("report.css")
-    script = "\n".join(_asset(name) for name in SCRIPTS)
+    style = "\n".join(asset(name) for name in STYLES)
+    script = bundled("report.js")
     parts = {
         "title": html.escape(f"{profile.attrs.get('model', 'Model')} · attention profile"),
         "policy": (
@@ -55,15 +56,37 @@ def render(profile: Profile) -> str:
         "blobs": "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items()),
     }
     # One pass, so that no inserted text is searched for placeholders.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
 
 
-def _asset(name: str) -> str:
-    return (files("qkv.view") / name).read_text("utf-8")
+def asset(name: str) -> str:
+    """A file of the pages, by its name."""
+    return (files("qkv.view") / "static" / name).read_text("utf-8")
+
+
+def bundled(entry: str) -> str:
+    """A module and all it imports as one script: each after those it imports, its imports and exports taken away.
+
+    The modules share one scope, so their top-level names differ, and they import and export by name alone.
+    """
+    scripts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in scripts:
+            return
+        scripts[name] = ""  # begun: modules may import one another
+        source = asset(name)
+        for imported in IMPORT.findall(source):
+            add(imported)
+        del scripts[name]  # it stands after its imports
+        scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", source), flags=re.MULTILINE)
+
+    add(entry)
+    return '"use strict";\n' + "\n".join(scripts.values())
 
 
 def _hash(content: str) -> str:

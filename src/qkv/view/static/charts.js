@@ -1,9 +1,13 @@
 // Drawing: stacked bars, curves along the text, maps on canvas. Each returns an element and keeps no state
 // of the page.
 
+import { css, destinationColour, inkOn, looks, ramp } from "./colour.js";
+import { h, svg } from "./dom.js";
+import { binStart, integer, named, percent, written } from "./numbers.js";
+
 /** A bar of disjoint shares, with a legend when asked. `shares`: {destination name: share}. */
-function stack(shares, { window, legend = false, label }) {
-  const parts = PAGE.destinations.filter(({ name }) => shares[name] > 0.0005);
+export function stack(shares, { window, legend = false, label }) {
+  const parts = looks.destinations.filter(({ name }) => shares[name] > 0.0005);
   const whole = parts.reduce((sum, { name }) => sum + shares[name], 0) || 1;
   const words = ({ name, label: word }) => (name === "nearby" ? `${word} (±${window})` : word);
   const said = parts.map((part) => `${words(part)} ${percent(shares[part.name])}`).join(", ");
@@ -24,7 +28,7 @@ function stack(shares, { window, legend = false, label }) {
 }
 
 /** Colour swatches with their names, and their values when there are any. */
-function keyOf(entries) {
+export function keyOf(entries) {
   return h(
     "ul",
     { class: "key" },
@@ -38,7 +42,7 @@ function keyOf(entries) {
  * A curve along the text, as wide as `width` pixels. `values` may be bins of a text of `n` tokens.
  * `reference`: {values, label} is drawn dashed; `log` for a logarithmic axis; `bars` fills under the curve.
  */
-function curve({ title, values, n, width, unit, tokens, reference, log = false, bars = false }) {
+export function curve({ title, values, n, width, unit, tokens, reference, log = false, bars = false }) {
   const height = 118, left = 52, right = 6, top = 10, bottom = 18;
   const inner = width - left - right, tall = height - top - bottom, bins = values.length;
   const finite = Array.from(values).filter((value) => Number.isFinite(value) && (!log || value > 0));
@@ -107,14 +111,14 @@ function curve({ title, values, n, width, unit, tokens, reference, log = false, 
 }
 
 /** Round steps from 0 to just over `high`, about `count` of them. */
-function niceTicks(high, count = 3) {
+export function niceTicks(high, count = 3) {
   const rough = high / count, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((candidate) => candidate >= rough * 0.999);
   return Array.from({ length: Math.ceil((high / step) * 0.999) + 1 }, (_, k) => +(k * step).toPrecision(6));
 }
 
 /** Powers of ten between two numbers, four at most; steps of 1, 2, 5 where these are few. */
-function decades(low, high) {
+export function decades(low, high) {
   const first = Math.ceil(Math.log10(low)), last = Math.floor(Math.log10(high));
   const every = Math.max(1, Math.ceil((last - first + 1) / 4));
   const found = [];
@@ -125,13 +129,13 @@ function decades(low, high) {
 }
 
 /** Round positions along a text of n tokens. */
-function axisTicks(n) {
+export function axisTicks(n) {
   const ticks = n > 4 ? niceTicks(n - 1, 6) : [0];
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
 /** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. */
-function paint(canvas, rows, columns, at) {
+export function paint(canvas, rows, columns, at) {
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
@@ -148,7 +152,7 @@ function paint(canvas, rows, columns, at) {
 }
 
 /** A dense map with a crosshair that follows the pointer or the arrow keys, and says what is under it. */
-function denseMap({ bytes, queries, keys, label }) {
+export function denseMap({ bytes, queries, keys, label }) {
   const rows = queries.length, columns = keys.length;
   const top = bytes.reduce((most, byte) => Math.max(most, byte), 1);
   const canvas = h("canvas", {});
@@ -196,7 +200,7 @@ function denseMap({ bytes, queries, keys, label }) {
 }
 
 /** A colour bar with its ends named. */
-function legend({ low, high, note }) {
+export function legend({ low, high, note }) {
   const stops = Array.from({ length: 9 }, (_, k) => css(ramp(k / 8))).join(", ");
   return h(
     "span",
@@ -204,4 +208,12 @@ function legend({ low, high, note }) {
     h("span", {}, low), h("i", { style: { background: `linear-gradient(to right, ${stops})` } }), h("span", {}, high),
     note ? h("small", {}, note) : null,
   );
+}
+
+/** A row of radio buttons that look like one control; `options`: [value, text] each. */
+export function choice(label, options, chosen, onchange) {
+  const name = `choice-${label}`;
+  return h("fieldset", { class: "choice" }, h("legend", {}, label),
+    options.map(([id, text]) => h("label", {},
+      h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
 }

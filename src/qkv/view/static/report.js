@@ -1,21 +1,29 @@
-// The page: its state, and one function per part of it.
+// The report: its state, and one function per part of the page. Everything it shows is in the file.
+
+import { binPeaks, binStart, integer, named, percent, short, visible, written } from "./numbers.js";
+import { choice, curve, denseMap, legend, paint, stack } from "./charts.js";
+import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
+import { decodedArrays, inflated } from "./data.js";
+import { cellsOf, headCard, headCurves, headGrid, headName, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, tellingHead, topOf } from "./heads.js";
+import { h, replace } from "./dom.js";
+import { sinkFigures } from "./sinks.js";
+
+const $ = (id) => document.getElementById(id);
+const PAGE = JSON.parse($("page").textContent);
+useLooks(PAGE);
 
 const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, source: "all", from: 0, query: null, sort: "target_share", descending: true, all: false };
 const WINDOW = 600; // tokens of a long text that are set at a time
 const cache = new Map(); // decoded arrays and maps, by element id
-const $ = (id) => document.getElementById(id);
 const group = () => PAGE.groups[state.group];
 const view = () => group().texts[state.text];
 const place = () => `${state.group}-${state.text}`;
-const row = (layer = state.layer, head = state.head) => layer * group().heads.length + head;
-const headName = (layer = state.layer, head = state.head) => `L${group().layers[layer]} · H${group().heads[head]}`;
-const value = (statistic, layer, head) => view().heads[statistic][row(layer, head)];
+const row = () => rowOf(group(), state.layer, state.head);
 const tokensOf = (side) => (side === "query" && view().queries) || view().keys;
-const statistics = () => Object.keys(PAGE.statistics).filter((name) => view().heads[name].some((x) => x !== null));
 
 async function arrays() {
   const id = `curves-${place()}`;
-  if (!cache.has(id)) cache.set(id, await arraysOf(view(), id));
+  if (!cache.has(id)) cache.set(id, decodedArrays(view().arrays, await inflated($(id).textContent)));
   return cache.get(id);
 }
 
@@ -25,14 +33,6 @@ async function map() {
   if (!cache.has(id)) cache.set(id, JSON.parse($(id).textContent));
   if (!cache.has(key)) cache.set(key, await inflated(cache.get(id)[row()]));
   return cache.get(key);
-}
-
-/** Replace what an element holds; whoever had the keyboard focus in it keeps it, by its `data-key`. */
-function replace(container, ...children) {
-  const active = container.contains(document.activeElement) ? document.activeElement.dataset.key : null;
-  container.replaceChildren(...children.filter(Boolean));
-  const heir = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
-  if (heir) heir.focus({ preventScroll: true });
 }
 
 // ---- header ---------------------------------------------------------------------------------------------
@@ -66,12 +66,6 @@ function header() {
   );
 }
 
-function short(number) {
-  const scales = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-  const [scale, mark] = scales.find(([size]) => number >= size) || [1, ""];
-  return `${(number / scale).toPrecision(3)} ${mark}`;
-}
-
 function switches() {
   const parts = [];
   if (PAGE.groups.length > 1)
@@ -87,14 +81,6 @@ function switches() {
   replace($("switches"), ...parts);
 }
 
-/** A row of radio buttons that look like one control. */
-function choice(label, options, chosen, onchange) {
-  const name = `choice-${label}`;
-  return h("fieldset", { class: "choice" }, h("legend", {}, label),
-    options.map(([id, text]) => h("label", {},
-      h("input", { type: "radio", name, value: id, "data-key": `${name}-${id}`, checked: String(id) === String(chosen), onchange: (event) => onchange(event.target.value) }), h("span", {}, text))));
-}
-
 function tiles() {
   $("tiles").replaceChildren(...view().findings.map(({ value: figure, label, detail }) =>
     h("li", {}, h("strong", {}, figure), h("span", {}, label), h("small", {}, detail.replaceAll(" %", "\u00a0%").replaceAll(" × ", "\u00a0×\u00a0")))));
@@ -102,82 +88,27 @@ function tiles() {
 
 // ---- every head -----------------------------------------------------------------------------------------
 
-function scaleOf(statistic) {
-  const values = view().heads[statistic].filter((x) => x !== null);
-  const { unit } = PAGE.statistics[statistic];
-  return unit === "ratio" ? 1 : Math.max(...values, unit === "%" ? 0.1 : 1e-9); // next to nothing should look like it
-}
-
 function overview() {
-  const available = statistics();
+  const available = statisticsOf(view());
   if (!available.includes(state.statistic)) state.statistic = available[0];
-  const { meaning, unit } = PAGE.statistics[state.statistic];
-  const top = scaleOf(state.statistic);
+  const { unit } = looks.statistics[state.statistic];
   replace(
     $("overview-controls"),
     h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
-      available.map((name) => h("option", { value: name, selected: name === state.statistic }, PAGE.statistics[name].label)))),
-    legend({ low: "0", high: written(top, unit) }),
-    h("p", { class: "meaning" }, meaning.replace("the local window", `±${group().window} tokens`)),
+      available.map((name) => h("option", { value: name, selected: name === state.statistic }, looks.statistics[name].label)))),
+    legend({ low: "0", high: written(topOf(view(), state.statistic), unit) }),
+    h("p", { class: "meaning" }, meaningOf(group(), state.statistic)),
   );
-  const { layers, heads } = group();
-  const grid = h("div", { class: "grid", role: "grid", "aria-label": `${PAGE.statistics[state.statistic].label} of every head; arrow keys move`, onkeydown: gridKeys,
-    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${heads.length > 16 ? 15 : 24}px, 1fr))` } });
-  if (heads.length > 16) grid.classList.add("tight");
-  grid.append(h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((head, index) => h("span", { role: "columnheader", class: "column" }, heads.length > 16 && index % 4 ? "" : String(head)))));
-  layers.forEach((layer, l) => {
-    grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(layer)),
-      heads.map((head, k) => {
-        const x = value(state.statistic, l, k), colour = ramp(x === null ? 0 : x / top), here = l === state.layer && k === state.head;
-        return h("button", {
-          type: "button", role: "gridcell", "data-layer": l, "data-head": k, tabindex: here ? 0 : -1, "aria-selected": here ? "true" : "false",
-          "aria-label": `Layer ${layer}, head ${head}: ${written(x, unit)}; ${value("goes_to", l, k)}`,
-          "data-tip": `Layer ${layer} · head ${head}\n${PAGE.statistics[state.statistic].label} ${written(x, unit)}\n${value("goes_to", l, k)}`,
-          style: { background: css(colour), color: inkOn(colour) },
-          onclick: () => select(l, k),
-        }, x === null ? "–" : h("span", {}, cellText(x, unit)));
-      })));
-  });
+  const { layer, head } = state;
+  const grid = headGrid({ group: group(), cells: cellsOf(group(), view(), state.statistic), layer, head, label: `${looks.statistics[state.statistic].label} of every head`, select });
   $("grid-box").replaceChildren(h("span", { class: "axis" }, "head →"), grid);
-  byLayer();
-}
-
-function cellText(x, unit) {
-  if (unit === "%") return (100 * x).toFixed(0);
-  if (unit === "ratio") return x.toFixed(2).replace(/^0/, "");
-  return x >= 9.95 ? (x >= 9999 ? `${(x / 1000).toFixed(0)}k` : x.toFixed(0)) : x.toFixed(1);
-}
-
-function gridKeys(event) {
-  const { layers, heads } = group();
-  const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -heads.length], End: [0, heads.length] }[event.key];
-  if (!move) return;
-  event.preventDefault();
-  const clamp = (x, length) => Math.min(Math.max(x, 0), length - 1);
-  select(clamp(state.layer + move[0], layers.length), clamp(state.head + move[1], heads.length));
-  document.querySelector('.grid [tabindex="0"]').focus();
+  $("by-layer").replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group(), view()));
 }
 
 function select(layer, head) {
   Object.assign(state, { layer, head, query: null });
-  for (const cell of document.querySelectorAll(".grid button")) {
-    const here = +cell.dataset.layer === layer && +cell.dataset.head === head;
-    cell.tabIndex = here ? 0 : -1;
-    cell.setAttribute("aria-selected", here);
-  }
+  markHead($("grid-box").querySelector(".grid"), layer, head);
   return Promise.all([card(), reading()]);
-}
-
-function byLayer() {
-  const { layers, heads } = group();
-  const { shares } = view();
-  const means = layers.map((_, l) => Object.fromEntries(PAGE.destinations.map(({ name }) => [name, heads.reduce((sum, _, k) => sum + shares[name][row(l, k)], 0) / heads.length])));
-  const used = PAGE.destinations.filter(({ name }) => means.some((mean) => mean[name] > 0.0005));
-  $("by-layer").replaceChildren(
-    h("h3", {}, "Where the weight goes, by layer"),
-    h("div", { class: layers.length > 16 ? "layers tight" : "layers" }, layers.map((layer, l) => [h("span", { class: "rowhead" }, layers.length > 16 && l % 4 ? "" : String(layer)), stack(means[l], { window: group().window, label: `Layer ${layer}` })])),
-    keyOf(used.map((part) => [part.name === "nearby" ? `nearby (±${group().window})` : part.label, destinationColour(part)])),
-  );
 }
 
 async function card() {
@@ -185,33 +116,17 @@ async function card() {
   card.wanted = wanted;
   const [curves, bytes] = await Promise.all([arrays(), map()]);
   if (card.wanted !== wanted) return; // another head was chosen meanwhile
-  const number = (name) => v.heads[name][at];
-  const numbers = ["entropy", "entropy_ratio", "participation", "sink", "sink_share", "self", "previous", "next", "local", "distance", "spread", "top_key_share"].filter((name) => number(name) !== null);
   const step = (by) => {
     const total = g.layers.length * g.heads.length, next = (at + by + total) % total;
     select(Math.floor(next / g.heads.length), next % g.heads.length);
   };
-  const shares = Object.fromEntries(PAGE.destinations.map(({ name }) => [name, v.shares[name][at]]));
-  replace(
-    $("card"),
-    h("header", {},
-      h("div", {}, h("h3", {}, `Layer ${g.layers[state.layer]} · head ${g.heads[state.head]}`), h("p", { class: "module" }, g.modules[state.layer])),
-      h("div", { class: "steps" },
-        h("button", { type: "button", "data-key": "back", class: "quiet", "aria-label": "Previous head", onclick: () => step(-1) }, "←"),
-        h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
-    h("p", { class: "goes" }, number("goes_to")),
-    stack(shares, { window: g.window, legend: true, label: "Where the weight goes" }),
-    h("dl", { class: "numbers" }, numbers.map((name) => {
-      const { label, unit, meaning } = PAGE.statistics[name];
-      return h("div", { "data-tip": meaning }, h("dt", {}, name === "local" ? `Local ±${g.window}` : label), h("dd", {}, written(number(name), unit)));
-    }), h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, `${named(v.keys[number("top_key")])} @ ${integer(number("top_key"))}`))),
-  );
+  replace($("card"), headCard({ group: g, view: v, layer: state.layer, head: state.head, step }));
   detail(curves, bytes);
 }
 
 /** What a head does along the text: its dense map where there is one, and its curves. */
 function detail(curves, bytes) {
-  const v = view(), g = group(), at = row(), queries = tokensOf("query");
+  const v = view(), g = group(), queries = tokensOf("query");
   const box = h("div", { class: "curves" });
   $("detail").classList.toggle("mapped", Boolean(bytes));
   replace(
@@ -222,23 +137,19 @@ function detail(curves, bytes) {
   );
   const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
   const width = Math.max(Math.floor(parseFloat(columns[0])), 240);
-  const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
-  const received = binPeaks(slice("received"), Math.floor(width / 1.5));
-  const peaks = received.length < v.n_keys ? ", largest in each column" : "";
-  const parts = [curve({ title: `Received by each key${peaks}`, values: received, n: v.n_keys, width, unit: "%", tokens: v.keys, log: true, bars: true })];
-  const entropy = slice("entropy");
-  const uniform = curves.uniform.values.subarray(state.layer * entropy.length, (state.layer + 1) * entropy.length);
-  parts.push(curve({ title: "Entropy of each query, nats", values: entropy, n: v.n_queries, width, unit: "nats", tokens: queries,
-    reference: { label: "uniform attention", values: uniform } }));
-  if (curves.distance) parts.push(curve({ title: "Mean distance to what it attends to, tokens", values: slice("distance"), n: v.n_queries, width, unit: "tokens", tokens: queries }));
-  parts.push(curve({ title: "Weight on the first token", values: slice("sink"), n: v.n_queries, width, unit: "%", tokens: queries }));
-  box.replaceChildren(...parts);
+  box.replaceChildren(...headCurves({ group: g, view: v, curves, layer: state.layer, head: state.head, width }));
 }
 
 function mapNote(v) {
   return h("p", { class: "note" }, v.maps === "none"
     ? "No dense map: this text is longer than map_tokens, up to which the profiler keeps them. Every other number is exact all the same."
     : "The dense maps of this text are in the profile but too large for this page: use profile.plot.map(layer, head).");
+}
+
+function sinks() {
+  const parts = sinkFigures(PAGE, state.group);
+  $("sinks").hidden = !parts.length;
+  $("sink-figures").replaceChildren(...parts);
 }
 
 // ---- the text -------------------------------------------------------------------------------------------
@@ -270,7 +181,7 @@ async function reading() {
   for (let i = state.from; i < to; i++) {
     const token = v.keys[i], colour = ramp(level(values[i])), lead = token.match(/^\s*/)[0], body = token.slice(lead.length);
     if (lead) words.push(lead.includes("\n") ? h("br") : " ");
-    words.push(h("span", { class: i === state.query && !v.queries ? "token asked" : "token", "data-at": i, style: { background: css(colour), color: inkOn(colour) } }, body || (token.includes("\n") ? "⏎" : "␣")));
+    words.push(h("span", { class: i === state.query && !v.queries ? "token asked" : "token", "data-at": i, style: { background: css(colour), color: inkOn(colour) } }, visible(body) || (token.includes("\n") ? "⏎" : "␣")));
   }
   const readout = h("output", { class: "readout" }, asks ? askedLine(queries) : hint(v, bytes));
   const text = h("div", { class: "text", lang: "und",
@@ -288,7 +199,7 @@ async function reading() {
       state.query = state.query === +at ? null : +at;
       reading();
     } }, words);
-  const sources = [["all", "All heads"], ["layer", `Layer ${g.layers[state.layer]}`], ["head", headName()]];
+  const sources = [["all", "All heads"], ["layer", `Layer ${g.layers[state.layer]}`], ["head", headName(g, state.layer, state.head)]];
   replace(
     $("reading"),
     h("div", { class: "controls" },
@@ -302,7 +213,7 @@ async function reading() {
   $("text").replaceChildren(text);
 }
 
-const askedLine = (queries) => `Shaded: where “${named(queries[state.query])}” (position ${integer(state.query)}) of ${headName()} looks. Select it again to go back.`;
+const askedLine = (queries) => `Shaded: where “${named(queries[state.query])}” (position ${integer(state.query)}) of ${headName(group(), state.layer, state.head)} looks. Select it again to go back.`;
 
 function hint(v, bytes) {
   if (bytes && !v.queries) return "Select a token to see where this head looks from it.";
@@ -365,11 +276,11 @@ function headTable() {
       state.sort = name;
       headTable();
     } }, label));
-  const label = (name) => (name === "target_share" ? "Goes to" : name === "local" ? `Local ±${g.window}` : PAGE.statistics[name].label);
+  const label = (name) => (name === "target_share" ? "Goes to" : labelOf(g, name));
   const rows = (state.all ? order : order.slice(0, shown)).map((index) => {
     const l = Math.floor(index / g.heads.length), k = index % g.heads.length;
-    return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("heads").scrollIntoView({ block: "start" }); } }, headName(l, k))),
-      names.map((name) => (name === "target_share" ? h("td", { class: "words" }, columns.goes_to[index]) : h("td", {}, written(columns[name][index], PAGE.statistics[name].unit)))));
+    return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("heads").scrollIntoView({ block: "start" }); } }, headName(g, l, k))),
+      names.map((name) => (name === "target_share" ? h("td", { class: "words" }, columns.goes_to[index]) : h("td", {}, written(columns[name][index], looks.statistics[name].unit)))));
   });
   replace(
     $("head-table"),
@@ -401,7 +312,7 @@ function about() {
   const v = view(), g = group();
   const binned = v.bins.received < v.n_keys || v.bins.curve < v.n_queries;
   $("about").replaceChildren(
-    h("dl", {}, statistics().map((name) => [h("dt", {}, PAGE.statistics[name].label), h("dd", {}, PAGE.statistics[name].meaning.replace("the local window", `±${g.window} tokens`))])),
+    h("dl", {}, statisticsOf(view()).map((name) => [h("dt", {}, looks.statistics[name].label), h("dd", {}, meaningOf(g, name))])),
     h("div", {},
       h("p", {}, "Every number of a head is a mean over the queries of the text, computed exactly from all of its attention weights; nothing is sampled. ",
         g.causal ? "In causal attention, first token and previous token leave out the first query, which sees nothing but itself. " : "",
@@ -443,7 +354,7 @@ function theme() {
 }
 
 function everything() {
-  header(); switches(); tiles(); overview(); headTable(); tokenTable(); about();
+  header(); switches(); tiles(); overview(); sinks(); headTable(); tokenTable(); about();
   return Promise.all([card(), reading()]);
 }
 
@@ -458,13 +369,6 @@ function redrawnToFit() {
   }).observe($("detail"));
 }
 
-/** The head to open with: the one with the clearest target. */
-function telling() {
-  const shares = view().heads.target_share;
-  const best = shares.reduce((most, share, index) => ((share ?? -1) > (shares[most] ?? -1) ? index : most), 0);
-  Object.assign(state, { layer: Math.floor(best / group().heads.length), head: best % group().heads.length });
-}
-
 function trouble(error) {
   const text = typeof DecompressionStream === "undefined"
     ? "This browser cannot unpack the report's data (it lacks DecompressionStream). Please open it in a browser of 2023 or later."
@@ -477,7 +381,8 @@ function trouble(error) {
 addEventListener("error", (event) => trouble(event.error || event.message));
 addEventListener("unhandledrejection", (event) => trouble(event.reason));
 try {
-  telling(); theme(); tooltips();
+  Object.assign(state, tellingHead(group(), view()));
+  theme(); tooltips();
   everything().then(() => { redrawnToFit(); document.documentElement.dataset.ready = "1"; }, trouble);
 } catch (error) {
   trouble(error);

@@ -1,0 +1,36 @@
+// Colours: little to much, destinations of weight, and which ink can be read on them.
+
+/** What the page says about looks: names of statistics, destinations with their colours, colour ramps. */
+export const looks = { statistics: {}, destinations: [], ramps: { light: [[255, 255, 255]], dark: [[0, 0, 0]] } };
+
+const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+/** Take the looks from a page's numbers. */
+export function useLooks({ statistics, destinations, ramp: { light, dark } }) {
+  Object.assign(looks, { statistics, destinations, ramps: { light: light.map(rgbOf), dark: dark.map(rgbOf) } });
+}
+
+export const isDark = () =>
+  (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) ===
+  "dark";
+
+/** The colour of a number from 0 to 1, as [r, g, b]. */
+export function ramp(x) {
+  const stops = looks.ramps[isDark() ? "dark" : "light"];
+  const place = Math.min(Math.max(x, 0), 1) * (stops.length - 1);
+  const low = Math.max(Math.min(Math.floor(place), stops.length - 2), 0), high = Math.min(low + 1, stops.length - 1);
+  return stops[low].map((channel, i) => Math.round(channel + (stops[high][i] - channel) * (place - low)));
+}
+
+/** [r, g, b] as CSS writes it. */
+export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
+
+/** Black or white, whichever is easier to read on a colour. */
+export function inkOn([r, g, b]) {
+  const linear = [r, g, b].map((c) => (c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return luminance > 0.179 ? "#000000" : "#ffffff"; // where both contrast 4.6 to 1
+}
+
+/** The colour of a destination of weight in the current theme. */
+export const destinationColour = (destination) => destination[isDark() ? "dark" : "light"];

@@ -1,0 +1,25 @@
+// Reading the arrays that a page of numbers comes with.
+
+/** The bytes of a base64 string that holds deflated data. */
+export async function inflated(text) {
+  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+/** Curves of a text, {name: {values, shape}}, from their 16-bit codes; `index` says where each is and how to read it. */
+export function decodedArrays(index, planes) {
+  const length = planes.length / 2;
+  const arrays = {};
+  for (const [name, { shape, start, scale, low, step }] of Object.entries(index)) {
+    const size = shape.reduce((product, dim) => product * dim, 1);
+    const values = new Float32Array(size);
+    for (let i = 0; i < size; i++) {
+      const code = planes[start + i] + 256 * planes[length + start + i];
+      const number = low + (code - 1) * step;
+      values[i] = code === 65535 ? NaN : scale === "log" ? (code === 0 ? 0 : Math.exp(number)) : number;
+    }
+    arrays[name] = { values, shape };
+  }
+  return arrays;
+}

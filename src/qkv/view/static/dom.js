@@ -1,0 +1,30 @@
+// Making elements. Text given to them is never parsed as markup.
+
+/** Make an element: h("p", {class: "x", onclick: f}, "text", child). Text is never parsed as HTML. */
+export function h(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** The same for SVG. */
+export function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, css] of Object.entries(value)) element.style.setProperty(key, css);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Replace what an element holds; whoever had the keyboard focus in it keeps it, by its `data-key`. */
+export function replace(container, ...children) {
+  const active = container.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  container.replaceChildren(...children.flat().filter(Boolean));
+  const heir = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
+  if (heir) heir.focus({ preventScroll: true });
+}

@@ -1,0 +1,147 @@
+// The heads of a text: their grid, the card of one, and its curves. `group` and `view` are a page's
+// `groups[g]` and `groups[g].texts[t]`; layers and heads are counted by their places in the group.
+
+import { curve, keyOf, stack } from "./charts.js";
+import { css, destinationColour, inkOn, looks, ramp } from "./colour.js";
+import { h } from "./dom.js";
+import { binPeaks, integer, named, written } from "./numbers.js";
+
+const CARD = ["entropy", "entropy_ratio", "participation", "sink", "sink_share", "self", "previous", "next", "local", "distance", "spread", "top_key_share"];
+const MANY = 16; // from so many heads or layers on, cells are too small for numbers
+
+/** Where a head stands in a column of the table of heads. */
+export const rowOf = (group, layer, head) => layer * group.heads.length + head;
+
+/** The short name of a head. */
+export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;
+
+/** Names of the statistics that some head of a text has. */
+export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name].some((x) => x !== null));
+
+/** What a statistic is called, and what it means, in this group. */
+export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
+export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("the local window", `±${group.window} tokens`);
+
+/** The value of a statistic that gets the darkest colour. */
+export function topOf(view, statistic) {
+  const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
+  return unit === "ratio" ? 1 : Math.max(...values, unit === "%" ? 0.1 : 1e-9); // next to nothing should look like it
+}
+
+/** Of every head its value, what its cell says, its colour, and what a pointer is told. */
+export function cellsOf(group, view, statistic) {
+  const top = topOf(view, statistic), { label, unit } = looks.statistics[statistic];
+  return view.heads[statistic].map((x, at) => ({
+    value: x,
+    text: x === null ? "–" : cellText(x, unit),
+    colour: ramp(x === null ? 0 : x / top),
+    said: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
+  }));
+}
+
+function cellText(x, unit) {
+  if (unit === "%") return (100 * x).toFixed(0);
+  if (unit === "ratio") return x.toFixed(2).replace(/^0/, "");
+  return x >= 9.95 ? (x >= 9999 ? `${(x / 1000).toFixed(0)}k` : x.toFixed(0)) : x.toFixed(1);
+}
+
+/**
+ * Layers down, heads across; `cells` as of `cellsOf`, by `rowOf`. Arrows, Home and End move; `select(layer, head)`
+ * hears of every choice, `open(layer, head)` of Enter and of double clicks.
+ */
+export function headGrid({ group, cells, layer, head, label, select, open }) {
+  const { layers, heads } = group, many = heads.length > MANY;
+  const grid = h("div", { class: many ? "grid tight" : "grid", role: "grid", "aria-label": `${label}; arrow keys move`,
+    style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
+  grid.append(h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))));
+  layers.forEach((id, l) => {
+    grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((headId, k) => {
+      const { text, colour, said } = cells[rowOf(group, l, k)];
+      return h("button", {
+        type: "button", role: "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
+        "aria-label": `Layer ${id}, head ${headId}: ${said.replace("\n", "; ")}`, "data-tip": `Layer ${id} · head ${headId}\n${said}`,
+        style: { background: css(colour), color: inkOn(colour) },
+      }, h("span", {}, text));
+    })));
+  });
+  let here = [layer, head];
+  const choose = (l, k) => { here = [l, k]; markHead(grid, l, k); select(l, k); };
+  const placeOf = (event) => { const cell = event.target.closest("[data-layer]"); return cell && [+cell.dataset.layer, +cell.dataset.head]; };
+  grid.addEventListener("click", (event) => { const at = placeOf(event); if (at) choose(...at); });
+  if (open) grid.addEventListener("dblclick", (event) => { const at = placeOf(event); if (at) open(...at); });
+  grid.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && open) { event.preventDefault(); open(...here); return; }
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -heads.length], End: [0, heads.length] }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    const clamp = (x, length) => Math.min(Math.max(x, 0), length - 1);
+    choose(clamp(here[0] + move[0], layers.length), clamp(here[1] + move[1], heads.length));
+    grid.querySelector('[tabindex="0"]').focus();
+  });
+  markHead(grid, layer, head);
+  return grid;
+}
+
+/** Show which head of a grid is the selected one. */
+export function markHead(grid, layer, head) {
+  for (const cell of grid.querySelectorAll("[aria-selected='true']")) { cell.tabIndex = -1; cell.setAttribute("aria-selected", "false"); }
+  const cell = grid.querySelector(`[data-layer="${layer}"][data-head="${head}"]`);
+  if (cell) { cell.tabIndex = 0; cell.setAttribute("aria-selected", "true"); }
+}
+
+/** Where the weight of each layer goes: a stacked bar a layer, and the key to its colours. */
+export function layerShares(group, view) {
+  const { layers, heads } = group;
+  const means = layers.map((_, l) => Object.fromEntries(looks.destinations.map(({ name }) => [name, heads.reduce((sum, _, k) => sum + view.shares[name][rowOf(group, l, k)], 0) / heads.length])));
+  const used = looks.destinations.filter(({ name }) => means.some((mean) => mean[name] > 0.0005));
+  return [
+    h("div", { class: layers.length > MANY ? "layers tight" : "layers" }, layers.map((layer, l) => [h("span", { class: "rowhead" }, layers.length > MANY && l % 4 ? "" : String(layer)), stack(means[l], { window: group.window, label: `Layer ${layer}` })])),
+    keyOf(used.map((part) => [part.name === "nearby" ? `nearby (±${group.window})` : part.label, destinationColour(part)])),
+  ];
+}
+
+/** Shares of a head's weight by destination. */
+export const sharesOf = (group, view, layer, head) =>
+  Object.fromEntries(looks.destinations.map(({ name }) => [name, view.shares[name][rowOf(group, layer, head)]]));
+
+/** What there is to say of one head; `step(by)`, where given, goes to the one before or after. */
+export function headCard({ group, view, layer, head, step }) {
+  const at = rowOf(group, layer, head), number = (name) => view.heads[name][at];
+  const type = group.types && group.types.type[at];
+  return [
+    h("header", {},
+      h("div", {}, h("h3", {}, `Layer ${group.layers[layer]} · head ${group.heads[head]}`), h("p", { class: "module" }, group.modules[layer])),
+      step && h("div", { class: "steps" },
+        h("button", { type: "button", "data-key": "back", class: "quiet", "aria-label": "Previous head", onclick: () => step(-1) }, "←"),
+        h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
+    h("p", { class: "goes" }, number("goes_to"), type && type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
+    stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
+    h("dl", { class: "numbers" },
+      CARD.filter((name) => number(name) !== null).map((name) =>
+        h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
+      h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, `${named(view.keys[number("top_key")])} @ ${integer(number("top_key"))}`))),
+  ];
+}
+
+/** What a head does along the text: figures as wide as `width` pixels. `curves` are the text's decoded arrays. */
+export function headCurves({ group, view, curves, layer, head, width }) {
+  const at = rowOf(group, layer, head), queries = view.queries || view.keys;
+  const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
+  const received = binPeaks(slice("received"), Math.floor(width / 1.5));
+  const peaks = received.length < view.n_keys ? ", largest in each column" : "";
+  const along = { n: view.n_queries, width, tokens: queries };
+  const parts = [curve({ title: `Received by each key${peaks}`, values: received, n: view.n_keys, width, unit: "%", tokens: view.keys, log: true, bars: true })];
+  const bins = curves.uniform.shape[2];
+  const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
+  if (curves.entropy) parts.push(curve({ title: "Entropy of each query, nats", values: slice("entropy"), unit: "nats", reference, ...along }));
+  if (curves.distance) parts.push(curve({ title: "Mean distance to what it attends to, tokens", values: slice("distance"), unit: "tokens", ...along }));
+  if (curves.sink) parts.push(curve({ title: "Weight on the first token", values: slice("sink"), unit: "%", ...along }));
+  return parts;
+}
+
+/** The place of the head with the clearest target: one to begin with. */
+export function tellingHead(group, view) {
+  const shares = view.heads.target_share;
+  const best = shares.reduce((most, share, index) => ((share ?? -1) > (shares[most] ?? -1) ? index : most), 0);
+  return { layer: Math.floor(best / group.heads.length), head: best % group.heads.length };
+}

@@ -1,0 +1,5 @@
+// Attention sinks, without fetches.
+
+export function sinkFigures() {
+  return [];
+}
