@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -65,6 +62,7 @@ def flow(
     from qkv.files import write_whole
     from qkv.profiler import models
     from qkv.profiler.flow import flow_to, rollout
+    from qkv.profiler.progress import bar
     from qkv.view.flow_plot import flow_figure
     from qkv.view.save import save_figure
 
@@ -83,10 +81,10 @@ def flow(
         for chosen, trace, way in ((back, rollout, "from"), (forth, flow_to, "to")):
             if not chosen:
                 continue
-            with _bar(f"following {way}") as on_layer:
+            with bar(f"following {way}", "layers") as step:
                 found = trace(
                     loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
-                    residual=residual, name=loaded.name, on_layer=on_layer,
+                    residual=residual, name=loaded.name, on_layer=lambda step=step: step(1),
                 )  # fmt: skip
             for index, position in enumerate(found["chosen_position"].values[0]):
                 path = out / f"flow-{way}-{position}.png"
@@ -98,21 +96,6 @@ def flow(
 
         write_whole(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
         console.print(f"[dim]Data     {escape(str(out / 'flow.csv'))}[/dim]", soft_wrap=True, highlight=False)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[], None]]:
-    """A count of layers on standard error, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:.0f} layers"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda: progress.update(task, advance=1)
 
 
 def _table(found: xr.DataArray, way: str) -> pd.DataFrame:

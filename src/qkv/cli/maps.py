@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,6 +73,7 @@ def head_map(
     from qkv.files import write_whole
     from qkv.maps import span
     from qkv.profiler import maps, models
+    from qkv.profiler.progress import bar
     from qkv.view.map_plot import map_figure, sentence
     from qkv.view.save import save_figure
 
@@ -99,7 +97,7 @@ def head_map(
         queries, keys = (
             span(name, part, n) for (name, part), n in zip(window.items(), (found.n_queries, found.n_keys), strict=True)
         )
-        with _bar(queries.stop - queries.start) as on_rows:
+        with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)
         save_figure(map_figure(found, picture, pool=pool), out)
         console = Console()
@@ -133,24 +131,3 @@ def _npz(found: AttentionMap, picture: Picture) -> bytes:
     numbers |= {name: np.array(getattr(found, name)) for name in ("model", "module", "group", "layer", "head")}
     np.savez_compressed(file, **numbers)
     return file.getvalue()
-
-
-@contextmanager
-def _bar(queries: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over queries on standard error, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda rows: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("drawing"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} queries"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("drawing", total=queries)
-        yield lambda rows: progress.advance(task, rows)

@@ -151,8 +151,11 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        done = len(list((out / "shards").glob("[0-9]*.qkv.zip")))
-        raise KeyboardInterrupt(f"stopped with {done} of {shards} shards done; the same command goes on") from error
+        from qkv.profiler.survey import finished
+
+        raise KeyboardInterrupt(
+            f"stopped with {len(finished(out))} of {shards} shards done; the same command goes on"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -169,9 +172,12 @@ def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callabl
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from qkv.profiler.survey import finished
+
     parts = corpus.shards(shards)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    left = [part for at, part in enumerate(parts) if not (out / "shards" / f"{at:04}.qkv.zip").exists()][::world]
+    done = finished(out)
+    left = [part for at, part in enumerate(parts) if at not in done][::world]
     total = sum(d.size for part in left for d in part)
     columns = (
         TextColumn("surveying"), BarColumn(), TextColumn("{task.fields[texts]:,} texts"),

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import heapq
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +41,12 @@ from qkv.profiler.capture import Seen
 from qkv.profiler.eviction_run import held, nats_of, runner
 from qkv.profiler.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.models import load
+from qkv.profiler.progress import Step, bar
 
 if TYPE_CHECKING:
     import pandas as pd
 
 POLICIES = ("window", "sinks", "heavy")
-Step = Callable[[float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +122,7 @@ def eviction(
     lengths = [ids.shape[1] for ids in texts]
     lost: dict[tuple[str, int, int], Tensor] = {}
     nats = dict.fromkeys([("full", 0), *settings], 0.0)
-    with _bar(progress, sum(lengths) * (1 + (len(nats) if run else 0))) as step:
+    with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
         for ids in texts:
             _add_lost(lost, model, ids, settings, first, step)
             for (policy, budget), so_far in nats.items() if runs else ():
@@ -257,18 +255,3 @@ def _loss_table(nats: dict[tuple[str, int], float]) -> pd.DataFrame:
         for (policy, budget), value in nats.items()
     ]
     return pd.DataFrame(rows).astype({"budget": "Int64"})
-
-
-@contextmanager
-def _bar(show: bool, tokens: float) -> Iterator[Step]:
-    """A progress bar over tokens read, on standard error, if it is a terminal."""
-    if not (show and sys.stderr.isatty()):
-        yield lambda tokens: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("evicting"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("evicting", total=tokens)
-        yield lambda tokens: progress.update(task, advance=tokens)

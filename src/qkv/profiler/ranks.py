@@ -40,10 +40,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         said: list[Any] = [None] * self.world
-        try:
+        with _others():
             dist.all_gather_object(said, value, group=self.group)
-        except RuntimeError as error:
-            raise Lost(_line(error)) from error
         return said
 
     def to_first(self, value: Any) -> list[Any]:
@@ -55,10 +53,8 @@ class Ranks:
         if self.world == 1:
             return [value]
         said: list[Any] = [None] * self.world
-        try:
+        with _others():
             dist.gather_object(value, said if self.rank == 0 else None, dst=0, group=self.group)
-        except RuntimeError as error:
-            raise Lost(_line(error)) from error
         return said if self.rank == 0 else []
 
     def from_first(self, value: Any) -> Any:
@@ -69,10 +65,8 @@ class Ranks:
         """
         said = [value]
         if self.world > 1:
-            try:
+            with _others():
                 dist.broadcast_object_list(said, src=0, group=self.group)
-            except RuntimeError as error:
-                raise Lost(_line(error)) from error
         return said[0]
 
     def agreed(self, what: str, value: Any) -> None:
@@ -94,10 +88,8 @@ class Ranks:
         """
         if self.world == 1:
             return
-        try:
+        with _others():
             dist.monitored_barrier(group=self.group, timeout=self.patience, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise Lost(_line(error)) from error
 
 
 @contextmanager
@@ -126,6 +118,15 @@ def joined(patience: float) -> Iterator[Ranks]:
     finally:
         with suppress(RuntimeError):  # of one that others have left
             dist.destroy_process_group()
+
+
+@contextmanager
+def _others() -> Iterator[None]:
+    """Where others are waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Lost(_line(error)) from error
 
 
 def _line(error: Exception) -> str:

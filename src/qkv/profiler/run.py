@@ -6,8 +6,8 @@ import datetime
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from qkv.profiler.data import Profile
 from qkv.profiler.datasets import datasets
 from qkv.profiler.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.models import load
+from qkv.profiler.progress import bar
 from qkv.profiler.residual import Residuals, attending, by_stack, follow
 from qkv.profiler.tokens import special_ids
 
@@ -101,7 +102,7 @@ def profile(
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
     runs, residuals = [], []
-    with _bar(progress, len(runs_on)) as step:
+    with bar("profiling", "layers", show=progress) as step:
         for batch in runs_on:
             sequences = sequences_of(model, batch)
             source, queries = real_tokens(model, batch, sequences)
@@ -115,7 +116,8 @@ def profile(
                 key_masks=source,
                 sequences=sequences,
             )
-            observer.on_call = lambda module, o=observer: step(len(o.expected))  # type: ignore[misc]
+            known = len(observer.expected) * len(runs_on) or None  # of models that transformers does not route: unknown
+            observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
             hidden = Residuals(source, queries)
             with observe(observer), follow(model, attending(model), hidden.look):
                 model(**batch)
@@ -193,25 +195,6 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     if asked - set(range(observer.deepest() + 1)):
         raise InputError(f"layers is {sorted(asked)}, but the model has attention layers 0..{observer.deepest()}")
     return observer
-
-
-@contextmanager
-def _bar(show: bool, runs: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over attention layers on standard error, if it is a terminal."""
-    if not (show and sys.stderr.isatty()):
-        yield lambda expected: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("profiling", total=None)
-
-        def step(expected: int) -> None:
-            progress.update(task, total=expected * runs or None, advance=1)
-
-        yield step
 
 
 def _versions() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from qkv.profiler.corpus import Document
 from qkv.profiler.inputs import batches, sequences_of
 from qkv.profiler.pieces import Batch, Piece, Special, batches_of, pieces, tokens_of
 from qkv.profiler.survey_data import EXAMPLES, Survey
-from qkv.profiler.tokens import as_read, special_ids
+from qkv.profiler.tokens import as_read, is_delimiter, special_ids
 
 NAMED = 256
 """Of so many tokens, those that received most, a shard keeps the names."""
@@ -199,11 +198,6 @@ def _kinds(tokenizer: Any, size: int, special: set[int]) -> Bool[Tensor, "kind v
     kinds[0, [i for i in special if 0 <= i < size]] = True
     known = len(tokenizer) if hasattr(tokenizer, "__len__") else size
     names = tokenizer.convert_ids_to_tokens(list(range(min(known, size))))
-    kinds[1, : len(names)] = torch.tensor([_is_delimiter(str(name)) for name in names])
+    kinds[1, : len(names)] = torch.tensor([is_delimiter(str(name)) for name in names])
     kinds[1] &= ~kinds[0]
     return kinds
-
-
-def _is_delimiter(name: str) -> bool:
-    plain = name.removeprefix("##").replace("Ġ", "").replace("▁", "").replace("Ċ", "\n").replace("<0x0A>", "\n")
-    return bool(plain) and all(c == "\n" or unicodedata.category(c).startswith("P") for c in plain)

@@ -109,7 +109,7 @@ def survey(
     with joined(patience) as ranks:
         ranks.agreed("the corpus or a setting", _digest(settings))
         folder = _open(Path(out), settings, ranks)
-        done = sorted(set().union(*ranks.everyone(_finished(folder))))
+        done = sorted(set().union(*ranks.everyone(finished(folder))))
         todo = [i for i in range(shards) if i not in done]
         for i in todo[ranks.rank :: ranks.world]:
             _survey_shard(reader, parts[i], i, folder, settings, on_batch)
@@ -135,7 +135,7 @@ def _together(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Survey:
     shards = settings["shards"]
     try:
         ranks.meet()
-        there = ranks.from_first(_finished(folder))
+        there = ranks.from_first(finished(folder))
         wanted = [i for i in range(shards) if i not in there]
         for i in wanted:  # no shared folder: those who have it send it, one file at a time
             own = _file(folder, i)
@@ -161,7 +161,7 @@ def _together(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Survey:
 
 
 def _all_there(folder: Path, shards: int, ranks: Ranks) -> None:
-    missing = sorted(set(range(shards)) - _finished(folder))
+    missing = sorted(set(range(shards)) - finished(folder))
     if missing:
         names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise Incomplete(
@@ -189,7 +189,8 @@ def _file(folder: Path, shard: int) -> Path:
     return folder / SHARDS / f"{shard:04}.qkv.zip"
 
 
-def _finished(folder: Path) -> set[int]:
+def finished(folder: Path) -> set[int]:
+    """Shards of the survey in a folder that are done."""
     return {int(p.name[:4]) for p in (folder / SHARDS).glob("[0-9][0-9][0-9][0-9].qkv.zip")}
 
 
@@ -198,7 +199,7 @@ def _write(path: Path, data: bytes, what: str, folder: Path, shards: int) -> Non
         write_whole(path, data)
     except OSError as error:
         raise InputError(
-            f"cannot write {what} to {path} ({error.strerror}); {len(_finished(folder))} of {shards} shards are done "
+            f"cannot write {what} to {path} ({error.strerror}); {len(finished(folder))} of {shards} shards are done "
             "and kept: give the same command again when there is room"
         ) from error
 

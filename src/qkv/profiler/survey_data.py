@@ -15,7 +15,7 @@ import numpy as np
 
 from qkv.errors import InputError
 from qkv.files import write_whole
-from qkv.profiler.accumulators import EARLY, QUANTITIES, Group, Layer, joined, number
+from qkv.profiler.accumulators import EARLY, LIMB, QUANTITIES, Group, Layer, joined, number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -179,7 +179,7 @@ class Survey:
                 seen = np.flatnonzero(group.token_count)
                 weight = group.token_weight[seen]
                 tokens = {"id": seen, "count": group.token_count[seen]}
-                tokens |= {"high": (weight >> 62).astype(np.int64), "low": (weight & (2**62 - 1)).astype(np.int64)}
+                tokens |= {"high": (weight >> LIMB).astype(np.int64), "low": (weight & (2**LIMB - 1)).astype(np.int64)}
                 for what, x in tokens.items():
                     _put_array(archive, f"{name}/tokens/{what}", x)
                 for at, layer in group.layers.items():

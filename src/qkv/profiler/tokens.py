@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,16 @@ def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
     around = Special.of(tokenizer) if callable(tokenizer) else Special()
     said = getattr(tokenizer, "all_special_ids", ()) or ()
     return {int(i) for i in (*flat, *said, *around.before, *around.after) if isinstance(i, int)}
+
+
+def is_delimiter(piece: str) -> bool:
+    """Whether a token, as read or as its tokenizer writes it, is punctuation or white space alone.
+
+    >>> [is_delimiter(piece) for piece in (".", "Ġ(", "##!", "Ċ", "▁a", "")]
+    [True, True, True, True, False, False]
+    """
+    plain = piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("<0x0A>", "\n")
+    return plain != "" and all(unicodedata.category(c).startswith("P") for c in plain.strip().removeprefix("##"))
 
 
 def as_read(tokenizer: Any, token: int, piece: str) -> str:

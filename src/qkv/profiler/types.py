@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +10,7 @@ import xarray as xr
 
 from qkv.profiler import tables
 from qkv.profiler.tables import over_texts, received_share, valid_keys
+from qkv.profiler.tokens import is_delimiter
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,14 +85,9 @@ def delimiter_keys(data: xr.Dataset) -> np.ndarray:
     """Which keys are special tokens, punctuation, or white space alone: (text, key)."""
     special = set(data.attrs["special_tokens"])
     tokens = data["key_token"].values
-    known = {token: token in special or _is_delimiter(str(token)) for token in np.unique(tokens.astype(str))}
+    known = {token: token in special or is_delimiter(str(token)) for token in np.unique(tokens.astype(str))}
     chosen = np.array([[known[str(token)] for token in row] for row in tokens], bool)
     return chosen & valid_keys(data)
-
-
-def _is_delimiter(token: str) -> bool:
-    stripped = token.strip().removeprefix("##")
-    return token != "" and all(unicodedata.category(c)[0] == "P" for c in stripped)
 
 
 def _local(data: xr.Dataset) -> np.ndarray:
