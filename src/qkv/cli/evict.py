@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from qkv.cli.files import folder
-from qkv.cli.inputs import first_tokens, given_text
+from qkv.cli.inputs import given_text, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,28 +59,19 @@ def evict(
         dtype: Of the weights.
         out: Folder to write to; made if it is not there.
     """
-    from rich.console import Console
-    from rich.markup import escape
 
-    from qkv.profiler import models
     from qkv.profiler.eviction import eviction
     from qkv.view.eviction_plot import budget_figure, heads_figure
     from qkv.view.save import save_figure
 
-    if text is not None and file is not None:
-        raise InputError("text and --file are both given, expected one of them")
-    if tokens is not None and tokens < 2:
-        raise InputError(f"--tokens is {tokens}, expected at least 2")
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys such as 32,64,128")
     if tokens is None and text is None and file is None:
         tokens = MINI_TOKENS
-    passage = given_text(model, text, file, tokens)
+    passage = given_text(model, text, file, tokens, least=2)
     with folder(out):
-        with Console(stderr=True).status(f"loading {escape(model)}"):
-            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()), head=run)
-        inputs: Any = passage if tokens is None else first_tokens(loaded, passage, tokens)
+        loaded, inputs = ready(model, passage, tokens, dtype, head=run)
         found = eviction(
             loaded.model,
             inputs,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv.cli.files import folder
-from qkv.cli.inputs import first_tokens, given_text
-from qkv.errors import InputError
+from qkv.cli.inputs import given_text, ready
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,23 +59,16 @@ def flow(
     from rich.markup import escape
 
     from qkv.files import write_whole
-    from qkv.profiler import models
     from qkv.profiler.flow import flow_to, rollout
     from qkv.profiler.progress import bar
     from qkv.view.flow_plot import flow_figure
     from qkv.view.save import save_figure
 
-    if text is not None and file is not None:
-        raise InputError("text and --file are both given, expected one of them")
-    if tokens is not None and tokens < 1:
-        raise InputError(f"--tokens is {tokens}, expected at least 1")
     back, forth = from_ if from_ or to else (-1,), to
     passage = given_text(model, text, file, tokens)
     console = Console()
     with folder(out):
-        with Console(stderr=True).status(f"loading {escape(model)}"):
-            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
-        inputs: Any = passage if tokens is None else first_tokens(loaded, passage, tokens)
+        loaded, inputs = ready(model, passage, tokens, dtype)
         tables = []
         for chosen, trace, way in ((back, rollout, "from"), (forth, flow_to, "to")):
             if not chosen:

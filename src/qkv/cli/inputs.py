@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkv.cli.files import read
 from qkv.errors import InputError
+
+if TYPE_CHECKING:
+    from qkv.profiler.models import Loaded
 
 
 def numbers(text: str) -> list[int]:
@@ -21,9 +24,14 @@ def numbers(text: str) -> list[int]:
     return numbers
 
 
-def given_text(model: str, text: str | None, file: Path | None, tokens: int | None) -> str:
+def given_text(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
+    """The text given or in the file; else the bundled passage, or enough of Python's standard library for `tokens`."""
     from qkv.profiler import texts
 
+    if text is not None and file is not None:
+        raise InputError("text and --file are both given, expected one of them")
+    if tokens is not None and tokens < least:
+        raise InputError(f"--tokens is {tokens}, expected at least {least}")
     if file is not None:
         return read(file)
     if text is not None:
@@ -31,7 +39,19 @@ def given_text(model: str, text: str | None, file: Path | None, tokens: int | No
     return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
 
 
-def first_tokens(loaded: Any, text: str, tokens: int) -> dict[str, Any]:
+def ready(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:
+    """A model and what it runs on: the passage, or its first tokens."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from qkv.profiler import models
+
+    with Console(stderr=True).status(f"loading {escape(name)}"):
+        loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
+    return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
+
+
+def first_tokens(loaded: Loaded, text: str, tokens: int) -> dict[str, Any]:
     if loaded.tokenizer is None:
         raise InputError("--tokens needs a tokenizer, and this model has none")
     batch = loaded.tokenizer(text, return_tensors="pt")

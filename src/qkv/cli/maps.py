@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv.cli.files import folder, read
-from qkv.cli.inputs import first_tokens, given_text
+from qkv.cli.inputs import given_text, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,23 +72,19 @@ def head_map(
 
     from qkv.files import write_whole
     from qkv.maps import span
-    from qkv.profiler import maps, models
+    from qkv.profiler import maps
     from qkv.profiler.progress import bar
     from qkv.view.map_plot import map_figure, sentence
     from qkv.view.save import save_figure
 
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
-    if tokens is not None and tokens < 1:
-        raise InputError(f"--tokens is {tokens}, expected at least 1")
     if size < 1:
         raise InputError(f"--size is {size}, expected at least 1 pixel")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise InputError(f"--out is {out}, expected the name of a file that ends in .png")
     passage = given_text(model, None if file is None else read(file, "FILE"), None, tokens)
     with folder(out.parent):
-        with Console(stderr=True).status(f"loading {escape(model)}"):
-            loaded = models.load(model, dtype=dtype, tokens=tokens or len(passage.encode()))
-        inputs: Any = passage if tokens is None else first_tokens(loaded, passage, tokens)
+        loaded, inputs = ready(model, passage, tokens, dtype)
         with Console(stderr=True).status(f"running {escape(loaded.name)}"):
             found = maps.of(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,

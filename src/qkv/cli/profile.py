@@ -11,7 +11,7 @@ import tyro
 
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
-from qkv.cli.inputs import first_tokens, given_text, numbers
+from qkv.cli.inputs import given_text, numbers, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,24 +73,13 @@ def profile(
         no_probe: Do without the short made-up texts that tell induction, duplicate-token and positional heads.
         partial: Go on even if some attention of the model cannot be observed.
     """
-    from rich.console import Console
-    from rich.markup import escape
 
     from qkv.profiler import models, run
 
     wanted = None if layers is None else numbers(layers)
-    if text is not None and file is not None:
-        raise InputError("text and --file are both given, expected one of them")
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, from 0")
-    if tokens is not None and tokens < 1:
-        raise InputError(f"--tokens is {tokens}, expected at least 1")
     passage = given_text(model, text, file, tokens)
-
-    def load(name: str) -> tuple[models.Loaded, Any]:
-        with Console(stderr=True).status(f"loading {escape(name)}"):
-            loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()))
-        return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
 
     def profiled(loaded: models.Loaded, inputs: Any) -> Profile:
         return run.profile(
@@ -109,9 +98,11 @@ def profile(
 
     with folder(out):
         other = None if against is None else compare.saved(against)
-        loaded, inputs = load(model)
+        loaded, inputs = ready(model, passage, tokens, dtype)
         result = profiled(loaded, inputs)
-        comparison = None if against is None else (other or profiled(*load(against))).compare(result)
+        comparison = None
+        if against is not None:
+            comparison = (other or profiled(*ready(against, passage, tokens, dtype))).compare(result)
         mixed = None if perturb is None else mixing.measured(loaded, inputs, perturb)
         _show(result)
         if comparison is not None:
