@@ -53,7 +53,7 @@ bench: venv  ## all benchmarks, about an hour and a quarter; writes benchmarks/r
 TRAINED := src/qkv/models/trained
 
 models: venv  ## the models that come with the package, trained again on one core, about an hour and a half
-	for m in qkv-reversal qkv-translation qkv-mini; do \
+	for m in qkv-reversal qkv-translation qkv-caption qkv-mini; do \
 	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 1 && \
 	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
 	done

@@ -133,7 +133,18 @@ def _translation(result: dict[str, Any]) -> list[str]:
     ]
 
 
-_SAID = {"qkv-mini": _mini, "qkv-reversal": _reversal, "qkv-translation": _translation}
+def _caption(result: dict[str, Any]) -> list[str]:
+    found, check = result["evaluation"], result["check"]
+    return [
+        f"Of held-out scenes, whose descriptions never occur in training, {found['exact_match']:.1%} of the captions "
+        "come out word for word. While a colour or shape is named, the strongest cell of the grid shows that object in "
+        f"{check['strongest']:.1%} of cases, and {check['mass']:.0%} of the weight lies on cells that do "
+        f"({check['mass_at_colours']:.0%} at colours, {check['mass_at_shapes']:.0%} at shapes; by chance "
+        f"{check['chance']:.0%}).",
+    ]
+
+
+_SAID = {"qkv-mini": _mini, "qkv-reversal": _reversal, "qkv-translation": _translation, "qkv-caption": _caption}
 
 
 def _folder(name: str) -> Path:

@@ -61,6 +61,16 @@ def test_translation_translates() -> None:
     assert [source[strongest[t]] for t in (1, 2)] == ["cat", "black"]
 
 
+@torch.no_grad()
+def test_the_captioner_says_what_held_out_scenes_show_and_looks_there() -> None:
+    folder = bundled.folder_of("qkv-caption")
+    assert folder is not None
+    task, _ = settings.from_toml(folder / "run.toml")
+    model, said = models.load("qkv-caption"), json.loads((folder / "result.json").read_text())
+    assert task.evaluate(model)["exact_match"] == pytest.approx(said["evaluation"]["exact_match"], abs=0.01)
+    assert task.check(model)["strongest"] == pytest.approx(said["check"]["strongest"], abs=0.01)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_translation_is_as_good_as_its_result_says() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -14,6 +16,8 @@ import profile_fixture as made
 from qkv.errors import InputError
 from qkv.profiler import tables
 from qkv.profiler.data import Profile
+from qkv.profiler.types import MIXED, ROLES
+from qkv.view import style
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +66,26 @@ def test_a_long_text_draws(name: str) -> None:
     all_text_is_on_the_page(FIGURES[name](made.long(2048)))
 
 
-@pytest.mark.parametrize("ending", ["pdf", "svg"])
-def test_vector_files_are_written(ending: str) -> None:
-    buffer = io.BytesIO()
-    made.gpt().plot.head(0, 0).savefig(buffer, format=ending)
-    assert len(buffer.getvalue()) > 5000
+VECTOR = FIGURES | {
+    "map": lambda p: p.plot.map(0, 0),
+    "alignment": lambda p: p.plot.alignment(group=p.main),
+    "overlay": lambda p: p.plot.overlay(np.zeros((6, 10, 3)), (1, 4), [0, 1]),
+    "types": lambda p: p.plot.types(),
+}
+
+
+@pytest.mark.parametrize("name", VECTOR)
+def test_vector_files_hold_text_as_text(name: str) -> None:
+    figure = VECTOR[name](made.encoder_decoder())
+    title = figure.texts[0].get_text().splitlines()[0]
+    files = {ending: io.BytesIO() for ending in ("svg", "pdf")}
+    for ending, file in files.items():
+        figure.savefig(file, format=ending)
+    svg = ElementTree.fromstring(files["svg"].getvalue())
+    said = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert title in said
+    assert b"/CIDFontType2" in files["pdf"].getvalue(), "letters of a font that is embedded, not outlines"
+    assert matplotlib.rcParams["svg.fonttype"] == "path", "the setting is not left changed"
 
 
 def test_overview_shows_the_table() -> None:
@@ -115,10 +134,133 @@ def test_map_shows_the_weights_or_says_why_not() -> None:
     all_text_is_on_the_page(figure)
     shown = np.asarray(figure.axes[0].images[0].get_array())
     np.testing.assert_array_equal(shown, profile.groups["cross"]["weights"].values[1, 1, 2, :4, :5])
+    assert "cross attention" in figure.texts[1].get_text()
     with pytest.raises(
         InputError, match="no dense maps of text 0, which has 2048 tokens; profile it with map_tokens=2048"
     ):
         made.long(2048).plot.map(0, 0)
+
+
+def pooled(profile: Profile, size: int) -> Profile:
+    """The profile as of a long text: bins of `size` × `size` in place of its weights."""
+    data = profile.data
+    weights = np.nan_to_num(data["weights"].values)
+    n = weights.shape[-1]
+    starts = np.arange(0, n, size)
+    most, sums = (op.reduceat(op.reduceat(weights, starts, axis=3), starts, axis=4) for op in (np.maximum, np.add))
+    tokens = np.minimum(starts + size, n) - starts
+    bins = ("text", "layer", "head", "query_bin", "key_bin")
+    kept = data.drop_vars("weights").assign(map_max=(bins, most), map_mean=(bins, sums / tokens[:, None] / tokens))
+    return Profile({"self": kept.assign_coords(bin_queries=("text", [size]), bin_keys=("text", [size]))})
+
+
+def test_map_of_a_long_text_shows_its_bins() -> None:
+    profile = made.gpt()
+    figure = pooled(profile, 8).plot.map(1, 2)
+    all_text_is_on_the_page(figure)
+    largest, average = (np.ma.asarray(axes.images[0].get_array()) for axes in figure.axes[::2])
+    weights = profile.data["weights"].values[0, 1, 2]
+    assert largest.shape == (8, 8)
+    assert largest[3, 2] == weights[24:32, 16:24].max()
+    assert average[7, 0] == pytest.approx(weights[56:, :8].mean(), rel=1e-5), "the last bin is smaller"
+    np.testing.assert_array_equal(largest.mask, np.triu(np.ones((8, 8), bool), 1), "what a causal mask hides")
+    said = figure.axes[0].get_title(loc="left")
+    assert said == "Largest weight in bins of 8 × 8 tokens at most"
+    assert figure.axes[0].get_xlim() == (-0.5, 60.5)
+
+
+def test_alignment_shows_words_by_words() -> None:
+    profile = made.encoder_decoder()
+    weights = profile.groups["cross"]["weights"].values[0]
+    figure = profile.plot.alignment()
+    all_text_is_on_the_page(figure)
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), weights.mean((0, 1)), rtol=1e-5)
+    rows, columns = ([t.get_text() for t in ticks] for ticks in (
+        figure.axes[0].get_yticklabels(), figure.axes[0].get_xticklabels()))  # fmt: skip
+    assert rows == ["The", "house", "is", "old", "“.”", "(next)"], "the word that is looked for, after each query"
+    assert columns == ["Das", "Haus", "am", "See", "ist", "alt", "“.”", "</s>"]
+    printed = {text.get_text() for text in figure.axes[0].texts}
+    assert f"{100 * weights.mean((0, 1)).max():.0f}" in printed
+    one = profile.plot.alignment(1, 2, text=1)
+    np.testing.assert_allclose(
+        one.axes[0].images[0].get_array(), profile.groups["cross"]["weights"].values[1, 1, 2, :4, :5], rtol=1e-5
+    )
+    assert one.texts[0].get_text().startswith("Layer 1, head 2: a target word puts")
+    layer = profile.plot.alignment(0).axes[0].images[0].get_array()
+    np.testing.assert_allclose(layer, weights[0].mean(0), rtol=1e-5)
+
+
+def test_pieces_of_a_word_are_aligned_together() -> None:
+    tokens = ["<s>", " light", "house", " keeper", "."]
+    weights = made.softmax(np.random.default_rng(0).normal(size=(1, 1, 5, 5)))
+    profile = Profile({"self": made.dataset_from_weights([weights], [tokens])})
+    axes = profile.plot.alignment(group="self").axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["<s>", "lighthouse", "keeper", "“.”"]
+    shown = np.asarray(axes.images[0].get_array())
+    np.testing.assert_allclose(shown.sum(1), 1, rtol=1e-5)
+    assert shown[1, 1] == pytest.approx(weights[0, 0, 1:3, 1:3].sum() / 2, rel=1e-5)
+    assert shown[3, 0] == pytest.approx(weights[0, 0, 4, 0], rel=1e-5)
+
+
+def test_what_cannot_be_aligned_is_said() -> None:
+    with pytest.raises(InputError, match="group: got 'cross'; this profile has 'self'"):
+        made.gpt().plot.alignment()
+    with pytest.raises(InputError, match="alignment: the profile holds no dense maps of text 0, which has 512 tokens"):
+        made.long(512).plot.alignment(group="self")
+    with pytest.raises(InputError, match="layer: got None with head 1; expected the layer of that head"):
+        made.encoder_decoder().plot.alignment(head=1)
+    with pytest.raises(InputError, match="layer: got 5; this group has layers 0 to 1"):
+        made.encoder_decoder().plot.alignment(5)
+
+
+def grid_profile() -> tuple[Profile, np.ndarray]:
+    """Three queries on a class token and a grid of 2 × 3 cells: each looks at one cell."""
+    weights = np.full((1, 1, 3, 7), 0.02)
+    for query, cell in enumerate((0, 4, 5)):
+        weights[0, 0, query, 1 + cell] = 0.86
+    names = [["<s>", "red", "cross"]], [["[CLS]", *"012345"]]
+    data = made.dataset_from_weights([weights], *names, name="cross", special=("[CLS]",))
+    return Profile({"cross": data}, {"model": "captioner"}), weights
+
+
+def test_overlay_lights_what_a_query_looks_at() -> None:
+    profile, _ = grid_profile()
+    image = np.full((20, 30, 3), 200, np.uint8)
+    figure = profile.plot.overlay(image, (2, 3))
+    all_text_is_on_the_page(figure)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["the image", "red", "cross", "(next)"]
+    pictures = [np.asarray(axes.images[0].get_array()) for axes in figure.axes]
+    np.testing.assert_allclose(pictures[0], 200 / 255)
+    for picture, (row, column) in zip(pictures[1:], ((0, 0), (1, 1), (1, 2)), strict=True):
+        cells = picture[..., 0].reshape(2, 10, 3, 10).mean((1, 3))
+        assert np.unravel_index(cells.argmax(), cells.shape) == (row, column)
+        assert picture.max() == pytest.approx(200 / 255, rel=0.05)
+        assert 0.15 < picture.min() / picture.max() < 0.3, "what is not looked at is dark, but there"
+    assert "86 % on one of 6 cells" in figure.axes[1].get_xlabel()
+    assert "1 more keys are no cells" in figure.texts[1].get_text()
+    one = profile.plot.overlay(image / 255, (2, 3), 1, corners=True)
+    assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
+    brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
+    assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
+
+
+def test_overlays_that_do_not_fit_are_refused() -> None:
+    plot, image = grid_profile()[0].plot, np.zeros((4, 6, 3))
+    with pytest.raises(InputError, match=r"grid: got 3 × 3 cells; expected at most the 7 keys"):
+        plot.overlay(image, (3, 3))
+    with pytest.raises(InputError, match="query: got 3; expected positions from 0 to 2"):
+        plot.overlay(image, (2, 3), 3)
+    with pytest.raises(InputError, match=r"image has shape \(4, 6\), expected \(height, width, 3\)"):
+        plot.overlay(image[..., 0], (2, 3))
+    with pytest.raises(InputError, match="image holds 0 to 2, expected numbers from 0 to 1, or bytes"):
+        plot.overlay(image + np.arange(3.0), (2, 3))
+    with pytest.raises(InputError, match="query: got 61 of the queries; expected at most 35 of them"):
+        made.gpt().plot.overlay(image, (2, 3))
+
+
+def test_kinds_of_heads_have_colours_on_both_pages() -> None:
+    assert list(style.KINDS) == list(style.KINDS_DARK) == [*ROLES, MIXED]
+    assert len(set(style.KINDS.values())) == len(set(style.KINDS_DARK.values())) == len(style.KINDS)
 
 
 def test_wrong_places_are_named() -> None:

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 import profile_fixture as made
+import qkv
 from qkv.errors import InputError
 from qkv.profiler import tables
 from qkv.profiler.data import Profile
+from qkv.profiler.types import MIXED, ROLES
 from qkv.view import report
-from qkv.view.payload import binned, display
+from qkv.view.payload import binned, display, payload
 
 HOSTILE = [
     "</script><script>document.documentElement.dataset.pwned='1'</script>",
@@ -110,6 +112,52 @@ def test_what_is_undefined_or_zero_stays_so() -> None:
     arrays = decoded(html, "0-0", page_of(html)["groups"][0]["texts"][0])
     assert np.argwhere(np.isnan(arrays["entropy"])).tolist() == [[1, 2, 7]]
     assert np.argwhere(arrays["received"] == 0).tolist() == [[0, 0, 5]]
+
+
+def test_kinds_and_sinks_of_heads_come_with_the_page() -> None:
+    profile = qkv.profile(
+        "qkv-mini", "for name in names:\n    if name not in seen:\n        seen.append(name)\n", progress=False
+    )
+    page, _ = payload(profile)
+    json.dumps(page, allow_nan=False)
+    group = page["groups"][0]
+    types, sinks, tokens = profile.types(), profile.sinks(), profile.sink_tokens()
+    assert group["types"]["type"] == list(types["type"])
+    assert [", ".join(traits) for traits in group["types"]["traits"]] == list(types["traits"])
+    np.testing.assert_allclose(group["types"]["induction"], types["induction"], rtol=1e-5)
+    assert "retrieval" not in group["types"], "a short text does not tell it"
+    for name in ("alpha_first", "alpha_random", "value_norm_first", "key_norm_best", "best_key"):
+        np.testing.assert_allclose(group["sinks"][name], sinks[name], rtol=1e-5)
+    assert "learned_sink" not in group["sinks"]
+    assert group["sink_tokens"]["token"] == list(tokens["token"])[:12]
+    assert group["sink_tokens"]["layers"] == list(tokens["layers"])[:12]
+    stream = profile.residual["blocks"]
+    np.testing.assert_allclose(group["residual"]["largest"], stream["largest"][0, :, 0], rtol=1e-5)
+    np.testing.assert_allclose(group["residual"]["norm_others"], stream["norm"][0, :, 1:].mean("token"), rtol=1e-5)
+    position = group["residual"]["position"]
+    assert position == stream["largest_token"].values[0, :, 0].tolist()
+    assert group["residual"]["token"] == profile.data["query_token"].values[0, position].tolist()
+    assert [role["name"] for role in page["roles"]] == [r for r in (*ROLES, MIXED) if r in set(types["type"])]
+    assert all(re.fullmatch("#[0-9a-f]{6}", role[theme]) for role in page["roles"] for theme in ("light", "dark"))
+
+
+def test_what_was_not_measured_is_not_in_the_page() -> None:
+    for group in payload(made.encoder_decoder())[0]["groups"]:
+        assert not {"sinks", "sink_tokens", "residual"} & set(group)
+        assert set(group["types"]) >= {"type", "traits", "self", "local"} or group["name"] == "cross"
+
+
+def test_activations_are_of_the_text_in_which_they_are_largest() -> None:
+    profile = qkv.profile("qkv-mini", ["for name in names:", "def walk(path):\n    return [path]"], progress=False)
+    stream = profile.residual["blocks"]
+    told = payload(profile)[0]["groups"][0]["residual"]
+    largest = stream["largest"].values[..., 0]
+    np.testing.assert_allclose(told["largest"], largest.max(0), rtol=1e-5)
+    text = largest.argmax(0)
+    np.testing.assert_allclose(told["median"], stream["median"].values[text, np.arange(5)], rtol=1e-5)
+    assert told["token"] == [
+        profile.data["query_token"].values[t, p] for t, p in zip(text, told["position"], strict=True)
+    ]
 
 
 def test_bins_cover_every_position_once() -> None:

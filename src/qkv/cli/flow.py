@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,7 +77,7 @@ def flow(
             with bar(f"following {way}", "layers") as step:
                 found = trace(
                     loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
-                    residual=residual, name=loaded.name, on_layer=lambda step=step: step(1),
+                    residual=residual, name=loaded.name, on_layer=functools.partial(step, 1),
                 )  # fmt: skip
             for index, position in enumerate(found["chosen_position"].values[0]):
                 path = out / f"flow-{way}-{position}.png"

@@ -57,6 +57,8 @@ def _few(call: Call) -> bool:
 F = TypeVar("F", bound=Callable[..., object])
 Watcher = Callable[[Call | Shared, Result], None]
 _WATCHER: ContextVar[Watcher | None] = ContextVar("qkv watcher", default=None)
+Editor = Callable[[Call, bool], Call | Result]
+_EDITOR: ContextVar[Editor | None] = ContextVar("qkv editor", default=None)
 
 
 @contextmanager
@@ -69,9 +71,23 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         _WATCHER.reset(token)
 
 
+@contextmanager
+def editing(editor: Editor | None) -> Iterator[None]:
+    """Inside, `editor` comes between every call and its kernel, in this thread; None: nobody does.
+
+    It gets the call, and whether its weights are wanted. What it gives is the call to serve and to watch instead, or a
+    result: of a call whose heads differ in what one call has for all of them, and which therefore nobody can watch.
+    """
+    token = _EDITOR.set(editor)
+    try:
+        yield
+    finally:
+        _EDITOR.reset(token)
+
+
 def watched() -> bool:
-    """Whether anybody watches. What a compiler makes of a call is not watched."""
-    return not torch.compiler.is_compiling() and _WATCHER.get() is not None
+    """Whether anybody watches or edits. What a compiler makes of a call is neither watched nor edited."""
+    return not torch.compiler.is_compiling() and (_WATCHER.get() is not None or _EDITOR.get() is not None)
 
 
 def opaque(function: F) -> F:
@@ -94,12 +110,26 @@ def opaque(function: F) -> F:
 
 
 def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
-    """`call` on the kernel that serves it: the one place all attention passes, so the one place to watch it."""
+    """`call` on the kernel that serves it: the one place all attention passes, so the one to watch or edit it."""
+    editor, watcher = _EDITOR.get(), _WATCHER.get()
+    if editor is not None:
+        with editing(None):  # calls that the editor and the watcher make are their own
+            return _edited(editor(call, weights), kernel, watcher, weights=weights)
     result: Result = KERNELS[pick(call, kernel, weights=weights)].run(call)
-    watcher = _WATCHER.get()
     if watcher is not None:
         watcher(call, result)
     return result
+
+
+def _edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
+    if isinstance(made, Call):
+        return serve(made, kernel, weights=weights)
+    if watcher is not None:
+        raise InputError(
+            "edits: some heads of a layer are edited unlike others, and what is profiled is whole calls; "
+            "expected the same edit of all heads of a layer"
+        )
+    return made
 
 
 OF_PIECES = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
@@ -114,6 +144,8 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         )
     if kernel != "auto":
         choose(shared.call, kernel)
+    if _EDITOR.get() is not None:
+        raise InputError("group is given, but attention that processes share is not edited; expected a model without")
     result = ring.run(shared, functools.partial(_of_piece, kernel))
     watcher = _WATCHER.get()
     if watcher is not None:

@@ -9,6 +9,7 @@ NAMES = {
     "qkv-mini": "a causal language model of Python's own standard library",
     "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
     "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
+    "qkv-caption": "captions of small scenes, each word found by looking at the image",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qkv.profiler.compare import Comparison
+    from qkv.view.notebook import View
     from qkv.view.plots import Plots
 
 
@@ -186,6 +186,12 @@ class Profile:
 
         return write_report(self, path)
 
+    def view(self, height: int = 720) -> View:
+        """The interactive report in a notebook's cell, `height` pixels high; it needs no server and no network."""
+        from qkv.view.notebook import View
+
+        return View(self, height)
+
     @property
     def plot(self) -> Plots:
         """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
@@ -194,17 +200,17 @@ class Profile:
         return Plots(self)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}: {_size(data)}" for name, data in self.groups.items())
+        sizes = ", ".join(f"{name}: {size_of(data)}" for name, data in self.groups.items())
         return f"Profile({self.attrs.get('model', 'unnamed model')!r}, {sizes})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(_size(data))}</td></tr>" for name, data in self.groups.items()
-        )
-        return f"<table><caption>{escape(str(self.attrs.get('model', 'Profile')))}</caption>{rows}</table>"
+        from qkv.view.notebook import card
+
+        return card(self)
 
 
-def _size(data: xr.Dataset) -> str:
+def size_of(data: xr.Dataset) -> str:
+    """Layers, heads and tokens of a group in words."""
     texts, layers, heads = (data.sizes[dim] for dim in ("text", "layer", "head"))
     queries, keys = int(data["n_queries"].max()), int(data["n_keys"].max())
     tokens = f"{queries:,} tokens" if queries == keys else f"{queries:,} × {keys:,} tokens"

@@ -79,7 +79,8 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     for name in ("key", "value"):
         if f"{name}_norm" in data:
             found = np.where(caught, drain(data[f"{name}_norm"].values), np.nan)[text, :, :, key]
-            rows[f"{name}_norm"] = np.array([np.nanmean(one) for one in found])
+            known = [one[~np.isnan(one)] for one in found]  # of a text of one token there are no others
+            rows[f"{name}_norm"] = np.array([one.mean() if len(one) else np.nan for one in known])
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.profiler.compare import went
 from qkv.view.findings import head_name
-from qkv.view.layout import place, plain, titled
+from qkv.view.layout import Drawing, layer_by_head, place, plain, titled
 from qkv.view.style import ACCENT, INK, MUTED, STATISTICS, percent
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     left, top, gap, row = 0.72, 1.05, 0.85, 0.25
     most = heads.sort_values("change", ascending=False, kind="stable").head(NAMED)
     width = max(left + 3 * (wide + gap), 8.4)
-    figure = Figure(figsize=(width, top + tall + 0.9 + row * len(most) + 0.45), facecolor="white")
+    figure = Drawing(figsize=(width, top + tall + 0.9 + row * len(most) + 0.45))
     titled(figure, _sentence(heads), _subtitle(comparison, group))
     shares = [heads[f"{n}_difference"].abs().max() for n in names if STATISTICS[n].unit == "%"]
     for index, name in enumerate(names):
@@ -65,17 +65,8 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
 
 def _map(axes: Axes, bar: Axes, values: pd.DataFrame, name: str, limit: float) -> None:
     label, unit, _ = STATISTICS[name]
-    norm = Normalize(-limit, limit)
-    image = axes.imshow(values, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
+    image = layer_by_head(axes, values, Normalize(-limit, limit), colours=DIVERGING)
     axes.set_title(label + (", % points" if unit == "%" else f", {unit}"), loc="left", fontsize=9, color=INK, pad=5)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
-        step = max(1, round(len(ids) / 6))
-        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
-        axis.set_ticks(np.arange(len(ids) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", lw=min(1.0, 12 / max(values.shape)))
-    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
     drawn = bar.figure.colorbar(image, cax=bar)
     drawn.outline.set_visible(False)
     drawn.locator = MaxNLocator(5)

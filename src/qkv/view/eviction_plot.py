@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from qkv.errors import InputError
-from qkv.view.layout import COLOURS, PERCENT, colour_bar, place, plain, titled
+from qkv.view.layout import PERCENT, Drawing, colour_bar, layer_by_head, place, plain, titled
 from qkv.view.style import INK, MUTED, WARM, percent
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def budget_figure(found: Eviction) -> Figure:
     if found.loss is not None:
         panels.insert(0, (found.loss[found.loss["policy"] != "full"], "delta_nats", "Rise of the loss, nats a token"))
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
-    figure = Figure(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5), facecolor="white")
+    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
     whole = "" if found.loss is None else f" · loss with all keys {found.loss['nats'].iloc[0]:.2f} nats"
     titled(figure, _sentence(found, mean), _subtitle(found) + whole)
     for index, (table, column, label) in enumerate(panels):
@@ -60,7 +59,7 @@ def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
     cell = min(0.46, 3.4 / heads, 4.6 / layers)
     wide, tall, gap = cell * heads, cell * layers, 0.45
     width = max(0.65 + len(policies) * (wide + gap) + 0.5, 7.4)
-    figure = Figure(figsize=(width, 1.1 + tall + 0.5), facecolor="white")
+    figure = Drawing(figsize=(width, 1.1 + tall + 0.5))
     worst = table.loc[table["mass_lost"].idxmax()]
     title = (
         f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
@@ -71,7 +70,7 @@ def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
     for index, policy in enumerate(policies):
         axes = place(figure, 0.65 + index * (wide + gap), 1.1, wide, tall)
         values = table[table["policy"] == policy].pivot(index="layer", columns="head", values="mass_lost")
-        image = _heads(axes, values, norm, cell)
+        image = layer_by_head(axes, values, norm, ticks=12, written=lambda value: f"{100 * value:.0f}")
         mean = values.to_numpy().mean()
         axes.set_title(f"{policy}, mean {percent(mean)}", loc="left", fontsize=9, color=INK, pad=5)
         axes.set_xlabel("head", fontsize=8, color=MUTED)
@@ -103,24 +102,6 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, first: int) -> None:
     low, high = float(table[column].min()), float(table[column].max())
     axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
     axes.axhline(0, color=MUTED, lw=0.6)
-
-
-def _heads(axes: Axes, values: pd.DataFrame, norm: Normalize, cell: float) -> Any:
-    """One layer × head map; shares are printed where a cell has room for them."""
-    image = axes.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
-        step = max(1, round(len(ids) / 12))
-        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
-        axis.set_ticks(np.arange(len(ids) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", lw=min(1.0, 3 * cell))
-    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    for (layer, head), value in np.ndenumerate(values.to_numpy()):
-        if cell >= 0.24:
-            colour = "white" if norm(value) > 0.55 else INK
-            axes.text(head, layer, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.8, color=colour)
-    return image
 
 
 def _sentence(found: Eviction, mean: pd.DataFrame) -> str:

@@ -15,6 +15,7 @@ from qkv.view.layout import (
     COLOURS,
     LABELLED_TOKENS,
     PERCENT,
+    Drawing,
     along,
     bins,
     name_peaks,
@@ -46,7 +47,7 @@ def flow_figure(found: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
     share = by_depth[0 if backward else -1]
     strip = max(0.9, 0.16 * len(by_depth))
     below = 0.95 if n <= LABELLED_TOKENS else 0.6
-    figure = Figure(figsize=(9.8, 3.27 + strip + below), facecolor="white")
+    figure = Drawing(figsize=(9.8, 3.27 + strip + below))
     titled(figure, _sentence(share, tokens, own, backward), _subtitle(found, n))
     curve = place(figure, 1.02, 0.95, 7.98, 2.2)
     heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)

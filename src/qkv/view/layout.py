@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LinearSegmentedColormap
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.profiler import tables
 from qkv.view.style import HAIRLINE, INK, MUTED, RAMP, WARM
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
+ROOM = 0.2399  # inches a side of a cell in which a number can be read
+
+
+class Drawing(Figure):
+    """A figure on white whose vector files hold text as text: it can be searched, copied and set in another font.
+
+    >>> import io
+    >>> drawing, file = Drawing(figsize=(3, 2)), io.StringIO()
+    >>> _ = drawing.text(0.5, 0.5, "entropy")
+    >>> drawing.savefig(file, format="svg")
+    >>> ">entropy</text>" in file.getvalue()
+    True
+    """
+
+    def __init__(self, *, figsize: tuple[float, float]) -> None:
+        super().__init__(figsize=figsize, facecolor="white")
+
+    def savefig(self, *args: Any, **options: Any) -> None:
+        """As `Figure.savefig`. The font settings are matplotlib's global ones, so they hold only while it writes."""
+        with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+            super().savefig(*args, **options)
 
 
 def titled(figure: Figure, title: str, subtitle: str) -> None:
@@ -61,6 +88,47 @@ def colour_bar(bar: Axes, image: Any, unit: str) -> None:
     if unit == "%":
         bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
     bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
+
+
+def layer_by_head(
+    axes: Axes,
+    values: pd.DataFrame,
+    norm: Normalize,
+    *,
+    colours: Colormap = COLOURS,
+    ticks: int = 6,
+    written: Callable[[float], str] | None = None,
+) -> AxesImage:
+    """One map of all heads: a row a layer, a column a head.
+
+    Args:
+        axes: where, of the size they will have.
+        values: by layer (index) and head (columns); NaN where there is none.
+        norm: of the colours.
+        colours: from little to much.
+        ticks: about so many ids are printed on each side.
+        written: how a value is printed in its cell, where cells have room for it; None for none.
+    """
+    image = axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
+        step = max(1, round(len(ids) / ticks))
+        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
+        axis.set_ticks(np.arange(len(ids) + 1) - 0.5, minor=True)
+    rows, columns = values.shape
+    cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
+    axes.grid(which="minor", color="white", lw=min(1.0, 3 * cell))
+    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
+    if written is None or cell < ROOM:
+        return image
+    for (layer, head), value in np.ndenumerate(values.to_numpy()):
+        if np.isfinite(value):
+            axes.text(
+                head, layer, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
+                color="white" if norm(value) > 0.55 else INK,
+            )  # fmt: skip
+    return image
 
 
 def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
@@ -12,15 +12,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
 from qkv.maps import Picture
-from qkv.view.layout import COLOURS, titled, token_label
+from qkv.view.layout import COLOURS, Drawing, titled, token_label
 from qkv.view.save import DPI
 from qkv.view.style import HAIRLINE, INK, MUTED, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
-
-    from qkv.profiler.maps import AttentionMap
 
 POOLS = ("max", "mean", "both")
 LABELLED = 64  # up to so many tokens a side are named, one by one
@@ -30,13 +28,32 @@ RANGE = 30.0  # a map whose weights differ more than so much has a logarithmic s
 FAINTEST = 1e-4  # of the largest: what is fainter has the colour of nothing
 
 
+class Mapped(Protocol):
+    """Of which head a picture is: `qkv.profiler.maps.AttentionMap`, or what a profile keeps of one."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def n_queries(self) -> int: ...
+    @property
+    def n_keys(self) -> int: ...
+    def query_tokens(self, rows: slice = ..., *, item: int = ...) -> list[str]: ...
+    def key_tokens(self, columns: slice = ..., *, item: int = ...) -> list[str]: ...
+
+
 class _Panel(NamedTuple):
     title: str
     values: np.ndarray
     what: str
 
 
-def map_figure(found: AttentionMap, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
+def map_figure(found: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
     """A picture of one head: queries down, keys across, from the top left.
 
     Each bin is drawn as a whole number of pixels when saved by `qkv.view.save.save_figure`, so that a sink one bin
@@ -74,7 +91,7 @@ def map_figure(found: AttentionMap, picture: Picture, *, pool: str = "both", ite
     stacked = wide > 2 * tall
     width, height = (1, len(panels)) if stacked else (len(panels), 1)
     inches = (round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under))
-    figure = Figure(figsize=(next(inches), next(inches)), facecolor="white")
+    figure = Drawing(figsize=(next(inches), next(inches)))
     titled(figure, sentence(found, picture, item), _subtitle(found, picture))
     for n, panel in enumerate(panels):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
@@ -152,7 +169,7 @@ def _label(axes: Axes, rows: list[str] | None, columns: list[str] | None, down: 
         axis.set_tick_params(length=0, labelsize=size, labelcolor=INK, labelrotation=0 if vertical else 90)
 
 
-def sentence(found: AttentionMap, picture: Picture, item: int = 0) -> str:
+def sentence(found: Mapped, picture: Picture, item: int = 0) -> str:
     """Where most of what is shown goes."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
     mass = (picture.mean.double() * down[:, None] * across).sum(0)
@@ -171,7 +188,7 @@ def sentence(found: AttentionMap, picture: Picture, item: int = 0) -> str:
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 
 
-def _subtitle(found: AttentionMap, picture: Picture) -> str:
+def _subtitle(found: Mapped, picture: Picture) -> str:
     sides = []
     for what, edges, n in (
         ("queries", picture.row_edges, found.n_queries),

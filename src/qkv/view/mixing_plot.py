@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from qkv.errors import InputError
 from qkv.profiler import tables
-from qkv.view.layout import COLOURS, along, bins, place, plain, titled
+from qkv.view.layout import COLOURS, Drawing, along, bins, place, plain, titled
 from qkv.view.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     moved = moved[:, np.isfinite(moved).any(0)]
     depths, n = moved.shape
     tall = min(0.3 * depths, 4.6) if depths > 3 else 0.9
-    figure = Figure(figsize=(9.6, 1.05 + tall + 0.8), facecolor="white")
+    figure = Drawing(figsize=(9.6, 1.05 + tall + 0.8))
     titled(figure, _sentence(data, other, text), _subtitle(data, text, name or str(data.attrs["model"])))
     heat = place(figure, 0.72, 1.05, 5.45, tall)
     bar = place(figure, 6.24, 1.05, 0.09, tall)

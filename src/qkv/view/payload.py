@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.profiler import tables
+from qkv.profiler import sinks, tables
+from qkv.profiler.types import MIXED, ROLES, type_table
 from qkv.view import style
 from qkv.view.findings import findings, headline
 
 if TYPE_CHECKING:
+    import pandas as pd
     import xarray as xr
 
     from qkv.profiler.data import Profile
@@ -23,6 +25,7 @@ RECEIVED_CELLS = 1_200_000  # received attention per head: this many values in a
 CURVE_CELLS = 600_000  # entropy, distance and sink along the text, together
 CURVE_BINS = 256  # no chart is wider
 MAP_CELLS = 48_000_000  # dense maps at one byte a weight, before compression
+SINK_TOKENS = 12  # that are named, those of most heads
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
 HEAD_COLUMNS = (
     *("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread"),
@@ -56,8 +59,11 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
                 "heads": data["head"].values.tolist(),
                 "modules": data["module"].values.tolist(),
                 "texts": texts,
+                **_of_heads(data),
+                **_residual(profile, name),
             }
         )
+    present = {kind for group in groups for kind in group["types"]["type"]}
     page = {
         "attrs": profile.attrs,
         "main": list(profile.groups).index(profile.main),
@@ -66,6 +72,16 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         "destinations": [
             {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
             for name, (label, colour) in style.DESTINATIONS.items()
+        ],
+        "roles": [
+            {
+                "name": name,
+                "definition": ROLES[name].definition if name in ROLES else "no one thing: none of the kinds holds",
+                "light": style.KINDS[name],
+                "dark": style.KINDS_DARK[name],
+            }
+            for name in (*ROLES, MIXED)
+            if name in present
         ],
         "ramp": {"light": style.RAMP, "dark": style.RAMP_DARK},
     }
@@ -130,6 +146,52 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
         "arrays": packed.index,
     }
     return view, packed.base64()
+
+
+def _of_heads(data: xr.Dataset) -> dict[str, Any]:
+    """What kind each head is, and its sinks, layer by layer, over all texts; what was not measured is not there."""
+    kinds = type_table(data)
+    found = {"types": _columns(kinds) | {"traits": [row.split(", ") if row else [] for row in kinds["traits"]]}}
+    if "audience" in data:
+        found["sinks"] = _columns(sinks.sink_table(data))
+        found["sink_tokens"] = _columns(sinks.sink_tokens(data).head(SINK_TOKENS), every=True)
+    return found
+
+
+def _columns(table: pd.DataFrame, *, every: bool = False) -> dict[str, list[Any]]:
+    """The columns of a table but the ids of heads; those that hold nothing only if `every` is asked for."""
+    told = [name for name in table if name not in ("layer", "head") and (every or table[name].notna().any())]
+    return {str(name): _plain(table[name].tolist()) for name in told}
+
+
+def _residual(profile: Profile, name: str) -> dict[str, Any]:
+    """Hidden states by depth of the stack in which a group attends: the largest |x|, and the norms of tokens.
+
+    Where there are several texts, the largest is that of any, and the median that of the same text.
+    """
+    data = profile.groups[name]
+    stack = next(
+        (s for s in profile.residual.values() if str(data["module"].values[0]).startswith(f"{s.attrs['stack']}.")), None
+    )
+    if stack is None or name.startswith("cross") or (stack["n_tokens"].values != data["n_queries"].values).any():
+        return {}
+    text = stack["largest"].values[..., 0].argmax(0)
+    at = {one: stack[one].values[text, np.arange(len(text))] for one in stack.data_vars if one != "norm"}
+    position = at["largest_token"][:, 0]
+    norm = stack["norm"].values.astype(np.float64)
+    told = {
+        "largest": at["largest"][:, 0],
+        "median": at["median"],
+        "massive": stack["massive"].values.max(0),
+        "position": position,
+        "dimension": at["largest_dimension"][:, 0],
+        "token": data["query_token"].values[text, position],
+        "norm_first": norm[..., 0].mean(0),
+    }
+    if norm.shape[-1] > 1:
+        told["norm_others"] = np.nanmean(norm[..., 1:], (0, 2))
+    above = {"above": float(stack.attrs["massive_above"]), "times": float(stack.attrs["massive_times_median"])}
+    return {"residual": {key: _plain(values.tolist()) for key, values in told.items()} | above}
 
 
 class _Packed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib as mpl
@@ -13,14 +14,17 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.profiler import tables
+from qkv.view.alignment_plot import AFTER, alignment_figure
 from qkv.view.findings import first_token, headline
 from qkv.view.layout import (
     COLOURS,
     LABELLED_TOKENS,
     PERCENT,
+    Drawing,
     along,
     bins,
     colour_bar,
+    layer_by_head,
     name_peaks,
     note,
     place,
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.data import Profile
 
+MOST_OVERLAYS = 35  # pictures on one sheet
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
 
 
@@ -132,32 +137,138 @@ class Plots:
         return _head(self._name(), data, *_position(data, layer, head))
 
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
-        """The dense map of one head, query by key.
+        """The map of one head, query by key: all its weights, or of a long text the largest and the mean in bins.
 
         Raises:
-            InputError: the text was too long for its maps to be kept.
+            InputError: the profile keeps neither, for it was made by hand.
         """
+        from qkv.view.map_plot import map_figure
+        from qkv.view.stored_map import StoredMap
+
         data = self._data(group, text)
         at = _position(data, layer, head)
-        n_queries, n_keys = int(data["n_queries"][0]), int(data["n_keys"][0])
-        weights = data["weights"].values[0, at[0], at[1], :n_queries, :n_keys] if "weights" in data else None
-        if weights is None or np.isnan(weights).all():
-            raise InputError(
-                f"map: the profile holds no dense maps of text {text}, which has {max(n_queries, n_keys)} tokens; "
-                f"profile it with map_tokens={max(n_queries, n_keys)} or more to keep them"
-            )
-        return _map(self._name(), data, *at, weights)
+        if (weights := _kept(data)) is not None:
+            return _map(self._name(), data, *at, weights[at])
+        found = StoredMap(self._name(), data.attrs["group"], data, at)
+        if (picture := found.picture()) is not None:
+            return map_figure(found, picture)
+        raise _unkept("map", data, text)
+
+    def alignment(
+        self, layer: int | None = None, head: int | None = None, text: int = 0, group: str | None = "cross"
+    ) -> Figure:
+        """Words × words: which source words (keys, across) each target word (query, down) attends to.
+
+        The mean of all heads, of the heads of one `layer`, or one `head` of it. In cross-attention a row has the name
+        of the word that its query looks for, the one after it: weights of the query "<s>" are those of the first word.
+
+        Raises:
+            InputError: there is no such group, or the text was too long for its weights to be kept.
+        """
+        data = self._data(group, text)
+        of, weights = _mean_of("alignment", data, layer, head, text)
+        keys = data["key_token"].values[0, : weights.shape[1]].tolist()
+        special = frozenset(data.attrs["special_tokens"])
+        return alignment_figure(_subtitle(self._name(), data), of, weights, _looked_for(data), keys, special)
+
+    def overlay(
+        self,
+        image: np.ndarray,
+        grid: tuple[int, int],
+        query: int | Sequence[int] | None = None,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+        text: int = 0,
+        group: str | None = None,
+        corners: bool = False,
+    ) -> Figure:
+        """Attention over the regions of an image, for a group whose keys are the cells of a grid: one picture a query.
+
+        Args:
+            image: (h, w, 3) that the keys were made from, numbers from 0 to 1 or bytes.
+            grid: cells down and across. They are the last keys; those before, such as a class token, are left out.
+            query: position of a query, or several; all of them by default. In cross-attention a picture has the name of
+                the word that its query looks for, the one after it.
+            layer: whose heads are averaged; all layers by default.
+            head: one head of the layer.
+            text: which of the profile's inputs.
+            group: such as "cross" of a captioner.
+            corners: where cells have their middle, see `qkv.view.overlay_plot.overlay_figure`; True for the grid of
+                `qkv.models.Captioner`.
+
+        Raises:
+            InputError: for an image, a grid or a query that does not fit, or weights that were not kept.
+        """
+        from qkv.view.overlay_plot import overlay_figure
+
+        data = self._data(group, text)
+        of, weights = _mean_of("overlay", data, layer, head, text)
+        n_queries, n_keys = weights.shape
+        cells = grid[0] * grid[1]
+        if min(grid) < 1 or cells > n_keys:
+            raise InputError(f"grid: got {grid[0]} × {grid[1]} cells; expected at most the {n_keys} keys of this text")
+        chosen = range(n_queries) if query is None else [query] if isinstance(query, int) else list(query)
+        if not chosen or not all(0 <= at < n_queries for at in chosen):
+            raise InputError(f"query: got {query}; expected positions from 0 to {n_queries - 1}")
+        if len(chosen) > MOST_OVERLAYS:
+            raise InputError(f"query: got {len(chosen)} of the queries; expected at most {MOST_OVERLAYS} of them")
+        maps = weights[list(chosen), n_keys - cells :].reshape(-1, *grid)
+        queries = _looked_for(data)
+        names = [queries[at] for at in chosen]
+        left_out = f" · {n_keys - cells} more keys are no cells" if n_keys > cells else ""
+        subtitle = f"{_subtitle(self._name(), data)}{left_out} · pictures are as bright as the weight"
+        return overlay_figure(subtitle, of, image, maps, names, corners=corners)
 
     def _name(self) -> str:
         return str(self._profile.attrs.get("model", "model"))
 
     def _data(self, group: str | None, text: int | None) -> xr.Dataset:
         data = self._profile.group(group)
+        data = data.assign_attrs(group=group or self._profile.main)
         if text is None:
             return data
         if not 0 <= text < data.sizes["text"]:
             raise InputError(f"text: got {text}; this profile has texts 0 to {data.sizes['text'] - 1}")
         return data.isel(text=[text])
+
+
+def _kept(data: xr.Dataset) -> np.ndarray | None:
+    """All weights (layer, head, query, key) of a data set of one text, without padding; None if they were not kept."""
+    if "weights" not in data:
+        return None
+    weights: np.ndarray = data["weights"].values[0, :, :, : int(data["n_queries"][0]), : int(data["n_keys"][0])]
+    return None if np.isnan(weights).all() else weights
+
+
+def _looked_for(data: xr.Dataset) -> list[str]:
+    """Names for the queries of one text: between two texts, the word that each predicts; else their own."""
+    own = [str(name) for name in data["query_token"].values[0, : int(data["n_queries"][0])]]
+    return [*own[1:], AFTER] if str(data.attrs["group"]).startswith("cross") else own
+
+
+def _unkept(what: str, data: xr.Dataset, text: int) -> InputError:
+    longest = max(int(data["n_queries"][0]), int(data["n_keys"][0]))
+    return InputError(
+        f"{what}: the profile holds no dense maps of text {text}, which has {longest} tokens; "
+        f"profile it with map_tokens={longest} or more to keep them"
+    )
+
+
+def _mean_of(what: str, data: xr.Dataset, layer: int | None, head: int | None, text: int) -> tuple[str, np.ndarray]:
+    """Weights (query, key) of a head, or the mean of a layer's or of all, and whose they are."""
+    if head is not None and layer is None:
+        raise InputError(f"layer: got None with head {head}; expected the layer of that head")
+    weights = _kept(data)
+    if weights is None:
+        raise _unkept(what, data, text)
+    layers, heads = weights.shape[:2]
+    if layer is None:
+        return "" if layers * heads == 1 else f"Mean of {layers * heads} heads", weights.mean((0, 1))
+    if head is None:
+        at = _position(data, layer, data["head"].values[0])[0]
+        return f"Layer {layer}, mean of {heads} heads", weights[at].mean(0)
+    return f"Layer {layer}, head {head}", weights[_position(data, layer, head)]
 
 
 def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> Figure:
@@ -168,7 +279,7 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
     wide, tall = cell * columns, cell * layers
     left, top, gap_x, gap_y = 0.62, 1.2, 0.85, 0.62
     width = max(left + across * (wide + gap_x), 7.2)
-    figure = Figure(figsize=(width, top + down * (tall + gap_y)), facecolor="white")
+    figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
     titled(figure, _sentence(data, heads, names), _subtitle(name, data))
     # Shares have one scale, so that panels compare; and a tenth at least, so that next to nothing looks like it.
     shares = [heads[name].max() for name in names if STATISTICS[name].unit == "%"]
@@ -188,26 +299,12 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
 
 
 def _grid(axes: Axes, values: pd.DataFrame, statistic: str, most: float, cell: float) -> None:
-    """One layer × head map; values are printed where a cell has room for them."""
+    """One layer × head map with its values."""
     label, unit, _ = STATISTICS[statistic]
     norm = Normalize(0, most if most > 0 else 1.0)
-    axes.imshow(values, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    layer_by_head(axes, values, norm, ticks=12 if cell >= 0.25 else 6, written=lambda value: _in_cell(value, unit))
     suffix = {"%": ", %", "ratio": ""}.get(unit, f", {unit}")
     axes.set_title(label + suffix, loc="left", fontsize=9, color=INK, pad=5)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
-        step = max(1, round(len(ids) / (12 if cell >= 0.25 else 6)))
-        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
-        axis.set_ticks(np.arange(len(ids) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", lw=min(1.0, 3 * cell))
-    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    for (layer, head), value in np.ndenumerate(values.to_numpy()):
-        if cell >= 0.24 and np.isfinite(value):
-            axes.text(
-                head, layer, _in_cell(value, unit), ha="center", va="center",
-                fontsize=6.2 if cell < 0.4 else 8, color="white" if norm(value) > 0.55 else INK,
-            )  # fmt: skip
 
 
 def _in_cell(value: float, unit: str) -> str:
@@ -225,7 +322,7 @@ def _received(name: str, data: xr.Dataset) -> Figure:
     mean, layers = by_layer.mean(0), data.sizes["layer"]
     top = int(mean.argmax())
     strip = max(0.9, 0.16 * layers)
-    figure = Figure(figsize=(9.6, 3.3 + strip + 0.6), facecolor="white")
+    figure = Drawing(figsize=(9.6, 3.3 + strip + 0.6))
     title = f"“{token_label(tokens[top])}” at position {top} receives {percent(mean[top])} of all attention"
     if np.sort(mean)[-1] > 5 * np.median(mean):
         title += f", {mean[top] / np.median(mean):,.0f} × the median token"
@@ -268,7 +365,7 @@ def _by_layer(name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, 
     label, unit, _ = STATISTICS[statistic]
     layers = data.sizes["layer"]
     width = min(11.0, max(6.4, 1.6 + 0.62 * layers))
-    figure = Figure(figsize=(width, 4.4), facecolor="white")
+    figure = Drawing(figsize=(width, 4.4))
     titled(figure, title, _subtitle(name, data))
     axes = place(figure, 0.72, 1.2, width - 1.4, 2.65)
     plain(axes)
@@ -312,7 +409,7 @@ def _head(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     distance = one["distance"].values[:n_queries]
     curves = 3 if np.isfinite(distance).any() else 2
     height, left, width = 1.05, 0.82, 7.98
-    figure = Figure(figsize=(9.6, 2.0 + curves * (height + 0.52) + 0.35), facecolor="white")
+    figure = Drawing(figsize=(9.6, 2.0 + curves * (height + 0.52) + 0.35))
     title = f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}"
     titled(figure, title, f"{name} · {row['module']} · " + " · ".join(facts))
     _stack(place(figure, left, 1.12, width, 0.3), data, layer, head)
@@ -378,7 +475,7 @@ def _map(name: str, data: xr.Dataset, layer: int, head: int, weights: np.ndarray
     wide = min(5.6, 5.6 * n_keys / n_queries)
     tall = max(wide * n_queries / n_keys, 1.2)
     below = 1.0 if n_keys <= LABELLED_TOKENS else 0.6
-    figure = Figure(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + below), facecolor="white")
+    figure = Drawing(figsize=(max(wide + 1.9, 6.4), 1.15 + tall + below))
     titled(figure, f"Layer {row['layer']}, head {row['head']}: {row['goes_to']}", _subtitle(name, data))
     axes = place(figure, 0.95, 1.15, wide, tall)
     bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)

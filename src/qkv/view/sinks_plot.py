@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qkv.profiler.sinks import EPSILON, sink_summary, sink_table, sink_tokens
 from qkv.profiler.tables import readable
-from qkv.view.layout import COLOURS, place, plain, titled
+from qkv.view.layout import Drawing, layer_by_head, place, plain, titled
 from qkv.view.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     left, top, gap = 0.75, 1.3, 0.45
     width = max(left + len(kinds) * (wide + gap) + 0.6, 9.2)
     lower = top + tall + 1.0
-    figure = Figure(figsize=(width, lower + 2.6 + 0.6), facecolor="white")
+    figure = Drawing(figsize=(width, lower + 2.6 + 0.6))
     titled(
         figure,
         _sentence(data),
@@ -60,20 +61,13 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
 
 def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:
     grid = table.pivot(index="layer", columns="head", values=column)
-    picture = axes.imshow(grid, cmap=COLOURS, vmin=0, vmax=max(1.0, float(grid.max(axis=None))), aspect="auto")
+    picture = layer_by_head(axes, grid, Normalize(0, max(1.0, float(grid.max(axis=None)))), ticks=8)
     over = int((table[column] > EPSILON).sum())
     axes.set_title(f"{label}: {over} of {len(table)} heads", fontsize=8.5, color=INK, loc="left", pad=5)
     axes.set_xlabel("head", fontsize=8, color=MUTED)
-    step = max(1, len(grid) // 12)
-    axes.set_yticks(np.arange(0, len(grid), step), [str(n) for n in grid.index[::step]])
-    step = max(1, len(grid.columns) // 8)
-    axes.set_xticks(np.arange(0, len(grid.columns), step), [str(n) for n in grid.columns[::step]])
-    axes.tick_params(length=0, labelsize=7, colors=MUTED)
     for (i, j), value in np.ndenumerate(grid.to_numpy()):
         if value > EPSILON:
             axes.plot(j, i, marker="o", ms=2.2, mew=0, color=WARM)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
     return picture
 
 

@@ -34,6 +34,33 @@ DESTINATIONS_DARK = {
     "elsewhere": "#464e56",
 }
 
+# Kinds of heads. Warm: rests on a token whatever it says. Blue: by position. Green: by content. Grey: no one thing.
+# Apart for every kind of colour blindness, on white and on the dark page (a ΔE of 13 and more between any two).
+KINDS = {
+    "induction": "#4b7450",
+    "duplicate token": "#76b562",
+    "previous token": "#26748f",
+    "self": "#12415f",
+    "first token": "#b8501a",
+    "other sink": "#dd8e29",
+    "delimiter": "#f7d99d",
+    "local": "#74b8d9",
+    "uniform": "#9aa2a8",
+    "mixed": "#e4e7e8",
+}
+KINDS_DARK = {
+    "induction": "#45bd80",
+    "duplicate token": "#a6ee9c",
+    "previous token": "#3f90a5",
+    "self": "#d3eef0",
+    "first token": "#d9723b",
+    "other sink": "#f0c061",
+    "delimiter": "#8a5433",
+    "local": "#215a72",
+    "uniform": "#8b7d80",
+    "mixed": "#2c3339",
+}
+
 
 class Statistic(NamedTuple):
     """How a column of `Profile.heads` is named and written."""

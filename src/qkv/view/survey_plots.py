@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
 from qkv.profiler.accumulators import EARLY_THRESHOLD, QUANTITIES, edges
-from qkv.view.layout import COLOURS, PERCENT, place, plain, titled
+from qkv.view.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
 from qkv.view.style import ACCENT, INK, MUTED, WARM, percent
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     cell = min(0.34, 2.1 / columns, 4.6 / layers)
     wide, tall = max(cell * columns, 1.2), max(cell * layers, 0.8)
     left, top, gap_x, gap_y = 0.62, 1.15, 0.95, 0.75
-    figure = Figure(figsize=(max(left + across * (wide + gap_x), 7.2), top + down * (tall + gap_y)), facecolor="white")
+    figure = Drawing(figsize=(max(left + across * (wide + gap_x), 7.2), top + down * (tall + gap_y)))
     caught = int((table["sink_score"] > EARLY_THRESHOLD).sum())
     titled(
         figure,
@@ -70,7 +71,7 @@ def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = N
     table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
     low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
-    figure = Figure(figsize=(8.2, 4.5), facecolor="white")
+    figure = Drawing(figsize=(8.2, 4.5))
     title = f"In the median head the {NAMES.get(quantity, quantity).lower()} of nine texts in ten lies within "
     titled(figure, f"{title}{spread.median():.2g}", f"{_about(survey)} · the middle 90 % of sequences and their median")
     axes = place(figure, 0.75, 1.05, 7.2, 2.85)
@@ -91,7 +92,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     counts = counts[:, : min(counts.shape[1], int(np.flatnonzero(counts.sum(0)).max(initial=0)) + 2)]
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     tall = min(8.0, max(1.6, 0.1 * len(share)))
-    figure = Figure(figsize=(8.2, tall + 1.75), facecolor="white")
+    figure = Drawing(figsize=(8.2, tall + 1.75))
     means = survey.heads(group)[quantity]
     title = (
         f"Mean {quantity.replace('_', ' ')} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(quantity)}"
@@ -120,7 +121,7 @@ def sinks(survey: Survey, group: str | None = None) -> Figure:
     """How often each of the first 64 keys is a sink, over texts and heads."""
     table = survey.sinks(group)
     known = table["share"].notna().any()
-    figure = Figure(figsize=(8.2, 4.2), facecolor="white")
+    figure = Drawing(figsize=(8.2, 4.2))
     title = "No text has 64 tokens"
     if known:
         first = table["share"].iloc[0]
@@ -147,13 +148,8 @@ FIGURES: dict[str, Callable[..., Figure]] = {
 
 def _map(axes: Axes, table: pd.DataFrame, name: str) -> None:
     grid = table.pivot(index="layer", columns="head", values=name)
-    axes.imshow(grid.to_numpy(), cmap=COLOURS, aspect="auto", vmin=0, interpolation="nearest")
+    layer_by_head(axes, grid, Normalize(0, float(grid.max(axis=None))))
     axes.set_title(NAMES[name], loc="left", fontsize=8.5, color=INK, pad=5)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.tick_params(labelsize=7, colors=MUTED, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
 
 
 def _check(quantity: str) -> None:

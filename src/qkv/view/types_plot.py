@@ -10,26 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from qkv.profiler.types import MIXED, ROLES, TRAITS
-from qkv.view.layout import place, titled
-from qkv.view.style import INK, MUTED
+from qkv.view.layout import Drawing, place, titled
+from qkv.view.style import INK, KINDS, MUTED
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-# Warm: weight parked on a token whatever it says. Blue: by position. Green: by content. Grey: no one thing.
-COLOURS = {
-    "induction": "#2f7d4f",
-    "duplicate token": "#8cbf6a",
-    "previous token": "#26748f",
-    "self": "#12415f",
-    "first token": "#b8501a",
-    "other sink": "#e3a25b",
-    "delimiter": "#f0d3a4",
-    "local": "#8fc6d2",
-    "uniform": "#9aa2a8",
-    MIXED: "#e4e7e8",
-}
 MARKS = {"sparse": "•", "streaming": "s", "retrieval": "r", "positional": "p", "content": "c"}
 
 
@@ -46,12 +33,12 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
     layers, heads = grid.shape
     cell = min(0.42, 7.5 / heads, 8.0 / layers)
     wide, tall = cell * heads, cell * layers
-    present = [kind for kind in COLOURS if (grid == kind).any(axis=None)]
+    present = [kind for kind in KINDS if (grid == kind).any(axis=None)]
     shown = [trait for trait in TRAITS if table["traits"].str.split(", ").apply(lambda x, t=trait: t in x).any()]
     legend = 0.235 * (len(present) + len(shown) + (1 if shown else 0))
     left, top = 0.75, 1.05
     width = max(left + wide + 3.9, 7.2)
-    figure = Figure(figsize=(width, top + max(tall, legend) + 0.7), facecolor="white")
+    figure = Drawing(figsize=(width, top + max(tall, legend) + 0.7))
     titled(figure, _sentence(table), f"{name} · {layers} layers × {heads} heads · a head has the first kind that holds")
     axes = place(figure, left, top, wide, tall)
     _cells(axes, grid, traits, cell)
@@ -62,10 +49,10 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
 def _cells(axes: Axes, grid: pd.DataFrame, traits: pd.DataFrame, cell: float) -> None:
     layers, heads = grid.shape
     for (i, j), kind in np.ndenumerate(grid.to_numpy()):
-        axes.add_patch(Rectangle((j + 0.03, i + 0.03), 0.94, 0.94, color=COLOURS[kind], lw=0))
+        axes.add_patch(Rectangle((j + 0.03, i + 0.03), 0.94, 0.94, color=KINDS[kind], lw=0))
         marks = "".join(MARKS[t] for t in traits.to_numpy()[i, j].split(", ") if t in MARKS)
         if marks and cell > 0.2:
-            axes.text(j + 0.5, i + 0.52, marks, ha="center", va="center", fontsize=6.5, color=_ink(COLOURS[kind]))
+            axes.text(j + 0.5, i + 0.52, marks, ha="center", va="center", fontsize=6.5, color=_ink(KINDS[kind]))
     axes.set(xlim=(0, heads), ylim=(layers, 0), xlabel="head", ylabel="layer")
     for axis, names in ((axes.xaxis, grid.columns), (axes.yaxis, grid.index)):
         step = max(1, len(names) // 16)
@@ -80,7 +67,7 @@ def _legend(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str
     axes.set_axis_off()
     axes.set(xlim=(0, 3.2), ylim=(len(present) + len(shown) + bool(shown), 0))
     for row, kind in enumerate(present):
-        axes.add_patch(Rectangle((0, row + 0.15), 0.16, 0.7, color=COLOURS[kind], lw=0))
+        axes.add_patch(Rectangle((0, row + 0.15), 0.16, 0.7, color=KINDS[kind], lw=0))
         bound = "" if kind == MIXED else f"  {'≤' if ROLES[kind].below else '≥'} {ROLES[kind].threshold:g}"
         axes.text(0.25, row + 0.5, kind, va="center", fontsize=8.5, color=INK)
         axes.text(1.45, row + 0.5, f"{(table['type'] == kind).sum():,}{bound}", va="center", fontsize=8, color=MUTED)

@@ -32,7 +32,7 @@ export function written(value, unit) {
 }
 
 // Characters that cannot be seen, or turn the text around them; a joiner between two pictures belongs to them.
-const UNSEEN = /(?<!\p{Extended_Pictographic}\ufe0f?)\u200d|\u200d(?!\p{Extended_Pictographic})|[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
+const UNSEEN = /(?<!\p{Extended_Pictographic}\ufe0f?)\u200d|\u200d(?!\p{Extended_Pictographic})|[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
 const MARKS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
 /** Text with every unseen character in its place as a mark or a code. */

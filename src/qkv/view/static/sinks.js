@@ -1,5 +1,238 @@
-// Attention sinks, without fetches.
+// Attention sinks as figures, drawn from a page's numbers alone: heads as dots by layer, the residual stream by depth,
+// and which tokens are sinks. The report and the viewer show the same.
 
-export function sinkFigures() {
-  return [];
+import { decades, keyOf, niceTicks } from "./charts.js";
+import { h, svg } from "./dom.js";
+import { integer, named, percent, written } from "./numbers.js";
+
+const SINK_AT = 0.3; // α from which a head has a sink (Gu et al. 2025)
+const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
+const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--warm)";
+
+/** Whether the heads of two groups correspond one to one. */
+export const alikeGroups = (a, b) => a.layers.length === b.layers.length && a.heads.length === b.heads.length;
+
+/** A head's weight on the first token, averaged over the texts of a group: null where no text tells it. */
+export function firstTokenWeight(group) {
+  const columns = group.texts.map((text) => text.heads.sink);
+  return columns[0].map((_, at) => {
+    const told = columns.map((column) => column[at]).filter((x) => x !== null);
+    return told.length ? told.reduce((sum, x) => sum + x, 0) / told.length : null;
+  });
+}
+
+/**
+ * Figures about the sinks of `page.groups[g]`, as elements. `name` is what to call the page where `after`, {group, name}
+ * with as many layers and heads, is laid over it. `chosen` (layer, head) is marked; `select(layer, head)` hears of
+ * heads that are clicked or entered.
+ */
+export function sinkFigures(page, g, { name = "", after = null, chosen = null, select = null } = {}) {
+  const group = page.groups[g], more = { group, names: [name, after?.name], chosen, select };
+  const both = (read) => [read(group), after && read(after.group)];
+  const scores = (column) => both((one) => one.sinks?.[column] ?? null);
+  const charts = [
+    byLayerChart({ ...more, title: "Weight on the first token", note: "mean over all queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_AT }),
+    byLayerChart({ ...more, title: "Length of the first token’s value", note: "the mean of the others is 1 · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
+    byLayerChart({ ...more, title: "Length of the first token’s key", note: "the mean of the others is 1 · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
+    byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or the 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),
+    kindsChart(more, after),
+    depthChart(more, after),
+  ].filter(Boolean);
+  const tables = [[group, name], after && [after.group, after.name]].filter(Boolean)
+    .map(([one, of]) => sinkTokenTable(one, after ? of : "", page.groups[g].texts.length > 1)).filter(Boolean);
+  return [
+    h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
+      h("p", {}, after ? h("b", {}, `${name}: `) : null, sinkSentence(group)), after ? h("p", {}, h("b", {}, `${after.name}: `), sinkSentence(after.group)) : null),
+    h("p", { class: "meaning" }, "Each dot is a head, each line the mean of the layers.", chosen ? " Ringed: the selected head." : null),
+    after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
+    h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
+      charts, tables),
+  ].filter(Boolean);
+}
+
+/** One or two sentences: how many heads rest on the first token, and what they take from it. */
+export function sinkSentence(group) {
+  const { alpha_first: scores, value_norm_first: values } = group.sinks ?? {};
+  const weights = scores ?? firstTokenWeight(group), resting = [];
+  weights.forEach((x, at) => { if (x !== null && x > SINK_AT) resting.push(at); });
+  const measure = scores ? `a sink at the first token (α > ${SINK_AT})` : "more than 30 % of the weight on the first token";
+  const first = `${integer(resting.length)} of ${integer(weights.length)} heads ${resting.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
+  const lengths = resting.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
+  if (!lengths.length) return first;
+  const middle = lengths[Math.floor(lengths.length / 2)];
+  return `${first} In the median one its value is ${times(middle)} as long as the others’${middle < 0.7 ? ": what is parked there adds little" : ""}.`;
+}
+
+const cutShort = (word) => { const letters = [...word]; return letters.length > 12 ? `${letters.slice(0, 11).join("")}…` : word; };
+const times = (x) => `${written(x, "ratio")} ×`;
+const saidAs = (x, unit) => (x === null ? "–" : unit === "%" ? percent(x) : unit === "×" ? times(x) : written(x, "ratio"));
+
+/** Heads as dots, by layer. `values`: [before, after or null], each by layer × heads + head, or null. */
+function byLayerChart({ group, names, values, ...rest }) {
+  const series = values.map((column, s) => column && {
+    name: names[s], told: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
+    columns: group.layers.map((_, l) => group.heads.map((_, k) => ({ at: l * group.heads.length + k, value: column[l * group.heads.length + k] })).filter(({ value }) => value !== null)),
+  }).filter((one) => one && one.columns.some((column) => column.length));
+  if (!series.length) return null;
+  return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", told: (at, column) => `layer ${group.layers[column]} · head ${group.heads[at % group.heads.length]}`, ...rest });
+}
+
+/** Sink scores of the first token on kinds of text. */
+function kindsChart({ group, names, chosen, select }, after) {
+  const kinds = KINDS_OF_TEXT.filter(([column]) => group.sinks?.[column]);
+  if (kinds.length < 2) return null;
+  const series = [group, after?.group].filter((one) => one?.sinks).map((one, s) => ({
+    name: names[s], told: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
+    columns: kinds.map(([column]) => (one.sinks[column] ?? []).map((value, at) => ({ at, value })).filter(({ value }) => value !== null)),
+  }));
+  const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_AT).length).join(" → ");
+  return dotChart({
+    group, series, chosen, select, unit: "%", reference: SINK_AT, title: "Sink score α on three kinds of text", note: `of the first 64 queries · dashed: ${SINK_AT}, below: heads over it`,
+    columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
+    told: (at) => `layer ${group.layers[Math.floor(at / group.heads.length)]} · head ${group.heads[at % group.heads.length]}`,
+  });
+}
+
+/** The largest activation of the residual stream by depth, against the median. */
+function depthChart({ group, names }, after) {
+  const stream = group.residual;
+  if (!stream) return null;
+  const line = (values, name, colour, of) => ({ name, told: Boolean(of), colour, of, columns: values.map((value, at) => (value === null || value <= 0 ? [] : [{ at, value }])) });
+  const later = after?.group.residual?.largest.length === stream.largest.length ? after.group.residual : null;
+  const series = [
+    line(stream.largest, later ? names[0] : "largest |h|", BEFORE_COLOUR, stream),
+    later && line(later.largest, names[1], AFTER_COLOUR, later),
+    line(stream.median, "median |h|", "var(--soft)", null),
+  ].filter(Boolean);
+  const massive = stream.massive.some((count) => count > 0);
+  return dotChart({
+    group, series, log: true, unit: "", title: "Largest activation by depth",
+    note: `grey: median · ${massive ? "some" : "none"} massive (> ${integer(stream.above)}, ≥ ${integer(stream.times)} medians)`,
+    columns: stream.largest.map((_, depth) => String(depth)), axis: "layers passed",
+    told: (depth, _, { of }) => `depth ${depth}${of ? ` · “${cutShort(named(of.token[depth]))}” at ${integer(of.position[depth])}, dimension ${of.dimension[depth]} · ${integer(of.largest[depth] / (of.median[depth] || 1))} medians` : ", median"}`,
+  });
+}
+
+/**
+ * Dots in columns, a line through the columns' means. `series`: [{name, colour, columns: [[{at, value}]], told}],
+ * of which those that are `told` are one quantity before and after;
+ * `told(at, column, series)` names a dot; `below` stands under the columns' names. The arrow keys move between dots of the first series, Enter selects one.
+ */
+function dotChart({ group, series, columns, title, note, unit, told, axis = "", below = null, reference = null, log = false, chosen = null, select = null }) {
+  const all = series.flatMap((one) => one.columns.flat().map(({ value }) => value)).filter((x) => !log || x > 0);
+  const place = chosen === null ? -1 : chosen.layer * group.heads.length + chosen.head;
+  const readout = h("output", { "aria-live": "polite" }), aside = h("small", {}, note);
+  const means = series[0].columns.map((column) => (column.length ? column.reduce((sum, { value }) => sum + value, 0) / column.length : null));
+  const summary = columns.length <= 12 ? means.map((mean, c) => `${columns[c]}: ${saidAs(mean, unit)}`).join(", ") : `from ${saidAs(Math.min(...all), unit)} to ${saidAs(Math.max(...all), unit)}`;
+  let dots = [], show = () => {}, current = null;
+  const box = h("div", { class: "sink-chart", tabindex: 0, "data-key": `chart-${title}`, role: "application", "aria-roledescription": "chart", "aria-label": `${title}${axis ? ` by ${axis}` : ""}. Mean ${summary}. Arrow keys move between dots.` });
+  const point = (dot) => { current = dot; show(dot); };
+
+  const draw = (width) => {
+    const height = 214, left = unit === "×" || !unit ? 38 : 44, right = 8, top = 8, bottom = axis || below ? 34 : 20;
+    const inner = width - left - right, tall = height - top - bottom, step = inner / columns.length;
+    let low = 0, high = Math.max(...all, unit === "%" ? 0.4 : 0, reference ?? 0, 1e-9);
+    if (log) { low = Math.min(...all, reference ?? Infinity) / 1.25; high *= 1.25; }
+    const ticks = log ? decades(low, high) : niceTicks(high, 4);
+    if (!log) high = Math.max(high, ticks.at(-1));
+    const y = (value) => top + tall * (1 - (log ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : value / high));
+    const single = series.every((one) => one.columns.every((column) => column.length <= 1));
+    const share = 0.62 / series.length, radius = Math.min(3.4, Math.max(1.6, (step * share) / 4));
+    dots = [];
+    const marks = series.flatMap((one, s) => {
+      const middle = (c) => left + step * (c + 0.5 + (single ? 0 : (s - (series.length - 1) / 2) * share * 1.15));
+      // Lines run through the middle of the columns, so that those of two series can be compared.
+      const through = one.columns.map((column, c) => (column.length ? [axis ? left + step * (c + 0.5) : middle(c), y(column.reduce((sum, { value }) => sum + value, 0) / column.length)] : null)).filter(Boolean);
+      const circles = one.columns.flatMap((column, c) => column.slice().sort((a, b) => a.value - b.value).map(({ at, value }, i) => {
+        // Neighbours in value stand apart, so that equal values do not hide one another.
+        const x = middle(c) + (single ? 0 : (((i * 0.618) % 1) - 0.5) * step * share);
+        const dot = { x, y: y(value), at, value, column: c, s };
+        dots.push(dot);
+        const here = at === place && !single;
+        return svg("circle", { cx: x, cy: dot.y, r: here ? radius + 1 : radius, fill: one.colour, "fill-opacity": single || here ? 1 : 0.62, stroke: here ? "var(--ink)" : "none", "stroke-width": 1.6 });
+      }));
+      const line = axis
+        ? svg("path", { d: through.map(([x, up], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${up.toFixed(1)}`).join(""), fill: "none", stroke: one.colour, "stroke-width": 1.8, "stroke-linejoin": "round" })
+        : through.map(([x, up]) => svg("line", { x1: x - (step * share) / 2, x2: x + (step * share) / 2, y1: up, y2: up, stroke: one.colour, "stroke-width": 2.2 }));
+      return single ? [line, circles] : [circles, line];
+    });
+    const every = axis ? Math.max(1, Math.ceil(((columns.at(-1).length * 6.5 + 8) * columns.length) / inner)) : 1;
+    const ring = svg("circle", { r: radius + 3.5, fill: "none", stroke: "var(--ink)", "stroke-width": 1.6, visibility: "hidden" });
+    show = (dot) => {
+      readout.textContent = dot ? saidOf(dot) : "";
+      aside.hidden = Boolean(dot); // they share one line, so that nothing moves
+      ring.setAttribute("visibility", dot ? "visible" : "hidden");
+      if (dot) { ring.setAttribute("cx", dot.x); ring.setAttribute("cy", dot.y); }
+    };
+    current = null;
+    return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
+      ticks.map((tick) => [
+        svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
+        svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en", { maximumSignificantDigits: 3 })),
+      ]),
+      reference === null ? null : svg("line", { class: "reference", x1: left, x2: width - right, y1: y(reference), y2: y(reference) }),
+      marks,
+      columns.map((column, c) => (c % every ? null : svg("text", { class: "tick", x: left + step * (c + 0.5), y: top + tall + 15, "text-anchor": "middle" }, column))),
+      below ? below.map((word, c) => svg("text", { class: "tick", x: left + step * (c + 0.5), y: top + tall + 29, "text-anchor": "middle" }, word)) : null,
+      axis ? svg("text", { class: "tick", x: width - right, y: height - 4, "text-anchor": "end" }, `${axis} →`) : null,
+      ring);
+  };
+
+  /** A dot and its value: before and after where there are both. */
+  function saidOf(dot) {
+    const alike = series[dot.s].told ? series.filter((one) => one.told) : [series[dot.s]];
+    const values = alike.map((one) => one.columns[dot.column].find(({ at }) => at === dot.at)?.value ?? null);
+    return `${told(dot.at, dot.column, series[dot.s])} · ${values.map((x) => saidAs(x, unit)).join(" → ")}`;
+  }
+
+  const nearest = (event) => {
+    const frame = box.firstChild.getBoundingClientRect();
+    const [px, py] = [event.clientX - frame.left, event.clientY - frame.top];
+    return dots.reduce((best, dot) => { const far = Math.hypot(dot.x - px, dot.y - py); return far < best.far ? { dot, far } : best; }, { dot: null, far: 28 }).dot;
+  };
+  const chooseHead = (dot) => { if (dot && select) select(Math.floor(dot.at / group.heads.length), dot.at % group.heads.length); };
+  box.addEventListener("pointermove", (event) => point(nearest(event)));
+  box.addEventListener("pointerleave", () => point(null));
+  box.addEventListener("blur", () => point(null));
+  box.addEventListener("click", (event) => chooseHead(nearest(event)));
+  box.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") { chooseHead(current); return; }
+    if (!["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"].includes(event.key)) return;
+    event.preventDefault();
+    const own = dots.filter(({ s }) => s === (current?.s ?? 0)), here = current ?? own.find(({ at }) => at === place);
+    if (!here) return point(own[0] ?? null);
+    const column = own.filter((dot) => dot.column === here.column); // by value, upwards
+    const along = column.indexOf(here) + (event.key === "ArrowUp" ? 1 : -1);
+    if (event.key === "ArrowUp" || event.key === "ArrowDown") return point(column[Math.min(Math.max(along, 0), column.length - 1)]);
+    const next = own.filter((dot) => dot.column === here.column + (event.key === "ArrowRight" ? 1 : -1));
+    const same = next.find(({ at }) => at % group.heads.length === here.at % group.heads.length);
+    point(same ?? next[0] ?? here);
+  });
+  // Drawn as wide as it stands on the page, again whenever that changes: text keeps its size on a phone.
+  let drawn = 0;
+  new ResizeObserver(([{ contentRect }]) => {
+    const width = Math.floor(contentRect.width);
+    if (!width || width === drawn) return;
+    drawn = width;
+    requestAnimationFrame(() => box.replaceChildren(draw(width))); // not within the observer: it would observe itself
+  }).observe(box);
+  return h("figure", { class: "sink-figure", style: { "min-width": 0 } },
+    h("figcaption", { style: { display: "block" } }, h("div", { class: "sink-title" }, title), h("div", { style: { height: "20px", overflow: "hidden", "white-space": "nowrap", "text-overflow": "ellipsis" } }, aside, readout)), box);
+}
+
+/** The tokens that some head rests on. */
+function sinkTokenTable(group, name, several) {
+  const found = group.sink_tokens;
+  if (!found) return null;
+  const lengths = found.value_norm, title = name ? `Tokens that are sinks, ${name}` : "Tokens that are sinks";
+  const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `α > ${SINK_AT} over all queries that see them`));
+  if (!found.token.length) return h("figure", {}, caption, h("p", { class: "note" }, "None: no token has such a score in any head."));
+  return h("figure", { style: { "min-width": 0 } }, caption,
+    h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": title }, h("table", { class: "token-table" },
+      h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest α", lengths ? "Value length" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
+      h("tbody", {}, found.token.map((token, i) => h("tr", {},
+        h("th", { scope: "row" }, h("code", { title: named(token) }, named(token))),
+        several ? h("td", {}, integer(found.text[i] + 1)) : null,
+        h("td", {}, integer(found.position[i])), h("td", {}, integer(found.heads[i])), h("td", {}, found.layers[i]), h("td", {}, percent(found.alpha[i])),
+        lengths ? h("td", {}, saidAs(lengths[i], "×")) : null))))));
 }

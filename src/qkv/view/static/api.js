@@ -1,0 +1,185 @@
+// Talking to the server: fetch with errors as sentences, and one opened profile with its weights on demand.
+
+import { decodedArrays } from "./data.js";
+
+const PATIENCE = 4; // how often a request that a full queue refused is sent again
+
+// What a request computes, by the first part of its path that fits: the busy state says it.
+const WORK = [
+  [/\/live\/step/, "the next token"],
+  [/\/live/, "the model's answer"],
+  [/\/align/, "the alignment"],
+  [/\/caption/, "the caption"],
+  [/\/remedies/, "the remedy"],
+  [/\/tiles\//, "the map"],
+  [/\/(map|profiles|pair|row|column|row-weights|column-weights|links)\//, "attention weights"],
+  [/\/(page|curves)/, "the profile"],
+];
+
+/** Requests to this server. `onwork(list)` is told what is under way whenever that changes. */
+export class Api {
+  #running = new Map(); // request → what it computes
+  #onwork;
+
+  constructor(onwork) {
+    this.#onwork = onwork;
+  }
+
+  /** The JSON answer to a GET. */
+  async get(path, { signal, quiet = false } = {}) {
+    return (await this.response(path, { signal, quiet })).json();
+  }
+
+  /** The bytes of the answer to a GET, as an ArrayBuffer. */
+  async bytes(path, { signal } = {}) {
+    return (await this.response(path, { signal })).arrayBuffer();
+  }
+
+  /** The JSON answer to a POST of a JSON body. */
+  async post(path, body, { signal } = {}) {
+    const init = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+    return (await this.response(path, { signal, init })).json();
+  }
+
+  /** A Response whose status is 2xx; everything else is thrown as an Error that holds one sentence. */
+  async response(path, { signal, quiet = false, init = {} } = {}) {
+    const ticket = {};
+    const found = WORK.find(([pattern]) => pattern.test(path));
+    if (!quiet) this.#running.set(ticket, found ? found[1] : "the page");
+    this.#onwork([...this.#running.values()]);
+    try {
+      for (let attempt = 1; ; attempt++) {
+        const response = await fetched(path, { ...init, signal });
+        if (response.ok) return response;
+        // A full queue empties within moments; only a request that changes nothing is worth repeating unasked.
+        if (response.status !== 503 || init.method || attempt > PATIENCE) throw new Error(await sentenceOf(response));
+        await pause(Math.min(Number(response.headers.get("Retry-After")) || 1, 3) * 1000, signal);
+      }
+    } finally {
+      this.#running.delete(ticket);
+      this.#onwork([...this.#running.values()]);
+    }
+  }
+}
+
+async function fetched(path, init) {
+  try {
+    return await fetch(path, { credentials: "same-origin", ...init });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer: is qkv view still running?");
+  }
+}
+
+async function sentenceOf(response) {
+  try {
+    const { error } = await response.json();
+    if (typeof error === "string" && error) return error;
+  } catch {
+    // not JSON: the status is all there is to say
+  }
+  return `The server answered ${response.status} ${response.statusText}.`;
+}
+
+function pause(milliseconds, signal) {
+  return new Promise((resolve, reject) => {
+    const stop = () => { clearTimeout(timer); reject(signal.reason); };
+    const timer = setTimeout(() => { signal?.removeEventListener("abort", stop); resolve(); }, milliseconds);
+    signal?.addEventListener("abort", stop, { once: true });
+  });
+}
+
+/** One opened profile: its page (see view.payload) and its weights on demand. g, t, layer, head are positions. */
+export class Source {
+  #api;
+  #version;
+  #kept = new Map(); // promises of curves and map descriptions, which never change
+
+  constructor(api, entry, page, version) {
+    this.#api = api;
+    this.#version = version;
+    this.id = entry.id;
+    this.name = entry.name;
+    this.kind = entry.kind;
+    this.page = page;
+  }
+
+  /** The curves of a text: {name: {values, shape}}. */
+  curves(g, t) {
+    return this.#once(`curves/${g}/${t}`, async (path) => {
+      const planes = new Uint8Array(await this.#api.bytes(path));
+      return decodedArrays(this.page.groups[g].texts[t].arrays, planes);
+    });
+  }
+
+  /** What there is of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */
+  map(g, t, layer, head) {
+    return this.#once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
+  }
+
+  /** The address of a tile: i-th down, j-th across. pool: "max" or "mean". */
+  tileUrl(g, t, layer, head, pool, zoom, i, j) {
+    return this.#path(`tiles/${this.#version}/${g}/${t}/${layer}/${head}/${pool}/${zoom}/${i}/${j}`);
+  }
+
+  /** A tile: {rows, columns, values}, row by row; null where the mask hides all of it. */
+  async tile(g, t, layer, head, pool, zoom, i, j, { signal } = {}) {
+    const response = await this.#api.response(this.tileUrl(g, t, layer, head, pool, zoom, i, j), { signal });
+    if (response.status === 204) return null;
+    const values = new Float32Array(await response.arrayBuffer());
+    return { rows: Number(response.headers.get("X-Rows")), columns: Number(response.headers.get("X-Columns")), values };
+  }
+
+  /** A head's exact curves: {received: share per key, entropy: nats per query}. */
+  async profiles(g, t, layer, head, { signal } = {}) {
+    const both = new Float32Array(await this.#api.bytes(this.#path(`profiles/${g}/${t}/${layer}/${head}`), { signal }));
+    const n = this.page.groups[g].texts[t].n_keys;
+    return { received: both.subarray(0, n), entropy: both.subarray(n) };
+  }
+
+  /** The exact weight of one query on one key. */
+  async pair(g, t, layer, head, query, key, { signal } = {}) {
+    const path = this.#path(`pair/${g}/${t}/${layer}/${head}?query=${query}&key=${key}`);
+    return (await this.#api.get(path, { signal })).weight;
+  }
+
+  /** Whom a query attends to most: {position, token, top: [{position, token, weight}], rest}. head may be "mean". */
+  row(g, t, layer, head, query, { k = 20, signal } = {}) {
+    return this.#api.get(this.#path(`row/${g}/${t}/${layer}/${head}?query=${query}&k=${k}`), { signal });
+  }
+
+  /** Who attends to a key most; the same fields as row. */
+  column(g, t, layer, head, key, { k = 20, signal } = {}) {
+    return this.#api.get(this.#path(`column/${g}/${t}/${layer}/${head}?key=${key}&k=${k}`), { signal });
+  }
+
+  /** All weights of a query, one per key. */
+  async rowWeights(g, t, layer, head, query, { signal } = {}) {
+    const path = this.#path(`row-weights/${g}/${t}/${layer}/${head}?query=${query}`);
+    return new Float32Array(await this.#api.bytes(path, { signal }));
+  }
+
+  /** All weights on a key, one per query. */
+  async columnWeights(g, t, layer, head, key, { signal } = {}) {
+    const path = this.#path(`column-weights/${g}/${t}/${layer}/${head}?key=${key}`);
+    return new Float32Array(await this.#api.bytes(path, { signal }));
+  }
+
+  /** The strongest key of a query in each head of a layer: {heads: [{head, position, token, weight}]}. */
+  links(g, t, layer, query, { signal } = {}) {
+    return this.#api.get(this.#path(`links/${g}/${t}/${layer}?query=${query}`), { signal });
+  }
+
+  #path(rest) {
+    return `/api/sources/${this.id}/${rest}`;
+  }
+
+  #once(rest, load) {
+    if (!this.#kept.has(rest)) {
+      const promise = load(this.#path(rest));
+      promise.catch(() => this.#kept.delete(rest)); // what failed may be asked for again
+      this.#kept.set(rest, promise);
+    }
+    return this.#kept.get(rest);
+  }
+}

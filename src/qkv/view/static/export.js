@@ -1,0 +1,149 @@
+// Pictures and data that leave the page: SVG files that stand alone, PNG made from them, CSV.
+
+import { svg } from "./dom.js";
+import { visible } from "./numbers.js";
+
+const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial, sans-serif';
+const MARGIN = 24;
+const LARGEST = 16_000; // pixels a side that every browser's canvas can hold
+
+// What a stylesheet may have said of a drawing on the page; in a file of its own it must say so itself.
+const LOOKS = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "fill-opacity", "stroke-opacity", "opacity",
+  "font-size", "font-weight", "font-family", "font-style", "text-anchor", "dominant-baseline", "image-rendering", "shape-rendering", "visibility"];
+
+/** The colour of a CSS variable in the current theme: colourOf("--ink"). */
+export function colourOf(variable) {
+  return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
+}
+
+/**
+ * An SVG file as a string: a title and a note above `parts`, elements of `svg()` drawn in a box of width × height.
+ * Attributes may use colours as "var(--ink)": they are written out, so that the file needs no stylesheet.
+ */
+export function svgPicture({ width, height, title, note = "", parts }) {
+  const perLine = Math.max(Math.floor(width / 6.4), 24);
+  const notes = note ? wrapped(note, perLine) : [], titles = wrapped(title, Math.max(Math.floor(width / 9), 18));
+  const head = titles.length * 21 + notes.length * 17 + 14;
+  const whole = { width: width + 2 * MARGIN, height: height + head + 2 * MARGIN };
+  const drawing = svg("svg", { ...whole, viewBox: `0 0 ${whole.width} ${whole.height}`, "font-family": FONT, "font-size": 12, fill: "var(--ink)" },
+    svg("title", {}, title),
+    note ? svg("desc", {}, note) : null,
+    svg("rect", { ...whole, fill: "var(--paper)" }),
+    titles.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * index, line, { "font-size": 16, "font-weight": 600 })),
+    notes.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * titles.length + 17 * index, line, { "font-size": 12.5, fill: "var(--soft)" })),
+    svg("g", { transform: `translate(${MARGIN} ${MARGIN + head})` }, parts));
+  alone(drawing);
+  return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(drawing)}\n`;
+}
+
+/** Text at (x, y) of its baseline, on one line. */
+export function svgText(x, y, text, attributes = {}) {
+  return svg("text", { x, y, ...attributes }, String(text));
+}
+
+/** A canvas as an image of width × height at (x, y); its pixels stay sharp when it is enlarged. */
+export function svgImage(canvas, { x = 0, y = 0, width = canvas.width, height = canvas.height } = {}) {
+  return svg("image", { x, y, width, height, href: canvas.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": "pixelated" });
+}
+
+/** A copy of a drawing on the page at (x, y), which looks as it does there without the page's stylesheet. */
+export function svgCopy(element, { x = 0, y = 0 } = {}) {
+  const copy = element.cloneNode(true);
+  const pairs = [[element, copy], ...Array.from(element.querySelectorAll("*"), (from, index) => [from, copy.querySelectorAll("*")[index]])];
+  for (const [from, to] of pairs) {
+    const looks = getComputedStyle(from);
+    for (const name of LOOKS) if (looks.getPropertyValue(name)) to.setAttribute(name, looks.getPropertyValue(name));
+    to.removeAttribute("class");
+    to.removeAttribute("style");
+  }
+  copy.setAttribute("x", x);
+  copy.setAttribute("y", y);
+  return copy;
+}
+
+/** A legend for a drawing: a row of swatches with words from (x, y); entries are [word, colour]. */
+export function svgKey(x, y, entries) {
+  let at = x;
+  return entries.map(([word, colour]) => {
+    const parts = [svg("rect", { x: at, y: y - 9, width: 11, height: 11, rx: 2, fill: colour }), svgText(at + 17, y, word, { fill: "var(--soft)" })];
+    at += 34 + 6.6 * word.length;
+    return parts;
+  });
+}
+
+/** A colour bar from (x, y) with its ends named; `colours` from little to much. */
+export function svgRamp(x, y, colours, low, high) {
+  const width = 96 / colours.length;
+  return [
+    svgText(x, y, low, { fill: "var(--soft)" }),
+    colours.map((colour, index) => svg("rect", { x: x + 7 * low.length + 6 + index * width, y: y - 9, width: width + 0.3, height: 10, fill: colour })),
+    svgText(x + 7 * low.length + 110, y, high, { fill: "var(--soft)" }),
+  ];
+}
+
+/** An SVG file as a PNG at `scale` pixels a unit. */
+export async function pngOf(drawing, scale = 2) {
+  const url = URL.createObjectURL(new Blob([drawing], { type: "image/svg+xml" }));
+  try {
+    const image = new Image();
+    image.src = url;
+    try {
+      await image.decode();
+    } catch {
+      throw new Error("The picture could not be drawn as PNG; its SVG can be saved all the same.");
+    }
+    const canvas = document.createElement("canvas");
+    const fitting = Math.min(scale, LARGEST / image.naturalWidth, LARGEST / image.naturalHeight);
+    canvas.width = Math.round(image.naturalWidth * fitting);
+    canvas.height = Math.round(image.naturalHeight * fitting);
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    const png = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+    if (!png) throw new Error("The picture is too large for a PNG; save it as SVG.");
+    return png;
+  } finally {
+    URL.revokeObjectURL(url);
+  }
+}
+
+/** Have the browser save a blob as a file. */
+export function download(name, blob) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000); // the browser may still be reading it
+}
+
+/** A table as CSV (RFC 4180): null and NaN are empty, numbers have up to seven digits. */
+export function csvOf(columns, rows) {
+  const cell = (value) => {
+    if (value === null || value === undefined || Number.isNaN(value)) return "";
+    const text = typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(7)) : String(value);
+    return /[",\r\n]|^\s|\s$/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return [columns, ...rows].map((row) => Array.from(row, cell).join(",")).join("\r\n") + "\r\n";
+}
+
+/** Lines of about `most` characters. */
+function wrapped(text, most) {
+  const lines = [""];
+  for (const word of text.split(/\s+/)) {
+    if (lines.at(-1) && lines.at(-1).length + word.length + 1 > most) lines.push(word);
+    else lines[lines.length - 1] += `${lines.at(-1) ? " " : ""}${word}`;
+  }
+  return lines;
+}
+
+/** Write variables out as colours, and characters that XML forbids as marks. */
+function alone(drawing) {
+  for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
+    for (const { name, value } of [...element.attributes]) {
+      if (value.includes("var(--")) element.setAttribute(name, value.replace(/var\((--[\w-]+)\)/g, (_, variable) => colourOf(variable)));
+      else if (name !== "href" && name !== "d") element.setAttribute(name, written(value));
+    }
+    for (const node of element.childNodes) if (node.nodeType === Node.TEXT_NODE) node.data = written(node.data);
+  }
+  function written(text) {
+    return visible(text).toWellFormed();
+  }
+}

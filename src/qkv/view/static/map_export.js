@@ -1,0 +1,60 @@
+// What is in view of a map, as a vector picture with its pixels embedded, and as a table.
+
+import { css, ramp } from "./colour.js";
+import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
+import { integer } from "./numbers.js";
+import { shapesAsSvg } from "./map_scene.js";
+import { TILE } from "./tiles.js";
+
+const MOST_ROWS = 250_000;
+const SHARP = 2; // pixels of the embedded picture to one of the stage
+
+/** The view as an SVG file: painted pixels as a PNG, everything else as vectors; `low` and `high` end the colours. */
+export function mapSvg(map, { title, note, low, high }) {
+  const { layout } = map, { frame, width, height } = layout, { store } = map.content;
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: Math.round(frame.w * SHARP), height: Math.round(frame.h * SHARP) });
+  const shifted = { ...layout, frame: { ...frame, x: 0, y: 0 }, origin: { x: layout.origin.x - frame.x, y: layout.origin.y - frame.y } };
+  if (store) map.tiles(canvas.getContext("2d"), shifted, SHARP, map.wishes(layout));
+  const colours = Array.from({ length: 32 }, (_, at) => css(ramp(at / 31)));
+  return svgPicture({ width, height: height + 26, title, note, parts: [
+    svgImage(canvas, { x: frame.x, y: frame.y, width: frame.w, height: frame.h }),
+    shapesAsSvg(map.shapes(layout)),
+    svgRamp(frame.x, height + 20, colours, low, high),
+  ] });
+}
+
+/**
+ * What is in view as a table: one row for each pair of tokens, or for each bin where that would be too many rows.
+ * `tileOf(pool, place)` promises a tile; `title` says what it is of.
+ */
+export async function mapCsv(map, tileOf, title) {
+  const { pyramid, pool, tokens } = map.content, { rows: [top, bottom], columns: [left, right] } = map.layout;
+  const pairs = (bottom - top + 1) * (right - left + 1);
+  const bins = (zoom) => {
+    const { down, across } = pyramid.step(zoom);
+    return (Math.floor(bottom / down) - Math.floor(top / down) + 1) * (Math.floor(right / across) - Math.floor(left / across) + 1);
+  };
+  const exact = pyramid.exact && pairs <= MOST_ROWS;
+  let zoom = exact ? pyramid.deepest : map.level;
+  while (!exact && zoom > 0 && bins(zoom) > MOST_ROWS) zoom--;
+  const { down, across } = pyramid.step(zoom);
+  const said = `# queries ${top} to ${bottom}, keys ${left} to ${right}: ${exact ? "the weight of every pair" : `${integer(pairs)} pairs pooled by ${pool} in bins of ${down} x ${across}`}`;
+  const columns = exact ? ["query", "query_token", "key", "key_token", "weight"] : ["first_query", "last_query", "first_key", "last_key", `${pool}_weight`];
+  const lines = [];
+  const reach = { i: [Math.floor(top / down / TILE), Math.floor(bottom / down / TILE)], j: [Math.floor(left / across / TILE), Math.floor(right / across / TILE)] };
+  for (let i = reach.i[0]; i <= reach.i[1]; i++) {
+    const strip = [];
+    for (let j = reach.j[0]; j <= reach.j[1]; j++) strip.push(await tileOf(exact ? "max" : pool, { zoom, i, j }));
+    const until = Math.min((i + 1) * TILE, Math.floor(bottom / down) + 1);
+    for (let row = Math.max(i * TILE, Math.floor(top / down)); row < until; row++)
+      for (let column = Math.floor(left / across); column <= Math.floor(right / across); column++) {
+        const tile = strip[Math.floor(column / TILE) - reach.j[0]];
+        const weight = tile ? tile.values[(row - i * TILE) * tile.columns + (column % TILE)] : 0; // no tile: masked
+        lines.push(exact
+          ? [row, tokens.queries[row], column, tokens.keys[column], weight]
+          : [row * down, Math.min((row + 1) * down, pyramid.queries) - 1, column * across, Math.min((column + 1) * across, pyramid.keys) - 1, weight]);
+      }
+  }
+  return `# ${title}\r\n${said}\r\n${csvOf(columns, lines)}`;
+}

@@ -1,0 +1,382 @@
+// A map on a canvas: drawn from tiles once a frame at most, panned and zoomed by pointer, touch, wheel and keys.
+
+import { axes, crosshair, drawShapes, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
+import { painted } from "./tiles.js";
+
+const NEAREST = Math.log2(40); // a token is never wider than 40 pixels
+const GLIDE = 170; // milliseconds that a step of the zoom takes; a drag and a trackpad have none
+const CLICK = 4; // pixels that a pointer may move and still click
+
+/**
+ * The stage of a map. `show` gives it something to draw; it tells `listeners`:
+ * onview(view) after every change of the view, onpoint(point, how) when the crosshair moves ({query, key} or null),
+ * onpin(point), onframe() after each drawing.
+ */
+export class MapView {
+  constructor(canvas, listeners) {
+    Object.assign(this, { canvas, listeners });
+    this.context = canvas.getContext("2d", { alpha: false });
+    this.content = null;
+    this.view = { x: 0, y: 0, z: 0 };
+    this.point = this.pin = null;
+    this.pointers = new Map(); // those that are down: id → [x, y]
+    this.hover = null; // where the mouse is, in pixels
+    this.glide = null;
+    this.extra = []; // tiles wanted beside those in view
+    this.frame = 0;
+    this.still = matchMedia("(prefers-reduced-motion: reduce)");
+    this.sizes = new ResizeObserver(() => this.resize());
+    this.sizes.observe(canvas);
+    this.listen();
+  }
+
+  /** What to draw: {pyramid, store, pool, lookOf(zoom), tokens, profiles, colours}; `store` null if there is no map. */
+  show(content) {
+    this.content = content;
+    this.resize();
+  }
+
+  /** Change some of what is drawn. */
+  amend(changes) {
+    Object.assign(this.content, changes);
+    this.redraw();
+  }
+
+  close() {
+    cancelAnimationFrame(this.frame);
+    this.sizes.disconnect();
+    this.content = null;
+  }
+
+  get size() {
+    const { pyramid } = this.content;
+    return { width: this.width, height: this.height, queries: pyramid.queries, keys: pyramid.keys };
+  }
+
+  get layout() {
+    return layoutOf({ ...this.size, view: this.view });
+  }
+
+  get fit() {
+    return fitted(this.size);
+  }
+
+  /** Whether everything is in view. */
+  get whole() {
+    return this.view.z <= this.fit.z + 0.002;
+  }
+
+  resize() {
+    const { clientWidth, clientHeight } = this.canvas;
+    if (!this.content || !clientWidth || !clientHeight) return;
+    const whole = this.width && this.whole, ratio = devicePixelRatio || 1;
+    if (clientWidth !== this.width || clientHeight !== this.height || ratio !== this.ratio) {
+      Object.assign(this, { width: clientWidth, height: clientHeight, ratio });
+      this.canvas.width = Math.round(clientWidth * ratio);
+      this.canvas.height = Math.round(clientHeight * ratio);
+      if (whole) this.view = this.fit; // what was whole stays whole
+    }
+    this.view = this.clamped(this.view);
+    this.draw(); // at once: a canvas is empty after its size changed
+  }
+
+  /** A view within the map: no smaller than the whole, and centred where there is room on both sides. */
+  clamped({ x, y, z }) {
+    const fit = this.fit, zoom = Math.min(Math.max(z, fit.z), Math.max(NEAREST, fit.z)), scale = 2 ** zoom;
+    const { area } = layoutOf({ ...this.size, view: { x, y, z: zoom } });
+    const along = (at, tokens, room) => {
+      const half = room / scale / 2;
+      return half * 2 >= tokens ? tokens / 2 : Math.min(Math.max(at, half), tokens - half);
+    };
+    return { x: along(x, this.size.keys, area.w), y: along(y, this.size.queries, area.h), z: zoom };
+  }
+
+  // ---- moving ----
+
+  /** Go to a view at once. */
+  look(view) {
+    this.glide = null;
+    this.move(view);
+  }
+
+  move(view) {
+    this.view = this.clamped(view);
+    if (this.hover) this.follow();
+    this.redraw();
+    this.listeners.onview(this.view);
+  }
+
+  pan(right, down) {
+    const scale = 2 ** this.view.z;
+    this.look({ ...this.view, x: this.view.x + right / scale, y: this.view.y + down / scale });
+  }
+
+  /** Zoom by powers of two around a place on the stage; the token there stays there. */
+  zoom(by, [px, py] = this.middle, gently = false) {
+    const from = this.glide?.to ?? this.view.z, to = Math.min(Math.max(from + by, this.fit.z), Math.max(NEAREST, this.fit.z));
+    const { origin, scale } = this.layout;
+    const anchor = { px, py, key: (px - origin.x) / scale, query: (py - origin.y) / scale };
+    if (!gently || this.still.matches) { this.glide = null; this.around(anchor, to); return; }
+    this.glide = { anchor, to, from: this.view.z, start: performance.now() };
+    this.redraw();
+  }
+
+  around({ px, py, key, query }, z) {
+    const { area, scale } = layoutOf({ ...this.size, view: { x: 0, y: 0, z } });
+    this.move({ x: key - (px - area.x - area.w / 2) / scale, y: query - (py - area.y - area.h / 2) / scale, z });
+  }
+
+  get middle() {
+    const { frame } = this.layout;
+    return [frame.x + frame.w / 2, frame.y + frame.h / 2];
+  }
+
+  step(now) {
+    const { anchor, from, to, start } = this.glide, part = Math.min(Math.max((now - start) / GLIDE, 0), 1);
+    if (part >= 1) this.glide = null;
+    this.around(anchor, from + (to - from) * (1 - (1 - part) ** 3));
+  }
+
+  /** Bring a pair of tokens into the middle, near enough that its labels show. */
+  visit(query, key) {
+    this.point = { query, key };
+    this.hover = null;
+    this.look({ x: key + 0.5, y: query + 0.5, z: Math.max(this.view.z, Math.log2(LABELLED + 5)) });
+    this.listeners.onpoint(this.point, "jump");
+  }
+
+  // ---- pointers and keys ----
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  /** The pair of tokens at a place on the stage, or null outside the map. */
+  pairAt([px, py]) {
+    const { frame, origin, scale } = this.layout;
+    if (px < frame.x || py < frame.y || px >= frame.x + frame.w || py >= frame.y + frame.h) return null;
+    const { queries, keys } = this.size;
+    const within = (at, n) => Math.min(Math.max(Math.floor(at / scale), 0), n - 1);
+    return { query: within(py - origin.y, queries), key: within(px - origin.x, keys) };
+  }
+
+  /** The crosshair goes where the mouse is. */
+  follow() {
+    const pair = this.hover && this.pairAt(this.hover);
+    if (pair?.query === this.point?.query && pair?.key === this.point?.key) return;
+    this.point = pair;
+    this.redraw();
+    this.listeners.onpoint(pair, "pointer");
+  }
+
+  listen() {
+    const { canvas } = this, on = (name, act, options) => canvas.addEventListener(name, (event) => { if (this.content) act(event); }, options);
+    let start = null, moved = false, pinch = null, before = null;
+
+    const gauge = () => {
+      const [a, b] = [...this.pointers.values()];
+      return { apart: Math.hypot(a[0] - b[0], a[1] - b[1]), middle: [(a[0] + b[0]) / 2, (a[1] + b[1]) / 2] };
+    };
+    on("pointerdown", (event) => {
+      if (event.button) return;
+      canvas.setPointerCapture(event.pointerId);
+      this.pointers.set(event.pointerId, this.at(event));
+      if (this.pointers.size === 1) start = this.at(event), moved = false;
+      if (this.pointers.size === 2) pinch = gauge(), moved = true;
+    });
+    on("pointermove", (event) => {
+      const here = this.at(event), last = this.pointers.get(event.pointerId);
+      if (event.pointerType === "mouse") this.hover = here;
+      if (!last) return this.follow();
+      if (this.pointers.size === 1 && !moved && Math.hypot(here[0] - start[0], here[1] - start[1]) < CLICK) return;
+      if (!moved) moved = true, canvas.classList.add("dragging");
+      this.pointers.set(event.pointerId, here);
+      if (this.pointers.size === 2 && pinch) {
+        const now = gauge();
+        this.zoom(Math.log2(now.apart / pinch.apart), now.middle);
+        this.pan(pinch.middle[0] - now.middle[0], pinch.middle[1] - now.middle[1]);
+        pinch = now;
+      } else if (this.pointers.size === 1) this.pan(last[0] - here[0], last[1] - here[1]);
+    });
+    const lift = (event) => {
+      this.pointers.delete(event.pointerId);
+      pinch = null;
+      if (!this.pointers.size) canvas.classList.remove("dragging");
+    };
+    on("pointerup", lift);
+    on("pointercancel", lift);
+    on("pointerleave", () => { if (!this.pointers.size && this.hover) { this.hover = null; this.point = null; this.redraw(); this.listeners.onpoint(null, "pointer"); } });
+    on("click", (event) => {
+      const pair = moved ? null : this.pairAt(this.at(event));
+      if (!pair) return;
+      if (event.detail < 2) before = this.pin;
+      this.point = pair;
+      this.listeners.onpoint(pair, "pointer");
+      this.listeners.onpin(pair);
+    });
+    on("dblclick", (event) => {
+      this.listeners.onpin(before); // two clicks are not meant to pin
+      this.zoom(event.shiftKey ? -1 : 1, this.at(event), true);
+    });
+    on("wheel", (event) => {
+      event.preventDefault();
+      const unit = [1, 16, this.height][event.deltaMode], right = event.deltaX * unit, down = event.deltaY * unit;
+      if (!event.ctrlKey && (event.shiftKey || Math.abs(right) > Math.abs(down))) return this.pan(right || down, 0);
+      const notch = Math.abs(down) >= 80 && !event.ctrlKey; // of a mouse's wheel; a trackpad sends many small ones
+      this.zoom(-down * (event.ctrlKey ? 0.014 : 0.0035), this.at(event), notch);
+    }, { passive: false });
+    on("keydown", (event) => this.key(event));
+    on("focus", () => { if (canvas.matches(":focus-visible") && !this.point) this.place(this.centre()); });
+    on("blur", () => { if (!this.hover) { this.point = null; this.redraw(); this.listeners.onpoint(null, "keys"); } });
+  }
+
+  centre() {
+    return this.pin ?? this.pairAt(this.middle);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const arrow = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const act = {
+      "+": () => this.zoom(event.shiftKey && event.code !== "Equal" ? 2 : 1, this.crossed, true),
+      "=": () => this.zoom(1, this.crossed, true),
+      "-": () => this.zoom(-1, this.crossed, true),
+      _: () => this.zoom(-2, this.crossed, true),
+      0: () => this.look(this.fit),
+      Enter: () => this.point && this.listeners.onpin(this.point),
+      " ": () => this.point && this.listeners.onpin(this.point),
+      Escape: () => this.listeners.onpin(null),
+    }[event.key];
+    if (!arrow && !act) return;
+    event.preventDefault();
+    if (act) return act();
+    const from = this.point ?? this.centre(), { scale, area } = this.layout, { queries, keys } = this.size;
+    // One token where they can be told apart, else eight pixels; faster with Shift.
+    const stride = (scale >= LABELLED ? 1 : Math.max(Math.round(8 / scale), 1)) * (event.shiftKey ? 8 : 1);
+    const within = (at, n) => Math.min(Math.max(at, 0), n - 1);
+    const to = { query: within(from.query + arrow[0] * stride, queries), key: within(from.key + arrow[1] * stride, keys) };
+    // The view goes along: the map moves under a crosshair that stays in its middle, up to the map's edges.
+    if (!this.whole) {
+      const reach = (at, middle, room) => Math.min(Math.max(middle, at - 0.2 * room / scale), at + 0.2 * room / scale);
+      this.look({ ...this.view, x: reach(to.key + 0.5, this.view.x, area.w), y: reach(to.query + 0.5, this.view.y, area.h) });
+    }
+    this.place(to);
+  }
+
+  /** Where the crosshair is on the stage; the middle if there is none. */
+  get crossed() {
+    if (!this.point) return this.middle;
+    const { origin, scale } = this.layout;
+    return [origin.x + (this.point.key + 0.5) * scale, origin.y + (this.point.query + 0.5) * scale];
+  }
+
+  place(point) {
+    this.hover = null;
+    this.point = point;
+    this.redraw();
+    this.listeners.onpoint(point, "keys");
+  }
+
+  // ---- drawing ----
+
+  redraw() {
+    if (!this.frame) this.frame = requestAnimationFrame((now) => this.draw(now));
+  }
+
+  get level() {
+    return this.content.pyramid.zoomFor(2 ** this.view.z * this.ratio);
+  }
+
+  draw(now = performance.now()) {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    if (!this.content || !this.width) return;
+    if (this.glide) this.step(now);
+    const { context, layout, content } = this, { colours, store } = content;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.fillStyle = colours.paper;
+    context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    if (store) {
+      const wishes = this.wishes(layout);
+      store.want(wishes);
+      this.tiles(context, layout, this.ratio, wishes);
+    }
+    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    drawShapes(context, this.shapes(layout));
+    this.listeners.onframe(layout);
+  }
+
+  /** Everything around the map, and the crosshairs. */
+  shapes(layout) {
+    const { tokens, profiles, colours, pyramid } = this.content, shapes = [];
+    const followed = this.point ?? this.pin, same = this.pin?.query === followed?.query && this.pin?.key === followed?.key;
+    const cross = (pair, pinned) => shapes.push(...crosshair(layout, pair, pyramid.bin(this.level, pair.query, pair.key), tokens, colours, pinned));
+    shapes.push(...axes(layout, tokens, colours, followed));
+    if (profiles) shapes.push(...edges(layout, profiles, colours));
+    if (this.pin && !same) cross(this.pin, true);
+    if (followed) cross(followed, false);
+    return shapes;
+  }
+
+  /** The tiles that the view needs: the whole map in small first, then what is in view from the middle outwards. */
+  wishes(layout) {
+    const { pyramid, pool } = this.content, zoom = this.level, first = { zoom: 0, i: 0, j: 0 };
+    const box = { top: layout.rows[0], bottom: layout.rows[1], left: layout.columns[0], right: layout.columns[1] };
+    const whole = pool === "max" ? [["max", first]] : [["max", first], ["mean", first]];
+    return [...whole, ...this.extra, ...pyramid.within(zoom, box).map((place) => [pool, place])];
+  }
+
+  /** Paint tiles onto a canvas with `ratio` of its pixels to one of the stage, where `layout.frame` is. */
+  tiles(context, layout, ratio, wishes) {
+    const { frame, origin, scale } = layout, { pyramid, store, pool, lookOf, colours } = this.content, zoom = this.level;
+    const edge = (at) => Math.round(at * ratio);
+    context.save();
+    context.beginPath();
+    context.rect(edge(frame.x), edge(frame.y), edge(frame.x + frame.w) - edge(frame.x), edge(frame.y + frame.h) - edge(frame.y));
+    context.clip();
+    context.fillStyle = colours.empty;
+    context.fillRect(edge(frame.x), edge(frame.y), edge(frame.w) + 1, edge(frame.h) + 1);
+    const pixel = pyramid.step(pyramid.deepest);
+    context.imageSmoothingEnabled = scale * Math.max(pixel.down, pixel.across) < 2;
+    context.imageSmoothingQuality = "low";
+
+    // `only`: the part, in tokens, for which a tile of another zoom stands in.
+    const put = (place, tile, only = null) => {
+      const { top, left, down, across } = pyramid.extent(place);
+      const from = { x: Math.max(only?.left ?? -Infinity, layout.columns[0]), y: Math.max(only?.top ?? -Infinity, layout.rows[0]) };
+      const to = { x: Math.min(only?.right ?? Infinity, layout.columns[1] + 1), y: Math.min(only?.bottom ?? Infinity, layout.rows[1] + 1) };
+      const part = only ? (at) => at : null; // a stand-in is cut where the missing tile is; others at whole pixels
+      const sx = Math.max((part ?? Math.floor)((from.x - left) / across), 0), sy = Math.max((part ?? Math.floor)((from.y - top) / down), 0);
+      const ex = Math.min((part ?? Math.ceil)((to.x - left) / across), tile.columns), ey = Math.min((part ?? Math.ceil)((to.y - top) / down), tile.rows);
+      if (ex <= sx || ey <= sy) return;
+      const dx = edge(origin.x + (left + sx * across) * scale), dy = edge(origin.y + (top + sy * down) * scale);
+      const dw = edge(origin.x + (left + ex * across) * scale) - dx, dh = edge(origin.y + (top + ey * down) * scale) - dy;
+      if (dw > 0 && dh > 0) context.drawImage(painted(tile, lookOf(place.zoom)), sx, sy, ex - sx, ey - sy, dx, dy, dw, dh);
+    };
+    const extentOf = (place) => {
+      const { top, left, down, across } = pyramid.extent(place);
+      return { top, left, bottom: top + 256 * down, right: left + 256 * across };
+    };
+    const ready = [];
+    for (const [, place] of wishes.filter(([of, place]) => of === pool && place.zoom === zoom)) {
+      const tile = store.get(pool, place);
+      if (tile) { ready.push([place, tile]); continue; }
+      for (let up = 1; up <= zoom; up++) {
+        const above = { zoom: zoom - up, i: place.i >> up, j: place.j >> up }, stand = store.get(pool, above);
+        if (!stand) continue;
+        if (stand.rows) put(above, stand, extentOf(place));
+        break;
+      }
+      if (zoom < pyramid.deepest)
+        for (let child = 0; child < 4; child++) {
+          const below = { zoom: zoom + 1, i: 2 * place.i + (child >> 1), j: 2 * place.j + (child & 1) }, stand = store.get(pool, below);
+          if (stand?.rows) put(below, stand);
+        }
+    }
+    for (const [place, tile] of ready) {
+      if (tile.rows) put(place, tile);
+    }
+    context.restore();
+  }
+}

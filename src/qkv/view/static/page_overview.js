@@ -1,0 +1,298 @@
+// Overview: what was found, and the grid of all heads with the card of the selected one.
+
+import { mostAlike } from "./alike.js";
+import { choice, keyOf, legend } from "./charts.js";
+import { css, inkOn, isDark, looks, ramp } from "./colour.js";
+import { h, replace, svg } from "./dom.js";
+import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
+import { cellsOf, headCard, headCurves, headGrid, headName, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, topOf } from "./heads.js";
+import { integer, short, written } from "./numbers.js";
+
+const TYPE = "type"; // the one statistic that is a name instead of a number
+const MANY_HEADS = 16; // more to a layer leave no room for words in a cell
+const ABBREVIATIONS = { "first token": "1st", "previous token": "prev", "other sink": "sink", "duplicate token": "dup", induction: "ind", delimiter: "del", local: "loc", uniform: "uni", self: "self", mixed: "" };
+const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
+
+export const overviewPage = {
+  title: "Overview",
+  mount(root, app) {
+    const page = new Overview(root, app);
+    return { update: (changed) => page.update(changed), picture: () => page.picture(), unmount: () => page.unmount() };
+  },
+};
+
+class Overview {
+  #app;
+  #head = h("header", { class: "overview-found" });
+  #controls = h("div", { class: "controls" });
+  #grid = h("div", { class: "grid-box overview-grid" });
+  #layers = h("div", { class: "overview-layers" });
+  #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
+  #curves = h("div", { class: "overview-curves" });
+  #stopped = [];
+  #drawn = 0; // counts drawings of curves: the last one asked for wins
+
+  constructor(root, app) {
+    this.#app = app;
+    root.append(this.#head,
+      h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
+      this.#curves);
+    this.#stopped.push(app.onTheme(() => this.update(new Set(["source"]))));
+    const watcher = new ResizeObserver(() => this.#along());
+    watcher.observe(this.#curves);
+    this.#stopped.push(() => watcher.disconnect());
+  }
+
+  unmount() {
+    for (const stop of this.#stopped) stop();
+  }
+
+  update(changed) {
+    if (this.#mended()) return; // and so comes back
+    if (["page", "source", "group", "text"].some((key) => changed.has(key))) {
+      this.#found();
+      this.#heads();
+      this.#selected();
+    } else if (changed.has("statistic") || changed.has("sort")) this.#heads();
+    if (changed.has("layer") || changed.has("head")) {
+      markHead(this.#grid, this.#app.state.layer, this.#app.state.head);
+      this.#selected();
+    }
+  }
+
+  /** Take what this page does not know out of the address, and say so. */
+  #mended() {
+    const { statistic, sort } = this.#app.state;
+    if (statistic !== undefined && !this.#statistics().includes(statistic)) {
+      this.#app.trouble(`These heads have no statistic “${statistic}”; ${looks.statistics[this.#statistic].label.toLowerCase()} is shown.`);
+      this.#app.go({ statistic: null }, { replace: true });
+      return true;
+    }
+    if (sort !== undefined && !ORDERS.some(([id]) => id === sort)) {
+      this.#app.trouble(`There is no order “${sort}” of heads; they stand by layer.`);
+      this.#app.go({ sort: null }, { replace: true });
+      return true;
+    }
+    return false;
+  }
+
+  get #page() { return this.#app.opened().page; }
+  get #group() { return this.#page.groups[this.#app.state.group]; }
+  get #view() { return this.#group.texts[this.#app.state.text]; }
+
+  /** The chosen statistic, or the first that there is. */
+  get #statistic() {
+    const known = this.#statistics();
+    return known.includes(this.#app.state.statistic) ? this.#app.state.statistic : known[0];
+  }
+
+  /** How heads are ordered; there is no order of names by value. */
+  get #order() {
+    const asked = this.#app.state.sort;
+    return this.#orders().some(([id]) => id === asked) ? asked : "layer";
+  }
+
+  #statistics() {
+    return [...statisticsOf(this.#view), ...(this.#group.types ? [TYPE] : [])];
+  }
+
+  #orders() {
+    return ORDERS.filter(([id]) => (id === "value" ? this.#statistic !== TYPE : id === "type" ? this.#group.types : true));
+  }
+
+  // ---- what was found ------------------------------------------------------------------------------------
+
+  #found() {
+    const view = this.#view, group = this.#group, { attrs } = this.#page;
+    const facts = [
+      `${integer(group.layers.length)} ${group.layers.length === 1 ? "layer" : "layers"} × ${integer(group.heads.length)} ${group.heads.length === 1 ? "head" : "heads"}`,
+      `${group.causal ? "causal" : view.queries ? "cross" : "bidirectional"} attention`,
+      attrs.parameters && `${short(attrs.parameters)} parameters`,
+      attrs.dtype,
+      attrs.seconds && `measured in ${attrs.seconds.toFixed(attrs.seconds < 10 ? 2 : 0)} s`,
+    ];
+    this.#head.replaceChildren(
+      h("p", { class: "overview-headline" }, tied(view.headline)),
+      h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
+      h("ul", { class: "overview-tiles" }, view.findings.map(({ value, label, detail }) =>
+        h("li", {}, h("strong", {}, tied(value)), h("span", {}, label), h("small", {}, tied(detail))))));
+  }
+
+  // ---- every head ----------------------------------------------------------------------------------------
+
+  #heads() {
+    const app = this.#app, group = this.#group, view = this.#view, statistic = this.#statistic, order = this.#order;
+    replace(this.#controls,
+      h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => app.go({ statistic: event.target.value }) },
+        this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === TYPE ? "Kind of head" : labelOf(group, name))))),
+      choice("Order by", this.#orders(), order, (sort) => app.go({ sort })),
+      h("p", { class: "overview-meaning" },
+        h("span", { class: "meaning" }, statistic === TYPE ? "the first kind whose test the head passes, over all texts" : meaningOf(group, statistic)),
+        statistic === TYPE ? null : legend({ low: "0", high: written(topOf(view, statistic), looks.statistics[statistic].unit) })));
+    const cells = this.#cells(), label = statistic === TYPE ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
+    const { layer, head } = app.state;
+    const select = (l, k) => app.go({ layer: l, head: k });
+    const open = (l, k) => app.go({ page: "map", layer: l, head: k });
+    const drawn = order === "layer"
+      ? [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open })]
+      : [headFlow({ group, cells, sections: this.#sections(order), layer, head, label, select, open })];
+    this.#grid.style.setProperty("--heads", group.heads.length);
+    replace(this.#grid, ...drawn, statistic === TYPE ? keyOf(this.#kinds().map(({ name, colour, count }) => [name, css(colour), integer(count)])) : null);
+    this.#layers.replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view));
+  }
+
+  #cells() {
+    const group = this.#group, view = this.#view;
+    if (this.#statistic !== TYPE) return cellsOf(group, view, this.#statistic);
+    const { type, traits } = group.types, colours = new Map(this.#kinds().map(({ name, colour }) => [name, colour]));
+    return type.map((name, at) => ({
+      value: null,
+      text: ABBREVIATIONS[name] ?? name.slice(0, 4),
+      colour: colours.get(name),
+      said: [name, traits?.[at]?.length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
+    }));
+  }
+
+  /** Kinds of heads that there are in this group, with colours and counts. */
+  #kinds() {
+    const { type } = this.#group.types;
+    return this.#page.roles.map((role) => ({ name: role.name, colour: rgb(role[isDark() ? "dark" : "light"]), count: type.filter((name) => name === role.name).length }))
+      .filter(({ count }) => count);
+  }
+
+  /** Rows of the table of heads in order, under titles where they are grouped. */
+  #sections(order) {
+    const values = this.#statistic === TYPE ? null : this.#view.heads[this.#statistic];
+    const all = this.#view.heads.goes_to.map((_, at) => at);
+    const fall = (a, b) => (values ? (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b : a - b);
+    if (order === "value") return [{ title: null, rows: all.sort(fall) }];
+    return this.#kinds().map(({ name, count }) => ({ title: `${name} · ${integer(count)}`, rows: all.filter((at) => this.#group.types.type[at] === name).sort(fall) }));
+  }
+
+  // ---- the selected head ---------------------------------------------------------------------------------
+
+  #selected() {
+    const app = this.#app, { layer, head } = app.state, group = this.#group, view = this.#view;
+    const alike = mostAlike(group, view, layer, head);
+    const compared = alike && { page: "compare", bsource: app.state.source, bgroup: app.state.group, btext: app.state.text, blayer: alike.layer, bhead: alike.head };
+    replace(this.#card, ...headCard({ group, view, layer, head }),
+      h("p", { class: "overview-links" },
+        h("a", { class: "overview-link", href: app.address({ page: "map" }), "data-key": "to-map" }, "Map"),
+        h("a", { class: "overview-link", href: app.address({ page: "text" }), "data-key": "to-text" }, "Text"),
+        compared && h("a", { class: "overview-link", href: app.address(compared), "data-key": "to-compare", "data-tip": "the head whose statistics are most like these" },
+          `Compare with ${headName(group, alike.layer, alike.head)}`)));
+    this.#along();
+  }
+
+  /** What the head does along the text: drawn to the pixel, so anew for every width. */
+  async #along() {
+    const app = this.#app, drawing = ++this.#drawn, { group: g, text, layer, head } = app.state;
+    const group = this.#group, view = this.#view;
+    try {
+      const curves = await app.opened().curves(g, text);
+      if (drawing !== this.#drawn) return;
+      const width = Math.floor(parseFloat(getComputedStyle(this.#curves).gridTemplateColumns));
+      if (width > 0) this.#curves.replaceChildren(...headCurves({ group, view, curves, layer, head, width }));
+    } catch (error) {
+      app.trouble(error);
+    }
+  }
+
+  // ---- export --------------------------------------------------------------------------------------------
+
+  picture() {
+    const name = `${this.#app.opened().name}-overview-${this.#statistic}`;
+    return { name, svg: () => this.#svg(), csv: () => this.#csv() };
+  }
+
+  #svg() {
+    const group = this.#group, statistic = this.#statistic, cells = this.#cells(), order = this.#order;
+    const size = group.heads.length > MANY_HEADS ? 18 : 36, gap = 2, across = group.heads.length, parts = [];
+    const step = size + gap, wide = 30 + across * step;
+    const box = (x, y, at) => {
+      const { colour, text } = cells[at];
+      parts.push(svg("rect", { x, y, width: size, height: size, rx: 3, fill: css(colour) }));
+      if (size > 20) parts.push(svgText(x + size / 2, y + size / 2 + 4, text, { "text-anchor": "middle", fill: inkOn(colour) }));
+    };
+    let bottom = 16;
+    if (order === "layer") {
+      group.heads.forEach((id, k) => { if (size > 20 || k % 4 === 0) parts.push(svgText(30 + k * step + size / 2, 10, id, { "text-anchor": "middle", fill: "var(--soft)" })); });
+      group.layers.forEach((id, l) => {
+        parts.push(svgText(22, bottom + size / 2 + 4, id, { "text-anchor": "end", fill: "var(--soft)" }));
+        group.heads.forEach((_, k) => box(30 + k * step, bottom, rowOf(group, l, k)));
+        bottom += step;
+      });
+    } else for (const { title, rows } of this.#sections(order)) {
+      if (title) parts.push(svgText(30, bottom + 4, title, { fill: "var(--soft)" }));
+      bottom += title ? 12 : 0;
+      rows.forEach((at, index) => box(30 + (index % across) * step, bottom + Math.floor(index / across) * step, at));
+      bottom += Math.ceil(rows.length / across) * step + (title ? 16 : 0);
+    }
+    const { unit } = looks.statistics[statistic] ?? {};
+    if (statistic === TYPE) this.#kinds().forEach(({ name, colour, count }, index) => parts.push(svgKey(30, bottom + 22 + 18 * index, [[`${name} ${count}`, css(colour)]])));
+    else parts.push(svgRamp(30, bottom + 22, Array.from({ length: 24 }, (_, k) => css(ramp(k / 23))), "0", written(topOf(this.#view, statistic), unit)));
+    const height = bottom + 22 + (statistic === TYPE ? 18 * this.#kinds().length : 18);
+    const title = `${this.#app.opened().name} · ${statistic === TYPE ? "kind of head" : labelOf(group, statistic)}`;
+    return svgPicture({ width: Math.max(wide, 420), height, title, note: this.#view.headline, parts });
+  }
+
+  #csv() {
+    const group = this.#group, view = this.#view, names = Object.keys(view.heads);
+    const { type, traits } = group.types ?? {};
+    return csvOf(["layer", "head", ...names, ...(type ? ["type", "traits"] : [])],
+      group.layers.flatMap((layer, l) => group.heads.map((head, k) => {
+        const at = rowOf(group, l, k);
+        return [layer, head, ...names.map((name) => view.heads[name][at]), ...(type ? [type[at], (traits?.[at] ?? []).join(" ")] : [])];
+      })));
+  }
+}
+
+/**
+ * Heads in any order, line after line, in titled sections: cells as of `cellsOf`. Arrows, Home and End move;
+ * `select(layer, head)` hears of every choice, `open(layer, head)` of Enter and of double clicks.
+ */
+function headFlow({ group, cells, sections, layer, head, label, select, open }) {
+  const count = group.heads.length, many = count > MANY_HEADS;
+  const button = (at) => {
+    const l = Math.floor(at / count), k = at % count, { text, colour, said } = cells[at];
+    return h("button", { type: "button", role: "option", tabindex: -1, "data-layer": l, "data-head": k, "aria-selected": "false",
+      "aria-label": `Layer ${group.layers[l]}, head ${group.heads[k]}: ${said.replaceAll("\n", "; ")}`, "data-tip": `Layer ${group.layers[l]} · head ${group.heads[k]}\n${said}`,
+      style: { background: css(colour), color: inkOn(colour) } },
+    many ? null : [h("small", {}, `${group.layers[l]}·${group.heads[k]}`), h("span", {}, text)]);
+  };
+  const flow = h("div", { class: many ? "grid tight overview-flow" : "grid overview-flow", role: "listbox", "aria-label": `${label}, in order; arrow keys move` },
+    sections.map(({ title, rows }) => h("div", { role: "group", "aria-label": title ?? label },
+      title ? h("h4", {}, title) : null, h("div", { class: "overview-line" }, rows.map(button)))));
+  const places = (cell) => [Number(cell.dataset.layer), Number(cell.dataset.head)];
+  const choose = (cell) => { markHead(flow, ...places(cell)); cell.focus(); select(...places(cell)); };
+  flow.addEventListener("click", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) choose(cell); });
+  flow.addEventListener("dblclick", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) open(...places(cell)); });
+  flow.addEventListener("keydown", (event) => {
+    const all = [...flow.querySelectorAll("[data-layer]")], here = all.indexOf(event.target.closest("[data-layer]"));
+    if (event.key === "Enter") { event.preventDefault(); open(...places(all[here])); return; }
+    const beside = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: all.length - 1 }[event.key];
+    const next = beside === undefined ? overOrUnder(all, here, event.key) : all[beside];
+    if (!next) return;
+    event.preventDefault();
+    choose(next);
+  });
+  markHead(flow, layer, head);
+  return flow;
+}
+
+/** The cell nearest above or below in lines whose length depends on the window. */
+function overOrUnder(all, here, key) {
+  const way = { ArrowUp: -1, ArrowDown: 1 }[key];
+  if (!way) return null;
+  const from = all[here].getBoundingClientRect();
+  for (let at = here + way, line = null, best = null; ; at += way) {
+    const box = all[at]?.getBoundingClientRect();
+    if (!box || (line !== null && box.top !== line)) return best;
+    if (box.top === from.top) continue;
+    line = box.top;
+    if (!best || Math.abs(box.left - from.left) < Math.abs(best.getBoundingClientRect().left - from.left)) best = all[at];
+  }
+}
+
+const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const tied = (text) => text.replace(/ (%|× |· (?=H\d))/g, (_, mark) => `\u00a0${mark.trim()}${mark === "%" ? "" : "\u00a0"}`); // no line break inside a figure

@@ -1,0 +1,280 @@
+// What surrounds every page: the top bar, menus, errors, the busy state, tooltips, keys and the help dialog.
+
+import { h, replace } from "./dom.js";
+import { isDark } from "./colour.js";
+import { PAGES, lengthWords, openingWords, reasonAgainst } from "./address.js";
+import { download, pngOf } from "./export.js";
+import { headName } from "./heads.js";
+
+const SETTINGS = "qkv-viewer"; // in the browser's storage: theme, whether single keys act
+const byId = (id) => document.getElementById(id);
+
+const KEYS = [
+  ["1 – 7", "Overview, Map, Text, Sinks, Live, Compare, Seq2seq & images"],
+  ["n, p", "next, previous head"],
+  ["Shift + n, p", "the same head of the next, previous layer"],
+  ["t", "light or dark theme"],
+  ["Arrow keys", "move in a grid or map that has the focus"],
+  ["Enter", "in the grid of heads: open the map"],
+  ["Esc", "close a menu or a note"],
+  ["?", "this list"],
+];
+
+/** The shell of `app`: draws the bar, and asks the app to go elsewhere. */
+export class Shell {
+  #app;
+  #settings = remembered();
+  #themeWatchers = new Set();
+  #busyTimer = 0;
+
+  constructor(app) {
+    this.#app = app;
+    if (this.#settings.theme) document.documentElement.dataset.theme = this.#settings.theme;
+    this.#theme();
+    this.#exports();
+    this.#help();
+    tooltips();
+    byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
+    addEventListener("keydown", (event) => this.#key(event));
+    // Pages that fill the window need to know what the bar leaves them.
+    new ResizeObserver(([{ target }]) =>
+      document.documentElement.style.setProperty("--top", `${target.offsetHeight}px`)).observe(byId("top"));
+  }
+
+  /** Draw navigation and choosers for the app's state. `addresses`: page id → its address. */
+  draw(addresses) {
+    const { state, session } = this.#app;
+    byId("brand").setAttribute("href", addresses.overview);
+    replace(byId("nav"), ...PAGES.map((page) => {
+      const reason = reasonAgainst(page, session);
+      if (reason) return h("a", { role: "link", "aria-disabled": "true", tabindex: 0, title: reason, "data-key": page.id }, page.title);
+      return h("a", { href: addresses[page.id], "aria-current": page.id === state.page ? "page" : null, "data-key": page.id }, page.title);
+    }));
+    // On a phone the pages scroll sideways: keep the current one in sight.
+    const current = byId("nav").querySelector("[aria-current]");
+    if (current) byId("nav").scrollLeft = current.offsetLeft - byId("nav").clientWidth / 2 + current.offsetWidth / 2;
+    this.#context();
+  }
+
+  #context() {
+    const app = this.#app, { state, session } = app, page = PAGES.find(({ id }) => id === state.page);
+    const source = app.opened(state.source), bar = byId("context"), group = page.context && source?.page.groups[state.group];
+    const name = page.profile && session.sources.find(({ id }) => id === state.source)?.name;
+    document.title = [page.title, group && headName(group, state.layer, state.head), name, "qkv"].filter(Boolean).join(" · ");
+    bar.hidden = !page.context || !session.sources.length;
+    if (!bar.hidden) replace(bar, this.#sourceChooser(), ...(source ? this.#within(source.page) : []));
+  }
+
+  #sourceChooser() {
+    const { state, session } = this.#app;
+    if (session.sources.length === 1) return h("strong", { class: "context-name" }, session.sources[0].name);
+    return chooser("Profile", "source", state.source, session.sources.map((source) => [source.id, `${source.name}${source.state === "ready" ? "" : source.state === "running" ? " (running)" : " (failed)"}`]),
+      (source) => this.#app.go({ source }));
+  }
+
+  #within(page) {
+    const app = this.#app, { state } = app, group = page.groups[state.group], text = group.texts[state.text];
+    return [
+      page.groups.length > 1 ? chooser("Attention", "group", state.group, page.groups.map((other, index) => [index, other.name]), (value) => app.go({ group: value })) : null,
+      group.texts.length > 1
+        ? chooser("Text", "text", state.text, group.texts.map((other, index) => [index, `${index + 1}. ${openingWords(other)}`]), (value) => app.go({ text: value }))
+        : h("span", { class: "context-text" }, `“${openingWords(text, 14)}”`),
+      h("span", { class: "context-size" }, lengthWords(text)),
+      headChooser(group, state.layer, state.head, (changes) => app.go(changes)),
+    ].filter(Boolean);
+  }
+
+  /** Say what is being computed; nothing for what takes no time. */
+  busy(list, running) {
+    const said = [...running, ...new Set(list.map((what) => `Computing ${what}`))];
+    const box = byId("busy");
+    box.lastElementChild.textContent = said[0] ?? "";
+    box.title = said.join("\n");
+    if (!said.length) {
+      clearTimeout(this.#busyTimer);
+      this.#busyTimer = 0;
+      box.hidden = true;
+      document.documentElement.removeAttribute("data-busy");
+    } else if (!this.#busyTimer) {
+      this.#busyTimer = setTimeout(() => { box.hidden = false; document.documentElement.dataset.busy = ""; }, 120);
+    }
+  }
+
+  /** Show an error, or any sentence, until it is dismissed or the page is left. */
+  trouble(error) {
+    if (error && error.name === "AbortError") return; // the user moved on
+    const said = String(error && error.message ? error.message : error), box = byId("troubles");
+    if ([...box.children].some((note) => note.firstChild.textContent === said)) return;
+    const note = h("div", { class: "trouble" }, h("p", {}, said),
+      h("button", { type: "button", class: "trouble-close", "aria-label": "Dismiss", onclick: () => note.remove() }, "×"));
+    box.append(note);
+    while (box.children.length > 3) box.firstChild.remove();
+  }
+
+  /** Take away the sentences that were about the page just left. */
+  calm() {
+    byId("troubles").replaceChildren();
+  }
+
+  announce(text) {
+    byId("live").textContent = text;
+  }
+
+  /** Call back when light and dark change; returns a function that stops it. */
+  onTheme(callback) {
+    this.#themeWatchers.add(callback);
+    return () => this.#themeWatchers.delete(callback);
+  }
+
+  #theme() {
+    const button = byId("theme");
+    const changed = () => {
+      button.textContent = isDark() ? "Light" : "Dark";
+      button.setAttribute("aria-label", isDark() ? "Light theme" : "Dark theme");
+      for (const callback of this.#themeWatchers) callback();
+    };
+    button.addEventListener("click", () => {
+      document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+      this.#keep({ theme: document.documentElement.dataset.theme });
+      changed();
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+    changed();
+  }
+
+  #exports() {
+    const button = byId("export"), menu = byId("export-menu");
+    const open = (wanted) => {
+      menu.hidden = !wanted;
+      button.setAttribute("aria-expanded", String(wanted));
+      if (wanted) menu.firstElementChild.focus();
+    };
+    button.addEventListener("click", () => open(menu.hidden));
+    addEventListener("pointerdown", (event) => { if (!menu.hidden && !event.target.closest(".menu-box")) open(false); });
+    menu.addEventListener("keydown", (event) => {
+      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], items = [...menu.children];
+      if (event.key === "Escape") { open(false); button.focus(); }
+      if (!step) return;
+      event.preventDefault();
+      items[(items.indexOf(document.activeElement) + step + items.length) % items.length].focus();
+    });
+    menu.addEventListener("focusout", (event) => { if (event.relatedTarget && !menu.parentElement.contains(event.relatedTarget)) open(false); });
+    menu.addEventListener("click", async (event) => {
+      const kind = event.target.closest("button")?.dataset.kind;
+      if (!kind) return;
+      open(false);
+      button.focus();
+      try {
+        await this.#save(kind);
+      } catch (error) {
+        this.trouble(error);
+      }
+    });
+  }
+
+  async #save(kind) {
+    const picture = this.#app.picture();
+    if (!picture) throw new Error("There is nothing to export yet: wait until the page is drawn.");
+    const name = picture.name.replace(/[^\w.-]+/g, "-");
+    if (kind === "csv") download(`${name}.csv`, new Blob([await picture.csv()], { type: "text/csv;charset=utf-8" }));
+    else {
+      const drawing = await picture.svg();
+      download(`${name}.${kind}`, kind === "svg" ? new Blob([drawing], { type: "image/svg+xml" }) : await pngOf(drawing));
+    }
+    this.announce(`${name}.${kind} is saved.`);
+  }
+
+  #help() {
+    const dialog = byId("help-dialog"), box = byId("single-keys");
+    byId("help-keys").replaceChildren(...KEYS.map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does))));
+    byId("help").addEventListener("click", () => dialog.showModal());
+    byId("help-close").addEventListener("click", () => dialog.close());
+    dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
+    box.checked = this.#settings.keys !== false;
+    box.addEventListener("change", () => this.#keep({ keys: box.checked }));
+  }
+
+  /** Single keys, which people who speak to their computer can switch off. */
+  #key(event) {
+    const typing = event.target.closest?.("input:not([type=radio], [type=checkbox], [type=range]), textarea, select, dialog, [contenteditable]");
+    if (event.key === "Escape" && !event.defaultPrevented && !typing) byId("troubles").lastElementChild?.remove();
+    if (event.defaultPrevented || typing || event.ctrlKey || event.metaKey || event.altKey || this.#settings.keys === false) return;
+    if (event.key === "?") byId("help-dialog").showModal();
+    else if (event.key === "t") byId("theme").click();
+    else if (event.key.toLowerCase() === "n" || event.key.toLowerCase() === "p") this.#step(event.key.toLowerCase() === "n" ? 1 : -1, event.shiftKey);
+    else if (PAGES[Number(event.key) - 1] && !reasonAgainst(PAGES[Number(event.key) - 1], this.#app.session)) this.#app.go({ page: PAGES[Number(event.key) - 1].id });
+  }
+
+  #step(by, byLayer) {
+    const { state } = this.#app, source = this.#app.opened(state.source);
+    if (!source || !PAGES.find(({ id }) => id === state.page).profile) return;
+    const next = stepped(source.page.groups[state.group], state.layer, state.head, by, byLayer);
+    this.#app.go(next);
+  }
+
+  #keep(changes) {
+    Object.assign(this.#settings, changes);
+    try {
+      localStorage.setItem(SETTINGS, JSON.stringify(this.#settings));
+    } catch {
+      // storage may be forbidden: the setting then lasts as long as the page
+    }
+  }
+}
+
+/** The head before or after another one, or its like one layer on. */
+export function stepped(group, layer, head, by, byLayer = false) {
+  const count = group.heads.length, layers = group.layers.length;
+  if (byLayer) return { layer: (layer + by + layers) % layers, head };
+  const next = (layer * count + head + by + layers * count) % (layers * count);
+  return { layer: Math.floor(next / count), head: next % count };
+}
+
+/** A labelled select whose values are numbers. */
+export function chooser(label, key, chosen, options, onchange) {
+  return h("label", { class: "chooser" }, h("span", {}, label),
+    h("select", { "data-key": key, onchange: (event) => onchange(Number(event.target.value)) },
+      options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
+}
+
+/** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` keeps the focus keys of several apart. */
+export function headChooser(group, layer, head, onselect, prefix = "") {
+  const pick = (name, mark, ids, chosen, key) =>
+    h("label", {}, h("span", { "aria-hidden": "true" }, mark), h("select", { "aria-label": name, "data-key": `${prefix}${key}`, onchange: (event) => onselect({ layer, head, [key]: Number(event.target.value) }) },
+      ids.map((id, index) => h("option", { value: index, selected: index === chosen }, String(id)))));
+  const step = (by, mark, name) =>
+    h("button", { type: "button", class: "tool", "aria-label": name, "data-key": `${prefix}step${by}`, onclick: () => onselect(stepped(group, layer, head, by)) }, mark);
+  return h("div", { class: "head-chooser", role: "group", "aria-label": "Selected head" },
+    step(-1, "‹", "Previous head"),
+    h("span", { class: "head-name" }, pick("Layer", "L", group.layers, layer, "layer"), " · ", pick("Head", "H", group.heads, head, "head")),
+    step(1, "›", "Next head"));
+}
+
+/** What an element's data-tip says, beside it while the pointer or the focus is on it. */
+function tooltips() {
+  const tip = byId("tip");
+  const show = (target) => {
+    tip.replaceChildren(...target.dataset.tip.split("\n").map((line) => h("span", {}, line)));
+    tip.hidden = false;
+    const box = target.getBoundingClientRect(), size = tip.getBoundingClientRect();
+    const left = box.left + box.width / 2 - size.width / 2, above = box.top - size.height - 8;
+    tip.style.left = `${Math.min(Math.max(left, 8), document.documentElement.clientWidth - size.width - 8)}px`;
+    tip.style.top = `${above > 4 ? above : box.bottom + 8}px`;
+  };
+  const over = (event) => {
+    const target = event.target.closest?.("[data-tip]");
+    if (target) show(target); else tip.hidden = true;
+  };
+  document.addEventListener("pointerover", over);
+  document.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) over(event); else tip.hidden = true; });
+  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true, capture: true });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
+}
+
+function remembered() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
+  } catch {
+    return {};
+  }
+}

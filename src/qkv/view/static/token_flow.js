@@ -1,0 +1,282 @@
+// Tokens as running text of any length: only what is in view, and some around it, is in the document.
+
+import { h } from "./dom.js";
+import { integer, visible } from "./numbers.js";
+
+const FEWEST = 110, MOST = 240; // tokens of a block
+const AROUND = 900; // pixels above and below the view that are kept in the document
+
+/** Text in pieces [text, isMark]: marks stand for characters that have no shape of their own. */
+export function pieces(token) {
+  if (visible(token) === token) return [[token, false]];
+  const found = [];
+  for (const character of token) {
+    const shown = visible(character), mark = shown !== character;
+    if (!mark && found.length && !found.at(-1)[1]) found.at(-1)[0] += character;
+    else found.push([mark ? shown.replace(/[‹›]/g, "") : character, mark]);
+    if (character === "\n") found.push(["\n", false]);
+  }
+  return found;
+}
+
+/** Where blocks of a text start: after a line break if there is one, after a sentence else. */
+export function blockStarts(tokens) {
+  const starts = [0];
+  let sentence = 0;
+  for (let at = 0; at < tokens.length; at++) {
+    const length = at + 1 - starts.at(-1);
+    if (length >= FEWEST && /[.!?。！？]["'”’)]?\s*$/.test(tokens[at])) sentence = at + 1;
+    const here = length >= FEWEST && tokens[at].includes("\n") ? at + 1 : length >= MOST ? (sentence > starts.at(-1) ? sentence : at + 1) : 0;
+    if (here && here < tokens.length) starts.push(here);
+  }
+  return starts;
+}
+
+/** Whether a text is better read in letters of one width: many of its lines are indented. */
+export function isCode(tokens) {
+  const lines = tokens.slice(0, 4000).join("").split("\n").filter((line) => line.trim());
+  return lines.length > 4 && lines.filter((line) => /^(\t| {2,})/.test(line)).length > lines.length / 4;
+}
+
+/**
+ * A scroller of tokens. `look(i)` gives {background, ink, line} or null for a token, `kind(i)` its further classes.
+ * Calls `onhover(i or null)`, `onchoose(i)` for a click or Enter, `oncurrent(i)` for the arrow keys, `onscroll()`.
+ */
+export class TokenFlow {
+  constructor({ name, tokens, label, look, kind, onhover, onchoose, oncurrent, onescape, onscroll }) {
+    Object.assign(this, { name, tokens, look, kind, onhover, onchoose, oncurrent, onescape, onscroll });
+    this.starts = blockStarts(tokens);
+    this.current = null;
+    this.blocks = new Map(); // block → its element, those in the document
+    this.heights = new Float64Array(this.starts.length);
+    this.known = new Uint8Array(this.starts.length); // which heights were measured
+    this.space = h("div", { class: isCode(tokens) ? "flow-space code" : "flow-space", role: "presentation" });
+    this.element = h("div", { class: "flow", tabindex: 0, role: "listbox", "aria-multiselectable": "true", "aria-label": label }, this.space);
+    this.listen();
+    this.sizes = new ResizeObserver(() => this.resize());
+    this.sizes.observe(this.element);
+  }
+
+  close() {
+    this.sizes.disconnect();
+    cancelAnimationFrame(this.frame);
+  }
+
+  // ---- blocks ----
+
+  end(block) {
+    return this.starts[block + 1] ?? this.tokens.length;
+  }
+
+  blockOf(token) {
+    let low = 0, high = this.starts.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.starts[middle] <= token) low = middle; else high = middle - 1;
+    }
+    return low;
+  }
+
+  /** Heights before anything is measured: from the number of characters of each line. */
+  estimate() {
+    const width = Math.max(this.element.clientWidth - 70, 120), style = getComputedStyle(this.space);
+    const line = parseFloat(style.lineHeight) || 30, letter = 0.5 * parseFloat(style.fontSize);
+    for (let block = 0; block < this.starts.length; block++) {
+      if (this.known[block]) continue;
+      const text = this.tokens.slice(this.starts[block], this.end(block)).join("").replace(/\n$/, "");
+      this.heights[block] = line * text.split("\n").reduce((sum, part) => sum + Math.max(1, Math.ceil((part.length * letter) / width)), 0);
+    }
+  }
+
+  resize() {
+    if (!this.element.clientWidth) return;
+    const anchor = this.width ? this.anchor() : null;
+    if (this.element.clientWidth !== this.width) {
+      this.width = this.element.clientWidth;
+      this.known.fill(0);
+      this.estimate();
+      for (const block of this.blocks.values()) block.remove();
+      this.blocks.clear();
+    }
+    if (anchor) this.hold(anchor);
+    if (this.wanted !== undefined) this.reveal(this.wanted); else this.render();
+  }
+
+  /** The block at the top of the view, and how far its top is above that. */
+  anchor() {
+    let top = 0, block = 0;
+    while (block < this.heights.length - 1 && top + this.heights[block] <= this.element.scrollTop) top += this.heights[block++];
+    return { block, above: this.element.scrollTop - top };
+  }
+
+  hold({ block, above }) {
+    let top = 0;
+    for (let before = 0; before < block; before++) top += this.heights[before];
+    this.space.style.height = `${this.heights.reduce((sum, height) => sum + height, 0)}px`;
+    if (Math.abs(this.element.scrollTop - top - above) > 0.5) this.element.scrollTop = top + above;
+  }
+
+  /** Put the blocks around the view into the document, and take the others out. */
+  render() {
+    if (!this.width) return;
+    for (let round = 0; round < 4; round++) {
+      const anchor = this.anchor(), from = this.element.scrollTop - AROUND, to = this.element.scrollTop + this.element.clientHeight + AROUND;
+      const wanted = new Map();
+      for (let block = 0, top = 0; block < this.heights.length && top < to; top += this.heights[block++])
+        if (top + this.heights[block] > from) wanted.set(block, top);
+      for (const [block, element] of this.blocks) if (!wanted.has(block)) element.remove(), this.blocks.delete(block);
+      const fresh = [];
+      for (const [block, top] of wanted) {
+        if (!this.blocks.has(block)) this.blocks.set(block, this.made(block)), fresh.push(this.blocks.get(block));
+        this.blocks.get(block).style.top = `${top}px`;
+      }
+      this.space.append(...fresh);
+      let changed = false;
+      for (const [block, element] of this.blocks) {
+        if (this.known[block]) continue;
+        const { height } = element.getBoundingClientRect();
+        this.known[block] = 1;
+        if (Math.abs(height - this.heights[block]) > 0.01) this.heights[block] = height, changed = true;
+      }
+      this.hold(anchor);
+      if (!changed) break;
+    }
+    this.element.setAttribute("aria-activedescendant", this.current === null ? "" : `${this.name}-${this.current}`);
+    this.onscroll();
+  }
+
+  made(block) {
+    const first = this.starts[block];
+    const box = h("div", { class: "flow-block", role: "presentation" }, h("span", { class: "flow-position", "aria-hidden": "true" }, integer(first)));
+    // A token may be a line break and the indent of the line after it, which is in the next block.
+    const indent = /\n([ \t]+)$/;
+    if (first) box.append(indent.exec(this.tokens[first - 1])?.[1] ?? "");
+    box.tokens = [];
+    for (let at = first; at < this.end(block); at++) {
+      const last = at + 1 === this.end(block), parts = pieces(last ? this.tokens[at].replace(indent, "\n") : this.tokens[at]);
+      const breaks = parts.at(-1)?.[0] === "\n";
+      if (breaks) parts.pop(); // the break goes after the token's box, which would reach into the next line
+      const token = h("span", { id: `${this.name}-${at}`, "data-at": at, role: "option", "aria-setsize": this.tokens.length, "aria-posinset": at + 1 },
+        parts.map(([text, mark]) => (mark ? h("i", { class: text.length > 1 ? "flow-code" : "flow-mark" }, text) : text)));
+      this.dress(token, at);
+      box.tokens.push(token);
+      box.append(token);
+      if (breaks && !last) box.append("\n"); // the block ends the line itself
+    }
+    return box;
+  }
+
+  dress(token, at) {
+    const look = this.look(at), kind = this.kind(at);
+    const dressed = `${kind} ${look ? `${look.background} ${look.ink} ${look.line}` : ""}`;
+    if (token.dressed === dressed) return; // most are as they were
+    token.dressed = dressed;
+    token.className = `flow-token ${kind}`;
+    token.style.background = look?.background ?? "";
+    token.style.color = look?.ink ?? "";
+    token.style.boxShadow = look?.line ?? "";
+    token.setAttribute("aria-selected", String(kind.includes("pinned")));
+  }
+
+  /** Dress all tokens in the document again. */
+  repaint() {
+    for (const [block, box] of this.blocks) box.tokens.forEach((token, index) => this.dress(token, this.starts[block] + index));
+  }
+
+  // ---- places ----
+
+  /** The first and last token in view. */
+  get view() {
+    const { scrollTop, clientHeight } = this.element, found = [0, this.tokens.length - 1];
+    for (let block = 0, top = 0; block < this.heights.length; top += this.heights[block++]) {
+      const bottom = top + this.heights[block], count = this.end(block) - this.starts[block];
+      if (top <= scrollTop && bottom > scrollTop) found[0] = this.starts[block] + Math.floor((count * (scrollTop - top)) / this.heights[block]);
+      if (top < scrollTop + clientHeight && bottom >= scrollTop + clientHeight) found[1] = this.starts[block] + Math.min(Math.floor((count * (scrollTop + clientHeight - top)) / this.heights[block]), count - 1);
+    }
+    return found;
+  }
+
+  /** Scroll until a token is in view, a third from the top; not at all if it is there. */
+  reveal(at) {
+    this.wanted = at;
+    if (!this.width) return; // not laid out yet: resize comes back here
+    this.wanted = undefined;
+    const block = this.blockOf(at), inView = () => {
+      const box = this.tokenAt(at)?.getBoundingClientRect(), frame = this.element.getBoundingClientRect();
+      return box && box.top >= frame.top + 4 && box.bottom <= frame.bottom - 4;
+    };
+    if (inView()) return this.render();
+    for (let round = 0; round < 3; round++) {
+      const box = this.tokenAt(at)?.getBoundingClientRect(), frame = this.element.getBoundingClientRect();
+      let top = 0;
+      for (let before = 0; before < block; before++) top += this.heights[before];
+      const part = (at - this.starts[block]) / (this.end(block) - this.starts[block]);
+      const aim = box ? this.element.scrollTop + box.top - frame.top : top + part * this.heights[block];
+      this.element.scrollTop = aim - this.element.clientHeight / 3;
+      this.render();
+    }
+  }
+
+  tokenAt(at) {
+    const block = this.blockOf(at);
+    return this.blocks.get(block)?.tokens[at - this.starts[block]];
+  }
+
+  /** Make a token the one that the keys move from. */
+  setCurrent(at) {
+    this.current = at;
+    this.element.setAttribute("aria-activedescendant", at === null ? "" : `${this.name}-${at}`);
+  }
+
+  // ---- pointer and keys ----
+
+  listen() {
+    const { element } = this, tokenOf = (event) => { const found = event.target.closest("[data-at]"); return found ? Number(found.dataset.at) : null; };
+    element.addEventListener("scroll", () => {
+      if (!this.frame) this.frame = requestAnimationFrame(() => { this.frame = 0; this.render(); });
+    }, { passive: true });
+    element.addEventListener("pointermove", (event) => {
+      if (event.pointerType !== "mouse") return; // a finger that scrolls does not hover
+      const at = tokenOf(event);
+      if (at !== this.hovered) this.hovered = at, this.onhover(at);
+    });
+    element.addEventListener("pointerleave", () => { if (this.hovered != null) this.hovered = null, this.onhover(null); });
+    element.addEventListener("click", (event) => {
+      const at = tokenOf(event);
+      if (at === null || !getSelection().isCollapsed) return; // somebody who selects text does not pin
+      this.setCurrent(at);
+      this.onchoose(at);
+    });
+    element.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      const last = this.tokens.length - 1, from = this.current ?? this.view[0];
+      const to = { ArrowRight: from + 1, ArrowLeft: from - 1, Home: 0, End: last }[event.key] ??
+        (["ArrowUp", "ArrowDown"].includes(event.key) ? this.beside(from, event.key === "ArrowUp" ? -1 : 1) : null);
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.setCurrent(from); this.onchoose(from); }
+      if (event.key === "Escape") this.onescape();
+      if (to === null) return;
+      event.preventDefault();
+      const at = this.current === null ? from : Math.min(Math.max(to, 0), last);
+      this.setCurrent(at);
+      this.reveal(at);
+      this.oncurrent(at);
+    });
+  }
+
+  /** The token in the line above or below, nearest sideways. */
+  beside(from, way) {
+    const here = this.tokenAt(from)?.getBoundingClientRect();
+    if (!here) return from;
+    let best = from, least = Infinity, line = null;
+    for (let at = from + way; at >= 0 && at < this.tokens.length; at += way) {
+      const box = this.tokenAt(at)?.getClientRects()[0];
+      if (!box) break;
+      if (Math.abs(box.top - here.top) < 6) continue;
+      line ??= box.top;
+      if (Math.abs(box.top - line) > 6) break;
+      const apart = Math.abs(box.left + box.width / 2 - here.left - here.width / 2);
+      if (apart < least) least = apart, best = at;
+    }
+    return best;
+  }
+}

@@ -1,0 +1,201 @@
+"""What the live page gets is exact: the profiler's weights, eager's with edits, and the distributions of the model."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from qkv.errors import InputError
+from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
+from qkv.models.text import load_text_model
+from qkv.profiler.edits import Edit, edited
+from qkv.profiler.models import Loaded, load
+from qkv.server.live import EXAMPLE, MOST_CHARACTERS, Live
+
+
+@dataclass
+class OneEdit:
+    layer: int
+    head: int
+    normalizer: str = "softmax"
+    temperature: float = 1.0
+
+
+@dataclass
+class Request:
+    text: str = EXAMPLE
+    edits: list[OneEdit] = field(default_factory=list)
+    layer: int = 1
+    head: int = 2
+    k: int = 12
+    sampling_temperature: float = 1.0
+    seed: int = 0
+    step: int = 0
+    ids: list[int] | None = None
+
+
+@pytest.fixture(scope="module")
+def live() -> Live:
+    return Live(load("qkv-mini"))
+
+
+def decoded(text: str, n: int) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4").reshape(n, n)
+
+
+def all_heads(normalizer: str, temperature: float = 1.0) -> list[OneEdit]:
+    return [OneEdit(layer, head, normalizer, temperature) for layer in range(4) for head in range(6)]
+
+
+def test_it_says_what_it_can(live: Live) -> None:
+    said = live.described()
+    assert said is not None
+    assert (said["layers"], said["heads"], said["model"]) == (4, 6, "qkv-mini")
+    assert said["normalizers"] == ["softmax", "off-by-one", "sigmoid"]
+    live.answer(Request(said["example"]))
+    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).described() is None
+    assert Live(replace(live.loaded, tokenizer=None)).described() is None
+
+
+def test_without_edits_all_is_as_the_profiler_says(live: Live) -> None:
+    answer = live.answer(Request())
+    profile = qkv.profile("qkv-mini", EXAMPLE, progress=False, probe=False)
+    n = len(answer["tokens"])
+    assert answer["tokens"] == profile.data["key_token"].values[0].tolist()
+    weights = np.nan_to_num(profile.data["weights"].values[0])
+    np.testing.assert_allclose(answer["rows"], weights[:, :, -1], atol=2e-5)
+    np.testing.assert_allclose(decoded(answer["map"], n), weights[1, 2], atol=2e-5)
+    assert answer["map"] == answer["map_before"]
+    sink = profile.data["sink"].values[0][:, :, 1:].mean(-1)
+    entropy = profile.data["entropy"].values[0].mean(-1)
+    for when in ("before", "after"):
+        np.testing.assert_allclose(answer["sink"][when], sink, atol=2e-5)
+        np.testing.assert_allclose(answer["entropy"][when], entropy, atol=1e-4)
+    assert answer["divergence"] == 0
+    assert answer["next"]["before"] == answer["next"]["after"]
+
+
+def test_the_next_token_is_the_models(live: Live) -> None:
+    mini = load_text_model("qkv-mini")
+    ids = mini.encode(EXAMPLE)
+    with torch.no_grad():
+        chances = mini.model(torch.tensor([ids]))[0, -1].double().softmax(-1)
+    found = live.answer(Request(k=5))["next"]["before"]
+    top = chances.topk(5)
+    assert [x["probability"] for x in found] == pytest.approx(top.values.tolist(), rel=1e-4)
+    assert [x["token"] for x in found] == [mini.tokenizer.decode([int(i)]) for i in top.indices]
+
+
+@pytest.mark.parametrize("edits", [[OneEdit(1, 2, "off-by-one")], all_heads("sigmoid"), [OneEdit(0, 5, "softmax", 4)]])
+def test_with_edits_weights_and_divergence_are_those_of_the_edited_model(live: Live, edits: list[OneEdit]) -> None:
+    answer = live.answer(Request(edits=edits, k=8))
+    ids = torch.tensor([load_text_model("qkv-mini").encode(EXAMPLE)])
+    model, weights = live.loaded.model, {}
+    with torch.no_grad():
+        p = model(ids)[0, -1].double().softmax(-1)
+        asked = [Edit(e.layer, e.head, e.normalizer, e.temperature) for e in edits]
+        with edited(model, asked, told=weights.__setitem__):
+            q = model(ids)[0, -1].double().softmax(-1)
+    assert answer["divergence"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3)
+    assert answer["divergence"] > 1e-6
+    np.testing.assert_allclose(decoded(answer["map"], ids.shape[1]), weights[1][0, 2], atol=1e-6)
+    np.testing.assert_allclose(answer["rows"], torch.stack([weights[i][0, :, -1] for i in range(4)]), atol=1e-6)
+    first = torch.stack([weights[i][0, :, 1:, 0].mean(-1) for i in range(4)])
+    np.testing.assert_allclose(answer["sink"]["after"], first, atol=1e-6)
+    before, after = (answer["next"][when] for when in ("before", "after"))
+    assert [x["token"] for x in before] == [x["token"] for x in after]
+    likeliest = {int(i) for x in (p, q) for i in x.topk(8).indices}
+    assert len(before) == len(likeliest)
+    assert sum(x["probability"] for x in after) == pytest.approx(float(q[list(likeliest)].sum()), rel=1e-3)
+
+
+def test_an_edit_to_what_the_model_was_trained_with_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2, normalizer="off_by_one")).eval()
+    live = Live(Loaded("tiny", model, ByteTokenizer()))
+    said = live.described()
+    assert said is not None
+    assert said["normalizers"][0] == "off-by-one"
+    answer = live.answer(Request("héé", [OneEdit(0, 0, "off-by-one")], layer=0, head=0))
+    assert answer["divergence"] == 0
+    assert len(answer["tokens"]) == 5
+    assert live.answer(Request("héé", [OneEdit(0, 0, "softmax")], layer=0, head=0))["divergence"] > 0
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (1.0, 2), (0.7, 6)])
+def test_steps_go_on_as_generate_does(live: Live, temperature: float, seed: int) -> None:
+    mini = load_text_model("qkv-mini")
+    prompt, steps = "import os\n", 12
+    ids = mini.encode(prompt)
+    sampler = Sampler(temperature=temperature)
+    [wanted] = generate(
+        mini.model, mini.model.start(), torch.tensor([ids]), max_new_tokens=steps, sampling=sampler, seed=seed
+    )
+    found = {"text": prompt, "ids": None}
+    for step in range(steps):
+        request = Request(found["text"], ids=found["ids"], sampling_temperature=temperature, seed=seed, step=step)
+        found = live.step(request)
+        assert found == live.step(request)
+        assert len(found["tokens"]) == len(found["row"]) == len(ids) + step
+    assert found["ids"] == ids + wanted
+    assert found["text"] == prompt + mini.tokenizer.after(ids).decode(wanted)
+
+
+def test_a_step_shows_the_edited_heads_row_and_the_models_own_probability(live: Live) -> None:
+    edits = [OneEdit(1, 2, "sigmoid")]
+    answer, step = live.answer(Request(edits=edits)), live.step(Request(edits=edits, sampling_temperature=0))
+    assert step["row"] == answer["rows"][1][2]
+    best = max(answer["next"]["after"], key=lambda x: x["probability"])
+    assert (step["token"], step["probability"]) == (best["token"], best["probability"])
+    assert step["top"][0] == best
+
+
+def test_a_character_that_comes_in_pieces_is_put_together() -> None:
+    class Says(DecoderLM):
+        """é after anything: its first byte, then its second."""
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            super().forward(ids)  # so that there are weights
+            says = torch.where(ids == 0xC3, 0xA9, 0xC3)
+            return torch.nn.functional.one_hot(says, 256) * 50.0
+
+    live = Live(Loaded("says", Says(DecoderConfig(d_model=16, layers=1, heads=2)).eval(), ByteTokenizer()))
+    first = live.step(Request("a", layer=0, head=0, sampling_temperature=0))
+    assert first["text"] == "a\ufffd"
+    second = live.step(Request(first["text"], ids=first["ids"], layer=0, head=0, sampling_temperature=0))
+    assert second["text"] == "aé"
+    assert second["ids"] == list("aé".encode())
+
+
+def test_one_token_has_no_queries_after_the_first(live: Live) -> None:
+    answer = live.answer(Request(""))
+    assert answer["tokens"] == ["<s>"]
+    assert answer["sink"]["after"] == [[0.0] * 6] * 4
+    assert all(math.isfinite(x["probability"]) for x in answer["next"]["after"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (Request("x " * MOST_CHARACTERS), "characters, expected at most 2,000"),
+        (Request("x\n" * 600), "tokens, expected 1 to 512"),
+        (Request("\ud800"), "surrogate"),
+        (Request("x", ids=[1] * 513), "513 tokens"),
+        (Request("x", ids=[]), "0 tokens"),
+        (Request("x", ids=[1, 2048]), "tokens"),
+        (Request(layer=4), "layer is 4, expected 0 to 3"),
+        (Request(head=6), "head is 6, expected 0 to 5"),
+        (Request(edits=[OneEdit(9, 0, "sigmoid")]), "layer is 9"),
+        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "edited twice"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_in_a_sentence(live: Live, request_: Request, why: str) -> None:
+    for ask in (live.answer, live.step):
+        with pytest.raises(InputError, match=why):
+            ask(request_)

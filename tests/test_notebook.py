@@ -1,0 +1,177 @@
+"""A profile in a notebook: the card is safe and tells the numbers of the profile, the view is the report in a frame."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import profile_fixture as made
+from qkv.errors import InputError
+from qkv.profiler.data import Profile
+from qkv.view import report
+from qkv.view.notebook import text
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = [
+    "</script><script>document.documentElement.dataset.pwned='1'</script>",
+    "<img src=x onerror=\"document.documentElement.dataset.pwned='1'\">",
+    "\u202egnirts\u2066",
+    "\x00\x07",
+    '"></iframe>',
+    "אבג",
+    "👩\u200d🔬",
+    "&lt;b&gt;",
+]
+
+
+class Seen(HTMLParser):
+    """The elements of a piece of HTML, its text, and what each attribute says once it is parsed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.said = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def hostile() -> Profile:
+    """Every string is an attack, and every head rests on one."""
+    n = len(HOSTILE)
+    weights = np.full((2, 3, n, n), 0.1 / n)
+    weights[..., 1] += 0.9
+    data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]))
+    return Profile({"self": data}, {"model": HOSTILE[0] + HOSTILE[2] + HOSTILE[4], "text_preview": HOSTILE[1]})
+
+
+def test_the_card_tells_what_the_profile_tells() -> None:
+    profile = made.gpt()
+    seen = Seen(profile._repr_html_())
+    assert "gpt-by-hand" in seen.said
+    assert "23 % of all attention goes to the first token" in seen.said
+    assert "3 layers × 5 heads, 61 tokens" in seen.said
+    assert "profile.view()" in seen.said
+    opacity = [float(value) for name, value in seen.attributes if name == "fill-opacity" and value != ".75"]
+    sink = profile.heads()["sink"].to_numpy()
+    np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
+    heads = profile.heads()
+    said = re.findall(r"<title>(.*?)</title>", profile._repr_html_())
+    assert said[6] == f"L1 · H1: {100 * heads['sink'][6]:.0f} %; {heads['goes_to'][6]}"
+
+
+def test_the_card_names_every_kind_of_attention() -> None:
+    said = Seen(made.encoder_decoder()._repr_html_()).said
+    for name, size in (("encoder", "8 tokens"), ("decoder", "6 tokens"), ("cross", "6 × 8 tokens")):
+        assert f"{name} 2 layers × 3 heads, {size}, 2 texts" in said
+
+
+def test_where_nothing_rests_on_the_first_token_the_card_shows_entropy() -> None:
+    n = 40
+    data = made.dataset_from_weights([np.full((1, 2, n, n), 1 / n)], [[f"w{i}" for i in range(n)]])
+    html = Profile({"self": data})._repr_html_()
+    assert "Entropy ratio, 0 to 1.00" in html
+    assert "unnamed model" in html
+
+
+def test_a_large_model_stays_compact() -> None:
+    n = 6
+    data = made.dataset_from_weights([np.full((32, 32, n, n), 1 / n)], [[f"w{i}" for i in range(n)]])
+    assert len(Profile({"self": data})._repr_html_()) < 130_000
+
+
+def test_hostile_strings_are_text() -> None:
+    html = hostile()._repr_html_()
+    seen = Seen(html)
+    assert set(seen.tags) <= {"div", "b", "bdi", "span", "code", "svg", "g", "rect", "text", "title"}
+    assert not any(name.startswith("on") or "javascript:" in value for name, value in seen.attributes)
+    assert HOSTILE[0] in seen.said
+    assert "‹U+202E›gnirts‹U+2066›" in seen.said
+    assert HOSTILE[1] in seen.said, "the heads go to it, and their cells say so"
+    assert not set("\u202e\u2066\x00\x07") & set(html)
+
+
+def test_text_is_only_text() -> None:
+    assert text("<a b='c' d=\"e\">&") == "&lt;a b=&#x27;c&#x27; d=&quot;e&quot;&gt;&amp;"
+    assert text("א\u200f\n\u2028") == "א‹U+200F›‹U+000A›‹U+2028›"
+    assert text("👩\u200d🔬") == "👩\u200d🔬"
+
+
+def test_the_view_is_the_report_in_a_frame(tmp_path: Path) -> None:
+    profile = hostile()
+    view = profile.view(height=500)
+    seen = Seen(view._repr_html_())
+    assert seen.tags == ["iframe"], "what the page holds does not leave its attribute"
+    frame = dict(seen.attributes)
+    assert frame["srcdoc"] == view.html == report.render(profile)
+    assert frame["sandbox"] == "allow-scripts allow-downloads", "neither the notebook's origin nor its page"
+    assert "height:500px" in frame["style"]
+    assert "src" not in frame
+    path = view.save(tmp_path / "view.html")
+    assert path.read_text("utf-8") == view.html
+    assert [entry.name for entry in tmp_path.iterdir()] == ["view.html"]
+    with pytest.raises(InputError, match=r"the folder .* does not exist"):
+        view.save(tmp_path / "nowhere" / "view.html")
+
+
+def test_a_view_can_be_saved_with_its_notebook() -> None:
+    profile = Profile(made.gpt().groups, {"model": "half \udc00"})
+    assert profile.view()._repr_html_().encode("utf-8")
+    assert "half ‹U+DC00›" in profile._repr_html_()
+
+
+@pytest.mark.parametrize("height", [0, 99, 4001, 720.5, True, "720"])
+def test_heights_that_are_none(height: object) -> None:
+    with pytest.raises(InputError, match=r"height is .*, expected a whole number of pixels from 100 to 4,000"):
+        made.gpt().view(height=height)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_notebook_shows_both(tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    profile = hostile()
+    page_file = tmp_path / "notebook.html"
+    page_file.write_text(
+        f'<!doctype html><meta charset="utf-8">{profile._repr_html_()}{profile.view(height=600)._repr_html_()}', "utf-8"
+    )
+    troubles: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1000, "height": 900})
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(page_file.as_uri())
+        frame = page.frame_locator("iframe")
+        frame.locator(".grid button").first.wait_for()
+        assert frame.locator(".grid button").count() == 6
+        frame.locator(".grid button").nth(4).click()
+        assert frame.locator("#card h3").text_content() == "Layer 1 · head 1"
+        assert page.locator("rect").count() == 6
+        box = page.locator("rect").nth(5).bounding_box()
+        assert box is not None
+        assert box["width"] > 15
+        assert page.evaluate("document.documentElement.dataset.pwned") is None
+        assert page.frames[1].evaluate("document.documentElement.dataset.pwned") is None
+        assert page.frames[1].evaluate("origin") == "null", "the frame is of no origin: it reaches nothing"
+        browser.close()
+    assert troubles == []
+
+
+def test_the_policy_in_the_frame_names_its_own_script() -> None:
+    html = made.gpt().view().html
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]  # type: ignore[index]
+    assert "default-src 'none'" in policy
+    digests = re.findall(r"'sha256-([^']+)'", policy)
+    assert len({len(base64.b64decode(digest)) for digest in digests}) == 1
