@@ -16,7 +16,7 @@ ORDER = [
     "parallel", "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear",
     "sums", "measure", "transposed", "maps", "choice", "cost",
     "attention", "cache", "nn", "models", "huggingface",
-    "profiler", "view", "bench", "lab", "cli",
+    "profiler", "view", "bench", "lab", "server", "cli",
 ]  # fmt: skip
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].removesuffix(".py") in ORDER)
 
@@ -69,7 +69,7 @@ def python(code: str) -> str:
 
 HEAVY = {
     "transformers", "tokenizers", "safetensors", "xarray", "zarr", "matplotlib", "seaborn", "pandas", "rich", "tyro",
-    "beartype", "scipy", "sklearn", "fastapi", "PIL",
+    "beartype", "scipy", "sklearn", "fastapi", "pydantic", "uvicorn", "PIL",
 }  # fmt: skip
 
 

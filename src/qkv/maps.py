@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv.biases import Bias
 from qkv.call import Call, detached
 from qkv.errors import InputError
-from qkv.masks import EMPTY, PARTIAL, Tiles
+from qkv.masks import EMPTY, PARTIAL, Region, Tiles
+from qkv.masks.base import Placed
 from qkv.parallel import each
 from qkv.tiles import ScoreTiles, classes
 from qkv.weight_tiles import WeightTiles
@@ -146,7 +148,7 @@ class HeadMap:
         device = self.grid.device
         down, across = _strips(row_edges, ROWS, device), _strips(column_edges, COLUMNS, device)
         rows, columns = ([piece for strip in strips for piece in strip.pieces] for strips in (down, across))
-        kinds = self._kinds(rows, columns)
+        kinds = self._kinds([piece.span for piece in rows], [piece.span for piece in columns])
         desk = _Desk(self._tiles.q, max(x.length for x in rows) * max(x.length for x in columns))
         shape, dtype = (len(row_edges) - 1, len(column_edges) - 1), self._tiles.dtype
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
@@ -162,11 +164,9 @@ class HeadMap:
         each(work, down[::-1], device, little=few)  # of a causal mask the longest first: the threads then end together
         return picture
 
-    def _kinds(self, rows: list[_Piece], columns: list[_Piece]) -> list[list[int]]:
+    def _kinds(self, rows: Sequence[slice], columns: Sequence[slice]) -> list[list[int]]:
         """EMPTY, PARTIAL or FULL for each tile."""
-        q, k = (
-            torch.tensor([(x.span.start, x.span.stop - 1) for x in pieces]).T.contiguous() for pieces in (rows, columns)
-        )
+        q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
         every = classes(self._tiles.call.mask, tiles, self.grid)
         kinds: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
@@ -215,6 +215,116 @@ class HeadMap:
             out = self._uncounted[None, None, rows, None].expand(1, 1, -1, cols.stop - cols.start)
             hidden = out if hidden is None else hidden | out
         return hidden
+
+
+@torch.no_grad()
+def rectangle(
+    call: Call, rows: Rows, queries: slice, keys: slice, *, item: int = 0, head: int | None = None
+) -> Float[Tensor, "h q k"]:
+    """The weights of a small rectangle as they are: of one query head, or of all if None. No gradients.
+
+    Takes time and memory in proportion to the rectangle and to its queries and keys alone: a row or a column of the
+    matrix costs no more than one product.
+
+    Args:
+        call: of any normalizer.
+        rows: `qkv.measure.settled` of it.
+        queries: which.
+        keys: which.
+        item: of the batch.
+        head: query head.
+
+    Returns:
+        float32 (float64 for float64 inputs), on the device of the call.
+
+    Raises:
+        InputError: for an item, a head, queries or keys that are not there.
+
+    >>> import torch
+    >>> from qkv.masks import Causal
+    >>> from qkv.measure import settled
+    >>> q = k = torch.zeros(1, 2, 4, 8)
+    >>> call = Call.of(q, k, k, Causal())
+    >>> rectangle(call, settled(call), slice(1, 2), slice(None))[:, 0].tolist()
+    [[0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]
+    """
+    b, h, n_queries, _ = call.q.shape
+    for name, given, n in (("item", item, b), ("head", 0 if head is None else head, h)):
+        if not 0 <= given < n:
+            raise InputError(f"{name} is {given}, expected 0..{n - 1}")
+    queries, keys = span("queries", queries, n_queries), span("keys", keys, call.k.shape[2])
+    part, known = cut(detached(call), rows, queries, keys)
+    whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
+    found = []
+    for key_head in range(call.k.shape[1]) if head is None else [head // group]:
+        tiles = ScoreTiles(part, slice(item, item + 1), slice(key_head, key_head + 1))
+        if head is not None:
+            tiles = tiles.of_head(head % group)
+        hidden = None
+        if part.mask is not None:
+            hidden = ~part.mask.allowed(tiles.region(whole.rows, whole.columns), part.grid)
+        out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
+        WeightTiles(tiles, known).fill(whole.rows, whole.columns, hidden, out, out)
+        found.append(out[0])
+    return torch.cat(found)
+
+
+def cut(call: Call, rows: Rows, queries: slice, keys: slice) -> tuple[Call, Rows]:
+    """The call of some queries and keys alone, and what its rows know: of all keys, not only of these.
+
+    Pictures of it are those of a rectangle of the whole. No query or key is copied.
+    """
+
+    def along(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[2] == 1 else x[:, :, queries]
+
+    q, k, v = call.q[:, :, queries], call.k[:, :, keys], call.v[:, :, keys]
+    small = replace(call, q=q, k=k, v=v, shift=along(call.shift), divisor=along(call.divisor))
+    if call.mask is not None:
+        down = queries.start + call.grid.offset - small.grid.offset
+        small = replace(small, mask=Placed(call.mask, call.grid, down, keys.start))
+    small = replace(small, biases=tuple(_Moved(bias, queries.start, keys.start) for bias in call.biases))
+    chosen = None if rows.chosen is None else rows.chosen[:, :, queries] - keys.start
+    return small, Rows(along(rows.level), along(rows.total), chosen)
+
+
+def hides(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:
+    """Whether the mask is known to hide all of a rectangle from a head; no pair of it is looked at.
+
+    >>> from qkv.masks import Causal
+    >>> q = torch.zeros(1, 1, 9, 4)
+    >>> call = Call.of(q, q, q, Causal())
+    >>> hides(call, slice(0, 3), slice(3, 9)), hides(call, slice(0, 4), slice(3, 9))
+    (True, False)
+    """
+    grid = call.grid
+    ends = [torch.tensor([x]) for x in (queries.start, queries.stop - 1, keys.start, keys.stop - 1)]
+    tiles = Tiles(ends[0] + grid.offset, ends[1] + grid.offset, ends[2], ends[3])
+    whole = slice(None)
+    kind = Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(classes(call.mask, tiles, grid))
+    return kind.item() == EMPTY
+
+
+@dataclass(frozen=True, eq=False)
+class _Moved(Bias):
+    """A bound bias as a rectangle of its call sees it, whose first query and key are these."""
+
+    bias: Bias
+    down: int
+    right: int
+
+    @property
+    def tensor(self) -> Tensor | None:  # type: ignore[override]
+        return self.bias.tensor
+
+    def with_tensor(self, tensor: Tensor) -> Bias:
+        return replace(self, bias=self.bias.with_tensor(tensor))
+
+    def apply(self, scores: Tensor, region: Region) -> Tensor:
+        rows, columns = (
+            slice(x.start + by, x.stop + by) for x, by in ((region.rows, self.down), (region.columns, self.right))
+        )
+        return self.bias.apply(scores, replace(region, rows=rows, columns=columns))
 
 
 def span(name: str, given: slice, length: int) -> slice:

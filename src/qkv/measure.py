@@ -23,7 +23,7 @@ from qkv.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
-from qkv.normalizers import Normalizer, Softmax
+from qkv.normalizers import Normalizer, Pointwise, Softmax
 from qkv.parallel import each
 from qkv.ring import Shared
 from qkv.scores import Score
@@ -102,6 +102,8 @@ def measure(
 
 def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
     """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
+    if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
+        return Rows()  # each weight stands alone
     if not isinstance(call.normalizer, Softmax):
         return tiled.settle(call)
     return Rows(KERNELS[pick(call, "auto")].run(call).lse if lse is None else lse)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
-from qkv.cli import bench, evict, experiment, flow, generate, maps, profile, survey, train
+from qkv.cli import bench, evict, experiment, flow, generate, maps, profile, survey, train, view
 from qkv.cli.files import forget_output
 from qkv.errors import InputError
 
@@ -18,6 +18,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evict": evict.evict,
     "flow": flow.flow,
     "map": maps.head_map,
+    "view": view.view,
     "generate": generate.generate,
     "bench": bench.bench,
     "train": train.train,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,9 +18,9 @@ from qkv.profiler.calls import calls_of, without_values
 from qkv.profiler.capture import Seen
 from qkv.profiler.inputs import Sequences, batches, sequences_of
 from qkv.profiler.models import load
+from qkv.profiler.pyramid import Pyramid, deepest, kept_tiles
 from qkv.profiler.tokens import Tokens
 
-TILE = 256  # pixels a side of the tiles of a viewer
 CACHE = 2**26  # bytes of tiles kept
 
 OnRows = Callable[[int], None]
@@ -37,7 +35,7 @@ class AttentionMap:
 
     def __init__(self, seen: Seen, head: int, tokens: Tokens, model: str = "", cache: int = CACHE) -> None:
         self.model, self.module, self.group = model, seen.module, seen.group
-        self.layer, self.head, self.cache = seen.layer, head, cache
+        self.layer, self.head = seen.layer, head
         self.batch, heads, self.n_queries, _ = seen.call.q.shape
         self.n_keys = seen.call.k.shape[2]
         if not 0 <= head < heads:
@@ -46,8 +44,7 @@ class AttentionMap:
         self._real = None if seen.queries is None else seen.queries.bool().expand(self.batch, self.n_queries)
         self._rows = settled(seen.call, seen.lse)
         self._heads: dict[int, HeadMap] = {}
-        self._kept: OrderedDict[tuple[int, int, int, int], Picture] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept = kept_tiles(cache)
 
     def __repr__(self) -> str:
         what = f"{self.model}, {self.group} attention, layer {self.layer}, head {self.head}"
@@ -86,38 +83,19 @@ class AttentionMap:
     @property
     def deepest(self) -> int:
         """The zoom at which a pixel is one query and one key."""
-        return max(0, (-(-max(self.n_queries, self.n_keys) // TILE) - 1).bit_length())
+        return deepest(self.n_queries, self.n_keys)
 
-    def tile(self, zoom: int, i: int, j: int, *, item: int = 0) -> Picture:
-        """Tile (i, j), counted down and across, of a pyramid for viewers; kept for the next time.
+    def tile(self, zoom: int, i: int, j: int, *, item: int = 0) -> Picture | None:
+        """Tile (i, j), counted down and across, of a pyramid for viewers, or None if the mask hides all of it.
 
-        At zoom 0 one tile of 256 × 256 pixels shows the whole map; each further zoom halves the tokens a pixel covers,
-        2^(`deepest` − zoom), down to one. Tiles at the edge of the map have as many pixels as there are tokens for.
+        See `qkv.profiler.pyramid.Pyramid`, which keeps it for the next time.
 
         Raises:
-            InputError: for a zoom or a tile that is not there.
+            InputError: for a zoom or a tile that is not there; and if weights are NaN.
         """
-        if not 0 <= zoom <= self.deepest:
-            raise InputError(f"zoom is {zoom}, expected 0..{self.deepest}")
-        step = 2 ** (self.deepest - zoom)
-        sides: list[list[int]] = []
-        for name, at, n in (("i", i, self.n_queries), ("j", j, self.n_keys)):
-            last = (n - 1) // (TILE * step)
-            if not 0 <= at <= last:
-                raise InputError(f"{name} is {at}, expected 0..{last} at zoom {zoom}")
-            start, stop = at * TILE * step, min((at + 1) * TILE * step, n)
-            sides.append([*range(start, stop, step), stop])
-        key = (item, zoom, i, j)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = self._checked(self._of(item).binned(sides[0], sides[1]))
-        with self._lock:
-            self._kept[key] = made
-            while len(self._kept) > 1 and sum(x.bytes for x in self._kept.values()) > self.cache:
-                self._kept.popitem(last=False)
-        return made
+        pyramid = Pyramid(self._call, self._rows, item, self.head, self._kept, item, real=self._real)
+        made = pyramid.tile(zoom, i, j)
+        return None if made is None else self._checked(made)
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """Names of the queries: pieces of text, or positions where there are no token ids."""

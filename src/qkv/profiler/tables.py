@@ -142,7 +142,9 @@ def valid_keys(data: xr.Dataset) -> np.ndarray:
 
 def special_keys(data: xr.Dataset) -> np.ndarray:
     """Which keys are special tokens such as [SEP], (text, key)."""
-    return np.isin(data["key_token"].values.astype(str), data.attrs["special_tokens"]) & valid_keys(data)
+    special = set(data.attrs["special_tokens"])
+    tokens = data["key_token"].values
+    return np.array([[token in special for token in row] for row in tokens], bool) & valid_keys(data)
 
 
 def received_share(data: xr.Dataset) -> np.ndarray:
@@ -219,7 +221,7 @@ def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
     share, valid, special = received_share(data), valid_keys(data), special_keys(data)
     texts, heads = data.sizes["text"], share.shape[1] * share.shape[2]
     plain_first = ~special[:, 0]
-    kinds = [str(token) for token in np.unique(data["key_token"].values[valid].astype(str))]
+    kinds = sorted(set(data["key_token"].values[valid]))  # NumPy's own strings lose NULs at their ends
     number = {token: index for index, token in enumerate(kinds)}
     total, occupied = np.zeros((heads, len(kinds))), np.zeros(len(kinds))
     for text in range(texts):

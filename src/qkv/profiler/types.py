@@ -85,7 +85,7 @@ def delimiter_keys(data: xr.Dataset) -> np.ndarray:
     """Which keys are special tokens, punctuation, or white space alone: (text, key)."""
     special = set(data.attrs["special_tokens"])
     tokens = data["key_token"].values
-    known = {token: token in special or is_delimiter(str(token)) for token in np.unique(tokens.astype(str))}
+    known = {token: token in special or is_delimiter(str(token)) for token in set(tokens.ravel())}
     chosen = np.array([[known[str(token)] for token in row] for row in tokens], bool)
     return chosen & valid_keys(data)
 

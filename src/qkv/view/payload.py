@@ -68,11 +68,6 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         "attrs": profile.attrs,
         "main": list(profile.groups).index(profile.main),
         "groups": groups,
-        "statistics": {name: statistic._asdict() for name, statistic in style.STATISTICS.items()},
-        "destinations": [
-            {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
-            for name, (label, colour) in style.DESTINATIONS.items()
-        ],
         "roles": [
             {
                 "name": name,
@@ -83,9 +78,21 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
             for name in (*ROLES, MIXED)
             if name in present
         ],
-        "ramp": {"light": style.RAMP, "dark": style.RAMP_DARK},
+        **looks(),
     }
     return page, blobs
+
+
+def looks() -> dict[str, Any]:
+    """Words and colours, the same for all pages."""
+    return {
+        "statistics": {name: statistic._asdict() for name, statistic in style.STATISTICS.items()},
+        "destinations": [
+            {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
+            for name, (label, colour) in style.DESTINATIONS.items()
+        ],
+        "ramp": {"light": style.RAMP, "dark": style.RAMP_DARK},
+    }
 
 
 def trimmed(data: xr.Dataset, text: int) -> xr.Dataset:

@@ -31,6 +31,7 @@ class App {
     addEventListener("unhandledrejection", (event) => this.trouble(event.reason));
     try {
       await this.refresh();
+      useLooks(this.session.looks);
       await this.#arrive();
     } catch (error) {
       this.trouble(error);
@@ -93,7 +94,6 @@ class App {
     if (!entry) throw new Error(`There is no profile ${id}.`);
     if (entry.state !== "ready") throw new Error(entry.state === "failed" ? failure(entry) : `${entry.name} is not ready yet.`);
     const source = new Source(this.#api, entry, await this.get(`/api/sources/${id}/page`), this.session.version);
-    useLooks(source.page);
     this.#opened.set(id, source);
     return source;
   }

@@ -5,7 +5,7 @@ export const looks = { statistics: {}, destinations: [], ramps: { light: [[255, 
 
 const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
-/** Take the looks from a page's numbers. */
+/** Take the looks from a report's page or a viewer's session. */
 export function useLooks({ statistics, destinations, ramp: { light, dark } }) {
   Object.assign(looks, { statistics, destinations, ramps: { light: light.map(rgbOf), dark: dark.map(rgbOf) } });
 }

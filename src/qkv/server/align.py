@@ -1,0 +1,213 @@
+"""Where small models look for each word that they say: in a sentence, in a row of symbols, in an image."""
+
+from __future__ import annotations
+
+import base64
+import string
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.lab import heads, scenes, settings
+from qkv.lab.scenes import END, START, Scenes
+from qkv.lab.tasks.caption import Caption, seen
+from qkv.lab.tasks.reversal import Reversal
+from qkv.lab.translate import SPECIAL, Vocabulary, read_vocabulary, translate
+from qkv.lab.translate import START as BEGIN
+from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
+from qkv.models.config import nearest
+from qkv.profiler.edits import edited
+
+if TYPE_CHECKING:
+    from qkv.server.schemas import AlignRequest, CaptionRequest
+
+TRANSLATION, REVERSAL, CAPTIONER = "qkv-translation", "qkv-reversal", "qkv-caption"
+SENTENCE = "the old woman does not eat the red apples"
+MOST_WORDS = 40
+SEPARATOR = "⇄"
+"""How the token behind the symbols of `REVERSAL` is written."""
+
+
+class Aligners:
+    """The models that come with the package and align: each is read from its file when it is first asked for.
+
+    >>> from types import SimpleNamespace
+    >>> found = Aligners().align(SimpleNamespace(model="qkv-translation", text="the black cat"))
+    >>> found["target"], [found["source"][max(range(3), key=row.__getitem__)] for row in found["weights"][0][0]]
+    (['le', 'chat', 'noir'], ['the', 'cat', 'black'])
+    """
+
+    def described(self) -> dict[str, Any]:
+        """Models and their vocabularies, and how many scenes the captioner has."""
+        task = _reversal()[0]
+        symbols = _letters(task)
+        return {
+            "models": [
+                {
+                    "name": TRANSLATION,
+                    "kind": "translation",
+                    "example": SENTENCE,
+                    "words": sorted(_translation()[1][0].words[len(SPECIAL) :]),
+                },
+                {
+                    "name": REVERSAL,
+                    "kind": "reversal",
+                    "example": " ".join(symbols[(5 * i + 2) % len(symbols)] for i in range(task.length)),
+                    "words": symbols,
+                },
+            ],
+            "captioner": {"name": CAPTIONER, "scenes": _caption()[0].held_out},
+        }
+
+    def align(self, request: AlignRequest) -> dict[str, Any]:
+        """What a model makes of some words, and where it looked for each word of that.
+
+        Returns:
+            ``source`` and ``target`` words; ``layers``, ``heads`` and ``weights`` by layer, head, target and source:
+            those with which the word was predicted. ``probability`` of each word of the target. Of the reversal model,
+            which is a decoder, the source ends with its separator, and what the weights of a row lack of 1 lies on
+            symbols it had said before.
+
+        Raises:
+            InputError: for another model, a word it does not know, or too few or many.
+        """
+        if request.model == TRANSLATION:
+            return _translated(request.text)
+        if request.model == REVERSAL:
+            return _reversed(request.text)
+        raise InputError(f"model is {request.model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
+
+    def caption(self, request: CaptionRequest) -> dict[str, Any]:
+        """What the captioner says of a held-out scene, and where it looked for each word.
+
+        Returns:
+            ``image``, base64 of its RGB bytes, ``size`` × ``size``; ``words``, ``truth``, and ``weights`` by word on a
+            grid of ``gh`` × ``gw``. Cell (i, j) is centred on pixel (i, j) · size / gh.
+
+        Raises:
+            InputError: for a scene that is not there.
+        """
+        task, model = _caption()
+        if not 0 <= request.scene < task.held_out:
+            raise InputError(f"scene is {request.scene}, expected 0 to {task.held_out - 1}")
+        drawn, index = _scenes(), request.scene
+        image = seen(drawn)[index : index + 1]
+        first = torch.tensor([[START]])
+        with torch.no_grad():
+            [words] = generate(
+                model, model.start(image), first,
+                max_new_tokens=scenes.longest(scenes.MOST), sampling=Sampler(temperature=0), end=END,
+            )  # fmt: skip
+            maps = model.maps(image, torch.tensor([[START, *words]]))[0, : len(words)]
+        pixels = (drawn.images[index].transpose(1, 2, 0) * 255).round().astype(np.uint8)
+        return {
+            "size": task.size,
+            "image": base64.b64encode(np.ascontiguousarray(pixels).tobytes()).decode("ascii"),
+            "words": [scenes.VOCABULARY[token] for token in words],
+            "truth": scenes.text(drawn.captions[index]),
+            "weights": maps.tolist(),
+            "gh": maps.shape[1],
+            "gw": maps.shape[2],
+        }
+
+
+def _translated(text: str) -> dict[str, Any]:
+    model, vocabulary = _translation()
+    if len(text.split()) > MOST_WORDS:
+        raise InputError(f"text has {len(text.split())} words, expected at most {MOST_WORDS}")
+    source, target, weights = translate(model, text, vocabulary)
+    if weights is None:  # it ended at once
+        return _answer(source, target, torch.zeros(1, 1, 0, len(source)), torch.zeros(0))
+    numbers = vocabulary[1].numbers(target)
+    with torch.no_grad():
+        logits = model(torch.tensor([vocabulary[0].numbers(source)]), torch.tensor([[BEGIN, *numbers]]))
+    return _answer(source, target, weights[None, None], _chances(logits[0, :-1], numbers))
+
+
+def _reversed(text: str) -> dict[str, Any]:
+    task, model = _reversal()
+    letters, words = _letters(task), text.lower().split()
+    for word in words:
+        if word not in letters:
+            raise InputError(f"symbol {word!r} is not one of {letters[0]} to {letters[-1]}{nearest(word, letters)}")
+    n = task.length
+    if len(words) != n:
+        raise InputError(f"text has {len(words)} symbols, expected {n}: the model was trained on rows of {n}")
+    prompt = [*(heads.FIRST_SYMBOL + letters.index(word) for word in words), heads.SEPARATOR]
+    said: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
+    read = torch.tensor([[*prompt, *said[:-1]]])
+    maps: list[Tensor] = []
+    with torch.no_grad(), edited(model, [], told=lambda layer, weights: maps.append(weights[0])):
+        logits = model(read)
+    weights = torch.stack(maps)[:, :, n:, : n + 1]
+    names = {heads.FIRST_SYMBOL + i: letter for i, letter in enumerate(letters)}
+    target = [names.get(token, SEPARATOR if token == heads.SEPARATOR else "–") for token in said]
+    return _answer([*words, SEPARATOR], target, weights, _chances(logits[0, n:], said))
+
+
+def _answer(
+    source: list[str], target: list[str], weights: Float[Tensor, "layer head t s"], probability: Float[Tensor, " t"]
+) -> dict[str, Any]:
+    return {
+        "source": source,
+        "target": target,
+        "layers": weights.shape[0],
+        "heads": weights.shape[1],
+        "weights": weights.tolist(),
+        "probability": probability.tolist(),
+    }
+
+
+def _chances(logits: Float[Tensor, "t vocabulary"], tokens: Sequence[int]) -> Float[Tensor, " t"]:
+    """The probability of each token."""
+    return logits.double().softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def _letters(task: Reversal) -> list[str]:
+    """How its symbols, which are numbers, are written."""
+    return list(string.ascii_lowercase[: task.symbols])
+
+
+@cache
+def _translation() -> tuple[RNNSeq2Seq, tuple[Vocabulary, Vocabulary]]:
+    folder = bundled.folder_of(TRANSLATION)
+    assert folder is not None
+    model = load(folder)
+    assert isinstance(model, RNNSeq2Seq)
+    return model, read_vocabulary(folder)
+
+
+@cache
+def _reversal() -> tuple[Reversal, DecoderLM]:
+    task, model = _trained(REVERSAL)
+    assert isinstance(task, Reversal)
+    assert isinstance(model, DecoderLM)
+    return task, model
+
+
+@cache
+def _caption() -> tuple[Caption, Captioner]:
+    task, model = _trained(CAPTIONER)
+    assert isinstance(task, Caption)
+    assert isinstance(model, Captioner)
+    return task, model
+
+
+@cache
+def _scenes() -> Scenes:
+    """Those that the captioner was evaluated on."""
+    task = _caption()[0]
+    return scenes.draw(np.random.default_rng(0), task.held_out, held_out=True, size=task.size, most=task.objects)
+
+
+def _trained(name: str) -> tuple[Any, Any]:
+    """A task with the settings of a model that comes with the package, and the model."""
+    folder = bundled.folder_of(name)
+    assert folder is not None
+    return settings.from_toml(folder / "run.toml")[0], load(folder)

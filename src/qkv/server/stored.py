@@ -1,0 +1,155 @@
+"""The maps that a saved profile holds: whole weights of short texts, or the small pooled map of any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from qkv.errors import InputError
+from qkv.maps import Picture
+from qkv.profiler.kept import Stopped, never
+from qkv.profiler.pyramid import TILE, deepest
+from qkv.view.payload import trimmed
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from qkv.profiler.data import Profile
+
+
+class Shape(NamedTuple):
+    """What a source knows of the maps of a text: the fields of `qkv.server.schemas.MapShape`, without `tile`."""
+
+    kind: str
+    n_queries: int
+    n_keys: int
+    deepest: int
+    pixel_queries: int = 1
+    pixel_keys: int = 1
+    why: str | None = None
+
+
+class Stored:
+    """Tiles, rows and columns from the data of a profile, with the same methods as `qkv.profiler.explore.Explorer`."""
+
+    def __init__(self, profile: Profile, why: str | None = None) -> None:
+        """`why` maps are not computed instead, if not because there is no model."""
+        self._profile, self._because = profile, why
+        self._texts = {
+            (group, text): trimmed(data, text)
+            for group, data in profile.groups.items()
+            for text in range(data.sizes["text"])
+        }
+        self._shapes = {place: self._shape(one) for place, one in self._texts.items()}
+
+    def shape(self, group: str, text: int) -> Shape:
+        """What there is for the heads of a text."""
+        return self._shapes[group, text]
+
+    def _shape(self, one: xr.Dataset) -> Shape:
+        n_queries, n_keys = one.sizes["query"], one.sizes["key"]
+        if "weights" in one and np.isfinite(one["weights"].values).all():
+            return Shape("stored", n_queries, n_keys, deepest(n_queries, n_keys))
+        if "map_max" in one and np.isfinite(one["map_max"].values).any():
+            bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
+            return Shape("small", n_queries, n_keys, 0, *bins, self._why("only maps of a few dozen pixels a side"))
+        return Shape("none", n_queries, n_keys, 0, why=self._why("no maps"))
+
+    def _why(self, kept: str) -> str:
+        if self._because is not None:
+            return f"There are {kept}: {self._because}"
+        model = self._profile.attrs.get("model", "MODEL")
+        return f"The profile keeps {kept}; for exact ones, open the model on its text: qkv view {model} --file TEXT."
+
+    def tile(
+        self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int, *, stopped: Stopped = never
+    ) -> Picture | None:
+        """A tile as in `qkv.profiler.pyramid.Pyramid.tile`; None if its keys all lie after its queries, unseen."""
+        shape, one = self.shape(group, text), self._texts[group, text]
+        if not 0 <= zoom <= shape.deepest:
+            raise InputError(f"zoom is {zoom}, expected 0..{shape.deepest}")
+        if shape.kind == "small":
+            return _small(one, shape, layer, head, i, j)
+        weights = self._weights(group, text, layer)[head]
+        step = 2 ** (shape.deepest - zoom)
+        sides: list[list[int]] = []
+        for name, at, n in (("i", i, shape.n_queries), ("j", j, shape.n_keys)):
+            last = (n - 1) // (TILE * step)
+            if not 0 <= at <= last:
+                raise InputError(f"{name} is {at}, expected 0..{last} at zoom {zoom}")
+            start, stop = at * TILE * step, min((at + 1) * TILE * step, n)
+            sides.append([*range(start, stop, step), stop])
+        rows, columns = sides
+        causal = bool(one.attrs["causal"]) and shape.n_queries == shape.n_keys
+        if causal and columns[0] >= rows[-1]:
+            return None
+        visible = np.ones_like(weights, np.float64)
+        if causal:
+            visible = np.tril(visible)
+        part = np.s_[rows[0] : rows[-1], columns[0] : columns[-1]]
+        return _picture(weights[part].astype(np.float64), visible[part], rows, columns)
+
+    def row(
+        self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
+    ) -> np.ndarray:
+        """(n_keys,) weights of a query, float32; of no head, their mean."""
+        weights = self._weights(group, text, layer)[:, query]
+        return _of(weights, head)
+
+    def column(
+        self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
+    ) -> np.ndarray:
+        """(n_queries,) weights onto a key."""
+        return _of(self._weights(group, text, layer)[:, :, key], head)
+
+    def pair(
+        self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
+    ) -> float:
+        return float(self.row(group, text, layer, head, query)[key])
+
+    def strongest(
+        self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of every head, the key with the largest weight, and that weight."""
+        weights = self._weights(group, text, layer)[:, query]
+        return weights.argmax(-1), weights.max(-1)
+
+    def _weights(self, group: str, text: int, layer: int) -> np.ndarray:
+        """(heads, n_queries, n_keys) of a layer."""
+        shape = self.shape(group, text)
+        if shape.kind != "stored":
+            raise InputError(shape.why or "")
+        weights: np.ndarray = self._texts[group, text]["weights"].values[0, layer]
+        return weights
+
+
+def _of(lines: np.ndarray, head: int | None) -> np.ndarray:
+    if head is not None:
+        return lines[head]
+    return lines.mean(0, dtype=np.float64).astype(np.float32)
+
+
+def _small(one: xr.Dataset, shape: Shape, layer: int, head: int, i: int, j: int) -> Picture:
+    if (i, j) != (0, 0):
+        raise InputError(f"tile is {i}/{j}, expected 0/0: the profile keeps one small map")
+    rows, columns = (
+        [*range(0, n, step), n]
+        for n, step in ((shape.n_queries, shape.pixel_queries), (shape.n_keys, shape.pixel_keys))
+    )
+    largest, mean = (
+        torch.from_numpy(one[name].values[0, layer, head, : len(rows) - 1, : len(columns) - 1])
+        for name in ("map_max", "map_mean")
+    )
+    return Picture(largest, mean, torch.ones_like(mean), torch.tensor(rows), torch.tensor(columns))
+
+
+def _picture(weights: np.ndarray, visible: np.ndarray, rows: list[int], columns: list[int]) -> Picture:
+    """Pooled over bins of a power of two, but for the last of each side."""
+    starts = [np.array(side[:-1]) - side[0] for side in (rows, columns)]
+    sizes = np.outer(np.diff(rows), np.diff(columns))
+    top = np.maximum.reduceat(np.maximum.reduceat(weights, starts[0], 0), starts[1], 1)
+    sums = (np.add.reduceat(np.add.reduceat(x, starts[0], 0), starts[1], 1) for x in (weights, visible))
+    largest, mean, shown = (torch.from_numpy(x.astype(np.float32)) for x in (top, *(x / sizes for x in sums)))
+    return Picture(largest, mean, shown, torch.tensor(rows), torch.tensor(columns))
