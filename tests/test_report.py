@@ -272,6 +272,8 @@ DRIVER = """
   const choose = document.querySelector("#statistic");
   choose.value = "distance"; choose.dispatchEvent(new Event("change"));
   said.cell = document.querySelector('[data-layer="0"][data-head="0"]').getAttribute("aria-label");
+  choose.value = "type"; choose.dispatchEvent(new Event("change"));
+  said.kind = document.querySelector('[data-layer="1"][data-head="3"]').dataset.tip;
   document.querySelector('[data-key="choice-Shade by attention received from-head"]').click(); await settle();
   document.querySelector('[data-at="9"]').click(); await settle();
   said.asked = document.querySelector("#reading .readout").textContent;
@@ -304,6 +306,8 @@ def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert said["stepped"] == "Layer 2 · head 3"
     assert said["kept"] == "on"
     assert said["cell"] == f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
+    kind = profile.types().query("layer == 1 and head == 3").iloc[0]
+    assert said["kind"].split("\n")[:2] == ["Layer 1 · head 3", kind["type"]]
     assert said["asked"].startswith("Shaded: where “wards” (position 9) of L2 · H3 looks.")
     assert said["shaded"] == "9"
     weight = float(profile.data["weights"][0, 2, 3, 1, 1])

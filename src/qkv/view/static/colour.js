@@ -3,7 +3,8 @@
 /** What the page says about looks: names of statistics, destinations with their colours, colour ramps. */
 export const looks = { statistics: {}, destinations: [], ramps: { light: [[255, 255, 255]], dark: [[0, 0, 0]] } };
 
-const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+/** "#rrggbb" as [r, g, b]. */
+export const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
 /** Take the looks from a report's page or a viewer's session. */
 export function useLooks({ statistics, destinations, ramp: { light, dark } }) {

@@ -2,7 +2,7 @@
 // `groups[g]` and `groups[g].texts[t]`; layers and heads are counted by their places in the group.
 
 import { curve, keyOf, stack } from "./charts.js";
-import { css, destinationColour, inkOn, looks, ramp } from "./colour.js";
+import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
 
@@ -38,6 +38,29 @@ export function cellsOf(group, view, statistic) {
     said: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
   }));
 }
+
+/** The one thing to colour heads by that is a name instead of a number. */
+export const KIND = "type";
+const ABBREVIATIONS = { "first token": "1st", "previous token": "prev", "other sink": "sink", "duplicate token": "dup", induction: "ind", delimiter: "del", local: "loc", uniform: "uni", self: "self", mixed: "" };
+
+/** Kinds of heads that there are in a group, with colours and counts. */
+export const kindsOf = (page, group) => page.roles
+  .map((role) => ({ name: role.name, colour: rgbOf(role[isDark() ? "dark" : "light"]), count: group.types.type.filter((name) => name === role.name).length }))
+  .filter(({ count }) => count);
+
+/** As `cellsOf`, of the kinds of heads. */
+export function kindCells(page, group, view) {
+  const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
+  return type.map((name, at) => ({
+    value: null,
+    text: ABBREVIATIONS[name] ?? name.slice(0, 4),
+    colour: colours.get(name),
+    said: [name, traits[at].length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
+  }));
+}
+
+/** What colours of kinds mean: to stand below a grid. */
+export const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
@@ -107,14 +130,14 @@ export const sharesOf = (group, view, layer, head) =>
 /** What there is to say of one head; `step(by)`, where given, goes to the one before or after. */
 export function headCard({ group, view, layer, head, step }) {
   const at = rowOf(group, layer, head), number = (name) => view.heads[name][at];
-  const type = group.types && group.types.type[at];
+  const type = group.types.type[at];
   return [
     h("header", {},
       h("div", {}, h("h3", {}, `Layer ${group.layers[layer]} · head ${group.heads[head]}`), h("p", { class: "module" }, group.modules[layer])),
       step && h("div", { class: "steps" },
         h("button", { type: "button", "data-key": "back", class: "quiet", "aria-label": "Previous head", onclick: () => step(-1) }, "←"),
         h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
-    h("p", { class: "goes" }, number("goes_to"), type && type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
+    h("p", { class: "goes" }, number("goes_to"), type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
     h("dl", { class: "numbers" },
       CARD.filter((name) => number(name) !== null).map((name) =>

@@ -1,16 +1,14 @@
 // Overview: what was found, and the grid of all heads with the card of the selected one.
 
 import { mostAlike } from "./alike.js";
-import { choice, keyOf, legend } from "./charts.js";
-import { css, inkOn, isDark, looks, ramp } from "./colour.js";
+import { choice, legend } from "./charts.js";
+import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { cellsOf, headCard, headCurves, headGrid, headName, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, topOf } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, topOf } from "./heads.js";
 import { integer, short, written } from "./numbers.js";
 
-const TYPE = "type"; // the one statistic that is a name instead of a number
 const MANY_HEADS = 16; // more to a layer leave no room for words in a cell
-const ABBREVIATIONS = { "first token": "1st", "previous token": "prev", "other sink": "sink", "duplicate token": "dup", induction: "ind", delimiter: "del", local: "loc", uniform: "uni", self: "self", mixed: "" };
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
 
 export const overviewPage = {
@@ -93,11 +91,11 @@ class Overview {
   }
 
   #statistics() {
-    return [...statisticsOf(this.#view), ...(this.#group.types ? [TYPE] : [])];
+    return [...statisticsOf(this.#view), KIND];
   }
 
   #orders() {
-    return ORDERS.filter(([id]) => (id === "value" ? this.#statistic !== TYPE : id === "type" ? this.#group.types : true));
+    return ORDERS.filter(([id]) => id !== "value" || this.#statistic !== KIND);
   }
 
   // ---- what was found ------------------------------------------------------------------------------------
@@ -124,12 +122,12 @@ class Overview {
     const app = this.#app, group = this.#group, view = this.#view, statistic = this.#statistic, order = this.#order;
     replace(this.#controls,
       h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => app.go({ statistic: event.target.value }) },
-        this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === TYPE ? "Kind of head" : labelOf(group, name))))),
+        this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === KIND ? "Kind of head" : labelOf(group, name))))),
       choice("Order by", this.#orders(), order, (sort) => app.go({ sort })),
       h("p", { class: "overview-meaning" },
-        h("span", { class: "meaning" }, statistic === TYPE ? "the first kind whose test the head passes, over all texts" : meaningOf(group, statistic)),
-        statistic === TYPE ? null : legend({ low: "0", high: written(topOf(view, statistic), looks.statistics[statistic].unit) })));
-    const cells = this.#cells(), label = statistic === TYPE ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
+        h("span", { class: "meaning" }, statistic === KIND ? "the first kind whose test the head passes, over all texts" : meaningOf(group, statistic)),
+        statistic === KIND ? null : legend({ low: "0", high: written(topOf(view, statistic), looks.statistics[statistic].unit) })));
+    const cells = this.#cells(), label = statistic === KIND ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
     const { layer, head } = app.state;
     const select = (l, k) => app.go({ layer: l, head: k });
     const open = (l, k) => app.go({ page: "map", layer: l, head: k });
@@ -137,32 +135,22 @@ class Overview {
       ? [h("span", { class: "axis" }, "head →"), headGrid({ group, cells, layer, head, label, select, open })]
       : [headFlow({ group, cells, sections: this.#sections(order), layer, head, label, select, open })];
     this.#grid.style.setProperty("--heads", group.heads.length);
-    replace(this.#grid, ...drawn, statistic === TYPE ? keyOf(this.#kinds().map(({ name, colour, count }) => [name, css(colour), integer(count)])) : null);
+    replace(this.#grid, ...drawn, statistic === KIND ? kindKey(this.#page, group) : null);
     this.#layers.replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group, view));
   }
 
   #cells() {
-    const group = this.#group, view = this.#view;
-    if (this.#statistic !== TYPE) return cellsOf(group, view, this.#statistic);
-    const { type, traits } = group.types, colours = new Map(this.#kinds().map(({ name, colour }) => [name, colour]));
-    return type.map((name, at) => ({
-      value: null,
-      text: ABBREVIATIONS[name] ?? name.slice(0, 4),
-      colour: colours.get(name),
-      said: [name, traits?.[at]?.length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
-    }));
+    const statistic = this.#statistic, group = this.#group, view = this.#view;
+    return statistic === KIND ? kindCells(this.#page, group, view) : cellsOf(group, view, statistic);
   }
 
-  /** Kinds of heads that there are in this group, with colours and counts. */
   #kinds() {
-    const { type } = this.#group.types;
-    return this.#page.roles.map((role) => ({ name: role.name, colour: rgb(role[isDark() ? "dark" : "light"]), count: type.filter((name) => name === role.name).length }))
-      .filter(({ count }) => count);
+    return kindsOf(this.#page, this.#group);
   }
 
   /** Rows of the table of heads in order, under titles where they are grouped. */
   #sections(order) {
-    const values = this.#statistic === TYPE ? null : this.#view.heads[this.#statistic];
+    const values = this.#statistic === KIND ? null : this.#view.heads[this.#statistic];
     const all = this.#view.heads.goes_to.map((_, at) => at);
     const fall = (a, b) => (values ? (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b : a - b);
     if (order === "value") return [{ title: null, rows: all.sort(fall) }];
@@ -229,20 +217,20 @@ class Overview {
       bottom += Math.ceil(rows.length / across) * step + (title ? 16 : 0);
     }
     const { unit } = looks.statistics[statistic] ?? {};
-    if (statistic === TYPE) this.#kinds().forEach(({ name, colour, count }, index) => parts.push(svgKey(30, bottom + 22 + 18 * index, [[`${name} ${count}`, css(colour)]])));
+    if (statistic === KIND) this.#kinds().forEach(({ name, colour, count }, index) => parts.push(svgKey(30, bottom + 22 + 18 * index, [[`${name} ${count}`, css(colour)]])));
     else parts.push(svgRamp(30, bottom + 22, Array.from({ length: 24 }, (_, k) => css(ramp(k / 23))), "0", written(topOf(this.#view, statistic), unit)));
-    const height = bottom + 22 + (statistic === TYPE ? 18 * this.#kinds().length : 18);
-    const title = `${this.#app.opened().name} · ${statistic === TYPE ? "kind of head" : labelOf(group, statistic)}`;
+    const height = bottom + 22 + (statistic === KIND ? 18 * this.#kinds().length : 18);
+    const title = `${this.#app.opened().name} · ${statistic === KIND ? "kind of head" : labelOf(group, statistic)}`;
     return svgPicture({ width: Math.max(wide, 420), height, title, note: this.#view.headline, parts });
   }
 
   #csv() {
     const group = this.#group, view = this.#view, names = Object.keys(view.heads);
-    const { type, traits } = group.types ?? {};
-    return csvOf(["layer", "head", ...names, ...(type ? ["type", "traits"] : [])],
+    const { type, traits } = group.types;
+    return csvOf(["layer", "head", ...names, "type", "traits"],
       group.layers.flatMap((layer, l) => group.heads.map((head, k) => {
         const at = rowOf(group, l, k);
-        return [layer, head, ...names.map((name) => view.heads[name][at]), ...(type ? [type[at], (traits?.[at] ?? []).join(" ")] : [])];
+        return [layer, head, ...names.map((name) => view.heads[name][at]), type[at], traits[at].join(" ")];
       })));
   }
 }
@@ -294,5 +282,4 @@ function overOrUnder(all, here, key) {
   }
 }
 
-const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const tied = (text) => text.replace(/ (%|× |· (?=H\d))/g, (_, mark) => `\u00a0${mark.trim()}${mark === "%" ? "" : "\u00a0"}`); // no line break inside a figure

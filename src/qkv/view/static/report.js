@@ -4,7 +4,7 @@ import { binPeaks, binStart, integer, named, percent, short, visible, written } 
 import { choice, curve, denseMap, legend, paint, stack } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { cellsOf, headCard, headCurves, headGrid, headName, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, tellingHead, topOf } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, tellingHead, topOf } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { sinkFigures } from "./sinks.js";
 
@@ -89,19 +89,20 @@ function tiles() {
 // ---- every head -----------------------------------------------------------------------------------------
 
 function overview() {
-  const available = statisticsOf(view());
+  const available = [...statisticsOf(view()), KIND];
   if (!available.includes(state.statistic)) state.statistic = available[0];
-  const { unit } = looks.statistics[state.statistic];
+  const kinds = state.statistic === KIND, name = (statistic) => (statistic === KIND ? "Kind of head" : labelOf(group(), statistic));
   replace(
     $("overview-controls"),
     h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
-      available.map((name) => h("option", { value: name, selected: name === state.statistic }, looks.statistics[name].label)))),
-    legend({ low: "0", high: written(topOf(view(), state.statistic), unit) }),
-    h("p", { class: "meaning" }, meaningOf(group(), state.statistic)),
+      available.map((id) => h("option", { value: id, selected: id === state.statistic }, name(id))))),
+    kinds ? null : legend({ low: "0", high: written(topOf(view(), state.statistic), looks.statistics[state.statistic].unit) }),
+    h("p", { class: "meaning" }, kinds ? "the first kind whose test the head passes, over all texts" : meaningOf(group(), state.statistic)),
   );
   const { layer, head } = state;
-  const grid = headGrid({ group: group(), cells: cellsOf(group(), view(), state.statistic), layer, head, label: `${looks.statistics[state.statistic].label} of every head`, select });
-  $("grid-box").replaceChildren(h("span", { class: "axis" }, "head →"), grid);
+  const cells = kinds ? kindCells(PAGE, group(), view()) : cellsOf(group(), view(), state.statistic);
+  const grid = headGrid({ group: group(), cells, layer, head, label: `${name(state.statistic)} of every head`, select });
+  $("grid-box").replaceChildren(h("span", { class: "axis" }, "head →"), grid, kinds ? kindKey(PAGE, group()) : "");
   $("by-layer").replaceChildren(h("h3", {}, "Where the weight goes, by layer"), ...layerShares(group(), view()));
 }
 
