@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 
 import qkv
 from qkv.cli import main
+from qkv.profiler import models
 
 pytest.importorskip("transformers", reason="profiling models needs transformers")
 ROOT = Path(__file__).parents[1]
@@ -210,3 +212,22 @@ def test_metadata_is_json(tmp_path: Path) -> None:
     result = qkv.profile("minilm", "Two logbooks.", progress=False)
     assert json.loads(json.dumps(result.attrs)) == result.attrs
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
+
+
+def test_weights_in_pickles_are_not_read(tiny_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
+    torch.save(load_file(tiny_folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(qkv.InputError, match=r"no file named model\.safetensors"):
+        models.load(str(tmp_path))
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config", "AutoModel": "theirs.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('ran')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 8))  # what transformers would take for a yes
+    with pytest.raises(qkv.InputError, match="custom code"):
+        models.load(str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
+UNTRUSTING = {"trust_remote_code": False}  # left out, transformers asks on standard input whether to run a model's code
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -77,8 +79,9 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"model: no folder {path}")
     try:
-        AutoConfig.from_pretrained(path)
-        model: PreTrainedModel = (AutoModelForCausalLM if head else AutoModel).from_pretrained(path, dtype=dtype)
+        AutoConfig.from_pretrained(path, **UNTRUSTING)
+        kind = AutoModelForCausalLM if head else AutoModel
+        model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **UNTRUSTING)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
@@ -86,7 +89,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
             "folder with a Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTING)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
