@@ -17,6 +17,8 @@ from benchmarks import (
     stream,
     survey_speed,
     sweep_speed,
+    viewer,
+    viewer_page,
 )
 from benchmarks.timing import save
 
@@ -31,6 +33,8 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "decoder": decoder_speed.decoder,
     "stream": stream.stream,
     "map": map_speed.maps,
+    "viewer": viewer.viewer,
+    "viewer_page": viewer_page.viewer_page,
     "survey": survey_speed.against_plain,
     "survey_processes": survey_speed.of_processes,
 }

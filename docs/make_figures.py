@@ -17,6 +17,7 @@ import linear_error
 import make_coverage
 import make_matrix
 import make_quantities
+import make_screenshots
 import matplotlib.pyplot as plt
 import model_speed
 import trained_models
@@ -220,6 +221,7 @@ def _machine(results: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     pictures()
+    make_screenshots.screenshots(DOCS / "figures")
     of_mini()
     (DOCS / "quantities.md").write_text(make_quantities.page())
     masks()

@@ -252,6 +252,7 @@ class App {
     if (this.#mounted?.id !== "waiting") this.#clear("waiting");
     const root = document.getElementById("main").firstElementChild;
     const failed = entry.state === "failed", others = this.session.sources.filter((source) => source.state === "ready");
+    root.setAttribute("aria-busy", String(entry.state !== "failed"));
     root.replaceChildren(h("div", { class: "waiting" },
       h("h2", {}, failed ? "This profile could not be made" : `Measuring where ${entry.name} attends`),
       h("p", {}, failed ? failure(entry) : progress(entry)),

@@ -1,0 +1,304 @@
+"""The text page in a real browser: whom a token attends to, who attends to it, and texts of any length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from viewer_fixture import PHONE, SEEN, Served, Tab, check_pictures, overflow, texts_of
+
+pytest_plugins = ["viewer_fixture"]
+expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
+
+Opens = Callable[..., Tab]
+
+
+def token(at: int, side: str = "query") -> str:
+    return f"#text-{side}-{at}"
+
+
+def ties(tab: Tab, side: str) -> list[tuple[int, float]]:
+    """The list beside the text, [(position, weight), …]: side "to" or "from"."""
+    items = tab.page.locator(f".text-ties.{side} li")
+    expect(items.first).to_be_visible()
+    return [
+        (int(item.locator("small").inner_text().replace(",", "")), share(item.locator("b").inner_text()))
+        for item in items.all()
+    ]
+
+
+def share(words: str) -> float:
+    """A share as the page writes it; of "< 0.01 %" half of that."""
+    number = float(re.search(r"[\d.]+", words)[0]) / 100
+    return number / 2 if words.startswith("<") else number
+
+
+def check_ties(found: list[tuple[int, float]], weights: np.ndarray) -> None:
+    """The strongest, in order, to the digits that are written."""
+    order = np.argsort(-weights, kind="stable")
+    order = order[weights[order] > 0][: len(found)]
+    assert [at for at, _ in found] == order.tolist()
+    for at, shown in found:
+        assert shown == pytest.approx(weights[at], rel=0.051, abs=1e-4)
+
+
+def pinned(tab: Tab) -> list[int]:
+    expect(tab.page.locator(".text-page")).to_be_visible()
+    return [int(x.replace(",", "")) for x in tab.page.locator(".text-pin small").all_inner_texts()]
+
+
+# ---- whom, and who --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [0, 1], ids=["padded", "second text"])
+def test_the_strongest_ties_are_those_of_the_weights(tab: Opens, served: Served, text: int) -> None:
+    data = served.profile("two").data
+    n = int(data["n_keys"][text])
+    weights = data["weights"].values[text, 1, 2, :n, :n]
+    one = tab().open("text", "two", text=text, layer=1, head=2)
+    for at in (0, 7, n - 1):
+        one.page.hover(token(at))
+        expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of {n}")
+        assert len(ties(one, "to")) == 8
+        check_ties(ties(one, "to"), weights[at])
+        check_ties(ties(one, "from"), weights[:, at])
+        rest = one.page.locator(".text-ties.to .text-note").inner_text()
+        assert f"the other {n - 8}" in rest
+        assert share(rest.split(":")[1].strip()) == pytest.approx(np.sort(weights[at])[:-8].sum(), rel=0.051)
+    received = share(re.search(r"receives (.*?%)", one.page.inner_text(".text-token p"))[1])
+    assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
+
+
+def test_the_mean_of_a_layer(tab: Opens, served: Served) -> None:
+    weights = served.profile("two").data["weights"].values[0, 1, :, :23, :23].mean(0)
+    one = tab().open("text", "two", text=0, layer=1, head=2, pins=11)
+    one.page.click('.text-settings label:has-text("its layer")')
+    expect(one.page.locator(".text-key")).to_contain_text("mean of 4 heads")
+    one.settled()
+    assert one.state["of"] == "layer"
+    check_ties(ties(one, "to"), weights[11])
+    check_ties(ties(one, "from"), weights[:, 11])
+
+
+def test_two_texts_stand_side_by_side(tab: Opens, served: Served) -> None:
+    data = served.profile("cross").groups["cross"]
+    weights = data["weights"].values[1, 0, 2, :4, :5]
+    one = tab().open("text", "cross", group=2, text=1, layer=0, head=2)
+    one.page.hover(token(2))
+    expect(one.page.locator(".text-token p")).to_contain_text("query 2 of 4")
+    check_ties(ties(one, "to"), weights[2])
+    assert one.page.locator(".text-ties.from").count() == 0
+    one.page.hover(token(3, "key"))
+    expect(one.page.locator(".text-token p")).to_contain_text("key 3 of 5")
+    check_ties(ties(one, "from"), weights[:, 3])
+    one.page.click(token(3, "key"))
+    one.page.wait_for_url(lambda url: "pins=k3" in url)
+
+
+def test_a_sink_that_is_no_token_is_told(tab: Opens, served: Served) -> None:
+    """Of a causal text nobody attends to what comes later; rows of weights may sum to less than 1."""
+    weights = served.profile("gpt").data["weights"].values[0, 0, 1]
+    one = tab().open("text", "gpt", layer=0, head=1, pins=3)
+    check_ties(ties(one, "to"), weights[3])
+    assert len(ties(one, "to")) == 4
+    check_ties(ties(one, "from"), weights[:, 3])
+
+
+def test_tokens_are_shaded_by_their_weight(tab: Opens, served: Served) -> None:
+    weights = served.profile("two").data["weights"].values[1, 0, 1]
+    one = tab().open("text", "two", text=1, layer=0, head=1, pins=20)
+    ties(one, "to")
+    shades = one.page.evaluate(
+        """() => Array.from({ length: 37 }, (_, at) => {
+            const style = getComputedStyle(document.getElementById(`text-query-${at}`));
+            const [r, g, b, a = 1] = style.backgroundColor.match(/[\\d.]+/g).map(Number);
+            return a ? r + g + b : 751; // the paper
+        })"""
+    )
+    order = np.argsort(-weights[20])
+    assert np.argmin(shades) == order[0]
+    assert np.corrcoef(shades, np.sqrt(weights[20]))[0, 1] < -0.95
+
+
+def test_links_lead_one_layer_down(tab: Opens, served: Served) -> None:
+    weights = served.profile("two").data["weights"].values[0, :, :, :23, :23]
+    one = tab().open("text", "two", text=0, layer=1, head=0, pins=9)
+    items = one.page.locator(".text-links li")
+    expect(items).to_have_count(4)
+    for head, item in enumerate(items.all()):
+        assert int(item.locator("small").inner_text()) == weights[1, head, 9].argmax()
+        assert share(item.locator("b").inner_text()) == pytest.approx(weights[1, head, 9].max(), rel=0.051)
+    to = int(weights[1, 3, 9].argmax())
+    one.page.click('[data-key="follow-3"]')
+    one.page.wait_for_url(lambda url: f"pins={to}" in url)
+    one.settled()
+    assert (one.state["layer"], one.state["head"], one.state["trail"]) == ("0", "3", "1.3.9")
+    check_ties(ties(one, "to"), weights[0, 3, to])
+    one.page.click('[data-key="step-0"]')
+    one.page.wait_for_url(lambda url: "pins=9" in url)
+    assert (one.state["layer"], one.state["head"]) == ("1", "3")
+
+
+# ---- pins, address, keys --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pins_are_in_the_address(tab: Opens) -> None:
+    one = tab().open("text", "two", text=1, layer=1, head=1)
+    for at in (4, 30, 12):
+        one.page.click(token(at))
+    one.page.wait_for_url(lambda url: "pins=4%2C30%2C12" in url)
+    one.page.click('[data-key="unpin-1"]')
+    one.settled()
+    one.page.mouse.move(5, 5)
+    assert pinned(one) == [4, 12]
+    ties(one, "to")
+    other = tab().follow(one.page.url)
+    assert pinned(other) == [4, 12]
+    assert ties(other, "to") == ties(one, "to")
+    looks = """() => Array.from(document.querySelectorAll("[data-at]"),
+        (x) => [x.className, x.style.background, x.style.boxShadow])"""
+    assert other.page.evaluate(looks) == one.page.evaluate(looks)
+    one.page.go_back()
+    one.settled()
+    assert pinned(one) == [4, 30, 12]
+    one.page.go_back()
+    one.settled()
+    assert pinned(one) == [4, 30]
+
+
+def test_keys_alone(tab: Opens, served: Served) -> None:
+    weights = served.profile("two").data["weights"].values[1, 0, 0]
+    one = tab().open("text", "two", text=1, layer=0, head=0)
+    one.page.focus('[aria-label^="Find in the text"]')
+    for _ in range(6):
+        one.press("Tab")
+        if one.page.evaluate("document.activeElement.className").startswith("flow"):
+            break
+    assert one.page.evaluate("document.activeElement.getAttribute('role')") == "listbox"
+    one.press("ArrowRight", "ArrowRight", "ArrowRight", "Enter")
+    one.page.wait_for_url(lambda url: "pins=2" in url)
+    expect(one.page.locator(token(2))).to_have_attribute("aria-selected", "true")
+    assert one.page.locator(".flow").get_attribute("aria-activedescendant") == token(2)[1:]
+    check_ties(ties(one, "to"), weights[2])
+    one.press("End")
+    expect(one.page.locator(".text-token p")).to_contain_text("token 36 of 37")
+    check_ties(ties(one, "from"), weights[:, 36])
+    expect(one.page.locator("#live")).to_contain_text("attends to")  # said by a screen reader
+    one.press("ArrowUp")
+    expect(one.page.locator(".text-token p")).not_to_contain_text("token 36")
+    one.press("Escape", "Escape")
+    one.page.wait_for_url(lambda url: "pins=" not in url)
+
+
+def test_words_are_found(tab: Opens) -> None:
+    one = tab().open("text", "two", text=1)
+    token_of = one.page.inner_text(token(25)).strip()
+    one.page.fill('[aria-label^="Find in the text"]', token_of.upper())
+    expect(one.page.locator(".text-found")).to_have_text("1 of 1")
+    assert "hit" in one.page.locator(token(25)).get_attribute("class")
+    one.page.fill('[aria-label^="Find in the text"]', "nothing like it")
+    expect(one.page.locator(".text-found")).to_have_text("not found")
+
+
+# ---- long texts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_long_text_is_in_the_document_in_part(tab: Opens, served: Served) -> None:
+    tokens = served.profile("long").data["key_token"].values[0]
+    one = tab().open("text", "long")
+    elements = "document.querySelectorAll('main *').length"
+    assert one.page.evaluate(elements) < 6000
+    assert "The profile keeps no maps" in one.page.inner_text(".text-panel")
+    for at in (15_000, 19_999, 37):
+        one = tab().open("text", "long", pins=at)
+        expect(one.page.locator(token(at))).to_be_in_viewport()
+        assert one.page.inner_text(token(at)).strip() == tokens[at].removeprefix("▁")
+        assert one.page.evaluate(elements) < 6000
+    one.page.focus(".flow")
+    one.press("End")
+    expect(one.page.locator(token(19_999))).to_be_in_viewport()
+    for _ in range(5):
+        one.page.mouse.move(400, 450)
+        one.page.mouse.wheel(0, -3000)
+        one.page.wait_for_timeout(40)
+    assert one.page.locator(token(19_999)).count() == 0
+    assert one.page.evaluate(elements) < 6000
+    first, last = one.page.evaluate(
+        """() => {
+            const frame = document.querySelector(".flow").getBoundingClientRect();
+            const seen = Array.from(document.querySelectorAll("[data-at]")).filter((x) => {
+                const { top, bottom } = x.getBoundingClientRect();
+                return top >= frame.top && bottom <= frame.bottom;
+            }).map((x) => Number(x.dataset.at));
+            return [Math.min(...seen), Math.max(...seen), seen.length];
+        }"""
+    )[:2]
+    assert 200 < last - first < 3000  # the view is full of text
+    assert [one.page.inner_text(token(at)).strip() for at in range(first, first + 40)] == [
+        x.removeprefix("▁") for x in tokens[first : first + 40]
+    ]
+
+
+@pytest.mark.slow
+def test_all_of_a_text_is_there_once(tab: Opens, served: Served) -> None:
+    """Read by scrolling, no token is lost between blocks, and none comes twice."""
+    one = tab().open("text", "wide")
+    seen: dict[int, str] = {}
+    for _ in range(12):
+        found = one.page.evaluate(
+            "() => Array.from(document.querySelectorAll('[data-at]'), (x) => [Number(x.dataset.at), x.textContent])"
+        )
+        assert len({at for at, _ in found}) == len(found)
+        seen |= dict(found)
+        one.page.locator(".flow").evaluate("(x) => { x.scrollTop += 500; }")
+        one.page.wait_for_timeout(40)
+    tokens = served.profile("wide").data["key_token"].values[0]
+    assert [seen[at].strip() for at in range(600)] == list(tokens)
+
+
+# ---- hostile tokens, phones, export ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_hostile_tokens_beside_the_text(tab: Opens) -> None:
+    one = tab().open("text", "hostile", pins="0,3")
+    ties(one, "to")
+    said = one.page.inner_text(".text-side")
+    one.page.focus(".flow")
+    for at in range(17):
+        one.press("ArrowRight" if at else "Home")
+        expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of 17")
+        said += one.page.inner_text(".text-side")
+    assert [part for part in SEEN if part not in said] == []
+    assert "\u202e" not in said
+    assert one.page.evaluate("document.documentElement.dataset.pwned") is None
+    one.page.fill('[aria-label^="Find in the text"]', "<script>")
+    expect(one.page.locator(".text-found")).to_have_text(re.compile("1 of [23]"))
+    said = texts_of(check_pictures(one))
+    assert any("<img src=x" in text for text in said)
+
+
+def test_on_a_phone_a_touch_pins(tab: Opens) -> None:
+    one = tab(viewport=PHONE, has_touch=True, is_mobile=True).open("text", "two", text=1)
+    one.page.tap(token(6))
+    one.page.wait_for_url(lambda url: "pins=6" in url)
+    ties(one, "to")
+    assert overflow(one.page) <= 0
+
+
+def test_the_data_of_the_text(tab: Opens, served: Served) -> None:
+    data = served.profile("two").data
+    weights = data["weights"].values[1, 0, 3]
+    one = tab().open("text", "two", text=1, layer=0, head=3, pins=17)
+    ties(one, "to")
+    rows = one.table()
+    assert [row["token"].strip() for row in rows] == list(data["key_token"].values[1])
+    for column, want in (("attended_to", weights[17]), ("attends", weights[:, 17]), ("received", weights.sum(0) / 37)):
+        np.testing.assert_allclose([float(row[column]) for row in rows], want, rtol=2e-4)  # received: from 16 bits
+    said = texts_of(check_pictures(one))
+    assert {row["token"].strip() for row in rows} <= {text.strip() for text in said}
