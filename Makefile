@@ -28,6 +28,7 @@ demo: venv  ## profile the model that comes with qkv, then an 8,192-token one be
 	@echo "Open the reports in a browser:"
 	@echo "  $(OUT)/mini/report.html     qkv-mini, which has read Python: where its 24 heads attend"
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
+	@echo "or look around in the viewer: $(BIN)/qkv view $(OUT)/mini, or, with any map of it exact: $(BIN)/qkv view"
 
 test: venv lint  ## every check: lint, types, all tests
 	$(BIN)/python -m pytest -n auto

@@ -168,9 +168,34 @@ def scale() -> None:
         "|---|---|---|---|",
     ]
     hours += [f"| {name} | " + " | ".join(f"{x:,.0f}" for x in row) + " |" for name, row in rows.items()]
-    page = DOCS / "scale.md"
+    _fill(DOCS / "scale.md", {"measured": measured, "hours": hours})
+
+
+def viewer() -> None:
+    """The table of docs/view.md."""
+    tiles, page = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("viewer", "viewer_page"))
+    (interactive,) = (value for name, value in page.items() if name.startswith("overview: seconds"))
+    (frames,) = (value for name, value in page.items() if name.startswith("frames a second"))
+    (weight,) = (value for name, value in page.items() if name.startswith("heaviest page"))
+    rows = ["| 2 threads, medians | measured | goal |", "|---|---:|---:|"]
+    rows += [f"| overview of 32 × 32 heads, from the server's answer to interactive | {interactive:.2f} s | ≤ 1 s |"]
+    rows += [f"| pan and zoom at {page['tokens of the map']:,} tokens, cached tiles | {frames:.0f} frames/s | ≥ 30 |"]
+    for length, found in tiles["milliseconds"].items():
+        zooms = found["cold tiles by zoom: median"]
+        deep = [ms for zoom, ms in zooms.items() if int(zoom) >= 2]
+        goal = "≤ 150 ms" if length.startswith("16,384") else ""
+        rows += [f"| a cold tile of 256 × 256, {length}, all zooms | {found['cold tiles']:.0f} ms | {goal} |"]
+        rows += [f"| … zoom 2 and deeper | {min(deep):.0f} to {max(deep):.0f} ms | |"]
+        rows += [f"| … zoom 0: the whole map in one pass | {zooms['0'] / 1000:.1f} s | |"]
+        rows += [f"| a row, a column, {length} | {found['asked']['row']:.1f}, {found['asked']['column']:.1f} ms | |"]
+    rows += [f"| the heaviest page without data, uncompressed | {weight:.0f} kB | ≤ 300 kB |"]
+    _fill(DOCS / "view.md", {"viewer": rows})
+
+
+def _fill(page: Path, tables: dict[str, list[str]]) -> None:
+    """Put tables where a page has a comment of their name."""
     text = page.read_text()
-    for name, lines in (("measured", measured), ("hours", hours)):
+    for name, lines in tables.items():
         begin = f"<!-- {name}: docs/make_figures.py -->\n"
         before, rest = text.split(begin)
         text = before + begin + "\n".join(["", *lines, "", ""]) + rest[rest.index("<!-- end -->") :]
@@ -233,3 +258,4 @@ if __name__ == "__main__":
     (DOCS.parent / "src" / "qkv" / "models" / "trained" / "README.md").write_text(trained_models.page())
     benchmarks()
     scale()
+    viewer()
