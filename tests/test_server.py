@@ -25,14 +25,18 @@ import qkv
 from qkv.errors import InputError
 from qkv.models import EncoderDecoder, EncoderDecoderConfig
 from qkv.profiler import models, run
+from qkv.profiler.explore import Explorer
 from qkv.profiler.kept import Cancelled
+from qkv.server import data_routes, model_routes
 from qkv.server.app import create_app
+from qkv.server.connection import Connection
+from qkv.server.data_routes import _listing
 from qkv.server.guard import MOST_BODY, SECURITY, Guard
 from qkv.server.jobs import Busy, Gone, Jobs
 from qkv.server.page_schema import Page
-from qkv.server.run import serve_in_thread
+from qkv.server.run import _socket, serve_in_thread
 from qkv.server.session import Session, twin
-from qkv.view.payload import payload
+from qkv.view.payload import payload, trimmed
 
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
 
@@ -123,6 +127,8 @@ def test_the_session_tells_what_there_is(app: Guard, session: Session) -> None:
     ]  # fmt: skip
     assert [x["id"] for x in said["sources"]] == [0, 1, 2, 3, 4]
     assert all(x["done"] == x["total"] for x in said["sources"])
+    assert [x["total"] for x in said["sources"]][:4:3] == [4 * 2 + 1, 6 * 1 + 1]  # layers × runs, and the page
+    assert said["computing"] is None
     assert said["sources"][4]["name"] == "qkv-mini with off-by-one"
     assert said["version"] == session.version != Session("other").version
     assert (said["live"]["layers"], said["live"]["heads"]) == (4, 6)
@@ -222,6 +228,46 @@ def test_rows_and_columns_name_the_largest_and_tell_the_rest(app: Guard, session
             assert sum(listed) + said["rest"] == pytest.approx(line.sum(), rel=1e-4)
 
 
+def test_the_largest_are_found_by_the_thread_that_computes(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorting a long line must not keep the server from answering others."""
+    seen: list[str] = []
+    find = np.lexsort
+    monkeypatch.setattr(np, "lexsort", lambda keys: (seen.append(threading.current_thread().name), find(keys))[-1])
+    assert ask(app, "/api/sources/0/row/0/0/0/0?query=5&k=3").status_code == 200
+    assert ask(app, "/api/sources/0/column/0/0/0/0?key=5&k=3").status_code == 200
+    assert seen == ["qkv compute"] * 2
+
+
+def test_equal_weights_are_listed_in_order() -> None:
+    weights = np.array([0.1, 0.4, 0.1, 0.4, 0.0], np.float32)
+    names = list("abcde")
+    for k, places in ((2, [1, 3]), (4, [1, 3, 0, 2]), (5, [1, 3, 0, 2, 4]), (9, [1, 3, 0, 2, 4])):
+        line = _listing(lambda stopped: weights, 0, names, names, k)(lambda: False)
+        assert [x.position for x in line.top] == places
+        assert line.rest == pytest.approx(float(np.delete(weights, places).sum()), abs=1e-8)
+
+
+def test_texts_of_a_profile_are_not_copied(session: Session) -> None:
+    profile, stored = session.sources[1].profile, session.sources[1].maps["self"]
+    assert profile is not None
+    weights = profile.data["weights"].values
+    for text in range(2):
+        assert np.shares_memory(trimmed(profile.data, text)["weights"].values, weights)
+        row = stored.row("self", text, 0, 0, 1)
+        assert np.shares_memory(row, weights)
+
+
+@pytest.mark.parametrize("missing", ["largest", "norm", "massive", "massive_above", "stack"])
+def test_a_profile_without_a_piece_of_its_hidden_states_is_shown(missing: str) -> None:
+    profile = qkv.profile("qkv-mini", "import os", progress=False, probe=False)
+    assert "residual" in payload(profile)[0]["groups"][0]
+    (name, stack), *_ = profile.residual.items()
+    without = stack.drop_vars(missing, errors="ignore")
+    without.attrs.pop(missing, None)
+    profile.residual = {name: without}
+    assert "residual" not in payload(profile)[0]["groups"][0]
+
+
 def test_links_are_each_heads_strongest_key(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         said = ask(app, f"/api/sources/{s}/links/{g}/{t}/1?query=1").json()["heads"]
@@ -254,6 +300,63 @@ def test_a_remedy_leaves_weight_to_nobody_and_the_model_as_it_was(app: Guard, se
     assert "cannot be edited" in sentence(post(app, "/api/remedies", {"source": 3, "normalizer": "sigmoid"}), 400)
 
 
+def failing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, no model of the session can be profiled."""
+
+    def fails(*_: Any, **options: Any) -> Any:
+        raise InputError("no profile today")
+
+    monkeypatch.setattr("qkv.server.session.run.profile", fails)
+
+
+def test_a_remedy_that_fails_is_tried_again_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session("retried")
+    session.add_model(models.load("qkv-mini"), "import os")
+    app = create_app(session)
+    asked = {"source": 0, "normalizer": "sigmoid"}
+    assert "not ready" in sentence(post(app, "/api/remedies", asked), 404)
+    session.prepare()
+    with monkeypatch.context() as patched, caplog.at_level(logging.CRITICAL, "qkv"):
+        failing(session, patched)
+        for _ in range(3):
+            assert post(app, "/api/remedies", asked).json() == {"id": 1}
+            until(lambda: session.sources[1].state == "failed")
+            assert session.sources[1].error == "no profile today"
+    assert post(app, "/api/remedies", asked).json() == {"id": 1}
+    until(lambda: session.sources[1].state == "ready")
+    assert session.sources[1].error is None
+    assert len(session.sources) == 2
+
+
+def test_remedies_and_live_have_nothing_of_a_model_at_work() -> None:
+    """It may be running, with hooks, in another thread while they are made."""
+    session, heard = Session("hooked"), list[int]()
+    loaded = models.load("qkv-mini")
+    session.add_model(loaded, "import os")
+    hook = next(loaded.model.children()).register_forward_hook(lambda *_: heard.append(1))
+    session.prepare()
+    assert heard
+    heard.clear()
+    session.add_remedy(0, "sigmoid")
+    until(lambda: session.sources[1].state != "running")
+    assert session.sources[1].state == "ready"
+    assert session.live is not None
+    assert post(create_app(session), "/api/live", ASKED).status_code == 200
+    assert not heard
+    hook.remove()
+
+
+def test_explorers_of_a_session_share_their_memory(session: Session) -> None:
+    one, other, both = (next(iter(session.sources[s].maps.values())) for s in (0, 4, 3))
+    assert isinstance(one, Explorer)
+    assert isinstance(other, Explorer)
+    assert isinstance(both, Explorer)
+    assert one._kept is other._kept is both._kept
+    assert one._tiles is other._tiles is both._tiles
+
+
 def test_what_a_profile_does_not_keep_is_told(app: Guard, session: Session) -> None:
     source = session.sources[2]
     assert source.profile is not None
@@ -261,7 +364,7 @@ def test_what_a_profile_does_not_keep_is_told(app: Guard, session: Session) -> N
     shape = ask(app, "/api/sources/2/map/0/0/1/2").json()
     assert (shape["kind"], shape["deepest"]) == ("small", 0)
     assert (shape["pixel_queries"], shape["pixel_keys"]) == (int(data["bin_queries"][0]), int(data["bin_keys"][0]))
-    assert "qkv view qkv-mini --file TEXT" in shape["why"]
+    assert "qkv view MODEL --file TEXT" in shape["why"]
     for pool in ("max", "mean"):
         tile = ask(app, f"/api/sources/2/tiles/{session.version}/0/0/1/2/{pool}/0/0/0")
         known = data[f"map_{pool}"].values[0, 1, 2]
@@ -320,6 +423,9 @@ def test_a_pyramid_of_a_long_text(stored: bool) -> None:
                         continue
                     part = known[rows, columns]
                     want = blocks(part, step, pooled)
+                    picture = session.sources[0].maps["self"].tile("self", 0, 0, 1, zoom, i, j)
+                    assert picture is not None
+                    np.testing.assert_allclose(picture.visible, blocks(np.tri(600)[rows, columns], step, np.nanmean))
                     assert (int(tile.headers["x-rows"]), int(tile.headers["x-columns"])) == want.shape
                     np.testing.assert_allclose(floats(tile).reshape(want.shape), want, rtol=5e-5, atol=1e-8)
     assert "expected 0..2" in sentence(ask(app, f"/api/sources/0/tiles/{session.version}/0/0/0/1/max/2/3/0"), 400)
@@ -402,7 +508,8 @@ def test_docs_describe_every_route_without_help_from_others(app: Guard) -> None:
     assert "//" not in re.sub(r"<code>.*?</code>", "", page).replace("</", "")  # no address of another server
     assert "<script" not in page
     assert "style=" not in page
-    assert len(description["paths"]) >= 17
+    routes: list[Any] = [*data_routes.router.routes, *model_routes.router.routes]
+    assert set(description["paths"]) == {"/api/session", *(route.path for route in routes)}
     for path in description["paths"]:
         assert f"<code>{path}</code>" in page
     assert {"Page", "MapShape", "LiveAnswer", "Failed"} <= set(description["components"]["schemas"])
@@ -597,6 +704,15 @@ def test_hosts(app: Guard, host: str, allowed: bool) -> None:
         assert response.status_code == 200
     else:
         assert "Host" in sentence(response, 403)
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403), ("", 403)]
+)
+def test_pages_of_other_sites_get_no_numbers(app: Guard, site: str, status: int) -> None:
+    assert ask(app, "/api/session", headers={"sec-fetch-site": site}).status_code == status
+    assert post(app, "/api/live", ASKED, headers={"sec-fetch-site": site}).status_code == status
+    assert ask(app, "/", headers={"sec-fetch-site": site}).status_code == 200  # a link may lead here
 
 
 @pytest.mark.parametrize(
@@ -827,6 +943,25 @@ def test_closing_sends_home_who_waits() -> None:
         asyncio.run(jobs.run("late", slow("late")))
 
 
+def test_threads_that_compute_use_all_cores() -> None:
+    """Also those that start while others, for a moment, have set that there is one."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        jobs, session, found = Jobs(), Session("threads"), list[int]()
+        session._has_small_models = True
+        session._add("a source", "profile", lambda source: found.append(torch.get_num_threads()))
+        torch.set_num_threads(1)
+        assert asyncio.run(jobs.run("x", lambda stopped: torch.get_num_threads())) == 3
+        torch.set_num_threads(1)  # the thread of jobs has set another, too
+        session.start()
+        until(lambda: session.sources[0].state != "running")
+        assert found == [3]
+        jobs.close()
+    finally:
+        torch.set_num_threads(before)
+
+
 class Sluggish:
     """In place of an explorer: tiles that take until told, so that a queue fills up."""
 
@@ -836,7 +971,8 @@ class Sluggish:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of, name)
 
-    def tile(self, *where: Any, stopped: Callable[[], bool]) -> Any:
+    def tile(self, *where: Any, stopped: Callable[[], bool], on_progress: Callable[[float], None]) -> Any:
+        on_progress(0.25)
         self.slow(where)(stopped)
         return self.of.tile(*where)
 
@@ -886,6 +1022,18 @@ def test_two_hundred_at_once_leave_it_answering(crowded: tuple[Session, Sluggish
         assert len(floats(again)) == int(again.headers["x-rows"]) * int(again.headers["x-columns"])
 
 
+def test_how_far_a_map_is_can_be_asked(crowded: tuple[Session, Sluggish]) -> None:
+    session, sluggish = crowded
+    path = f"api/sources/0/tiles/{session.version}/0/0/0/0/max/0/0/0"
+    with serve_in_thread(session) as url:
+        waits = threading.Thread(target=lambda: httpx.get(url + path, timeout=60))
+        waits.start()
+        until(lambda: httpx.get(f"{url}api/session").json()["computing"] == 0.25)
+        sluggish.slow.go.set()
+        waits.join()
+        assert httpx.get(f"{url}api/session").json()["computing"] is None
+
+
 def test_who_hangs_up_frees_the_queue(crowded: tuple[Session, Sluggish]) -> None:
     """Real connections, closed: what they asked for is neither computed nor waited for."""
     session, sluggish = crowded
@@ -904,23 +1052,88 @@ def test_who_hangs_up_frees_the_queue(crowded: tuple[Session, Sluggish]) -> None
         assert httpx.get(f"{url}api/sources/0/row/0/0/0/0?query=1").status_code == 200  # the thread is free
 
 
-def test_slow_readers_and_writers_block_nobody(session: Session) -> None:
+def test_slow_readers_and_writers_block_nobody(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[int] = []
+    pause = Connection.pause_writing
+    monkeypatch.setattr(Connection, "pause_writing", lambda self: (paused.append(1), pause(self))[-1])
+    monkeypatch.setattr(session.sources[0], "page", b" " * 2**23)  # more than the system takes off the server's hands
     with serve_in_thread(session) as url:
         port = httpx.URL(url).port
-        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(16)]
         for n, sock in enumerate(slow):
             head = f"Host: 127.0.0.1:{port}\r\n"
             if n % 2:  # asks for much, and never reads it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                sock.sendall(f"GET /api/sources/0/page HTTP/1.1\r\n{head}\r\n".encode() * 20)
+                sock.sendall(f"GET /api/sources/0/page HTTP/1.1\r\n{head}\r\n".encode())
             else:  # promises a body that does not come
                 head += "Content-Type: application/json\r\nContent-Length: 100\r\n"
                 sock.sendall(f"POST /api/live HTTP/1.1\r\n{head}\r\n{{".encode())
+        until(lambda: len(paused) == 8)
         for _ in range(5):
             assert httpx.get(f"{url}api/session", timeout=10).status_code == 200
         assert httpx.post(f"{url}api/live", json=ASKED, timeout=30).status_code == 200
         for sock in slow:
             sock.close()
+
+
+def test_who_asks_nothing_is_shown_out(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent from the start, in the middle of a head, and in the middle of the second one."""
+    monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.3)
+    with serve_in_thread(session) as url:
+        address = ("127.0.0.1", httpx.URL(url).port)
+        whole = f"GET /favicon.ico HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode()
+        for sent in ((), (whole[:20],), (whole, whole[:20])):
+            with socket.create_connection(address, timeout=20) as sock:
+                for part in sent:
+                    sock.sendall(part)
+                    if part is whole:
+                        assert sock.recv(4096).startswith(b"HTTP/1.1 204")
+                assert sock.recv(4096) == b""
+        with httpx.Client(base_url=url) as client:  # who asks now and then stays
+            first, second = (client.get("/favicon.ico").extensions["network_stream"] for _ in range(2))
+            assert first.get_extra_info("client_addr") == second.get_extra_info("client_addr")
+
+
+def test_an_answer_that_takes_longer_than_a_head_may_comes(
+    crowded: tuple[Session, Sluggish], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.05)
+    session, sluggish = crowded
+    threading.Timer(0.5, sluggish.slow.go.set).start()
+    with serve_in_thread(session) as url:
+        path = f"api/sources/0/tiles/{session.version}/0/0/0/0/max/0/0/0"
+        assert httpx.get(url + path, timeout=60).status_code == 200
+
+
+def test_small_answers_leave_at_once() -> None:
+    """Nagle's algorithm would hold back the second packet of an answer until the first is acknowledged."""
+    found: list[int] = []
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            sock = transport.get_extra_info("socket")
+            found.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            transport.close()
+
+    async def go() -> None:
+        server = await asyncio.get_running_loop().create_server(Protocol, sock=_socket("127.0.0.1", 0))
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            await reader.read()
+            writer.close()
+
+    asyncio.run(go())
+    assert found == [1]
+
+
+def test_an_address_in_brackets(session: Session) -> None:
+    try:
+        _socket("::1", 0).close()
+    except InputError:
+        pytest.skip("this machine has no IPv6")
+    with serve_in_thread(session, host="[::1]") as url:
+        assert re.fullmatch(r"http://\[::1\]:\d+/", url)
+        assert httpx.get(f"{url}api/session").status_code == 200
 
 
 def test_a_port_that_is_taken(session: Session) -> None:

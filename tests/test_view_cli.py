@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 import qkv
 from qkv.cli import main
+from qkv.profiler.texts import default_text
 
 pytest.importorskip("transformers", reason="loading models needs transformers")
 TEXT = "def one():\n    return 1\n"
@@ -40,6 +42,8 @@ def viewer(*arguments: str, cwd: Path) -> Iterator[tuple[str, subprocess.Popen[s
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+        assert process.stderr is not None
+        assert "Traceback" not in (said := process.stderr.read()), said
 
 
 def sources(url: str) -> list[dict[str, Any]]:
@@ -74,7 +78,6 @@ def test_a_model_on_a_file_beside_a_saved_profile(folder: Path) -> None:
         assert [x["token"] for x in row["top"]] == [x["token"] for x in saved["top"]]
         assert httpx.get(url).text.startswith("<!doctype html>")
     assert process.returncode == 0
-    assert process.stderr is not None
 
 
 @pytest.mark.slow
@@ -87,16 +90,58 @@ def test_interrupted_before_it_is_ready_and_bound_elsewhere(folder: Path) -> Non
     assert process.returncode == 0
 
 
-def test_a_folder_or_a_file_with_a_profile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sources of the session that would be served."""
-    served: list[Any] = []
-    monkeypatch.setattr("qkv.server.run.serve", lambda session, **options: not served.append((session, options)))
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Sessions, and how they would be served."""
+    found: list[Any] = []
+    monkeypatch.setattr("qkv.server.run.serve", lambda session, **options: not found.append((session, options)))
+    return found
+
+
+def test_a_folder_or_a_file_with_a_profile(folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name in ("found", "found/profile.qkv.zip"):
         assert main(["view", name, "--port", "0"]) == 0
         session, options = served.pop()
         assert [(x.kind, x.name) for x in session.sources] == [("profile", f"qkv-mini ({name})")]
         assert (options["host"], options["port"]) == ("127.0.0.1", 0)
+
+
+def read_by(session: Any) -> list[Any]:
+    return [inputs for _, inputs, _ in session._asked.values()]
+
+
+def test_two_models_read_the_same(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Typed:
+        buffer = io.BytesIO(TEXT.encode())
+
+    monkeypatch.setattr(sys, "stdin", Typed)
+    assert main(["view", "qkv-mini", "--file", "-", "--against", "random-gpt2"]) == 0
+    assert read_by(served.pop()[0]) == [TEXT, TEXT]
+    for first, second in (("qkv-mini", "random-gpt2"), ("random-gpt2", "qkv-mini")):
+        assert main(["view", first, "--against", second]) == 0
+        assert read_by(served.pop()[0]) == [default_text(first)] * 2
+
+
+def test_a_text_for_a_model_beside_a_profile(folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["view", "found", TEXT, "--against", "qkv-mini"]) == 0
+    session = served.pop()[0]
+    assert [x.kind for x in session.sources] == ["profile", "model"]
+    assert read_by(session) == [TEXT]
+
+
+def test_the_address_is_printed_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def serve(session: Any, *, on_start: Any, **options: Any) -> bool:
+        on_start("http://[fe80::1]:8765/?token=x")
+        return True
+
+    monkeypatch.setattr("qkv.server.run.serve", serve)
+    monkeypatch.chdir(folder)
+    assert main(["view", "found", "--no-browser", "--host", "::"]) == 0
+    assert capsys.readouterr().out.count("http://[fe80::1]:8765/?token=x\n") == 2
 
 
 def test_only_a_page_that_is_wanted_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +170,17 @@ def test_only_a_page_that_is_wanted_opens(folder: Path, monkeypatch: pytest.Monk
         (["text.py"], "not a profile"),
         (["found", "some text"], "has a text of its own"),
         (["found", "--tokens", "5"], "has a text of its own"),
+        (["found", "--against", "found/profile.qkv.zip", "some text"], "has a text of its own"),
+        (["found", "--against", "found", "--target", "x"], "has a text of its own"),
         (["./nowhere"], "no folder"),
+        (["The cat sat on the mat."], "PROFILE|MODEL is 'The cat sat on the mat.': expected a profile, a folder or a"),
+        (["x" * 5000], "a text comes after the model"),
+        (["def one():\n" * 500], "a text comes after the model"),
+        (["qkv-mini", "--against", "x" * 300], "--against is 'xxx"),
+        (["qkv-mini", ""], "the text is empty"),
+        (["qkv-mini", "abc", "--target", "x"], "no decoder that could read it"),
+        (["qkv-translation", "hi"], "there is no tokenizer"),
+        (["found", TEXT, "--against", "qkv-translation"], "there is no tokenizer"),
         (["qkv-mini", TEXT, "--file", "text.py"], "expected one of them"),
         (["qkv-mini", "--file", "missing.txt"], "missing.txt"),
         (["qkv-mini", "--tokens", "0"], "--tokens is 0"),

@@ -162,10 +162,12 @@ def _show(result: Profile) -> None:
 def _title(result: Profile, group: str) -> str:
     from rich.markup import escape
 
+    from qkv.profiler.data import counted, layers_and_heads
+
     sizes = result.groups[group].sizes
     parts = [] if len(result.groups) == 1 else [group]
-    parts += [escape(result.attrs["model"]), f"{sizes['layer']} layers × {sizes['head']} heads"]
-    parts += [f"{sizes['key']:,} tokens", f"{result.attrs['seconds']:.1f} s"]
+    parts += [escape(result.attrs["model"]), layers_and_heads(sizes["layer"], sizes["head"])]
+    parts += [counted(sizes["key"], "token"), f"{result.attrs['seconds']:.1f} s"]
     return " · ".join(parts)
 
 

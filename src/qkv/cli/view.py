@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qkv.profiler.data import Profile
 
 PROFILE = "profile.qkv.zip"  # what `qkv profile` calls it in its folder
+LONGEST = 255  # characters of a name; what is longer must be a text
 
 
 def view(
@@ -68,31 +69,35 @@ def view(
         raise InputError(f"--port is {port}, expected 0 (any that is free) to 65535")
 
     from rich.console import Console
+    from rich.markup import escape
 
+    from qkv.profiler.inputs import batches
     from qkv.server.guard import EVERYWHERE
     from qkv.server.run import serve
     from qkv.server.session import Session
 
+    found = [(source, _saved(source, "PROFILE|MODEL"))]
+    if against is not None:
+        found.append((against, _saved(against, "--against")))
+    names = [name for name, profile in found if profile is None]
+    if not names and any(x is not None for x in (text, file, tokens, target)):
+        raise InputError(f"PROFILE: {source} has a text of its own; expected no other, or a model to run on it")
+    passage = given_text(names[0], text, file, tokens) if names else ""  # one for both, or they could not be compared
     session = Session(Path(source).name or source)
-    for name, called in ((source, "PROFILE"), (against, "--against")):
-        if name is None:
-            continue
-        profile = _saved(name, called)
+    for name, profile in found:
         if profile is not None:
-            given = any(x is not None for x in (text, file, tokens, target))
-            if given and against is None:
-                raise InputError(f"PROFILE: {name} has a text of its own; expected no other, or a model to run on it")
             session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})")
         else:
-            loaded, inputs = ready(name, given_text(name, text, file, tokens), tokens, dtype)
+            loaded, inputs = ready(name, passage, tokens, dtype)
+            list(batches(loaded.model, inputs, loaded.tokenizer, target))  # what it cannot run on is said here
             session.add_model(loaded, inputs, target=target)
 
     def started(url: str) -> None:
         console = Console()
-        console.print(f"[bold]Viewer[/bold]   {url}", soft_wrap=True, highlight=False)
+        console.print(f"[bold]Viewer[/bold]   {escape(url)}", soft_wrap=True, highlight=False)
         if host in EVERYWHERE:
             elsewhere = url.replace("localhost", socket.gethostname(), 1)
-            console.print(f"[dim]Or, from elsewhere, {elsewhere}[/dim]", soft_wrap=True, highlight=False)
+            console.print(f"[dim]Or, from elsewhere, {escape(elsewhere)}[/dim]", soft_wrap=True, highlight=False)
         console.print("[dim]Ctrl+C ends it.[/dim]")
         if not no_browser:  # in a thread: a browser in the terminal would keep the server from starting
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
@@ -106,6 +111,11 @@ def _saved(name: str, called: str) -> Profile | None:
     """The profile in a file, or in a folder that `qkv profile` has written; None if `name` may be a model."""
     from qkv.profiler.data import Profile
 
+    if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
+        given = f"{name[:40]}…" if len(name) > 40 else name
+        raise InputError(
+            f"{called} is {given!r}: expected a profile, a folder or a model's name; a text comes after the model"
+        )
     path = Path(name)
     if path.is_dir() and (path / PROFILE).is_file():
         path /= PROFILE

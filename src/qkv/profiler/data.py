@@ -213,8 +213,22 @@ def size_of(data: xr.Dataset) -> str:
     """Layers, heads and tokens of a group in words."""
     texts, layers, heads = (data.sizes[dim] for dim in ("text", "layer", "head"))
     queries, keys = int(data["n_queries"].max()), int(data["n_keys"].max())
-    tokens = f"{queries:,} tokens" if queries == keys else f"{queries:,} × {keys:,} tokens"
-    return f"{layers} layers × {heads} heads, {tokens}" + (f", {texts} texts" if texts > 1 else "")
+    tokens = counted(queries, "token") if queries == keys else f"{queries:,} × {keys:,} tokens"
+    return f"{layers_and_heads(layers, heads)}, {tokens}" + (f", {texts} texts" if texts > 1 else "")
+
+
+def layers_and_heads(layers: int, heads: int) -> str:
+    """How large a model's attention is, in words.
+
+    >>> layers_and_heads(12, 1)
+    '12 layers × 1 head'
+    """
+    return f"{counted(layers, 'layer')} × {counted(heads, 'head')}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 head", "1,024 heads"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:

@@ -32,10 +32,18 @@ from qkv.profiler.models import load
 from qkv.profiler.pyramid import OnProgress, Pyramid, deepest, kept_tiles
 from qkv.weights import Rows
 
-__all__ = ["Cancelled", "Explorer", "Info", "of"]
+__all__ = ["Cancelled", "Explorer", "Info", "Room", "of"]
 
 BUDGET = 2**31
 FOR_TILES = 8  # one part in so many of the budget
+
+
+class Room:
+    """Where explorers keep what they have found, together in so many bytes: queries and keys of layers, and tiles."""
+
+    def __init__(self, budget: int = BUDGET) -> None:
+        self.calls = Kept[_Known](budget - budget // FOR_TILES, lambda known: known.bytes)
+        self.tiles = kept_tiles(budget // FOR_TILES)
 
 
 class Info(NamedTuple):
@@ -88,12 +96,12 @@ class Explorer:
     True, `Cancelled` is raised, and nothing is lost that was done by then.
     """
 
-    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, budget: int) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, room: Room) -> None:
         self.model, self.name = model, name
         self._runs = list(runs)
         self._groups: dict[int, dict[str, list[_Layer]]] = {}
-        self._kept = Kept[_Known](budget - budget // FOR_TILES, lambda known: known.bytes)
-        self._tiles = kept_tiles(budget // FOR_TILES)
+        self._kept, self._tiles = room.calls, room.tiles
+        self._own = object()  # begins the keys of what is this explorer's in there
         self._model_is_free = threading.Lock()
 
     def __repr__(self) -> str:
@@ -135,7 +143,7 @@ class Explorer:
         """
         at = self._find(group, text, layer, head, stopped)
         pyramid = Pyramid(
-            at.known.call, at.known.rows, at.item, head, self._tiles, (text, group, layer, head),
+            at.known.call, at.known.rows, at.item, head, self._tiles, (self._own, text, group, layer, head),
             queries=at.queries, keys=at.keys,
         )  # fmt: skip
         picture = pyramid.tile(zoom, i, j, stopped=stopped, on_progress=on_progress)
@@ -247,7 +255,7 @@ class Explorer:
 
     def _known_of(self, run: int, layer: _Layer, stopped: Stopped) -> _Known:
         """The calls of a layer, if need be from another forward, which ends with the layer."""
-        key = run, layer.kind, layer.calls
+        key = self._own, run, layer.kind, layer.calls
         found = self._kept.find(key)
         if found is None:
             with self._model(stopped):
@@ -283,7 +291,7 @@ class Explorer:
             calls = tuple(step.layer for step in seen)
             known = _known(seen)
             put = self._kept.put if (seen[0].group, calls[0]) == wanted else self._kept.put_if_room
-            put((run, seen[0].group, calls), known)
+            put((self._own, run, seen[0].group, calls), known)
             return _layer(seen, known.call, targets)
 
         observer = Observer(self.model, query_masks=targets, key_masks=source, sequences=sequences, take=take)
@@ -323,7 +331,7 @@ def of(
     tokenizer: Any = None,
     target: str | None = None,
     name: str = "",
-    budget: int = BUDGET,
+    room: Room | None = None,
 ) -> Explorer:
     """What answers any question about the weights of a model on some inputs.
 
@@ -336,8 +344,8 @@ def of(
         tokenizer: for text; loaded with the model if that is a name.
         target: the text the decoder of an encoder-decoder reads.
         name: of the model; its own if not given.
-        budget: bytes to keep: queries and keys of the layers asked for last, and tiles. The model runs again, up to the
-            layer, for one that is not kept.
+        room: where to keep queries and keys of the layers asked for last, and tiles; 2 GiB of its own if not given.
+            The model runs again, up to the layer, for one that is not kept.
 
     Raises:
         InputError: for inputs the model cannot take.
@@ -355,7 +363,7 @@ def of(
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, budget)
+    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, room or Room())
 
 
 def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:

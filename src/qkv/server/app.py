@@ -126,6 +126,7 @@ def _pages(app: FastAPI) -> None:
             live=None if session.live_described is None else LiveModel(**session.live_described),
             align=Alignment(**session.aligners_described),
             looks=Looks(**looks()),
+            computing=request.app.state.lanes.slow.share,
         )  # fmt: skip
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from qkv.profiler.kept import Stopped
 from qkv.profiler.pyramid import TILE
 from qkv.server.asking import ask, not_there
 from qkv.server.jobs import Work
 from qkv.server.page_schema import Page
 from qkv.server.schemas import LARGEST_INDEX, HeadLink, Line, Links, Listed, MapShape, Weight
 from qkv.server.stored import Stored
-from qkv.view.payload import trimmed
 
 if TYPE_CHECKING:
     from qkv.server.session import Session, Source
@@ -134,11 +134,11 @@ async def tile(
     at = located(request, s, g, t, layer, head)
     if version != request.app.state.session.version:
         raise not_there("The page belongs to an earlier run of the server: reload it.")
-    where = (layer, head, zoom, i, j)
+    where, maps, tell = (layer, head, zoom, i, j), at.source.maps[at.group], request.app.state.lanes.slow.tell
     picture = await ask(
         request,
         ("tile", s, g, t, *where),
-        lambda stopped: at.source.maps[at.group].tile(at.group, t, *where, stopped=stopped),
+        lambda stopped: maps.tile(at.group, t, *where, stopped=stopped, on_progress=tell),
     )
     if picture is None:
         return Response(status_code=204, headers={"Cache-Control": KEPT})
@@ -154,9 +154,9 @@ async def profiles(
     """The share of all attention that each key receives, (n_keys,), then the entropy of each query, (n_queries,)."""
     at = located(request, s, g, t, layer, head)
     assert at.source.profile is not None
-    one = trimmed(at.source.profile.groups[at.group], t)
-    received = one["received"].values[0, layer, head].astype(np.float64) / one.sizes["query"]
-    return Floats(np.concatenate([received, one["entropy"].values[0, layer, head]]))
+    data, n_queries, n_keys = at.source.profile.groups[at.group], at.view["n_queries"], at.view["n_keys"]
+    received = data["received"].values[t, layer, head, :n_keys].astype(np.float64) / n_queries
+    return Floats(np.concatenate([received, data["entropy"].values[t, layer, head, :n_queries]]))
 
 
 @router.get("/pair/{g}/{t}/{layer}/{head}")
@@ -184,8 +184,10 @@ async def row(
 ) -> Line:
     """Whom a query attends to."""
     at = located(request, s, g, t, layer, head)
+    _within("query", query, at.view["n_queries"])
     keys = at.view["keys"]
-    return _line(query, at.view["queries"] or keys, await _row(request, at, s, g, layer, head, query), keys, k)
+    work = _listing(_method(at, "row", layer, head, query), query, at.view["queries"] or keys, keys, k)
+    return await ask(request, ("row", s, g, t, layer, head, query, k), work, quick=True)
 
 
 @router.get("/column/{g}/{t}/{layer}/{head}")
@@ -194,8 +196,10 @@ async def column(
 ) -> Line:
     """Who attends to a key."""
     at = located(request, s, g, t, layer, head)
+    _within("key", key, at.view["n_keys"])
     keys = at.view["keys"]
-    return _line(key, keys, await _column(request, at, s, g, layer, head, key), at.view["queries"] or keys, k)
+    work = _listing(_method(at, "column", layer, head, key), key, keys, at.view["queries"] or keys, k)
+    return await ask(request, ("column", s, g, t, layer, head, key, k), work, quick=True)
 
 
 @router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
@@ -203,7 +207,10 @@ async def row_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token
 ) -> Response:
     """The weights of a query, (n_keys,)."""
-    return Floats(await _row(request, located(request, s, g, t, layer, head), s, g, layer, head, query))
+    at = located(request, s, g, t, layer, head)
+    _within("query", query, at.view["n_queries"])
+    work = _method(at, "row", layer, head, query)
+    return Floats(await ask(request, ("row-weights", s, g, t, layer, head, query), work, quick=True))
 
 
 @router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
@@ -211,7 +218,10 @@ async def column_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, key: Token
 ) -> Response:
     """The weights onto a key, (n_queries,)."""
-    return Floats(await _column(request, located(request, s, g, t, layer, head), s, g, layer, head, key))
+    at = located(request, s, g, t, layer, head)
+    _within("key", key, at.view["n_keys"])
+    work = _method(at, "column", layer, head, key)
+    return Floats(await ask(request, ("column-weights", s, g, t, layer, head, key), work, quick=True))
 
 
 @router.get("/links/{g}/{t}/{layer}")
@@ -234,18 +244,6 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
     )
 
 
-async def _row(request: Request, at: At, s: int, g: int, layer: int, head: int | str, query: int) -> np.ndarray:
-    _within("query", query, at.view["n_queries"])
-    work = _method(at, "row", layer, head, query)
-    return await ask(request, ("row", s, g, at.text, layer, head, query), work, quick=True)
-
-
-async def _column(request: Request, at: At, s: int, g: int, layer: int, head: int | str, key: int) -> np.ndarray:
-    _within("key", key, at.view["n_keys"])
-    work = _method(at, "column", layer, head, key)
-    return await ask(request, ("column", s, g, at.text, layer, head, key), work, quick=True)
-
-
 def _method(at: At, name: str, layer: int, head: int | str, *where: int) -> Work:
     method = getattr(at.source.maps[at.group], name)
     return lambda stopped: method(
@@ -253,8 +251,18 @@ def _method(at: At, name: str, layer: int, head: int | str, *where: int) -> Work
     )
 
 
-def _line(position: int, names: list[str], weights: np.ndarray, others: list[str], k: int) -> Line:
-    first = np.argsort(-weights, kind="stable")[:k]
-    listed = [Listed(position=int(x), token=others[x], weight=float(weights[x])) for x in first]
-    rest = np.delete(weights, first).sum(dtype=np.float64)
-    return Line(position=position, token=names[position], top=listed, rest=float(rest))
+def _listing(work: Work, position: int, names: list[str], others: list[str], k: int) -> Work:
+    """The k largest of the weights that `work` finds, the first of several first, and the sum of the others."""
+
+    def listed(stopped: Stopped) -> Line:
+        weights: np.ndarray = work(stopped)
+        order = np.argpartition(-weights, k - 1) if k < len(weights) else np.arange(len(weights))
+        first = order[:k][np.lexsort((order[:k], -weights[order[:k]]))]
+        return Line(
+            position=position,
+            token=names[position],
+            top=[Listed(position=int(x), token=others[x], weight=float(weights[x])) for x in first],
+            rest=float(weights[order[k:]].sum(dtype=np.float64)),
+        )
+
+    return listed

@@ -2,6 +2,7 @@
 
 A server on one's own machine can be reached by every page that one's browser shows. So the Host must be a name of this
 machine (or a page could rebind its own name to this address), and an Origin, where a browser sends one, the same host.
+What browsers say of the page that asks (Sec-Fetch-Site) must fit, too: images and scripts are asked for without Origin.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ BODY_SECONDS = 10  # for a body to arrive: who sends it drop by drop holds nothi
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 EVERYWHERE = frozenset({"0.0.0.0", "::", ""})
 METHODS = frozenset({"GET", "POST"})
+OWN_SITE = frozenset({"same-origin", "none"})  # what a browser says of our own page, and of an address typed
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 
 SECURITY = {
@@ -108,6 +110,9 @@ class Guard:
             return 403, "The Host of the request is not this server's: open the address that its terminal shows."
         origin = headers.one("origin")
         if headers.many("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
+            return 403, "The request comes from a page of another site."
+        sites = headers.many("sec-fetch-site")
+        if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
         if scope["method"] not in METHODS:
             return 405, "The method is neither GET nor POST."

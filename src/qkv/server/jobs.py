@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from qkv.profiler.kept import Cancelled, Stopped
 
 MOST = 64  # waiting jobs: more than the pages of one person ask for at a time
@@ -43,6 +45,9 @@ class Jobs:
 
     def __init__(self, most: int = MOST) -> None:
         self.most = most
+        self.share: float | None = None
+        """How much of the work at hand is done, from 0 to 1, if it says so: see `tell`."""
+        self._cores = torch.get_num_threads()
         self._queue: deque[_Job] = deque()
         self._jobs: dict[Hashable, _Job] = {}  # waiting or at work, by what they compute
         self._changed = threading.Condition()
@@ -75,6 +80,10 @@ class Jobs:
             for other in watch[1:]:
                 other.cancel()
             self._leave(job)
+
+    def tell(self, share: float) -> None:
+        """For work that takes long, from any thread: so much of it is done."""
+        self.share = share
 
     def close(self, wait: float = 2) -> bool:
         """No more work; what is being done is told to stop. Whether it has, after so many seconds at most."""
@@ -115,8 +124,8 @@ class Jobs:
                 self._queue.remove(job)
 
     def _labour(self) -> None:
-        import torch
-
+        # A new thread takes over what any other has set last, which may be 1 for as long as that one works.
+        torch.set_num_threads(self._cores)
         with torch.no_grad():
             while True:
                 with self._changed:
@@ -136,6 +145,7 @@ class Jobs:
     def _finish(self, job: _Job, result: Any = None, *, error: Exception | None = None) -> None:
         with self._changed:
             self._forget(job)
+            self.share = None
         if error is None:
             job.done.set_result(result)
         else:

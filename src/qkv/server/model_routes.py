@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 
 from qkv.server.asking import ask, not_there
+from qkv.server.data_routes import ready
 from qkv.server.schemas import (
     AlignAnswer,
     AlignRequest,
@@ -62,7 +63,8 @@ async def caption(request: Request, asked: CaptionRequest) -> CaptionAnswer:
 
 @router.post("/remedies")
 async def remedy(request: Request, asked: RemedyRequest) -> Made:
-    """The model of a source on the same texts with another normalizer in all heads, as a new source."""
+    """The model of a source that is ready, on the same texts with another normalizer in all heads, as a new source."""
+    ready(request, asked.source)
     return Made(id=_session(request).add_remedy(asked.source, asked.normalizer).id)
 
 

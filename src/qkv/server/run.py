@@ -14,6 +14,7 @@ import uvicorn
 
 from qkv.errors import InputError
 from qkv.server.app import create_app
+from qkv.server.connection import Connection
 from qkv.server.guard import EVERYWHERE, is_loopback
 from qkv.server.jobs import Lanes
 
@@ -64,13 +65,14 @@ def serve_in_thread(session: Session, *, host: str = "127.0.0.1", port: int = 0)
 
 def _bound(session: Session, lanes: Lanes, host: str, port: int) -> tuple[socket.socket, uvicorn.Server, str]:
     """The socket first: of port 0 the system says which one it is, and checks of requests must know it."""
+    host = host.strip("[]")
     sock = _socket(host, port)
     port = sock.getsockname()[1]
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     app = create_app(session, host=host, port=port, token=token, lanes=lanes)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
-        limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=2,
+        app, http=Connection, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        ws="none", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=2,
     )  # fmt: skip
     name = "localhost" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
     return sock, uvicorn.Server(config), f"http://{name}:{port}/" + (f"?token={token}" if token else "")
@@ -78,10 +80,11 @@ def _bound(session: Session, lanes: Lanes, host: str, port: int) -> tuple[socket
 
 def _socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # Named, or asyncio leaves Nagle's algorithm on, which holds back the end of a small answer for 40 ms.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host.strip("[]"), port))
+        sock.bind((host, port))
         sock.listen(CONNECTIONS)  # who comes before the server is up waits, and is not sent away
     except (OSError, OverflowError) as error:
         sock.close()

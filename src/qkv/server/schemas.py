@@ -88,6 +88,9 @@ class SessionState(BaseModel):
     live: LiveModel | None
     align: Alignment
     looks: Looks
+    computing: float | None = Field(
+        description="How much of the map that is being computed is done, from 0 to 1; null if none is."
+    )
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from qkv.errors import InputError
 from qkv.profiler import edits, explore, models, run
+from qkv.profiler.inputs import batches
 from qkv.profiler.kept import Cancelled, Stopped
 from qkv.profiler.residual import attending
 from qkv.server.align import Aligners
@@ -78,7 +80,9 @@ class Session:
         self.live_described: dict[str, Any] | None = None
         self.aligners = Aligners()
         self.aligners_described: dict[str, Any] = {"models": [], "captioner": None}
-        self._asked: dict[int, tuple[Loaded, Any, str | None]] = {}  # what models were given
+        self._asked: dict[int, tuple[Loaded, Any, str | None]] = {}  # twins of models that never run; what they read
+        self._room = explore.Room()
+        self._cores = torch.get_num_threads()
         self._remedies: dict[tuple[int, str], Source] = {}
         self._makers: list[tuple[Source, Maker]] = []
         self._has_small_models = False
@@ -98,16 +102,18 @@ class Session:
         """A model on its texts: `inputs` and `target` as in `qkv.profile`."""
 
         def make(source: Source) -> None:
-            _profiled(source, loaded, loaded.model, inputs, target, loaded.name, self._closed.is_set)
+            _profiled(source, loaded, inputs, target, self._room, self._closed.is_set)
 
+        # Made now: once the model runs, a copy of it would have the hooks of that moment.
+        apart = replace(loaded, model=twin(loaded.model))
         source = self._add(name or loaded.name, "model", make)
-        self._asked[source.id] = loaded, inputs, target
+        self._asked[source.id] = apart, inputs, target
         return source
 
     def add_remedy(self, of: int, normalizer: str) -> Source:
         """The same model on the same texts with another normalizer in all heads, not trained for it.
 
-        Asked for again, it is the one that is there, unless that failed.
+        Asked for again, it is the one that is there; one that failed is tried again.
 
         Raises:
             InputError: for a source that is no model, or a model whose heads cannot be edited.
@@ -122,13 +128,18 @@ class Session:
         name = f"{loaded.name} with {normalizer}"
 
         def make(source: Source) -> None:
-            model = twin(loaded.model)
-            _always(model, changes)
-            _profiled(source, loaded, model, inputs, target, name, self._closed.is_set)
+            edited = replace(loaded, name=name, model=twin(loaded.model))
+            _always(edited.model, changes)
+            _profiled(source, edited, inputs, target, self._room, self._closed.is_set)
 
-        source = self._remedies[of, normalizer] = self._add(name, "remedy", make)
+        if there is None:
+            there = self._remedies[of, normalizer] = self._add(name, "remedy", make)
+        else:
+            with self._changed:
+                there.state, there.done, there.what, there.error = "running", 0, "waiting", None
+                self._makers.append((there, make))
         self.start()
-        return source
+        return there
 
     def start(self) -> None:
         """Make ready, in a thread, what is not."""
@@ -158,13 +169,13 @@ class Session:
                 _paged(source)
                 source.state, source.what, source.done = "ready", "ready", source.total
             except Cancelled:
-                source.state, source.error = "failed", "the server was ended"
+                source.error, source.state = "the server was ended", "failed"
             except InputError as error:
-                source.state, source.error = "failed", f"{error}"
+                source.error, source.state = f"{error}", "failed"
                 log.error("%s: %s", source.name, error)
             except Exception as error:
-                source.state = "failed"
                 source.error = f"{source.name} could not be profiled ({type(error).__name__}): the terminal says more."
+                source.state = "failed"
                 log.exception("%s could not be profiled", source.name)
 
     def _small_models(self) -> None:
@@ -189,6 +200,7 @@ class Session:
             return self._makers.pop(0) if self._makers else None
 
     def _prepare_in_thread(self) -> None:
+        torch.set_num_threads(self._cores)  # see `qkv.server.jobs.Jobs`
         while True:
             self.prepare()
             with self._changed:
@@ -223,26 +235,28 @@ def _always(model: nn.Module, changes: list[edits.Edit]) -> None:
 
 
 def _profiled(
-    source: Source, loaded: Loaded, model: nn.Module, inputs: Any, target: str | None, name: str, stopped: Stopped
+    source: Source, loaded: Loaded, inputs: Any, target: str | None, room: explore.Room, stopped: Stopped
 ) -> None:
     """The profile, and the maps of all heads."""
+    model, tokenizer, name = loaded.model, loaded.tokenizer, loaded.name
 
     def step(*_: object) -> None:
         if stopped():
             raise Cancelled
         source.done = min(source.done + 1, source.total - 1)  # short texts that probe the model come after its own
 
-    layers = [module for at, module in model.named_modules() if at in set(attending(model))]
-    source.total = len(layers) + 1
+    names = set(attending(model))
+    layers = [module for at, module in model.named_modules() if at in names]
+    source.total = len(layers) * len(list(batches(model, inputs, tokenizer, target))) + 1
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(step).remove)
         source.what = "profiling"
         profile = source.profile = run.profile(
-            model, inputs, tokenizer=loaded.tokenizer, target=target, partial=True, progress=False, name=name
+            model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False, name=name
         )
         source.what = "making the maps ready"
-        explorer = explore.of(model, inputs, tokenizer=loaded.tokenizer, target=target, name=name)
+        explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, room=room)
         source.maps = _maps(profile, explorer, stopped)
 
 

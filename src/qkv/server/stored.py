@@ -10,7 +10,7 @@ import torch
 from qkv.errors import InputError
 from qkv.maps import Picture
 from qkv.profiler.kept import Stopped, never
-from qkv.profiler.pyramid import TILE, deepest
+from qkv.profiler.pyramid import TILE, OnProgress, deepest
 from qkv.view.payload import trimmed
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Stored:
 
     def __init__(self, profile: Profile, why: str | None = None) -> None:
         """`why` maps are not computed instead, if not because there is no model."""
-        self._profile, self._because = profile, why
+        self._because = why
         self._texts = {
             (group, text): trimmed(data, text)
             for group, data in profile.groups.items()
@@ -60,12 +60,12 @@ class Stored:
     def _why(self, kept: str) -> str:
         if self._because is not None:
             return f"There are {kept}: {self._because}"
-        model = self._profile.attrs.get("model", "MODEL")
-        return f"The profile keeps {kept}; for exact ones, open the model on its text: qkv view {model} --file TEXT."
+        return f"The profile keeps {kept}; for exact ones, open the model on its text: qkv view MODEL --file TEXT."
 
     def tile(
-        self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int, *, stopped: Stopped = never
-    ) -> Picture | None:
+        self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int,
+        *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None,
+    ) -> Picture | None:  # fmt: skip
         """A tile as in `qkv.profiler.pyramid.Pyramid.tile`; None if its keys all lie after its queries, unseen."""
         shape, one = self.shape(group, text), self._texts[group, text]
         if not 0 <= zoom <= shape.deepest:
@@ -85,11 +85,9 @@ class Stored:
         causal = bool(one.attrs["causal"]) and shape.n_queries == shape.n_keys
         if causal and columns[0] >= rows[-1]:
             return None
-        visible = np.ones_like(weights, np.float64)
-        if causal:
-            visible = np.tril(visible)
-        part = np.s_[rows[0] : rows[-1], columns[0] : columns[-1]]
-        return _picture(weights[part].astype(np.float64), visible[part], rows, columns)
+        part = weights[rows[0] : rows[-1], columns[0] : columns[-1]].astype(np.float64)
+        visible = np.tri(part.shape[0], part.shape[1], rows[0] - columns[0]) if causal else np.ones_like(part)
+        return _picture(part, visible, rows, columns)
 
     def row(
         self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never

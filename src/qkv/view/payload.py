@@ -26,6 +26,10 @@ CURVE_CELLS = 600_000  # entropy, distance and sink along the text, together
 CURVE_BINS = 256  # no chart is wider
 MAP_CELLS = 48_000_000  # dense maps at one byte a weight, before compression
 SINK_TOKENS = 12  # that are named, those of most heads
+RESIDUAL = (  # what is told of hidden states, if a profile has it all
+    *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive", "norm"),
+    *("massive_above", "massive_times_median"),
+)
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
 HEAD_COLUMNS = (
     *("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread"),
@@ -96,9 +100,9 @@ def looks() -> dict[str, Any]:
 
 
 def trimmed(data: xr.Dataset, text: int) -> xr.Dataset:
-    """One text, without the padding after its last query and key."""
+    """One text, without the padding after its last query and key: a view, not a copy."""
     lengths = int(data["n_queries"][text]), int(data["n_keys"][text])
-    return data.isel(text=[text], query=slice(lengths[0]), key=slice(lengths[1]))
+    return data.isel(text=slice(text, text + 1), query=slice(lengths[0]), key=slice(lengths[1]))
 
 
 def display(tokens: list[str]) -> list[str]:
@@ -178,9 +182,12 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
     """
     data = profile.groups[name]
     stack = next(
-        (s for s in profile.residual.values() if str(data["module"].values[0]).startswith(f"{s.attrs['stack']}.")), None
+        (s for s in profile.residual.values() if str(data["module"].values[0]).startswith(f"{s.attrs.get('stack')}.")),
+        None,
     )
-    if stack is None or name.startswith("cross") or (stack["n_tokens"].values != data["n_queries"].values).any():
+    if stack is None or not {*RESIDUAL} <= {*stack.variables, *stack.attrs} or name.startswith("cross"):
+        return {}
+    if (stack["n_tokens"].values != data["n_queries"].values).any():
         return {}
     text = stack["largest"].values[..., 0].argmax(0)
     at = {one: stack[one].values[text, np.arange(len(text))] for one in stack.data_vars if one != "norm"}

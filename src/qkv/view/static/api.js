@@ -4,6 +4,8 @@ import { decodedArrays } from "./data.js";
 
 const PATIENCE = 4; // how often a request that a full queue refused is sent again
 
+export const THE_MAP = "the map";
+
 // What a request computes, by the first part of its path that fits: the busy state says it.
 const WORK = [
   [/\/live\/step/, "the next token"],
@@ -11,8 +13,8 @@ const WORK = [
   [/\/align/, "the alignment"],
   [/\/caption/, "the caption"],
   [/\/remedies/, "the remedy"],
-  [/\/tiles\//, "the map"],
-  [/\/(map|profiles|pair|row|column|row-weights|column-weights|links)\//, "attention weights"],
+  [/\/tiles\//, THE_MAP],
+  [/\/(map|profiles|pair|row-weights|column-weights|links)\//, "attention weights"],
   [/\/(page|curves)/, "the profile"],
 ];
 
@@ -143,17 +145,7 @@ export class Source {
     return (await this.#api.get(path, { signal })).weight;
   }
 
-  /** Whom a query attends to most: {position, token, top: [{position, token, weight}], rest}. head may be "mean". */
-  row(g, t, layer, head, query, { k = 20, signal } = {}) {
-    return this.#api.get(this.#path(`row/${g}/${t}/${layer}/${head}?query=${query}&k=${k}`), { signal });
-  }
-
-  /** Who attends to a key most; the same fields as row. */
-  column(g, t, layer, head, key, { k = 20, signal } = {}) {
-    return this.#api.get(this.#path(`column/${g}/${t}/${layer}/${head}?key=${key}&k=${k}`), { signal });
-  }
-
-  /** All weights of a query, one per key. */
+  /** All weights of a query, one per key. head may be "mean". */
   async rowWeights(g, t, layer, head, query, { signal } = {}) {
     const path = this.#path(`row-weights/${g}/${t}/${layer}/${head}?query=${query}`);
     return new Float32Array(await this.#api.bytes(path, { signal }));

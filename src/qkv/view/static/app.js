@@ -2,8 +2,8 @@
 
 import { h } from "./dom.js";
 import { useLooks } from "./colour.js";
-import { integer } from "./numbers.js";
-import { Api, Source } from "./api.js";
+import { integer, percent } from "./numbers.js";
+import { Api, Source, THE_MAP } from "./api.js";
 import { PAGES, SHARED, addressOf, parsedAddress, settledHead, settledPlace } from "./address.js";
 import { Shell } from "./shell.js";
 
@@ -24,6 +24,8 @@ class App {
   #bar = ""; // what the bar was last drawn for
   #strolled = -Infinity; // when the head last changed, and nothing else
   #poll = 0;
+  #following = 0; // the timer until the next question how far the map is
+  #share = null; // of the map, that is computed
 
   async start() {
     addEventListener("hashchange", () => this.#arrive());
@@ -41,11 +43,6 @@ class App {
   /** GET JSON. */
   get(path, options) {
     return this.#api.get(path, options);
-  }
-
-  /** GET bytes, as an ArrayBuffer. */
-  bytes(path, options) {
-    return this.#api.bytes(path, options);
   }
 
   /** POST JSON, get JSON. */
@@ -144,7 +141,7 @@ class App {
 
   /** Follow the address bar: a link, the back button. What does not exist is said and mended. */
   async #arrive() {
-    if (location.hash && !location.hash.startsWith("#/")) return; // a place in the page
+    if (this.#mounted && location.hash && !location.hash.startsWith("#/")) return; // a place in the page
     this.#shell.calm();
     const asked = parsedAddress(location.hash), journey = ++this.#journey;
     try {
@@ -264,7 +261,20 @@ class App {
   #working(list) {
     this.#work = list;
     const running = (this.session?.sources ?? []).filter(({ state }) => state === "running").map(progress);
-    this.#shell.busy(list, running);
+    if (!list.includes(THE_MAP)) this.#share = null;
+    else this.#following ||= setTimeout(() => this.#follow(), POLL);
+    this.#shell.busy(list.map((what) => (what === THE_MAP && this.#share !== null ? `${what}: ${percent(this.#share)}` : what)), running);
+  }
+
+  /** How far the map is: one seen from afar is a pass over all its weights. */
+  async #follow() {
+    try {
+      if (this.#work.includes(THE_MAP)) this.#share = (await this.get("/api/session", { quiet: true })).computing;
+    } catch {
+      // whoever waits for the map hears what is wrong
+    }
+    this.#following = 0;
+    this.#working(this.#work);
   }
 }
 
