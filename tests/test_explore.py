@@ -281,7 +281,7 @@ def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float
         for text in range(data.sizes["text"]):
             info = found.info(group, text)
             n_queries, n_keys = int(data["n_queries"][text]), int(data["n_keys"][text])
-            assert info == (n_queries, n_keys, 0)
+            assert info == (n_queries, n_keys, 0, 0)
             for layer in range(data.sizes["layer"]):
                 weights = data["weights"].values[text, layer, :, :n_queries, :n_keys]
                 near = {"rtol": 1e-4, "atol": tolerance}

@@ -902,6 +902,28 @@ def test_who_comes_when_others_have_just_left_is_worked_for() -> None:
     jobs.close()
 
 
+def test_long_work_gives_way_and_goes_on() -> None:
+    jobs, order = Jobs(), []
+
+    def long(stopped: Callable[[], bool]) -> str:
+        order.append("long")
+        if order.count("long") == 1:
+            until(stopped)
+            raise Cancelled
+        return "all of it"
+
+    async def go() -> list[Any]:
+        first = asyncio.ensure_future(jobs.run("whole map", long, long=True))
+        await asyncio.to_thread(until, lambda: order == ["long"])
+        second = jobs.run("another", long, long=True)  # waits for its turn: it is as long
+        third = jobs.run("tile", lambda stopped: order.append("tile"))
+        return await asyncio.gather(first, second, third)
+
+    assert asyncio.run(go()) == ["all of it", "all of it", None]
+    assert order == ["long", "tile", "long", "long"]
+    jobs.close()
+
+
 def test_a_client_whose_task_is_cancelled_leaves_too() -> None:
     jobs, slow = Jobs(), Slow()
 

@@ -29,7 +29,7 @@ from qkv.profiler.capture import Observer, Seen, formed, observe
 from qkv.profiler.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.kept import WAIT, Cancelled, Kept, Stopped, never
 from qkv.profiler.models import load
-from qkv.profiler.pyramid import OnProgress, Pyramid, deepest, kept_tiles
+from qkv.profiler.pyramid import OnProgress, Pyramid, base, deepest, kept_tiles
 from qkv.weights import Rows
 
 __all__ = ["Cancelled", "Explorer", "Info", "Room", "of"]
@@ -47,11 +47,13 @@ class Room:
 
 
 class Info(NamedTuple):
-    """The size of the maps of a text: real tokens, and the zoom at which a pixel is one query and one key."""
+    """The size of the maps of a text: real tokens; the zoom at which a pixel is one query and one key; and the zoom of
+    whose tiles farther ones are made, all in one pass over the whole map."""
 
     n_queries: int
     n_keys: int
     deepest: int
+    base: int
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Explorer:
         layer = self._layers(run, group, 0, stopped)[0]
         queries, keys = self._spans(layer, item, text)
         sizes = queries.stop - queries.start, keys.stop - keys.start
-        return Info(*sizes, deepest(*sizes))
+        return Info(*sizes, deepest(*sizes), base(*sizes))
 
     def tile(
         self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int,
@@ -352,7 +354,7 @@ def of(
 
     >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)")
     >>> found.info("self", 0)
-    Info(n_queries=21, n_keys=21, deepest=0)
+    Info(n_queries=21, n_keys=21, deepest=0, base=0)
     >>> row = found.row("self", 0, layer=1, head=2, query=20)
     >>> row.shape, round(float(row.sum()), 5)
     ((21,), 1.0)

@@ -44,6 +44,22 @@ def deepest(n_queries: int, n_keys: int) -> int:
     return max(0, (-(-max(n_queries, n_keys) // TILE) - 1).bit_length())
 
 
+def base(n_queries: int, n_keys: int) -> int:
+    """The deepest zoom at which the whole map has few pixels: nearer zooms are made of weights, farther ones of it.
+
+    >>> base(256, 100), base(16_384, 16_384), base(100_000, 100_000)
+    (0, 3, 3)
+    """
+    last = deepest(n_queries, n_keys)
+    few = (z for z in range(last, 0, -1) if pixels(n_queries, last - z) * pixels(n_keys, last - z) <= FAR)
+    return next(few, 0)
+
+
+def pixels(tokens: int, steps: int) -> int:
+    """Of a side of the whole map, so many zooms before the deepest."""
+    return -(-tokens // 2**steps)
+
+
 class Pyramid:
     """Tiles of the map of one head, or of a rectangle of it. Making one costs nothing: what lasts is in `kept`.
 
@@ -79,9 +95,7 @@ class Pyramid:
         self.lengths = queries.stop - queries.start, keys.stop - keys.start
         self.deepest = deepest(*self.lengths)
         """The zoom at which a pixel is one query and one key."""
-        zooms = range(self.deepest, 0, -1)
-        self.base = next((z for z in zooms if self._pixels(0, z) * self._pixels(1, z) <= FAR), 0)
-        """The deepest zoom at which the whole map has few pixels: tiles before it are pooled from its own."""
+        self.base = base(*self.lengths)
 
     def tile(
         self, zoom: int, i: int, j: int, *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None
@@ -183,7 +197,7 @@ class Pyramid:
 
     def _pixels(self, side: int, zoom: int) -> int:
         """Of the whole map at a zoom, down or across."""
-        return -(-self.lengths[side] // 2 ** (self.deepest - zoom))
+        return pixels(self.lengths[side], self.deepest - zoom)
 
     def _spans(self, at: Place) -> tuple[slice, slice]:
         """Queries and keys of the call that a tile shows."""

@@ -98,7 +98,7 @@ def _local(data: xr.Dataset) -> np.ndarray:
 
 def _streaming(data: xr.Dataset) -> np.ndarray | None:
     """Weight on what a streaming cache keeps, of the queries that see at least four times as many keys."""
-    if "streaming" not in data:
+    if "streaming" not in data or "streaming_first" not in data.attrs:
         return None
     kept = data.attrs["streaming_first"] + data.attrs["streaming_last"]
     long = data["visible"].values >= 4 * kept

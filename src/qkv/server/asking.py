@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qkv.server.jobs import Lanes, Work
 
 
-async def ask(request: Request, key: Hashable, work: Work, *, quick: bool = False) -> Any:
+async def ask(request: Request, key: Hashable, work: Work, *, quick: bool = False, long: bool = False) -> Any:
     """What `work` returns, from a compute thread; arguments, and what it may raise, as of `Jobs.run`.
 
     `quick` is what takes milliseconds, and a pointer or a person typing waits for.
@@ -25,7 +25,7 @@ async def ask(request: Request, key: Hashable, work: Work, *, quick: bool = Fals
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    return await jobs.run(key, work, gone)
+    return await jobs.run(key, work, gone, long=long)
 
 
 def not_there(sentence: str) -> HTTPException:

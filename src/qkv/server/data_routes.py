@@ -106,7 +106,7 @@ async def shape(request: Request, s: Position, g: Position, t: Position, layer: 
     maps = at.source.maps[at.group]
     if isinstance(maps, Stored):
         return MapShape(tile=TILE, **maps.shape(at.group, t)._asdict())
-    n_queries, n_keys, deepest = maps.info(at.group, t)
+    n_queries, n_keys, deepest, _ = maps.info(at.group, t)
     return MapShape(
         kind="exact", n_queries=n_queries, n_keys=n_keys, tile=TILE, deepest=deepest, pixel_queries=1, pixel_keys=1,
         why=None,
@@ -139,6 +139,7 @@ async def tile(
         request,
         ("tile", s, g, t, *where),
         lambda stopped: maps.tile(at.group, t, *where, stopped=stopped, on_progress=tell),
+        long=not isinstance(maps, Stored) and zoom < maps.info(at.group, t).base,  # what is done of it is kept
     )
     if picture is None:
         return Response(status_code=204, headers={"Cache-Control": KEPT})

@@ -33,6 +33,7 @@ Work = Callable[[Stopped], Any]
 class _Job:
     key: Hashable
     work: Work
+    long: bool
     done: Future[Any] = field(default_factory=Future)
     waiting: int = 0
 
@@ -54,7 +55,7 @@ class Jobs:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    async def run(self, key: Hashable, work: Work, gone: Callable[[], Any] | None = None) -> Any:
+    async def run(self, key: Hashable, work: Work, gone: Callable[[], Any] | None = None, *, long: bool = False) -> Any:
         """What `work` returns, computed by the thread.
 
         Args:
@@ -62,12 +63,14 @@ class Jobs:
             work: to do.
             gone: a coroutine function that returns when the client has left. What nobody waits for any more is dropped,
                 and if it is at work told to stop.
+            long: it gives way to work that is not, is told to stop for it, and goes on afterwards: what it had done
+                by then should not have been in vain.
 
         Raises:
             Busy: if as many jobs as allowed are waiting.
             Gone: if the client left first.
         """
-        job = self._place(key, work)
+        job = self._place(key, work, long)
         answer = asyncio.wrap_future(job.done)  # never cancelled: the job may be others', too
         answer.add_done_callback(lambda future: future.cancelled() or future.exception())  # heard, even if by nobody
         watch = [answer] if gone is None else [answer, asyncio.ensure_future(gone())]
@@ -98,13 +101,13 @@ class Jobs:
         self._thread.join(wait)
         return not self._thread.is_alive()
 
-    def _place(self, key: Hashable, work: Work) -> _Job:
+    def _place(self, key: Hashable, work: Work, long: bool) -> _Job:
         with self._changed:
             job = self._jobs.get(key)
             if job is None:
                 if self._closed or len(self._queue) >= self.most:
                     raise Busy
-                job = _Job(key, work)
+                job = _Job(key, work, long)
                 self._jobs[key] = job
                 self._queue.append(job)
                 if self._thread is None:
@@ -132,15 +135,28 @@ class Jobs:
                     self._changed.wait_for(lambda: self._queue or self._closed)
                     if self._closed:
                         return
-                    job = self._queue.popleft()
+                    job = next((x for x in self._queue if not x.long), self._queue[0])
+                    self._queue.remove(job)
                 try:
-                    result = job.work(lambda job=job: job.waiting == 0 or self._closed)  # type: ignore[misc]
+                    result = job.work(lambda job=job: self._stopped(job))  # type: ignore[misc]
                 except Cancelled:
-                    self._finish(job, error=Gone())
+                    self._stop(job)
                 except Exception as error:
                     self._finish(job, error=error)
                 else:
                     self._finish(job, result)
+
+    def _stopped(self, job: _Job) -> bool:
+        """Whether to stop what is at work."""
+        with self._changed:
+            return job.waiting == 0 or self._closed or (job.long and any(not x.long for x in self._queue))
+
+    def _stop(self, job: _Job) -> None:
+        with self._changed:
+            if job.waiting and not self._closed:
+                self._queue.appendleft(job)
+                return
+        self._finish(job, error=Gone())
 
     def _finish(self, job: _Job, result: Any = None, *, error: Exception | None = None) -> None:
         with self._changed:
