@@ -157,7 +157,7 @@ def test_a_notebook_shows_both(tmp_path: Path) -> None:
         frame.locator(".grid button").first.wait_for()
         assert frame.locator(".grid button").count() == 6
         frame.locator(".grid button").nth(4).click()
-        assert frame.locator("#card h3").text_content() == "Layer 1 · head 1"
+        assert frame.locator("#card h3").text_content() == "Layer 1, head 1"
         assert page.locator("rect").count() == 6
         box = page.locator("rect").nth(5).bounding_box()
         assert box is not None

@@ -18,6 +18,7 @@ from qkv.profiler import tables
 from qkv.profiler.data import Profile
 from qkv.profiler.types import MIXED, ROLES
 from qkv.view import style
+from qkv.view.findings import findings, headline
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +118,19 @@ def test_titles_state_what_was_found() -> None:
     said = " ".join(text.get_text() for text in profile.plot.received().texts)
     assert "“Once” at position 0 receives 23 % of all attention" in said
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
+
+
+def test_one_head_of_one_layer_is_not_spoken_of_as_many() -> None:
+    data = made.dataset_from_weights([np.eye(6)[None, None]], [["a", "b", "c", "d", "e", "f"]], causal=True)
+    profile = Profile({"self": data}, {"model": "one"})
+    heads = tables.head_table(data)
+    assert headline(data, heads).endswith("; 1 of 1 head attends most to the token itself.")
+    details = [found.detail for found in findings(data, heads)]
+    assert any(detail.endswith("0 of 1 head put more than 30 %") for detail in details)
+    assert any(detail.endswith("as if one key had all the weight") for detail in details)
+    assert repr(profile) == "Profile('one', self: 1 layer × 1 head, 6 tokens)"
+    assert profile.plot.entropy().texts[1].get_text() == "one · 1 layer × 1 head · 6 tokens"
+    assert profile.plot.sink().texts[0].get_text().startswith("0 of 1 head put more than 30 %")
 
 
 def test_the_head_card_stacks_the_destinations() -> None:

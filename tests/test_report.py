@@ -300,14 +300,14 @@ def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "error" not in state
     said = json.loads(state["said"].replace("&quot;", '"').replace("&nbsp;", " ").replace("\u00a0", " "))
     heads = profile.heads()
-    assert said["clicked"] == "Layer 1 · head 3"
-    assert said["arrows"] == "Layer 2 · head 2"
+    assert said["clicked"] == "Layer 1, head 3"
+    assert said["arrows"] == "Layer 2, head 2"
     assert said["focused"].startswith("Layer 2, head 2: ")
-    assert said["stepped"] == "Layer 2 · head 3"
+    assert said["stepped"] == "Layer 2, head 3"
     assert said["kept"] == "on"
     assert said["cell"] == f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
     kind = profile.types().query("layer == 1 and head == 3").iloc[0]
-    assert said["kind"].split("\n")[:2] == ["Layer 1 · head 3", kind["type"]]
+    assert said["kind"].split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
     assert said["asked"].startswith("Shaded: where “wards” (position 9) of L2 · H3 looks.")
     assert said["shaded"] == "9"
     weight = float(profile.data["weights"][0, 2, 3, 1, 1])

@@ -350,6 +350,30 @@ def test_the_grid_is_walked_with_arrows(tab: Opens) -> None:
     assert (one.state["layer"], one.state["head"]) == ("1", "0")
 
 
+def test_enter_opens_the_head_that_is_chosen_however_it_was_chosen(tab: Opens) -> None:
+    one = tab().open("overview", "gpt", layer=0, head=0)
+    one.page.click(f"{CELL} >> nth=1")
+    one.press("n", "Shift+n")
+    assert chosen(one) == (1, 2)
+    one.press("ArrowRight")
+    assert chosen(one) == (1, 3)
+    one.page.select_option('[data-key="head"]', "0")
+    one.page.focus(f'{CELL}[tabindex="0"]')
+    one.press("Enter")
+    one.settled()
+    assert (one.at, one.state["layer"], one.state["head"]) == ("map", "1", "0")
+
+
+def test_an_address_of_a_place_in_the_page_opens_the_first_view(tab: Opens) -> None:
+    one = tab()
+    one.page.goto(f"{one.served.url}#main")
+    assert one.settled().at == "overview"
+    one.open("sinks", "gpt")
+    one.page.evaluate("location.hash = '#main'")
+    one.page.wait_for_timeout(200)
+    assert one.page.locator(".page-sinks").count() == 1
+
+
 # ---- the overview ---------------------------------------------------------------------------------------------
 
 
@@ -366,12 +390,12 @@ def test_the_grid_shows_the_numbers_of_the_profile(tab: Opens, served: Served) -
     assert np.argmin(shade) == np.argmax(heads["entropy"])  # the most is the darkest
     one.page.hover(f"{CELL} >> nth=5")
     tip = one.page.inner_text("#tip")
-    assert "Layer 1 · head 1" in tip
+    assert "Layer 1, head 1" in tip
     assert f"{heads['entropy'][5]:.2f} nats" in tip
     assert heads["goes_to"][5] in tip
     one.page.click(f"{CELL} >> nth=5")
     card = one.page.inner_text(".overview-card")
-    assert "Layer 1 · head 1" in card
+    assert "Layer 1, head 1" in card
     assert f"{heads['distance'][5]:.1f} tokens" in card or f"{heads['distance'][5]:.2f} tokens" in card
 
 

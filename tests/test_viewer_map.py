@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Callable
@@ -117,13 +115,6 @@ def shown(tab: Tab) -> tuple[int, int, float]:
 def same(words: float, weight: float) -> bool:
     """Whether a weight was written to its digits: three, or two of what is next to nothing."""
     return math.isclose(words, weight, rel_tol=5.1e-3 if weight >= 1e-5 else 5.1e-2)
-
-
-def data_rows(tab: Tab) -> list[dict[str, str]]:
-    """The CSV, which begins with lines that say what it holds."""
-    lines = tab.saved("csv").decode().splitlines(keepends=True)
-    assert [line[0] for line in lines[:3]] != ["#"] * 3
-    return list(csv.DictReader(io.StringIO("".join(line for line in lines if not line.startswith("# ")), newline="")))
 
 
 # ---- the numbers ----------------------------------------------------------------------------------------------
@@ -281,7 +272,7 @@ def test_means_are_other_tiles(tab: Opens, served: Served) -> None:
         "0/0/0/0/max/0/0/0"
     }
     weights = served.profile("wide").data["weights"].values[0, 0, 0]
-    rows = data_rows(one)
+    rows = one.table()
     want = weights.reshape(300, 2, 300, 2).mean((1, 3))
     found = np.array([float(row["mean_weight"]) for row in rows]).reshape(300, 300)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-9)
@@ -369,6 +360,71 @@ def test_another_text_is_seen_whole(tab: Opens) -> None:
     assert one.page.inner_text(".map-readout").startswith("Point at the map")
 
 
+def test_a_pin_belongs_to_its_text(tab: Opens) -> None:
+    one = tab().open("map", "two", text=1, layer=1, head=1, cq=5, ck=9)
+    assert shown(one)[:2] == (5, 9)
+    one.page.select_option('#context [data-key="text"]', index=0)
+    one.settled()
+    assert "cq" not in one.state
+    assert one.page.locator(".map-pinned button").count() == 0
+
+
+def test_the_view_is_kept_from_head_to_head(tab: Opens) -> None:
+    one = rested(tab().open("map", "wide", x=300, y=300, z=2))
+    box = one.page.locator(".map-canvas").bounding_box()
+    middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    one.page.mouse.move(*middle)
+    one.page.mouse.down()
+    one.page.mouse.move(middle[0] + 80, middle[1], steps=4)
+    one.page.mouse.up()
+    one.press("n")  # before the address follows
+    one.page.wait_for_url(lambda url: "head=1" in url and "x=280" in url)
+    one.page.wait_for_timeout(500)
+    assert one.state["x"] == "280"
+
+
+def test_an_address_without_a_view_shows_all(tab: Opens, served: Served) -> None:
+    weights = served.profile("wide").data["weights"].values[0, 0, 1]
+    one = rested(tab().open("map", "wide", x=100, y=500, z=3))
+    one = rested(one.open("map", "wide", head=1))
+    assert "z" not in one.state
+    point(one, view_of(one, 600, 600), 433, 120)
+    query, key, weight = shown(one)
+    assert abs(query - 433) + abs(key - 120) <= 2
+    assert same(weight, weights[query, key])
+
+
+def test_a_head_that_cannot_be_had_leaves_no_other_under_its_name(tab: Opens) -> None:
+    one = rested(tab().open("map", "wide"))
+    one.page.route("**/map/0/0/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
+    one.press("n")
+    expect(one.page.locator(".map-why")).to_contain_text("The disk is full.")
+    point(one, view_of(one, 600, 600), 433, 120)
+    assert one.page.locator(".map-weight").count() == 0
+    one.expect("500")
+    one.page.unroute("**/map/0/0/0/1")
+    one.page.click(".map-why button")
+    expect(one.page.locator(".map-why")).to_be_hidden()
+    expect(one.page.locator(".map-canvas")).to_have_attribute("aria-label", re.compile("[Hh]ead 1"))
+    point(one, view_of(one, 600, 600), 400, 120)
+    expect(one.page.locator(".map-weight")).to_be_visible()
+
+
+def test_a_tile_that_fails_does_not_hold_up_others(tab: Opens) -> None:
+    one = tab()
+    # The failed one would be asked for again after three seconds: here that time never comes.
+    one.page.add_init_script("{ const s = setTimeout; window.setTimeout = (f, ms) => (ms > 1500 ? 0 : s(f, ms)); }")
+    one.page.route("**/max/2/0/0", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
+    one.open("map", "wide", x=80, y=80, z=2)
+    expect(one.page.locator("#troubles")).to_contain_text("The disk is full.")
+    one.page.fill('[aria-label="Query position"]', "590")
+    one.page.fill('[aria-label="Key position"]', "580")
+    with one.page.expect_request("**/max/2/2/2"):
+        one.press("Enter")
+    one.page.unroute("**/max/2/0/0")
+    one.expect("500|The disk is full")
+
+
 def test_the_map_fills_the_window_and_no_more(tab: Opens) -> None:
     one = tab().open("map", "wide")
     assert one.page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
@@ -413,7 +469,7 @@ def test_hostile_tokens_are_named_as_text(tab: Opens) -> None:
     assert [part for part in SEEN if part not in said] == []
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None
     assert one.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
-    rows = data_rows(one)
+    rows = one.table()
     tokens = {row["key_token"].strip(" ") for row in rows}
     assert {token for token in HOSTILE if token.isprintable()} <= tokens
     weights = hostile().data["weights"].values[0, 0, 0]
@@ -428,7 +484,7 @@ def test_what_is_in_view_is_exported(tab: Opens, served: Served) -> None:
     one = tab().open("map", "wide", x=300, y=300, z=4)
     view = view_of(one, 600, 600)
     first, last, left, right = *view.rows, *view.columns
-    rows = data_rows(one)
+    rows = one.table()
     assert len(rows) == (last - first + 1) * (right - left + 1)
     for row in rows:
         assert float(row["weight"]) == pytest.approx(weights[int(row["query"]), int(row["key"])], rel=1e-6)

@@ -6,15 +6,22 @@ import base64
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+import qkv
 from qkv.profiler import tables
 from qkv.server.align import Aligners
 from qkv.server.live import Live
+from qkv.server.run import serve_in_thread
+from qkv.server.session import Session
 from qkv.view.payload import trimmed
 from viewer_fixture import HOSTILE, LIVE_TEXT, PHONE, SEEN, Served, Tab, check_pictures, overflow, texts_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Route
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -67,7 +74,7 @@ def test_sinks_are_those_of_the_profile(tab: Opens, served: Served) -> None:
     for key in ("ArrowRight", "ArrowUp", "ArrowUp", "ArrowRight", "ArrowUp"):
         one.press(key)
         said = plain(one.page.locator(".sink-figure output").first.inner_text())
-        layer, head = map(int, re.search(r"layer (\d+) · head (\d+)", said).groups())
+        layer, head = map(int, re.search(r"Layer (\d+), head (\d+)", said).groups())
         assert said.endswith(percent(heads["sink"][5 * layer + head])), said
         seen.add((layer, head))
     assert len(seen) > 2
@@ -101,7 +108,7 @@ def test_a_remedy_is_tried(tab: Opens, mini: Served) -> None:
     remedy = mini.session.sources[int(one.state["after"])]
     assert remedy.kind == "remedy"
     before, after = (x.profile.heads()["sink"].to_numpy() for x in (mini.session.sources[0], remedy))
-    rows = one.table()
+    rows = [row for row in one.table() if row["head"]]
     assert len(rows) == 2 * before.size
     np.testing.assert_allclose([float(row["weight_on_first"]) for row in rows], [*before, *after], rtol=1e-4)
     assert np.abs(before - after).max() > 0.01
@@ -189,7 +196,7 @@ def test_one_head_is_edited_with_keys_alone(tab: Opens, mini: Served, live: Live
     one.press("ArrowRight", "ArrowRight")
     one.press("Tab")
     assert one.page.evaluate("document.activeElement.dataset.key") == "temperature"
-    for _ in range(30):
+    for _ in range(6):  # a twentieth of a power of ten each
         one.press("ArrowRight")
     one.page.wait_for_url(lambda url: "edits=s2-1.1" in url)
     one.page.wait_for_timeout(150)
@@ -199,10 +206,10 @@ def test_one_head_is_edited_with_keys_alone(tab: Opens, mini: Served, live: Live
     n = len(answer["tokens"])
     maps = [np.frombuffer(base64.b64decode(answer[x]), "<f4").reshape(n, n) for x in ("map_before", "map")]
     one.page.focus(".live-map >> nth=1")
-    one.press("ArrowUp", "ArrowRight")  # from the last query and the first key
+    one.press("ArrowDown", "ArrowDown", "ArrowRight")
     said = plain(one.page.inner_text(".live-aside .readout"))
-    assert said.startswith(f"query {n - 2} ")
-    assert said.endswith(f"{percent(maps[0][n - 2, 1])} → {percent(maps[1][n - 2, 1])}")
+    assert said.startswith("query 2 ")
+    assert said.endswith(f"{percent(maps[0][2, 1])} → {percent(maps[1][2, 1])}")
     other = tab(mini).follow(one.page.url)
     check_bars(other, answer, edited=True)
     assert other.page.input_value("#live-text") == LIVE_TEXT
@@ -261,6 +268,38 @@ def test_live_is_safe_and_can_be_saved(tab: Opens, mini: Served, live: Live) -> 
     expect(one.page.locator("#live-trouble")).to_have_text("Type some text for the model to read.")
 
 
+def test_what_is_typed_just_after_a_step_stays(tab: Opens, mini: Served, live: Live) -> None:
+    one = tab(mini).open("live", prompt="import os")
+    held = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    one.page.route("**/api/live/step", hold)
+    one.page.get_by_role("button", name="Step").click()
+    one.page.wait_for_timeout(50)
+    one.page.fill("#live-text", "import sys")
+    one.page.wait_for_url(lambda url: "prompt=import+sys" in url or "prompt=import%20sys" in url)
+    for route in held:
+        route.continue_()
+    one.page.wait_for_timeout(300)
+    one.settled()
+    assert one.page.input_value("#live-text") == "import sys"
+    check_bars(one, asked(live, "import sys"), edited=False)
+    one.page.unroute("**/api/live/step")
+
+
+def test_a_text_too_long_for_the_address_is_there_again(tab: Opens, mini: Served) -> None:
+    text = "import os\n" * 60
+    one = tab(mini).open("live")
+    one.page.fill("#live-text", text)
+    one.page.click("#nav >> text=Overview")  # at once
+    one.settled()
+    one.page.click("#nav >> text=Live")
+    one.settled()
+    assert one.page.input_value("#live-text") == text
+
+
 def test_a_text_that_is_too_long_is_told_in_a_sentence(tab: Opens, mini: Served, live: Live) -> None:
     one = tab(mini).open("live")
     one.page.fill("#live-text", "é7" * 900)
@@ -294,7 +333,37 @@ def test_two_heads_side_by_side(tab: Opens, served: Served) -> None:
     assert (float(whole["a"]), float(whole["b"])) == pytest.approx(
         (heads["distance"][1], heads["distance"][6]), rel=1e-5
     )
+    cells = [row for row in rows if row["what"] == "weight"]
+    places = [(int(row["position"]), int(row["key"])) for row in cells]
+    assert places == [(query, key) for query in range(23) for key in range(23)]
+    np.testing.assert_allclose(
+        [(float(row["a"]), float(row["b"])) for row in cells], np.stack([a, b], -1).reshape(-1, 2), rtol=1e-5
+    )
     check_pictures(one)
+
+
+def test_blocks_of_a_pooled_map_are_named(tab: Opens) -> None:
+    """Those of the profile, of which the last is short."""
+    profile = qkv.profile("qkv-mini", "x = 1\n" * 100, map_tokens=0, progress=False, probe=False)
+    n, block = int(profile.data["n_keys"][0]), int(profile.data["bin_keys"][0])
+    assert block > 1
+    assert n % block
+    session = Session("pooled")
+    session.add_profile(profile, "pooled")
+    session.prepare()
+    with serve_in_thread(session) as url:
+        one = tab(Served(url, session, {"pooled": 0})).open("compare", "pooled", layer=0, head=0)
+        one.page.focus(".compare-map >> nth=0")
+        one.press(*["ArrowDown"] * 7, "ArrowRight")
+        said = plain(one.page.inner_text(".compare-readout"))
+        assert said.startswith(f"query {7 * block}–{8 * block - 1} → key {block}–{2 * block - 1} · A ")
+        one.press(*["Shift+ArrowDown"] * 13)
+        first = n - n % block
+        last = f"{first}–{n - 1}" if n - first > 1 else f"{first} “"
+        assert plain(one.page.inner_text(".compare-readout")).startswith(f"query {last}")
+        cells = [row for row in one.table() if row["what"] == "largest_weight"]
+        assert len(cells) == (n // block + 1) ** 2
+        assert (cells[-1]["position"], cells[-1]["key"]) == (str(first), str(first))
 
 
 def compared(tab: Tab) -> str:
@@ -351,7 +420,7 @@ def test_a_translation_is_aligned(tab: Opens, mini: Served, aligners: Aligners) 
     one.page.hover(".align-cell >> nth=1")
     assert f"put {percent(weights[0, 1])} on" in plain(one.page.inner_text(".align-main .readout"))
     rows = one.table()
-    found = np.array([[float(row[word]) for word in answer["source"]] for row in rows])
+    found = np.array([[float(row[f"{s} {word}"]) for s, word in enumerate(answer["source"])] for row in rows])
     np.testing.assert_allclose(found, weights, rtol=1e-6)
     assert set(answer["target"]) <= {text.strip() for text in texts_of(check_pictures(one))}
     one.page.fill("#align-text", "the purple zebra")

@@ -46,11 +46,9 @@ def test_dots_tell_the_numbers_of_the_profile(tab: Opens, mini: Served) -> None:
     assert titles(one) == TITLES
     heads, sinks = profile.heads(), profile.sinks()
     said = {pointed(one, 0, dot) for dot in range(24)}
-    assert said == {
-        f"layer {row['layer']} · head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()
-    }
+    assert said == {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
     row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer stand in order of their value
-    assert pointed(one, 1, 0) == f"layer 0 · head {row['head']} · {row['value_norm_first']:.2f} ×"
+    assert pointed(one, 1, 0) == f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"
     stream = profile.residual["blocks"].isel(text=0)
     depth = pointed(one, 4, 2)
     assert f"dimension {int(stream['largest_dimension'][2, 0])}" in depth
@@ -69,13 +67,13 @@ def test_the_keyboard_walks_from_head_to_head_and_selects(tab: Opens, mini: Serv
     chart.focus()
     readout = one.page.locator(".sink-figure output").first
     one.press("ArrowLeft")
-    assert readout.inner_text() == f"layer 0 · head 3 · {percent(heads[0, 3])}"
+    assert readout.inner_text() == f"Layer 0, head 3 · {percent(heads[0, 3])}"
     order = list(heads[2].sort_values().index)
     one.press("ArrowRight", "ArrowRight")
     at = order.index(3)
     one.press("ArrowDown" if at else "ArrowUp")
     head = order[at - 1] if at else order[1]
-    assert readout.inner_text() == f"layer 2 · head {head} · {percent(heads[2, head])}"
+    assert readout.inner_text() == f"Layer 2, head {head} · {percent(heads[2, head])}"
     one.press("Enter")
     one.settled()
     assert (one.state["layer"], one.state["head"]) == ("2", str(head))
@@ -97,7 +95,7 @@ def test_a_remedy_is_laid_beside(tab: Opens, mini: Served) -> None:
     assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of 24" in said
     both = mini.profile("mini").heads()["sink"][0], after.heads()["sink"][0]
     dots = [pointed(one, 0, dot) for dot in range(48)]
-    assert f"layer 0 · head 0 · {percent(both[0])} → {percent(both[1])}" in dots
+    assert f"Layer 0, head 0 · {percent(both[0])} → {percent(both[1])}" in dots
 
     link = one.page.url
     fresh = tab(mini).follow(link)
@@ -113,14 +111,18 @@ def test_a_remedy_is_laid_beside(tab: Opens, mini: Served) -> None:
 
     drawing = check_pictures(one)
     assert {*TITLES, "Weight on no token"} <= set(texts_of(drawing))
-    rows = one.table()
-    assert len(rows) == 48
+    table = one.table()
+    rows, depths = table[:48], table[48:]
     weights = [float(row["weight_on_first"]) for row in rows]
     expected = [*mini.profile("mini").heads()["sink"], *after.heads()["sink"]]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
     np.testing.assert_allclose([float(row["alpha_first"]) for row in rows], [*before, *later], rtol=1e-5)
     assert all(row["learned_sink"] == "" for row in rows[:24])
     assert float(rows[24]["learned_sink"]) > 0
+    streams = [next(iter(profile.residual.values())) for profile in (mini.profile("mini"), after)]
+    largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
+    assert [row["depth"] for row in depths] == [*"01234"] * 2
+    np.testing.assert_allclose([float(row["largest_activation"]) for row in depths], largest, rtol=1e-5)
 
 
 def test_profiles_of_other_shapes_stand_below(tab: Opens, served: Served) -> None:
@@ -140,7 +142,7 @@ def test_what_was_not_measured_is_not_drawn(tab: Opens, served: Served, source: 
     count = int((heads["sink"] > 0.3).sum())
     assert one.page.inner_text(".sink-lead").startswith(f"{count} of {len(heads)} heads put")
     first = pointed(one, 0, 0)
-    assert re.fullmatch(r"layer 0 · head \d+ · [\d.]+\u00a0%", first)
+    assert re.fullmatch(r"Layer 0, head \d+ · [\d.]+\u00a0%", first)
 
 
 def test_a_profile_that_is_not_there_is_said(tab: Opens) -> None:

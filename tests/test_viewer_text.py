@@ -14,6 +14,7 @@ pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
 
 Opens = Callable[..., Tab]
+SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
 
 def token(at: int, side: str = "query") -> str:
@@ -31,9 +32,9 @@ def ties(tab: Tab, side: str) -> list[tuple[int, float]]:
 
 
 def share(words: str) -> float:
-    """A share as the page writes it; of "< 0.01 %" half of that."""
-    number = float(re.search(r"[\d.]+", words)[0]) / 100
-    return number / 2 if words.startswith("<") else number
+    """A share as the page writes it: "12.3 %", "4.5 · 10⁻⁶ %"."""
+    number, power = re.search(r"([\d.,]+)\s(?:·\s10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)\s)?%", words).groups()
+    return float(number.replace(",", "")) / 100 * 10 ** int((power or "⁰").translate(SUPERSCRIPT))
 
 
 def check_ties(found: list[tuple[int, float]], weights: np.ndarray) -> None:
@@ -202,6 +203,31 @@ def test_words_are_found(tab: Opens) -> None:
     assert "hit" in one.page.locator(token(25)).get_attribute("class")
     one.page.fill('[aria-label^="Find in the text"]', "nothing like it")
     expect(one.page.locator(".text-found")).to_have_text("not found")
+
+
+def test_a_head_that_cannot_be_had_leaves_no_other_under_its_name(tab: Opens, served: Served) -> None:
+    weights = served.profile("two").data["weights"].values[1, 0, 1]
+    one = tab().open("text", "two", text=1, pins=4)
+    ties(one, "to")
+    one.page.route("**/map/0/1/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
+    one.press("n")
+    expect(one.page.locator(".text-failed")).to_contain_text("The disk is full.")
+    assert one.page.locator("[data-at], .text-ties").count() == 0
+    one.expect("500")
+    one.page.unroute("**/map/0/1/0/1")
+    one.page.click(".text-failed button")
+    expect(one.page.locator(token(4))).to_be_visible()
+    check_ties(ties(one, "to"), weights[4])
+
+
+def test_pointing_leaves_the_links_of_the_pin(tab: Opens) -> None:
+    one = tab().open("text", "two", text=1, layer=1, pins=4)
+    expect(one.page.locator(".text-links li")).to_have_count(4)
+    links = one.page.inner_text(".text-linked")
+    one.page.hover(token(11))
+    expect(one.page.locator(".text-token p")).to_contain_text("token 11 of 37")
+    one.settled()
+    assert one.page.inner_text(".text-linked") == links
 
 
 # ---- long texts -----------------------------------------------------------------------------------------------

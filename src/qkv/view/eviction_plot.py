@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from qkv.errors import InputError
+from qkv.profiler.data import layers_and_heads
 from qkv.view.layout import PERCENT, Drawing, colour_bar, layer_by_head, place, plain, titled
 from qkv.view.style import INK, MUTED, WARM, percent
 
@@ -126,4 +127,4 @@ def _subtitle(found: Eviction) -> str:
     attrs = found.attrs
     layers, heads = found.mass["layer"].nunique(), found.mass["head"].nunique()
     texts = f"{attrs['tokens']:,} tokens" + (f" in {attrs['texts']} texts" if attrs["texts"] > 1 else "")
-    return f"{attrs['model']} · {layers} layers × {heads} heads · {texts}"
+    return f"{attrs['model']} · {layers_and_heads(layers, heads)} · {texts}"

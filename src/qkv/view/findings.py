@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from qkv.profiler import tables
+from qkv.profiler.data import counted
 from qkv.view.style import percent, written
 
 if TYPE_CHECKING:
@@ -40,20 +41,21 @@ def headline(data: xr.Dataset, heads: pd.DataFrame) -> str:
     if shares["sink_logit"] >= 0.02:
         parts.append(f"{percent(shares['sink_logit'])} to the learned sink")
     (kind, count), *others = kinds(heads).items()
-    second = [f"{number:,} {_does(other)}" for other, number in others[:1] if number >= 0.1 * len(heads)]
-    return f"{listed(parts)}; {listed([f'{count:,} of {len(heads):,} heads {_does(kind)}', *second])}."
+    second = [f"{number:,} {_does(other, number)}" for other, number in others[:1] if number >= 0.1 * len(heads)]
+    first = f"{count:,} of {counted(len(heads), 'head')} {_does(kind, count)}"
+    return f"{listed(parts)}; {listed([first, *second])}."
 
 
 def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
     """The tiles of a group (or of one of its texts)."""
     shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
-    n_keys = float(data["n_keys"].mean())
+    n_keys, resting = float(data["n_keys"].mean()), int((heads["sink"] > tables.SINK_THRESHOLD).sum())
     found = [
         Finding(
             percent(shares["first"]),
             f"of all attention lands on {first_token(data)}",
             f"uniform attention would put {percent(_uniform_first(data))} there; "
-            f"{int((heads['sink'] > tables.SINK_THRESHOLD).sum()):,} of {len(heads):,} heads put more than 30 %",
+            f"{resting:,} of {counted(len(heads), 'head')} {'puts' if resting == 1 else 'put'} more than 30 %",
         )
     ]
     if shares["sink_logit"] > 0:
@@ -74,7 +76,7 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
     found.append(
         Finding(
             f"{sum(named.values()):,} of {len(heads):,}",
-            "heads have one clear target",
+            "head has one clear target" if len(heads) == 1 else "heads have one clear target",
             " · ".join(f"{count} × {kind}" for kind, count in list(named.items())[:5]) or "all are spread",
         )
     )
@@ -83,7 +85,7 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
         Finding(
             written(ratio, "ratio"),
             "of the largest possible entropy, in the median head",
-            f"{written(entropy, 'nats')}, as if {np.exp(entropy):,.0f} keys shared the weight evenly",
+            f"{written(entropy, 'nats')}, {shared_by(entropy)}",
         )
     )
     if heads["distance"].notna().any():
@@ -122,12 +124,20 @@ def listed(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _does(kind: str) -> str:
+def shared_by(entropy: float) -> str:
+    """What an entropy in nats amounts to, in words."""
+    keys = round(np.exp(entropy))
+    return "as if one key had all the weight" if keys == 1 else f"as if {keys:,} keys shared the weight evenly"
+
+
+def _does(kind: str, count: int) -> str:
+    """What so many heads of a kind do."""
+    one = count == 1
     if kind == "spread":
-        return "spread their weight over many keys"
+        return "spreads its weight over many keys" if one else "spread their weight over many keys"
     if kind.startswith("local"):
-        return f"stay within {kind.removeprefix('local ')} tokens"
-    return f"attend most to {_TARGETS.get(kind, kind)}"
+        return f"{'stays' if one else 'stay'} within {kind.removeprefix('local ')} tokens"
+    return f"{'attends' if one else 'attend'} most to {_TARGETS.get(kind, kind)}"
 
 
 def _uniform_first(data: xr.Dataset) -> float:

@@ -14,8 +14,9 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.profiler import tables
+from qkv.profiler.data import counted, layers_and_heads
 from qkv.view.alignment_plot import AFTER, alignment_figure
-from qkv.view.findings import first_token, headline
+from qkv.view.findings import first_token, headline, shared_by
 from qkv.view.layout import (
     COLOURS,
     LABELLED_TOKENS,
@@ -99,7 +100,7 @@ class Plots:
             title = f"Attention is equally sharp in every layer: {median[sharpest]:.1f} nats in the median head, "
         else:
             title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
-        title += f"as if {np.exp(median[sharpest]):,.0f} keys shared the weight"
+        title += shared_by(median[sharpest])
         figure, axes = _by_layer(self._name(), data, heads, "entropy", title)
         axes.axhline(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
         note(axes, uniform, "uniform\nattention")
@@ -111,7 +112,8 @@ class Plots:
         data = self._data(group, text)
         heads = tables.head_table(data)
         count = int((heads["sink"] > tables.SINK_THRESHOLD).sum())
-        title = f"{count} of {len(heads)} heads put more than 30 % of their weight on {first_token(data)}"
+        whose = "puts more than 30 % of its weight" if count == 1 else "put more than 30 % of their weight"
+        title = f"{count} of {counted(len(heads), 'head')} {whose} on {first_token(data)}"
         figure, axes = _by_layer(self._name(), data, heads, "sink", title)
         axes.axhline(tables.SINK_THRESHOLD, color=MUTED, lw=0.8, ls=(0, (4, 3)))
         note(axes, tables.SINK_THRESHOLD, "sink\nthreshold")
@@ -539,13 +541,13 @@ def _sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> 
 
 def _subtitle(name: str, data: xr.Dataset) -> str:
     n_queries, n_keys = data["n_queries"].values, data["n_keys"].values
-    length = f"{n_queries.mean():,.0f} tokens"
+    length = counted(round(n_queries.mean()), "token")
     if (n_queries != n_keys).any():
         length = f"{n_queries.mean():,.0f} queries × {n_keys.mean():,.0f} keys"
     texts = f" · mean of {len(n_queries)} texts" if len(n_queries) > 1 else ""
     group = data.attrs.get("group", "self")
     kind = "" if group == "self" else f"{group} attention · "
-    return f"{name} · {kind}{data.sizes['layer']} layers × {data.sizes['head']} heads · {length}{texts}"
+    return f"{name} · {kind}{layers_and_heads(data.sizes['layer'], data.sizes['head'])} · {length}{texts}"
 
 
 def _position(data: xr.Dataset, layer: int, head: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from qkv.profiler.data import layers_and_heads
 from qkv.profiler.types import MIXED, ROLES, TRAITS
 from qkv.view.layout import Drawing, place, titled
 from qkv.view.style import INK, KINDS, MUTED
@@ -39,7 +40,9 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
     left, top = 0.75, 1.05
     width = max(left + wide + 3.9, 7.2)
     figure = Drawing(figsize=(width, top + max(tall, legend) + 0.7))
-    titled(figure, _sentence(table), f"{name} · {layers} layers × {heads} heads · a head has the first kind that holds")
+    titled(
+        figure, _sentence(table), f"{name} · {layers_and_heads(layers, heads)} · a head has the first kind that holds"
+    )
     axes = place(figure, left, top, wide, tall)
     _cells(axes, grid, traits, cell)
     _legend(place(figure, left + wide + 0.35, top, 3.2, legend), table, present, shown)

@@ -15,9 +15,9 @@ export const PAGES = [
 
 export const SHARED = ["source", "group", "text", "layer", "head"]; // the keys that every page has
 
-/** {page, key: value, …} of an address; numbers as numbers. */
+/** {page, key: value, …} of an address; numbers as numbers. A place in the page ("#main") is no address of a page. */
 export function parsedAddress(hash) {
-  const [path, query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  const [path, query = ""] = (hash.startsWith("#/") ? hash.slice(2) : "").split(/\?(.*)/s);
   const state = { page: path || "overview" };
   for (const [key, value] of new URLSearchParams(query))
     if (key !== "page") state[key] = String(Number(value)) === value ? Number(value) : value;

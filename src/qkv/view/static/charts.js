@@ -1,7 +1,7 @@
 // Drawing: stacked bars, curves along the text, maps on canvas. Each returns an element and keeps no state
 // of the page.
 
-import { css, destinationColour, inkOn, looks, ramp } from "./colour.js";
+import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, named, percent, written } from "./numbers.js";
 
@@ -16,10 +16,9 @@ export function stack(shares, { window, legend = false, label }) {
     { class: "stack", role: "img", "aria-label": `${label}: ${said}` },
     parts.map((part) => {
       const colour = destinationColour(part), share = shares[part.name] / whole;
-      const rgb = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
       return h(
         "span",
-        { style: { width: `${100 * share}%`, background: colour, color: inkOn(rgb) }, "data-tip": `${words(part)}\n${percent(shares[part.name])}` },
+        { style: { width: `${100 * share}%`, background: colour, color: inkOn(rgbOf(colour)) }, "data-tip": `${words(part)}\n${percent(shares[part.name])}` },
         share >= 0.09 && legend ? percent(shares[part.name]) : null,
       );
     }),
@@ -95,8 +94,8 @@ export function curve({ title, values, n, width, unit, tokens, reference, log = 
     marker.setAttribute("visibility", "visible");
     marker.setAttribute("x1", x(bin));
     marker.setAttribute("x2", x(bin));
-    const where = from === to ? `${integer(from)} “${named(tokens[from])}”` : `${integer(from)}–${integer(to)}`;
-    readout.textContent = `${where} · ${written(values[bin], unit)}`;
+    const where = from === to ? [`${integer(from)} “`, h("bdi", {}, named(tokens[from])), "”"] : [`${integer(from)}–${integer(to)}`];
+    readout.replaceChildren(...where, ` · ${written(values[bin], unit)}`);
   });
   drawing.addEventListener("pointerleave", () => {
     marker.setAttribute("visibility", "hidden");
@@ -134,7 +133,7 @@ export function axisTicks(n) {
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
-/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. */
+/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. Zero, as where a mask is, stays transparent. */
 export function paint(canvas, rows, columns, at) {
   canvas.width = columns;
   canvas.height = rows;
@@ -142,7 +141,9 @@ export function paint(canvas, rows, columns, at) {
   const table = Array.from({ length: 256 }, (_, level) => ramp(level / 255));
   for (let row = 0, pixel = 0; row < rows; row++)
     for (let column = 0; column < columns; column++, pixel += 4) {
-      const colour = table[Math.round(255 * Math.min(Math.max(at(row, column), 0), 1))];
+      const level = at(row, column);
+      if (!(level > 0)) continue;
+      const colour = table[Math.round(255 * Math.min(level, 1))];
       image.data[pixel] = colour[0];
       image.data[pixel + 1] = colour[1];
       image.data[pixel + 2] = colour[2];
@@ -151,46 +152,63 @@ export function paint(canvas, rows, columns, at) {
   context.putImageData(image, 0, 0);
 }
 
-/** A dense map with a crosshair that follows the pointer or the arrow keys, and says what is under it. */
-export function denseMap({ bytes, queries, keys, label }) {
-  const rows = queries.length, columns = keys.length;
-  const top = bytes.reduce((most, byte) => Math.max(most, byte), 1);
-  const canvas = h("canvas", {});
-  paint(canvas, rows, columns, (row, column) => Math.sqrt(bytes[row * columns + column] / top));
-  const across = h("i", { class: "across", hidden: true }), down = h("i", { class: "down", hidden: true });
-  const readout = h("output", { "aria-live": "polite" }, "Point at a cell, or focus the map and use the arrow keys.");
+/**
+ * A canvas of rows × columns cells to point at, with the pointer or with the arrow keys: `told(row, column)` hears of
+ * every move. The crosshair is where `markCell` puts it, so that several maps can share one.
+ */
+export function cellMap({ canvas, rows, columns, label, told }) {
   let at = [0, 0];
-  const show = (row, column) => {
+  const go = (row, column) => {
     at = [Math.min(Math.max(row, 0), rows - 1), Math.min(Math.max(column, 0), columns - 1)];
-    across.hidden = down.hidden = false;
-    across.style.top = `${((at[0] + 0.5) / rows) * 100}%`;
-    down.style.left = `${((at[1] + 0.5) / columns) * 100}%`;
-    const byte = bytes[at[0] * columns + at[1]];
-    const weight = byte === 0 ? "under 0.2 %" : `${((100 * byte) / 255).toFixed(1)} %`;
-    readout.replaceChildren(
-      "query ", h("b", {}, `${integer(at[0])} “${named(queries[at[0]])}”`), " → key ",
-      h("b", {}, `${integer(at[1])} “${named(keys[at[1]])}”`), ` · ${weight}`,
-    );
+    told(...at);
   };
-  const box = h(
+  return h(
     "div",
     {
       class: "map", tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": `${label}. Arrow keys move between cells.`,
       style: { "aspect-ratio": `${columns} / ${rows}` },
       onpointermove: (event) => {
         const frame = canvas.getBoundingClientRect();
-        show(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
+        go(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
       },
       onkeydown: (event) => {
         const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
         if (!move) return;
         event.preventDefault();
         const stride = event.shiftKey ? 10 : 1;
-        show(at[0] + stride * move[0], at[1] + stride * move[1]);
+        go(at[0] + stride * move[0], at[1] + stride * move[1]);
       },
     },
-    canvas, across, down,
+    canvas, h("i", { class: "across", hidden: true }), h("i", { class: "down", hidden: true }),
   );
+}
+
+/** Put the crosshair of a `cellMap` on a cell of its rows × columns; on none without a cell. */
+export function markCell(box, cell, rows, columns) {
+  const [across, down] = box.querySelectorAll("i");
+  across.hidden = down.hidden = !cell;
+  if (!cell) return;
+  across.style.top = `${((cell[0] + 0.5) / rows) * 100}%`;
+  down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
+}
+
+/** A dense map with a crosshair that follows the pointer or the arrow keys, and says what is under it. */
+export function denseMap({ bytes, queries, keys, label }) {
+  const rows = queries.length, columns = keys.length;
+  const top = bytes.reduce((most, byte) => Math.max(most, byte), 1);
+  const canvas = h("canvas", {});
+  paint(canvas, rows, columns, (row, column) => Math.sqrt(bytes[row * columns + column] / top));
+  const readout = h("output", { "aria-live": "polite" }, "Point at a cell, or focus the map and use the arrow keys.");
+  const told = (row, column) => {
+    markCell(box, [row, column], rows, columns);
+    const byte = bytes[row * columns + column];
+    const weight = byte === 0 ? "under 0.2\u00a0%" : `${((100 * byte) / 255).toFixed(1)}\u00a0%`;
+    readout.replaceChildren(
+      "query ", h("b", {}, `${integer(row)} “`, h("bdi", {}, named(queries[row])), "”"), " → key ",
+      h("b", {}, `${integer(column)} “`, h("bdi", {}, named(keys[column])), "”"), ` · ${weight}`,
+    );
+  };
+  const box = cellMap({ canvas, rows, columns, label, told });
   return h(
     "figure",
     { class: "dense" },

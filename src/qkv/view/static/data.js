@@ -1,9 +1,11 @@
 // Reading the arrays that a page of numbers comes with.
 
+/** The bytes of a base64 string. */
+export const bytesOf = (base64) => Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+
 /** The bytes of a base64 string that holds deflated data. */
-export async function inflated(text) {
-  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+export async function inflated(base64) {
+  const stream = new Blob([bytesOf(base64)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 

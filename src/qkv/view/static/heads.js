@@ -7,13 +7,22 @@ import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
 
 const CARD = ["entropy", "entropy_ratio", "participation", "sink", "sink_share", "self", "previous", "next", "local", "distance", "spread", "top_key_share"];
-const MANY = 16; // from so many heads or layers on, cells are too small for numbers
+export const MANY = 16; // with more heads or layers, cells are too small for words
 
 /** Where a head stands in a column of the table of heads. */
 export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 
 /** The short name of a head. */
 export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;
+
+/** The same in full, for titles and for reading out. */
+export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
+
+/** How many layers and heads a group has, in words. */
+export function sizeWords({ layers, heads }) {
+  const counted = ({ length }, noun) => `${integer(length)} ${noun}${length === 1 ? "" : "s"}`;
+  return `${counted(layers, "layer")} × ${counted(heads, "head")}`;
+}
 
 /** Names of the statistics that some head of a text has. */
 export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name].some((x) => x !== null));
@@ -78,38 +87,42 @@ export function headGrid({ group, cells, layer, head, label, select, open }) {
     style: { "grid-template-columns": `auto repeat(${heads.length}, minmax(${many ? 15 : 24}px, 1fr))` } });
   grid.append(h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))));
   layers.forEach((id, l) => {
-    grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((headId, k) => {
+    grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => {
       const { text, colour, said } = cells[rowOf(group, l, k)];
       return h("button", {
         type: "button", role: "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
-        "aria-label": `Layer ${id}, head ${headId}: ${said.replace("\n", "; ")}`, "data-tip": `Layer ${id} · head ${headId}\n${said}`,
+        "aria-label": `${headTitle(group, l, k)}: ${said.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${said}`,
         style: { background: css(colour), color: inkOn(colour) },
       }, h("span", {}, text));
     })));
   });
-  let here = [layer, head];
-  const choose = (l, k) => { here = [l, k]; markHead(grid, l, k); select(l, k); };
+  const choose = (l, k) => { markHead(grid, l, k); select(l, k); };
   const placeOf = (event) => { const cell = event.target.closest("[data-layer]"); return cell && [+cell.dataset.layer, +cell.dataset.head]; };
   grid.addEventListener("click", (event) => { const at = placeOf(event); if (at) choose(...at); });
   if (open) grid.addEventListener("dblclick", (event) => { const at = placeOf(event); if (at) open(...at); });
   grid.addEventListener("keydown", (event) => {
+    const here = placeOf(event);
+    if (!here) return;
     if (event.key === "Enter" && open) { event.preventDefault(); open(...here); return; }
     const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -heads.length], End: [0, heads.length] }[event.key];
     if (!move) return;
     event.preventDefault();
     const clamp = (x, length) => Math.min(Math.max(x, 0), length - 1);
     choose(clamp(here[0] + move[0], layers.length), clamp(here[1] + move[1], heads.length));
-    grid.querySelector('[tabindex="0"]').focus();
   });
   markHead(grid, layer, head);
   return grid;
 }
 
-/** Show which head of a grid is the selected one. */
+/** Show which head of a grid is the selected one; the keyboard focus goes with it where the grid has it. */
 export function markHead(grid, layer, head) {
+  const focused = document.activeElement?.matches("[data-layer]") && grid.contains(document.activeElement);
   for (const cell of grid.querySelectorAll("[aria-selected='true']")) { cell.tabIndex = -1; cell.setAttribute("aria-selected", "false"); }
   const cell = grid.querySelector(`[data-layer="${layer}"][data-head="${head}"]`);
-  if (cell) { cell.tabIndex = 0; cell.setAttribute("aria-selected", "true"); }
+  if (!cell) return;
+  cell.tabIndex = 0;
+  cell.setAttribute("aria-selected", "true");
+  if (focused) cell.focus();
 }
 
 /** Where the weight of each layer goes: a stacked bar a layer, and the key to its colours. */
@@ -133,16 +146,17 @@ export function headCard({ group, view, layer, head, step }) {
   const type = group.types.type[at];
   return [
     h("header", {},
-      h("div", {}, h("h3", {}, `Layer ${group.layers[layer]} · head ${group.heads[head]}`), h("p", { class: "module" }, group.modules[layer])),
+      h("div", {}, h("h3", {}, headTitle(group, layer, head)), h("p", { class: "module" }, group.modules[layer])),
       step && h("div", { class: "steps" },
         h("button", { type: "button", "data-key": "back", class: "quiet", "aria-label": "Previous head", onclick: () => step(-1) }, "←"),
         h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
     h("p", { class: "goes" }, number("goes_to"), type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
+    h("p", { class: "card-note" }, "Each key counts once: the first token before all else."),
     h("dl", { class: "numbers" },
       CARD.filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
-      h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, `${named(view.keys[number("top_key")])} @ ${integer(number("top_key"))}`))),
+      h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
   ];
 }
 

@@ -2,7 +2,6 @@
 
 import { css, ramp } from "./colour.js";
 import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
-import { integer } from "./numbers.js";
 import { shapesAsSvg } from "./map_scene.js";
 import { TILE } from "./tiles.js";
 
@@ -15,7 +14,7 @@ export function mapSvg(map, { title, note, low, high }) {
   const canvas = document.createElement("canvas");
   Object.assign(canvas, { width: Math.round(frame.w * SHARP), height: Math.round(frame.h * SHARP) });
   const shifted = { ...layout, frame: { ...frame, x: 0, y: 0 }, origin: { x: layout.origin.x - frame.x, y: layout.origin.y - frame.y } };
-  if (store) map.tiles(canvas.getContext("2d"), shifted, SHARP, map.wishes(layout));
+  if (store) map.tiles(canvas.getContext("2d"), shifted, SHARP);
   const colours = Array.from({ length: 32 }, (_, at) => css(ramp(at / 31)));
   return svgPicture({ width, height: height + 26, title, note, parts: [
     svgImage(canvas, { x: frame.x, y: frame.y, width: frame.w, height: frame.h }),
@@ -26,9 +25,9 @@ export function mapSvg(map, { title, note, low, high }) {
 
 /**
  * What is in view as a table: one row for each pair of tokens, or for each bin where that would be too many rows.
- * `tileOf(pool, place)` promises a tile; `title` says what it is of.
+ * `tileOf(pool, place)` promises a tile.
  */
-export async function mapCsv(map, tileOf, title) {
+export async function mapCsv(map, tileOf) {
   const { pyramid, pool, tokens } = map.content, { rows: [top, bottom], columns: [left, right] } = map.layout;
   const pairs = (bottom - top + 1) * (right - left + 1);
   const bins = (zoom) => {
@@ -39,7 +38,6 @@ export async function mapCsv(map, tileOf, title) {
   let zoom = exact ? pyramid.deepest : map.level;
   while (!exact && zoom > 0 && bins(zoom) > MOST_ROWS) zoom--;
   const { down, across } = pyramid.step(zoom);
-  const said = `# queries ${top} to ${bottom}, keys ${left} to ${right}: ${exact ? "the weight of every pair" : `${integer(pairs)} pairs pooled by ${pool} in bins of ${down} x ${across}`}`;
   const columns = exact ? ["query", "query_token", "key", "key_token", "weight"] : ["first_query", "last_query", "first_key", "last_key", `${pool}_weight`];
   const lines = [];
   const reach = { i: [Math.floor(top / down / TILE), Math.floor(bottom / down / TILE)], j: [Math.floor(left / across / TILE), Math.floor(right / across / TILE)] };
@@ -56,5 +54,5 @@ export async function mapCsv(map, tileOf, title) {
           : [row * down, Math.min((row + 1) * down, pyramid.queries) - 1, column * across, Math.min((column + 1) * across, pyramid.keys) - 1, weight]);
       }
   }
-  return `# ${title}\r\n${said}\r\n${csvOf(columns, lines)}`;
+  return csvOf(columns, lines);
 }

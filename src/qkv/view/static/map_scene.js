@@ -100,7 +100,8 @@ export function edgeScales({ received, entropy }) {
   const most = positive.length ? positive[positive.length - 1] : 1;
   const low = Math.min(positive[Math.floor(positive.length * 0.02)] ?? most / 10, most / 10);
   const high = entropy.reduce((top, value) => (value > top ? value : top), 1e-6);
-  return { received: { low: Math.max(low, most * 1e-6), high: most }, entropy: { high } };
+  // Half of the least, so that the key that receives least has a bar, too.
+  return { received: { low: Math.max(low / 2, most * 1e-6), high: most }, entropy: { high } };
 }
 
 /** Shapes of the edges: what each key receives along the bottom, each query's entropy along the right. */

@@ -1,11 +1,13 @@
 // A map on a canvas: drawn from tiles once a frame at most, panned and zoomed by pointer, touch, wheel and keys.
 
 import { axes, crosshair, drawShapes, edges, fitted, LABELLED, layoutOf } from "./map_scene.js";
-import { painted } from "./tiles.js";
+import { paintTiles } from "./map_tiles.js";
+import { FIRST } from "./tiles.js";
 
 const NEAREST = Math.log2(40); // a token is never wider than 40 pixels
 const GLIDE = 170; // milliseconds that a step of the zoom takes; a drag and a trackpad have none
 const CLICK = 4; // pixels that a pointer may move and still click
+export const DEEP = 5; // zooms from which the whole map in small is a long pass over all weights: 8,193 tokens and more
 
 /**
  * The stage of a map. `show` gives it something to draw; it tells `listeners`:
@@ -30,10 +32,25 @@ export class MapView {
     this.listen();
   }
 
-  /** What to draw: {pyramid, store, pool, lookOf(zoom), tokens, profiles, colours}; `store` null if there is no map. */
-  show(content) {
+  /**
+   * What to draw, {pyramid, store, pool, lookOf(zoom), tokens, profiles, colours}, and where: a view, or null for the
+   * whole map. `store` is null if there is no map.
+   */
+  show(content, view) {
     this.content = content;
-    this.resize();
+    this.glide = null;
+    this.measure();
+    if (this.width) this.view = this.clamped(view ?? this.fit);
+    this.draw(); // at once: a canvas is empty after its size changed
+    this.listeners.onview(this.view);
+  }
+
+  /** Draw nothing. */
+  clear() {
+    this.content = this.point = this.pin = this.glide = null;
+    this.context.setTransform(1, 0, 0, 1, 0, 0);
+    this.context.fillStyle = getComputedStyle(this.canvas).getPropertyValue("--paper");
+    this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
   }
 
   /** Change some of what is drawn. */
@@ -67,17 +84,21 @@ export class MapView {
   }
 
   resize() {
-    const { clientWidth, clientHeight } = this.canvas;
-    if (!this.content || !clientWidth || !clientHeight) return;
-    const whole = this.width && this.whole, ratio = devicePixelRatio || 1;
-    if (clientWidth !== this.width || clientHeight !== this.height || ratio !== this.ratio) {
-      Object.assign(this, { width: clientWidth, height: clientHeight, ratio });
-      this.canvas.width = Math.round(clientWidth * ratio);
-      this.canvas.height = Math.round(clientHeight * ratio);
-      if (whole) this.view = this.fit; // what was whole stays whole
-    }
-    this.view = this.clamped(this.view);
-    this.draw(); // at once: a canvas is empty after its size changed
+    if (!this.content) return;
+    const whole = this.width && this.whole;
+    this.measure();
+    if (!this.width) return;
+    this.view = this.clamped(whole ? this.fit : this.view); // what was whole stays whole
+    this.draw();
+  }
+
+  /** Give the canvas the pixels of the place it has. */
+  measure() {
+    const { clientWidth, clientHeight } = this.canvas, ratio = devicePixelRatio || 1;
+    if (!clientWidth || !clientHeight || (clientWidth === this.width && clientHeight === this.height && ratio === this.ratio)) return;
+    Object.assign(this, { width: clientWidth, height: clientHeight, ratio });
+    this.canvas.width = Math.round(clientWidth * ratio);
+    this.canvas.height = Math.round(clientHeight * ratio);
   }
 
   /** A view within the map: no smaller than the whole, and centred where there is room on both sides. */
@@ -298,9 +319,8 @@ export class MapView {
     context.fillStyle = colours.paper;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     if (store) {
-      const wishes = this.wishes(layout);
-      store.want(wishes);
-      this.tiles(context, layout, this.ratio, wishes);
+      store.want(this.wishes(layout), this.level);
+      this.tiles(context, layout, this.ratio);
     }
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     drawShapes(context, this.shapes(layout));
@@ -319,64 +339,21 @@ export class MapView {
     return shapes;
   }
 
-  /** The tiles that the view needs: the whole map in small first, then what is in view from the middle outwards. */
-  wishes(layout) {
-    const { pyramid, pool } = this.content, zoom = this.level, first = { zoom: 0, i: 0, j: 0 };
+  /** The tiles of the zoom that the view has, those in view from its middle outwards. */
+  inView(layout) {
     const box = { top: layout.rows[0], bottom: layout.rows[1], left: layout.columns[0], right: layout.columns[1] };
-    const whole = pool === "max" ? [["max", first]] : [["max", first], ["mean", first]];
-    return [...whole, ...this.extra, ...pyramid.within(zoom, box).map((place) => [pool, place])];
+    return this.content.pyramid.within(this.level, box);
+  }
+
+  /** The tiles that the view needs: the whole map in small, by which colours are scaled, and what is in view. */
+  wishes(layout) {
+    const { pyramid, pool } = this.content, near = [...this.extra, ...this.inView(layout).map((place) => [pool, place])];
+    const whole = pool === "max" ? [["max", FIRST]] : [["max", FIRST], ["mean", FIRST]];
+    return pyramid.deepest >= DEEP && !this.whole ? [...near, ...whole] : [...whole, ...near];
   }
 
   /** Paint tiles onto a canvas with `ratio` of its pixels to one of the stage, where `layout.frame` is. */
-  tiles(context, layout, ratio, wishes) {
-    const { frame, origin, scale } = layout, { pyramid, store, pool, lookOf, colours } = this.content, zoom = this.level;
-    const edge = (at) => Math.round(at * ratio);
-    context.save();
-    context.beginPath();
-    context.rect(edge(frame.x), edge(frame.y), edge(frame.x + frame.w) - edge(frame.x), edge(frame.y + frame.h) - edge(frame.y));
-    context.clip();
-    context.fillStyle = colours.empty;
-    context.fillRect(edge(frame.x), edge(frame.y), edge(frame.w) + 1, edge(frame.h) + 1);
-    const pixel = pyramid.step(pyramid.deepest);
-    context.imageSmoothingEnabled = scale * Math.max(pixel.down, pixel.across) < 2;
-    context.imageSmoothingQuality = "low";
-
-    // `only`: the part, in tokens, for which a tile of another zoom stands in.
-    const put = (place, tile, only = null) => {
-      const { top, left, down, across } = pyramid.extent(place);
-      const from = { x: Math.max(only?.left ?? -Infinity, layout.columns[0]), y: Math.max(only?.top ?? -Infinity, layout.rows[0]) };
-      const to = { x: Math.min(only?.right ?? Infinity, layout.columns[1] + 1), y: Math.min(only?.bottom ?? Infinity, layout.rows[1] + 1) };
-      const part = only ? (at) => at : null; // a stand-in is cut where the missing tile is; others at whole pixels
-      const sx = Math.max((part ?? Math.floor)((from.x - left) / across), 0), sy = Math.max((part ?? Math.floor)((from.y - top) / down), 0);
-      const ex = Math.min((part ?? Math.ceil)((to.x - left) / across), tile.columns), ey = Math.min((part ?? Math.ceil)((to.y - top) / down), tile.rows);
-      if (ex <= sx || ey <= sy) return;
-      const dx = edge(origin.x + (left + sx * across) * scale), dy = edge(origin.y + (top + sy * down) * scale);
-      const dw = edge(origin.x + (left + ex * across) * scale) - dx, dh = edge(origin.y + (top + ey * down) * scale) - dy;
-      if (dw > 0 && dh > 0) context.drawImage(painted(tile, lookOf(place.zoom)), sx, sy, ex - sx, ey - sy, dx, dy, dw, dh);
-    };
-    const extentOf = (place) => {
-      const { top, left, down, across } = pyramid.extent(place);
-      return { top, left, bottom: top + 256 * down, right: left + 256 * across };
-    };
-    const ready = [];
-    for (const [, place] of wishes.filter(([of, place]) => of === pool && place.zoom === zoom)) {
-      const tile = store.get(pool, place);
-      if (tile) { ready.push([place, tile]); continue; }
-      for (let up = 1; up <= zoom; up++) {
-        const above = { zoom: zoom - up, i: place.i >> up, j: place.j >> up }, stand = store.get(pool, above);
-        if (!stand) continue;
-        if (stand.rows) put(above, stand, extentOf(place));
-        break;
-      }
-      if (zoom < pyramid.deepest)
-        for (let child = 0; child < 4; child++) {
-          const below = { zoom: zoom + 1, i: 2 * place.i + (child >> 1), j: 2 * place.j + (child & 1) }, stand = store.get(pool, below);
-          if (stand?.rows) put(below, stand);
-        }
-    }
-    for (const [place, tile] of ready) {
-      if (tile.rows) put(place, tile);
-    }
-    context.restore();
+  tiles(context, layout, ratio) {
+    paintTiles(context, { layout, content: this.content, ratio, zoom: this.level, places: this.inView(layout) });
   }
 }

@@ -22,6 +22,14 @@ export function percent(share) {
   return value > 0 && value < 0.00095 ? "< 0.001\u00a0%" : `${digits}\u00a0%`; // no line break before the sign
 }
 
+/** A weight as a percentage to three digits: the smallest as a power of ten, and only a weight of zero as 0. */
+export function weightWords(weight) {
+  const share = 100 * weight;
+  if (weight === 0 || share >= 0.001) return `${Number(share.toPrecision(3)).toLocaleString("en", { maximumFractionDigits: 5 })}\u00a0%`;
+  const [digits, power] = share.toExponential(1).split("e");
+  return `${digits}\u00a0·\u00a010${Array.from(power.replace("+", ""), (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]).join("")}\u00a0%`;
+}
+
 /** A number with its unit: three significant digits at most. */
 export function written(value, unit) {
   if (value === null || Number.isNaN(value)) return "–";
@@ -42,6 +50,18 @@ export const visible = (text) => text.replace(UNSEEN, (c) => MARKS[c] || `‹U+$
 export function named(token) {
   const plain = token.trim();
   return plain ? visible(plain) : token ? visible(token.replace(/ +/g, "␣")) : "␣";
+}
+
+/** Text of at most `most` characters: what is more is cut off and marked. */
+export function cutShort(text, most) {
+  const letters = [...text];
+  return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : text;
+}
+
+/** The mean of what is finite; NaN of nothing. */
+export function meanOf(values) {
+  const known = Array.from(values).filter(Number.isFinite);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
 }
 
 /** A large number in three digits and a mark: 2.27 M. */

@@ -2,7 +2,7 @@
 
 import { axisTicks, decades, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
-import { integer, percent, written } from "./numbers.js";
+import { integer, meanOf, percent, written } from "./numbers.js";
 
 /**
  * Curves of texts that may differ in length: `series` [{values, n, colour, label}], values being bins of n tokens.
@@ -30,7 +30,7 @@ export function overlay({ title, series, width, unit, log = false }) {
     return line;
   };
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
-  const said = series.map(({ label, values }) => `${label}: mean ${written(mean(values), unit)}`).join("; ");
+  const said = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
   const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${said}` },
     ticks.map((tick) => [
       svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
@@ -50,9 +50,4 @@ export function overlay({ title, series, width, unit, log = false }) {
   });
   drawing.addEventListener("pointerleave", () => { marker.setAttribute("visibility", "hidden"); readout.textContent = ""; });
   return h("figure", { class: "curve" }, h("figcaption", {}, h("span", {}, title), readout), drawing);
-}
-
-function mean(values) {
-  const known = Array.from(values).filter(Number.isFinite);
-  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
 }

@@ -3,13 +3,15 @@
 
 import { lengthWords, openingWords, settledHead } from "./address.js";
 import { mostAlike } from "./alike.js";
-import { keyOf, legend, paint, stack } from "./charts.js";
-import { css, destinationColour, looks, ramp } from "./colour.js";
-import { h, replace, svg } from "./dom.js";
-import { colourOf, csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
+import { cellMap, keyOf, legend, markCell, paint, stack } from "./charts.js";
+import { css, destinationColour, looks } from "./colour.js";
+import { paintDifference, signedColour } from "./compare_difference.js";
+import { comparedName, comparedPicture, comparedTable } from "./compare_export.js";
+import { MARK, alongOf, groupOf } from "./compare_side.js";
+import { h, replace } from "./dom.js";
 import { headName, labelOf, meaningOf, rowOf, sharesOf, statisticsOf } from "./heads.js";
 import { WHOLE, matrixOf, totalVariation } from "./matrix.js";
-import { binPeaks, integer, named, percent, written } from "./numbers.js";
+import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { overlay } from "./overlay.js";
 import { chooser, headChooser } from "./shell.js";
 
@@ -17,7 +19,7 @@ const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
 const MOST_OFFERED = 4; // other profiles that get a button each; the chooser has them all
 const SHARP = 320; // cells a side that the narrowest map shows one by one
-const MARK = { left: "A", right: "B" };
+const FAINT = 1e-3; // the colour of a weight too small for the scale, but not zero
 
 export const comparePage = {
   title: "Compare",
@@ -35,7 +37,7 @@ class Compare {
   #shares = h("div", { class: "compare-shares" });
   #maps = h("div", { class: "compare-maps" });
   #readout = h("output", { class: "readout compare-readout", "aria-live": "polite" });
-  #numbers = h("div", { class: "compare-numbers" });
+  #numbers = h("div", { class: "compare-numbers", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
   #curves = h("div", { class: "compare-curves" });
   #aborting = new AbortController();
   #shown = null; // {left, right, variation}: each side with what was loaded of it
@@ -221,9 +223,9 @@ class Compare {
 
   #drawShares() {
     const { left, right } = this.#shown;
-    const sides = [left, right].map(({ name, source, at, view }) => {
-      const group = source.page.groups[at.group];
-      return { name, window: group.window, shares: sharesOf(group, view, at.layer, at.head) };
+    const sides = [left, right].map((side) => {
+      const group = groupOf(side);
+      return { name: side.name, window: group.window, shares: sharesOf(group, side.view, side.at.layer, side.at.head) };
     });
     const used = looks.destinations.filter((part) => sides.some(({ shares }) => shares[part.name] > 0.0005));
     const arrow = ({ name }) => sides.map(({ shares }) => percent(shares[name])).join(" | ");
@@ -245,12 +247,14 @@ class Compare {
   }
 
   #map(side, { low, top }) {
-    const { name, source, at, matrix } = side, group = source.page.groups[at.group];
-    const title = `${MARK[name]} · ${headName(group, at.layer, at.head)}`;
+    const { name, source, at, matrix } = side, title = `${MARK[name]} · ${headName(groupOf(side), at.layer, at.head)}`;
     if (!matrix) return h("div", { class: "compare-blank", "aria-busy": "true" }, "Computing the map …");
     if (!matrix.values) return h("p", { class: "compare-blank note" }, `There is no map of ${title}. ${matrix.why ?? ""}`);
     side.canvas = h("canvas", {});
-    paint(side.canvas, matrix.rows, matrix.columns, (row, column) => Math.log(Math.max(matrix.values[row * matrix.columns + column] / low, 1)) / Math.log(top / low));
+    paint(side.canvas, matrix.rows, matrix.columns, (row, column) => {
+      const weight = matrix.values[row * matrix.columns + column];
+      return weight > 0 ? Math.max(Math.log(weight / low) / Math.log(top / low), FAINT) : 0;
+    });
     const note = matrix.exact ? null : h("small", { "data-tip": "each cell is the largest weight of its block" }, " · pooled");
     const whose = this.#shown.left.source === this.#shown.right.source ? null : h("small", {}, ` · ${source.name}`);
     return h("figure", { class: "compare-figure" },
@@ -259,12 +263,8 @@ class Compare {
   }
 
   #difference() {
-    const { left, right } = this.#shown, { rows, columns } = left.matrix;
-    const apart = Float32Array.from(left.matrix.values, (value, at) => right.matrix.values[at] - value);
-    const sizes = apart.map(Math.abs).filter((size) => size > 0).sort();
-    const top = sizes[Math.floor(sizes.length * 0.998)] ?? 1; // a few large ones must not make all others pale
-    const canvas = (this.#shown.difference = h("canvas", {}));
-    paintSigned(canvas, rows, columns, (at) => Math.sign(apart[at]) * Math.sqrt(Math.min(Math.abs(apart[at]) / top, 1)));
+    const { left, right } = this.#shown, canvas = (this.#shown.difference = h("canvas", {}));
+    paintDifference(canvas, left.matrix, right.matrix);
     const stops = Array.from({ length: 9 }, (_, k) => css(signedColour(k / 4 - 1))).join(", ");
     return h("figure", { class: "compare-figure" },
       h("figcaption", {}, h("span", {}, "Difference"),
@@ -277,25 +277,8 @@ class Compare {
     const { rows, columns } = matrix;
     // Squeezed into fewer pixels, single cells would be left out: then they are averaged instead.
     canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
-    const box = h("div", { class: "map compare-map", tabindex: 0, role: "application", "aria-roledescription": "attention map",
-      "aria-label": `${label}. Arrow keys move between cells.`, style: { "aspect-ratio": `${columns} / ${rows}` } },
-    canvas, h("i", { class: "across", hidden: true }), h("i", { class: "down", hidden: true }));
-    let at = [0, 0];
-    const show = (row, column) => {
-      at = [Math.min(Math.max(row, 0), rows - 1), Math.min(Math.max(column, 0), columns - 1)];
-      this.#point(matrix, ...at);
-    };
-    box.addEventListener("pointermove", (event) => {
-      const frame = canvas.getBoundingClientRect();
-      show(Math.floor(((event.clientY - frame.top) / frame.height) * rows), Math.floor(((event.clientX - frame.left) / frame.width) * columns));
-    });
-    box.addEventListener("keydown", (event) => {
-      const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-      if (!move) return;
-      event.preventDefault();
-      const stride = event.shiftKey ? 10 : 1;
-      show(at[0] + stride * move[0], at[1] + stride * move[1]);
-    });
+    const box = cellMap({ canvas, rows, columns, label, told: (row, column) => this.#point(matrix, row, column) });
+    box.classList.add("compare-map");
     return box;
   }
 
@@ -304,29 +287,24 @@ class Compare {
     const { left, right, variation } = this.#shown;
     if (!left.matrix || !right.matrix) return; // the maps shown are on their way out
     const sides = [left, right].filter(({ matrix: own }) => own === matrix || (variation && own));
-    for (const box of this.#maps.querySelectorAll(".compare-map")) {
-      const [across, down] = box.querySelectorAll("i"), own = variation || sides.some(({ canvas }) => box.contains(canvas));
-      across.hidden = down.hidden = !own;
-      across.style.top = `${((row + 0.5) / matrix.rows) * 100}%`;
-      down.style.left = `${((column + 0.5) / matrix.columns) * 100}%`;
-    }
+    for (const box of this.#maps.querySelectorAll(".compare-map"))
+      markCell(box, variation || sides.some(({ canvas }) => box.contains(canvas)) ? [row, column] : null, matrix.rows, matrix.columns);
     const { view } = sides[0], weights = sides.map(({ matrix: own }) => own.values[row * own.columns + column]);
     const told = sides.map(({ name }, index) => `${MARK[name]} ${weightWords(weights[index])}`);
     if (variation) told.push(`B − A ${weights[1] < weights[0] ? "−" : "+"}${weightWords(Math.abs(weights[1] - weights[0]))}`);
     this.#readout.replaceChildren(
-      "query ", h("b", {}, spanWords(view.queries || view.keys, row, matrix.rows, matrix.n_queries)), " → key ",
-      h("b", {}, spanWords(view.keys, column, matrix.columns, matrix.n_keys)), ` · ${told.join(" · ")}`);
+      "query ", h("b", {}, spanWords(view.queries || view.keys, row, matrix.step.down)), " → key ",
+      h("b", {}, spanWords(view.keys, column, matrix.step.across)), ` · ${told.join(" · ")}`);
   }
 
   // ---- numbers and curves --------------------------------------------------------------------------------
 
   /** [name, label, unit, left, right] of the statistics that both sides have. */
   #statistics() {
-    const { left, right } = this.#shown, values = [left, right].map(({ source, at, view }) => {
-      const row = rowOf(source.page.groups[at.group], at.layer, at.head);
-      return (name) => view.heads[name][row];
+    const { left, right } = this.#shown, group = groupOf(left), values = [left, right].map((side) => {
+      const row = rowOf(groupOf(side), side.at.layer, side.at.head);
+      return (name) => side.view.heads[name][row];
     });
-    const group = left.source.page.groups[left.at.group];
     return statisticsOf(left.view).filter((name) => right.view.heads[name].some((x) => x !== null))
       .map((name) => ({ name, label: labelOf(group, name), meaning: meaningOf(group, name), unit: looks.statistics[name].unit, values: values.map((of) => of(name)) }));
   }
@@ -336,7 +314,7 @@ class Compare {
       h("th", { scope: "row", "data-tip": meaning }, label), h("td", {}, written(a, unit)), h("td", {}, written(b, unit)),
       h("td", {}, a === null || b === null ? "–" : signed(b - a, unit))));
     this.#numbers.replaceChildren(h("table", {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ...["A", "B"].map((mark) => h("th", { scope: "col" }, mark)), h("th", { scope: "col" }, "B − A"))),
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ...Object.values(MARK).map((mark) => h("th", { scope: "col" }, mark)), h("th", { scope: "col" }, "B − A"))),
       h("tbody", {}, rows)));
   }
 
@@ -357,111 +335,23 @@ class Compare {
   // ---- export --------------------------------------------------------------------------------------------
 
   picture() {
-    if (!this.#shown?.left.curves) return null;
-    const { left, right } = this.#shown, short = ({ source, at }) => `${source.name}-t${at.text}-L${source.page.groups[at.group].layers[at.layer]}-H${source.page.groups[at.group].heads[at.head]}`;
-    return { name: `${short(left)}-and-${short(right)}`, svg: () => this.#svg(), csv: () => this.#csv() };
-  }
-
-  #svg() {
-    const { left, right, variation, difference, scale } = this.#shown, size = 360, gap = 28, parts = [];
-    const pictures = [[left, left.canvas], ...(variation ? [[null, difference]] : []), [right, right.canvas]];
-    let tall = size;
-    pictures.forEach(([side, canvas], index) => {
-      const x = index * (size + gap);
-      const words = side ? `${MARK[side.name]} · ${side.source.name}, ${headName(side.source.page.groups[side.at.group], side.at.layer, side.at.head)}` : "B − A";
-      parts.push(svgText(x, 10, words, { "font-weight": 600 }));
-      if (!canvas) { parts.push(svgText(x, 40, "no map", { fill: "var(--soft)" })); return; }
-      const height = (size * canvas.height) / canvas.width;
-      tall = Math.max(tall, height);
-      parts.push(svgImage(canvas, { x, y: 20, width: size, height }), svg("rect", { x, y: 20, width: size, height, fill: "none", stroke: "var(--line)" }));
-    });
-    let y = 20 + tall + 22;
-    const colours = Array.from({ length: 24 }, (_, k) => css(ramp(k / 23)));
-    if (left.canvas || right.canvas) parts.push(svgRamp(0, y, colours, `≤ ${weightWords(scale.low)}`, percent(scale.top)));
-    if (variation) parts.push(svgKey(size + gap, y, [["A more", css(signedColour(-1))], ["B more", css(signedColour(1))]]));
-    const width = pictures.length * (size + gap) - gap;
-    for (const { name, source, at, view } of [left, right]) {
-      y += 24;
-      const shares = sharesOf(source.page.groups[at.group], view, at.layer, at.head);
-      const used = looks.destinations.filter((part) => shares[part.name] > 0.0005), whole = used.reduce((sum, part) => sum + shares[part.name], 0) || 1;
-      let x = 18;
-      parts.push(svgText(0, y + 8, MARK[name], { "font-weight": 600 }));
-      for (const part of used) {
-        const wide = ((width - 18) * shares[part.name]) / whole;
-        parts.push(svg("rect", { x, y: y - 4, width: Math.max(wide - 1, 0.5), height: 16, fill: destinationColour(part) }));
-        x += wide;
-      }
-    }
-    y += 36;
-    parts.push(svgKey(18, y, looks.destinations.filter(({ name }) => [left, right].some((side) => sharesOf(side.source.page.groups[side.at.group], side.view, side.at.layer, side.at.head)[name] > 0.0005)).map((part) => [part.label, destinationColour(part)])));
-    const goes = [left, right].map(({ name, view, source, at }) => `${MARK[name]}: ${view.heads.goes_to[rowOf(source.page.groups[at.group], at.layer, at.head)]}`).join(" · ");
-    return svgPicture({ width, height: y + 8, title: "Two heads compared", note: `${goes}. Rows are queries, columns are keys.`, parts });
-  }
-
-  /** Numbers first, then the curves by position; bins of a long text by their first position. */
-  #csv() {
-    const { left, right, variation } = this.#shown;
-    const rows = this.#statistics().map(({ name, values: [a, b] }) => [name, null, a, b, a === null || b === null ? null : b - a]);
-    for (const name of ["received", "entropy"]) {
-      const [a, b] = [left, right].map((side) => alongOf(side, name));
-      if (!a || !b) continue;
-      const n = name === "received" ? [left.view.n_keys, right.view.n_keys] : [left.view.n_queries, right.view.n_queries];
-      const starts = [a, b].map((values, side) => new Map(Array.from(values, (value, bin) => [Math.ceil((bin * n[side]) / values.length), value])));
-      const positions = [...new Set([...starts[0].keys(), ...starts[1].keys()])].sort((x, y) => x - y);
-      for (const position of positions) {
-        const [x, y] = starts.map((values) => values.get(position) ?? null);
-        rows.push([name, position, x, y, x === null || y === null ? null : y - x]);
-      }
-    }
-    variation?.forEach((value, query) => rows.push(["total_variation", query, null, null, value]));
-    return csvOf(["what", "position", "a", "b", "difference"], rows);
+    const shown = this.#shown;
+    if (!shown?.left.curves || !shown.right.curves) return null;
+    const statistics = this.#statistics();
+    return { name: comparedName(shown), svg: () => comparedPicture(shown), csv: () => comparedTable(shown, statistics) };
   }
 }
 
 const pick = (object, keys) => Object.fromEntries(keys.map((key) => [key, object[key]]));
 
-/** A curve of one head among the curves of a text. */
-function alongOf({ source, at, curves }, name) {
-  if (!curves[name]) return null;
-  const { values, shape } = curves[name], row = rowOf(source.page.groups[at.group], at.layer, at.head);
-  return values.subarray(row * shape[2], (row + 1) * shape[2]);
+/** What a row or column of a map stands for: a token, or a block of `step` positions, of which the last may be short. */
+function spanWords(tokens, at, step) {
+  const from = at * step, to = Math.min(from + step, tokens.length) - 1;
+  return from === to ? [`${integer(from)} “`, h("bdi", {}, named(tokens[from])), "”"] : `${integer(from)}–${integer(to)}`;
 }
-
-/** What a row or column of a map stands for: a token, or a range of positions. */
-function spanWords(tokens, at, cells, n) {
-  if (cells === n) return `${integer(at)} “${named(tokens[at])}”`;
-  const block = n / cells;
-  return `${integer(Math.floor(at * block))}–${integer(Math.min(Math.ceil((at + 1) * block), n) - 1)}`;
-}
-
-/** A weight to three digits. */
-const weightWords = (weight) => `${weight === 0 ? 0 : weight < 1e-5 ? (100 * weight).toExponential(1) : +(100 * weight).toPrecision(3)}\u00a0%`;
 
 /** A difference with its sign; of shares in percentage points. */
 function signed(value, unit) {
   const mark = value > 0 ? "+" : value < 0 ? "−" : "±";
   return `${mark}${unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit)}`;
-}
-
-/** From the colour of A (−1) over the page's own (0) to the colour of B (1), as [r, g, b]. */
-function signedColour(x) {
-  const from = rgbOfPage("--panel"), to = rgbOfPage(x < 0 ? "--accent" : "--warm");
-  return from.map((channel, i) => Math.round(channel + (to[i] - channel) * Math.min(Math.abs(x), 1)));
-}
-
-function rgbOfPage(variable) {
-  const hex = colourOf(variable);
-  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-}
-
-function paintSigned(canvas, rows, columns, at) {
-  canvas.width = columns;
-  canvas.height = rows;
-  const context = canvas.getContext("2d"), image = context.createImageData(columns, rows);
-  const table = Array.from({ length: 257 }, (_, level) => signedColour(level / 128 - 1));
-  for (let cell = 0; cell < rows * columns; cell++) {
-    const colour = table[Math.round(128 * (at(cell) + 1))];
-    image.data.set([...colour, 255], 4 * cell);
-  }
-  context.putImageData(image, 0, 0);
 }

@@ -5,10 +5,9 @@ import { choice, legend } from "./charts.js";
 import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, topOf } from "./heads.js";
+import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, sizeWords, statisticsOf, topOf } from "./heads.js";
 import { integer, short, written } from "./numbers.js";
 
-const MANY_HEADS = 16; // more to a layer leave no room for words in a cell
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
 
 export const overviewPage = {
@@ -103,7 +102,7 @@ class Overview {
   #found() {
     const view = this.#view, group = this.#group, { attrs } = this.#page;
     const facts = [
-      `${integer(group.layers.length)} ${group.layers.length === 1 ? "layer" : "layers"} × ${integer(group.heads.length)} ${group.heads.length === 1 ? "head" : "heads"}`,
+      sizeWords(group),
       `${group.causal ? "causal" : view.queries ? "cross" : "bidirectional"} attention`,
       attrs.parameters && `${short(attrs.parameters)} parameters`,
       attrs.dtype,
@@ -195,7 +194,7 @@ class Overview {
 
   #svg() {
     const group = this.#group, statistic = this.#statistic, cells = this.#cells(), order = this.#order;
-    const size = group.heads.length > MANY_HEADS ? 18 : 36, gap = 2, across = group.heads.length, parts = [];
+    const size = group.heads.length > MANY ? 18 : 36, gap = 2, across = group.heads.length, parts = [];
     const step = size + gap, wide = 30 + across * step;
     const box = (x, y, at) => {
       const { colour, text } = cells[at];
@@ -240,11 +239,11 @@ class Overview {
  * `select(layer, head)` hears of every choice, `open(layer, head)` of Enter and of double clicks.
  */
 function headFlow({ group, cells, sections, layer, head, label, select, open }) {
-  const count = group.heads.length, many = count > MANY_HEADS;
+  const count = group.heads.length, many = count > MANY;
   const button = (at) => {
     const l = Math.floor(at / count), k = at % count, { text, colour, said } = cells[at];
     return h("button", { type: "button", role: "option", tabindex: -1, "data-layer": l, "data-head": k, "aria-selected": "false",
-      "aria-label": `Layer ${group.layers[l]}, head ${group.heads[k]}: ${said.replaceAll("\n", "; ")}`, "data-tip": `Layer ${group.layers[l]} · head ${group.heads[k]}\n${said}`,
+      "aria-label": `${headTitle(group, l, k)}: ${said.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${said}`,
       style: { background: css(colour), color: inkOn(colour) } },
     many ? null : [h("small", {}, `${group.layers[l]}·${group.heads[k]}`), h("span", {}, text)]);
   };

@@ -3,6 +3,7 @@
 import { alikeGroups, firstTokenWeight, sinkFigures } from "./sinks.js";
 import { csvOf, svgCopy, svgKey, svgPicture, svgText } from "./export.js";
 import { h, replace } from "./dom.js";
+import { sizeWords } from "./heads.js";
 
 const REMEDIES = [["off-by-one", "Off by one"], ["sigmoid", "Sigmoid"]];
 const ACROSS = 3, FIGURE_GAP = 34; // of the exported picture
@@ -57,7 +58,7 @@ export const sinksPage = {
       const own = here.page.groups[group];
       const counterpart = other && (other.page.groups.find(({ name }) => name === own.name) ?? other.page.groups[other.page.main]);
       const laid = counterpart && alikeGroups(own, counterpart);
-      if (counterpart && !laid) sentence = `${other.name} has ${counterpart.layers.length} layers × ${counterpart.heads.length} heads instead of ${own.layers.length} × ${own.heads.length}: its figures stand below.`;
+      if (counterpart && !laid) sentence = `${other.name} has ${sizeWords(counterpart)} instead of ${own.layers.length} × ${own.heads.length}: its figures stand below.`;
       shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, laid } };
       said.textContent = sentence;
       said.hidden = !sentence;
@@ -106,13 +107,16 @@ function pictureOf(figures, { name, other }) {
   });
 }
 
-/** One row a head, with the columns of both sources where there are two. */
+/** One row a head, then one a depth of the residual stream, of both sources where there are two. */
 function csvOfSinks({ name, own, other }) {
   const sources = [[name, own], ...(other ? [[other.name, other.group]] : [])];
   const columns = [...new Set(sources.flatMap(([, group]) => Object.keys(group.sinks ?? {})))];
-  const rows = sources.flatMap(([of, group]) => {
+  const heads = sources.flatMap(([of, group]) => {
     const weights = firstTokenWeight(group);
     return weights.map((weight, at) => [of, group.layers[Math.floor(at / group.heads.length)], group.heads[at % group.heads.length], weight, ...columns.map((column) => group.sinks?.[column]?.[at] ?? null)]);
   });
-  return csvOf(["profile", "layer", "head", "weight_on_first", ...columns], rows);
+  const blank = Array.from({ length: 3 + columns.length }, () => null);
+  const depths = sources.flatMap(([of, { residual }]) => (residual?.largest ?? []).map((largest, depth) => [of, ...blank, depth, largest, residual.median[depth]]));
+  const stream = depths.length ? ["depth", "largest_activation", "median_activation"] : [];
+  return csvOf(["profile", "layer", "head", "weight_on_first", ...columns, ...stream], [...heads.map((row) => [...row, ...stream.map(() => null)]), ...depths]);
 }

@@ -1,7 +1,7 @@
 // The report: its state, and one function per part of the page. Everything it shows is in the file.
 
 import { binPeaks, binStart, integer, named, percent, short, visible, written } from "./numbers.js";
-import { choice, curve, denseMap, legend, paint, stack } from "./charts.js";
+import { choice, curve, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, tellingHead, topOf } from "./heads.js";
@@ -137,7 +137,7 @@ function detail(curves, bytes) {
     bytes ? null : mapNote(v),
   );
   const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
-  const width = Math.max(Math.floor(parseFloat(columns[0])), 240);
+  const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // a frame that is not laid out yet has no columns
   box.replaceChildren(...headCurves({ group: g, view: v, curves, layer: state.layer, head: state.head, width }));
 }
 

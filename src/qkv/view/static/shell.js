@@ -94,9 +94,8 @@ export class Shell {
       clearTimeout(this.#busyTimer);
       this.#busyTimer = 0;
       box.hidden = true;
-      document.documentElement.removeAttribute("data-busy");
     } else if (!this.#busyTimer) {
-      this.#busyTimer = setTimeout(() => { box.hidden = false; document.documentElement.dataset.busy = ""; }, 120);
+      this.#busyTimer = setTimeout(() => { box.hidden = false; }, 120);
     }
   }
 
@@ -223,7 +222,7 @@ export class Shell {
 }
 
 /** The head before or after another one, or its like one layer on. */
-export function stepped(group, layer, head, by, byLayer = false) {
+function stepped(group, layer, head, by, byLayer = false) {
   const count = group.heads.length, layers = group.layers.length;
   if (byLayer) return { layer: (layer + by + layers) % layers, head };
   const next = (layer * count + head + by + layers * count) % (layers * count);

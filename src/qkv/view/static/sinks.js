@@ -3,7 +3,8 @@
 
 import { decades, keyOf, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
-import { integer, named, percent, written } from "./numbers.js";
+import { headTitle } from "./heads.js";
+import { cutShort, integer, named, percent, written } from "./numbers.js";
 
 const SINK_AT = 0.3; // α from which a head has a sink (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
@@ -43,7 +44,7 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   return [
     h("div", { class: "sink-lead", style: { "max-width": "76em", "margin-bottom": "4px" } },
       h("p", {}, after ? h("b", {}, `${name}: `) : null, sinkSentence(group)), after ? h("p", {}, h("b", {}, `${after.name}: `), sinkSentence(after.group)) : null),
-    h("p", { class: "meaning" }, "Each dot is a head, each line the mean of the layers.", chosen ? " Ringed: the selected head." : null),
+    h("p", { class: "meaning" }, "Each dot is a head; the line is the mean of each layer’s heads.", chosen ? " Ringed: the selected head." : null),
     after ? keyOf([[name, BEFORE_COLOUR], [after.name, AFTER_COLOUR]]) : null,
     h("div", { class: "sink-figures", style: { display: "grid", "grid-template-columns": "repeat(auto-fit, minmax(min(100%, 340px), 1fr))", gap: "26px 40px", "margin-top": "18px", "align-items": "start" } },
       charts, tables),
@@ -51,19 +52,19 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
 }
 
 /** One or two sentences: how many heads rest on the first token, and what they take from it. */
-export function sinkSentence(group) {
+function sinkSentence(group) {
   const { alpha_first: scores, value_norm_first: values } = group.sinks ?? {};
   const weights = scores ?? firstTokenWeight(group), resting = [];
   weights.forEach((x, at) => { if (x !== null && x > SINK_AT) resting.push(at); });
   const measure = scores ? `a sink at the first token (α > ${SINK_AT})` : "more than 30 % of the weight on the first token";
-  const first = `${integer(resting.length)} of ${integer(weights.length)} heads ${resting.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
+  const first = `${integer(resting.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${resting.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
   const lengths = resting.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
   if (!lengths.length) return first;
   const middle = lengths[Math.floor(lengths.length / 2)];
   return `${first} In the median one its value is ${times(middle)} as long as the others’${middle < 0.7 ? ": what is parked there adds little" : ""}.`;
 }
 
-const cutShort = (word) => { const letters = [...word]; return letters.length > 12 ? `${letters.slice(0, 11).join("")}…` : word; };
+const titleOf = (group, at) => headTitle(group, Math.floor(at / group.heads.length), at % group.heads.length);
 const times = (x) => `${written(x, "ratio")} ×`;
 const saidAs = (x, unit) => (x === null ? "–" : unit === "%" ? percent(x) : unit === "×" ? times(x) : written(x, "ratio"));
 
@@ -74,7 +75,7 @@ function byLayerChart({ group, names, values, ...rest }) {
     columns: group.layers.map((_, l) => group.heads.map((_, k) => ({ at: l * group.heads.length + k, value: column[l * group.heads.length + k] })).filter(({ value }) => value !== null)),
   }).filter((one) => one && one.columns.some((column) => column.length));
   if (!series.length) return null;
-  return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", told: (at, column) => `layer ${group.layers[column]} · head ${group.heads[at % group.heads.length]}`, ...rest });
+  return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", told: (at) => titleOf(group, at), ...rest });
 }
 
 /** Sink scores of the first token on kinds of text. */
@@ -89,7 +90,7 @@ function kindsChart({ group, names, chosen, select }, after) {
   return dotChart({
     group, series, chosen, select, unit: "%", reference: SINK_AT, title: "Sink score α on three kinds of text", note: `of the first 64 queries · dashed: ${SINK_AT}, below: heads over it`,
     columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
-    told: (at) => `layer ${group.layers[Math.floor(at / group.heads.length)]} · head ${group.heads[at % group.heads.length]}`,
+    told: (at) => titleOf(group, at),
   });
 }
 
@@ -109,7 +110,7 @@ function depthChart({ group, names }, after) {
     group, series, log: true, unit: "", title: "Largest activation by depth",
     note: `grey: median · ${massive ? "some" : "none"} massive (> ${integer(stream.above)}, ≥ ${integer(stream.times)} medians)`,
     columns: stream.largest.map((_, depth) => String(depth)), axis: "layers passed",
-    told: (depth, _, { of }) => `depth ${depth}${of ? ` · “${cutShort(named(of.token[depth]))}” at ${integer(of.position[depth])}, dimension ${of.dimension[depth]} · ${integer(of.largest[depth] / (of.median[depth] || 1))} medians` : ", median"}`,
+    told: (depth, _, { of }) => `depth ${depth}${of ? ` · “${cutShort(named(of.token[depth]), 12)}” at ${integer(of.position[depth])}, dimension ${of.dimension[depth]} · ${integer(of.largest[depth] / (of.median[depth] || 1))} medians` : ", median"}`,
   });
 }
 

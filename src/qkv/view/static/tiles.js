@@ -6,6 +6,8 @@ const KEPT = 320; // tiles: 256 kB of weights and as much of paint each
 const RETRY = 3000; // milliseconds until a tile that failed is asked for again
 const SETTLE = 60; // milliseconds that a zoom level has to last before its tiles are asked for
 
+export const FIRST = { zoom: 0, i: 0, j: 0 }; // the tile that shows everything
+
 /** Where tiles lie: zoom 0 is one tile, and each further zoom halves the tokens that a pixel covers. */
 export class Pyramid {
   /** `shape`: what the server says of a map: {n_queries, n_keys, deepest, pixel_queries, pixel_keys}. */
@@ -74,7 +76,7 @@ export class TileStore {
     this.failed = new Map(); // when, by key
     this.wishes = [];
     this.level = null;
-    this.timer = 0;
+    this.settling = this.retrying = 0; // timers
   }
 
   /** A tile that is here, or undefined. One that the mask hides has no rows. */
@@ -89,20 +91,16 @@ export class TileStore {
     return this.wishes.filter(({ key }) => !this.kept.has(key)).length;
   }
 
-  /** From now on, these tiles and no others: [[pool, place], …], the most wanted first. */
-  want(wishes) {
+  /** From now on, these tiles and no others: [[pool, place], …], the most wanted first; `level`: the view's zoom. */
+  want(wishes, level = this.level) {
     this.wishes = wishes.map(([pool, place]) => ({ key: keyOfTile(pool, place), pool, place }));
     const wanted = new Set(this.wishes.map(({ key }) => key));
     for (const [key, flight] of this.flights) if (!wanted.has(key)) flight.abort(), this.flights.delete(key);
-    const level = wishes.length ? wishes.at(-1)[1].zoom : null;
-    if (level !== this.level && this.level !== null) this.later(SETTLE); // passing through; the next frame has others
-    else if (!this.timer) this.start();
+    if (level !== this.level && this.level !== null) { // passing through; the next frame has others
+      clearTimeout(this.settling);
+      this.settling = setTimeout(() => { this.settling = 0; this.start(); }, SETTLE);
+    } else if (!this.settling) this.start();
     this.level = level;
-  }
-
-  later(milliseconds) {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => { this.timer = 0; this.start(); }, milliseconds);
   }
 
   start() {
@@ -111,7 +109,10 @@ export class TileStore {
       if (this.flights.size >= AT_ONCE) return;
       if (this.kept.has(key) || this.flights.has(key)) continue;
       const wait = (this.failed.get(key) ?? -Infinity) + RETRY - now;
-      if (wait > 0) { if (!this.timer) this.later(wait + 10); continue; }
+      if (wait > 0) { // by a timer of its own: the others need not wait for it
+        this.retrying ||= setTimeout(() => { this.retrying = 0; this.start(); }, wait + 10);
+        continue;
+      }
       this.fly(key, pool, place);
     }
   }
@@ -137,7 +138,8 @@ export class TileStore {
 
   /** Stop all requests. */
   close() {
-    clearTimeout(this.timer);
+    clearTimeout(this.settling);
+    clearTimeout(this.retrying);
     this.wishes = [];
     for (const flight of this.flights.values()) flight.abort();
     this.flights.clear();

@@ -4,10 +4,11 @@ import { h } from "./dom.js";
 import { integer, visible } from "./numbers.js";
 
 const FEWEST = 110, MOST = 240; // tokens of a block
+const SPACE = 7; // pixels of a space, and a little more
 const AROUND = 900; // pixels above and below the view that are kept in the document
 
 /** Text in pieces [text, isMark]: marks stand for characters that have no shape of their own. */
-export function pieces(token) {
+function pieces(token) {
   if (visible(token) === token) return [[token, false]];
   const found = [];
   for (const character of token) {
@@ -20,7 +21,7 @@ export function pieces(token) {
 }
 
 /** Where blocks of a text start: after a line break if there is one, after a sentence else. */
-export function blockStarts(tokens) {
+function blockStarts(tokens) {
   const starts = [0];
   let sentence = 0;
   for (let at = 0; at < tokens.length; at++) {
@@ -33,7 +34,7 @@ export function blockStarts(tokens) {
 }
 
 /** Whether a text is better read in letters of one width: many of its lines are indented. */
-export function isCode(tokens) {
+function isCode(tokens) {
   const lines = tokens.slice(0, 4000).join("").split("\n").filter((line) => line.trim());
   return lines.length > 4 && lines.filter((line) => /^(\t| {2,})/.test(line)).length > lines.length / 4;
 }
@@ -46,11 +47,12 @@ export class TokenFlow {
   constructor({ name, tokens, label, look, kind, onhover, onchoose, oncurrent, onescape, onscroll }) {
     Object.assign(this, { name, tokens, look, kind, onhover, onchoose, oncurrent, onescape, onscroll });
     this.starts = blockStarts(tokens);
+    this.code = isCode(tokens);
     this.current = null;
     this.blocks = new Map(); // block → its element, those in the document
     this.heights = new Float64Array(this.starts.length);
     this.known = new Uint8Array(this.starts.length); // which heights were measured
-    this.space = h("div", { class: isCode(tokens) ? "flow-space code" : "flow-space", role: "presentation" });
+    this.space = h("div", { class: this.code ? "flow-space code" : "flow-space", role: "presentation" });
     this.element = h("div", { class: "flow", tabindex: 0, role: "listbox", "aria-multiselectable": "true", "aria-label": label }, this.space);
     this.listen();
     this.sizes = new ResizeObserver(() => this.resize());
@@ -153,7 +155,10 @@ export class TokenFlow {
     if (first) box.append(indent.exec(this.tokens[first - 1])?.[1] ?? "");
     box.tokens = [];
     for (let at = first; at < this.end(block); at++) {
-      const last = at + 1 === this.end(block), parts = pieces(last ? this.tokens[at].replace(indent, "\n") : this.tokens[at]);
+      // In prose the space before a word is no part of its box: where a line ends, it would be an empty one.
+      const [, space, word] = this.code ? [null, "", this.tokens[at]] : /^( *)(.*)$/s.exec(this.tokens[at]);
+      if (word) box.append(space);
+      const last = at + 1 === this.end(block), shown = word || space, parts = pieces(last ? shown.replace(indent, "\n") : shown);
       const breaks = parts.at(-1)?.[0] === "\n";
       if (breaks) parts.pop(); // the break goes after the token's box, which would reach into the next line
       const token = h("span", { id: `${this.name}-${at}`, "data-at": at, role: "option", "aria-setsize": this.tokens.length, "aria-posinset": at + 1 },
@@ -231,7 +236,11 @@ export class TokenFlow {
   // ---- pointer and keys ----
 
   listen() {
-    const { element } = this, tokenOf = (event) => { const found = event.target.closest("[data-at]"); return found ? Number(found.dataset.at) : null; };
+    const { element } = this, tokenOf = ({ target, clientX, clientY }) => {
+      // The space before a word belongs to it.
+      const found = target.closest("[data-at]") ?? document.elementFromPoint(clientX + SPACE, clientY)?.closest("[data-at]");
+      return found && element.contains(found) ? Number(found.dataset.at) : null;
+    };
     element.addEventListener("scroll", () => {
       if (!this.frame) this.frame = requestAnimationFrame(() => { this.frame = 0; this.render(); });
     }, { passive: true });

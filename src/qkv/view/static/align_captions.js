@@ -1,0 +1,208 @@
+// Held-out scenes, the words that a captioner says of each, and where it looked for them.
+
+import { drawScene } from "./align_scene.js";
+import { choice } from "./charts.js";
+import { bytesOf } from "./data.js";
+import { h, replace } from "./dom.js";
+import { csvOf, svgImage, svgPicture, svgText } from "./export.js";
+import { integer, percent } from "./numbers.js";
+
+const STRIP = 9; // scenes in the strip
+const LARGE = 10, SMALL = 4; // pixels on the screen for one of a scene
+const PACE = 1100; // milliseconds a word is shown while playing
+
+export class AlignCaptions {
+  #app;
+  #scenes; // how many there are
+  #known = new Map(); // scene → promise of its answer
+  #stop = new AbortController();
+  #scene = null;
+  #answer = null;
+  #word = 0;
+  #smooth = true;
+  #dark = 0.8;
+  #play = 0;
+  #parts;
+
+  constructor(root, app) {
+    this.#app = app;
+    const { name, scenes } = app.session.align.captioner;
+    this.#scenes = scenes;
+    const canvas = h("canvas", { class: "align-image", role: "img" });
+    this.#parts = {
+      canvas, words: h("div", { class: "align-words", role: "group", "aria-label": "Words of the caption" }), truth: h("p", { class: "align-truth" }), strip: h("div", { class: "align-strip", role: "group", "aria-label": "Scenes" }),
+      readout: h("output", { class: "readout", "aria-live": "polite" }), caption: h("p", { class: "align-said" }), place: h("span", { class: "align-place" }), play: h("button", { type: "button", class: "quiet", onclick: () => this.#toggle() }, "Play"),
+      overlay: h("div", {}),
+    };
+    const { play, place, strip, words, truth, readout, caption, overlay } = this.#parts;
+    const go = (scene) => app.go({ scene: (scene + scenes) % scenes, word: null }, { replace: true });
+    canvas.addEventListener("pointermove", (event) => this.#point(event));
+    canvas.addEventListener("pointerleave", () => { readout.textContent = this.#sentence(); });
+    root.append(
+      h("div", { class: "align-scenes" },
+        h("button", { type: "button", class: "quiet", "aria-label": "Previous scene", onclick: () => go(this.#scene - 1) }, "‹"), strip,
+        h("button", { type: "button", class: "quiet", "aria-label": "Next scene", onclick: () => go(this.#scene + 1) }, "›"),
+        place, h("button", { type: "button", class: "quiet", onclick: () => go(Math.floor(Math.random() * scenes)) }, "Random")),
+      h("div", { class: "align-caption" },
+        h("figure", { class: "align-figure" }, canvas, readout,
+          h("div", { class: "controls align-controls" }, play, overlay,
+            h("label", { class: "align-slider" }, h("span", {}, "Darken the rest"), h("input", { type: "range", min: 0, max: 1, step: 0.05, value: this.#dark, oninput: (event) => { this.#dark = Number(event.target.value); this.#paint(); } })))),
+        h("div", { class: "align-told" }, h("h2", {}, "What it says"), caption, truth,
+          h("p", { class: "note" }, `${name} has never seen this scene, nor one of this description. The image is as bright as the weight with which it looked for the word is strong.`), words)));
+    this.#drawOverlay();
+  }
+
+  update() {
+    const { scene, word, over } = this.#app.state;
+    const wanted = Number.isInteger(scene) && scene >= 0 && scene < this.#scenes ? scene : 1;
+    this.#smooth = over !== "cells";
+    this.#drawOverlay();
+    if (wanted !== this.#scene) {
+      this.#pause();
+      this.#scene = wanted;
+      this.#open(wanted, Number.isInteger(word) ? word : 0);
+    } else if (this.#answer) {
+      this.#word = Math.min(Math.max(Number.isInteger(word) ? word : 0, 0), Math.max(this.#answer.words.length - 1, 0));
+      this.draw();
+    }
+  }
+
+  stop() {
+    this.#pause();
+    this.#stop.abort();
+  }
+
+  #caption(scene) {
+    if (!this.#known.has(scene)) {
+      const promise = this.#app.post("/api/caption", { scene }, { signal: this.#stop.signal }).then((answer) => ({
+        ...answer, pixels: bytesOf(answer.image),
+      }));
+      promise.catch(() => this.#known.delete(scene));
+      this.#known.set(scene, promise);
+    }
+    return this.#known.get(scene);
+  }
+
+  async #open(scene, word) {
+    this.#strip();
+    try {
+      const answer = await this.#caption(scene);
+      if (scene !== this.#scene) return; // another one was chosen meanwhile
+      this.#answer = answer;
+      this.#word = Math.min(Math.max(word, 0), Math.max(answer.words.length - 1, 0));
+      this.draw();
+      this.#app.announce(`Scene ${scene}: ${answer.words.join(" ")}`);
+    } catch (error) {
+      this.#app.trouble(error);
+    }
+  }
+
+  #strip() {
+    const { strip, place } = this.#parts, first = this.#scene - Math.floor(STRIP / 2);
+    place.textContent = `Scene ${integer(this.#scene)} of 0–${integer(this.#scenes - 1)}`;
+    replace(strip, ...Array.from({ length: STRIP }, (_, i) => {
+      const scene = (first + i + this.#scenes) % this.#scenes, canvas = h("canvas", { width: 40, height: 40 });
+      this.#caption(scene).then((answer) => drawScene(canvas, answer, 1), () => {}); // the scene itself says when it cannot be had
+      return h("button", { type: "button", class: "align-thumb", "data-key": `scene-${scene}`, "aria-label": `Scene ${scene}`, "aria-current": scene === this.#scene ? "true" : null, onclick: () => this.#app.go({ scene, word: null }, { replace: true }) }, canvas);
+    }));
+    const current = strip.querySelector("[aria-current]");
+    strip.scrollLeft = current.offsetLeft - strip.offsetLeft - (strip.clientWidth - current.offsetWidth) / 2;
+  }
+
+  #drawOverlay() {
+    replace(this.#parts.overlay, choice("Weights", [["smooth", "smooth"], ["cells", "cells"]], this.#smooth ? "smooth" : "cells", (over) => this.#app.go({ over: over === "smooth" ? null : over }, { replace: true })));
+  }
+
+  draw() {
+    if (!this.#answer) return;
+    const { words, truth, caption } = this.#parts, { words: said, truth: right } = this.#answer, same = said.join(" ") === right;
+    caption.replaceChildren(...said.flatMap((word, i) => [h("span", { class: `align-target${i === this.#word ? " align-now" : ""}` }, word), " "]), said.length ? "" : "Nothing.");
+    truth.replaceChildren(h("small", {}, "Truth: "), h("span", {}, right), " ", h("b", { class: same ? "align-right" : "align-wrong" }, same ? "✓ word for word" : "✗ differs"));
+    replace(words, ...said.map((word, i) => {
+      const canvas = h("canvas", {});
+      drawScene(canvas, this.#answer, SMALL, this.#light(i));
+      return h("button", {
+        type: "button", class: "align-multiple", "data-key": `said-${i}`, "aria-pressed": i === this.#word ? "true" : "false", onpointerenter: () => this.#turn(i, false), onfocus: () => this.#turn(i, false),
+        onclick: () => { this.#pause(); this.#turn(i, true); },
+      }, canvas, h("span", {}, word));
+    }));
+    this.#paint();
+  }
+
+  /** Show another word; `keep` writes it into the address. */
+  #turn(word, keep) {
+    if (this.#play && !keep) return;
+    this.#word = word;
+    if (keep) this.#app.go({ word }, { replace: true });
+    this.#parts.words.querySelectorAll("button").forEach((button, i) => button.setAttribute("aria-pressed", i === word));
+    this.#parts.caption.querySelectorAll("span").forEach((span, i) => span.classList.toggle("align-now", i === word));
+    this.#paint();
+  }
+
+  #paint() {
+    const { canvas, readout } = this.#parts;
+    if (!this.#answer) return;
+    drawScene(canvas, this.#answer, LARGE, this.#answer.words.length ? this.#light(this.#word) : null);
+    canvas.setAttribute("aria-label", `The scene, bright where the model looked. ${this.#sentence()}`);
+    readout.textContent = this.#sentence();
+  }
+
+  #light(word) {
+    return { weights: this.#answer.weights[word], smooth: this.#smooth, dark: this.#dark };
+  }
+
+  #sentence() {
+    const { words, weights } = this.#answer;
+    if (!words.length) return "";
+    return `To say “${words[this.#word]}”: at most ${percent(Math.max(...weights[this.#word].flat()))} of the weight in one cell.`;
+  }
+
+  #point(event) {
+    if (!this.#answer?.words.length) return;
+    const { canvas, readout } = this.#parts, { size, gh, gw, weights, words } = this.#answer, frame = canvas.getBoundingClientRect();
+    const pixel = [(event.clientY - frame.top) / frame.height, (event.clientX - frame.left) / frame.width].map((share) => share * size - 0.5);
+    const [i, j] = pixel.map((at, axis) => Math.min(Math.max(Math.round(at / (size / [gh, gw][axis])), 0), [gh, gw][axis] - 1));
+    readout.textContent = `Cell (${i}, ${j}): ${percent(weights[this.#word][i][j])} of the weight, to say “${words[this.#word]}”.`;
+  }
+
+  #toggle() {
+    if (this.#play) return this.#pause();
+    if (!this.#answer?.words.length) return;
+    const pace = matchMedia("(prefers-reduced-motion: reduce)").matches ? 2 * PACE : PACE;
+    const next = (word) => {
+      if (word >= this.#answer.words.length) return this.#pause();
+      this.#turn(word, true);
+      this.#app.announce(this.#answer.words[word]);
+      this.#play = setTimeout(() => next(word + 1), pace);
+    };
+    this.#parts.play.textContent = "Stop";
+    next(this.#word >= this.#answer.words.length - 1 ? 0 : this.#word);
+  }
+
+  #pause() {
+    clearTimeout(this.#play);
+    this.#play = 0;
+    this.#parts.play.textContent = "Play";
+  }
+
+  picture() {
+    const answer = this.#answer;
+    if (!answer) return null;
+    return {
+      name: `${this.#app.session.align.captioner.name}-scene${this.#scene}`,
+      svg: () => {
+        const side = 120, gap = 14;
+        const images = [["the image", null], ...answer.words.map((word, i) => [word, this.#light(i)])].map(([word, light], i) => {
+          const canvas = document.createElement("canvas");
+          drawScene(canvas, answer, SMALL, light);
+          return [svgText(i * (side + gap) + side / 2, 12, word, { "text-anchor": "middle", "font-style": i ? "normal" : "italic" }), svgImage(canvas, { x: i * (side + gap), y: 20, width: side, height: side })];
+        });
+        return svgPicture({
+          width: Math.max((answer.words.length + 1) * (side + gap) - gap, 400), height: side + 20, title: answer.words.join(" ") || "(nothing)",
+          note: `Held-out scene ${this.#scene}; truth: ${answer.truth}. The image is as bright as the weight with which each word was looked for is strong.`, parts: images,
+        });
+      },
+      csv: () => csvOf(["word", "row", "column", "weight"], answer.words.flatMap((word, w) => answer.weights[w].flatMap((row, i) => row.map((weight, j) => [`${w} ${word}`, i, j, weight])))),
+    };
+  }
+}

@@ -1,0 +1,215 @@
+// A sentence or a row of symbols, what a model makes of it, and the matrix between them.
+
+import { alignCsv, alignSvg } from "./align_export.js";
+import { drawHeads } from "./align_heads.js";
+import { restOf, strongest, weightsOf } from "./align_weights.js";
+import { legend } from "./charts.js";
+import { css, inkOn, ramp } from "./colour.js";
+import { h, replace } from "./dom.js";
+import { integer, named, percent, visible } from "./numbers.js";
+
+const PAUSE = 350; // milliseconds without a key before a sentence is read
+const HINTS = 48; // words of a vocabulary shown at once
+
+export class AlignWords {
+  #app;
+  #model;
+  #text = null; // what was asked last
+  #answer = null;
+  #at = [0, 0]; // target word, source word
+  #asking = null;
+  #timer = 0;
+  #parts;
+
+  constructor(root, app, model) {
+    this.#app = app;
+    this.#model = model;
+    const reversal = model.kind === "reversal";
+    const field = h("textarea", {
+      id: "align-text", class: "align-text", rows: reversal ? 1 : 2, spellcheck: "false", autocomplete: "off", autocapitalize: "off", maxlength: 400,
+      "aria-describedby": "align-trouble align-about", oninput: () => this.#typed(), onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); this.#send(); } },
+    });
+    this.#parts = {
+      field, trouble: h("p", { id: "align-trouble", class: "align-trouble", role: "status", hidden: true }),
+      hints: h("div", { class: "align-hints", role: "group", "aria-label": "Words the model knows" }),
+      said: h("p", { class: "align-said" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
+      readout: h("output", { class: "readout", "aria-live": "polite" }), title: h("figcaption", {}),
+    };
+    root.append(h("div", { class: "align-columns" },
+      h("div", { class: "align-side" },
+        h("div", { class: "align-label" }, h("label", { for: "align-text" }, h("h2", {}, reversal ? "Symbols" : "English sentence")), h("button", { type: "button", class: "link", onclick: () => this.#example() }, "Example")),
+        field,
+        this.#parts.trouble,
+        h("p", { class: "note", id: "align-about" }, reversal
+          ? `${model.name} was trained to say six symbols backwards: to say each, a head has to look at the mirrored position.`
+          : `${model.name} knows ${integer(model.words.length)} English words, from a small grammar; it was trained with Bahdanau’s attention.`),
+        this.#parts.hints,
+        reversal ? this.#parts.heads : null),
+      h("figure", { class: "align-main" },
+        h("h2", {}, reversal ? "Reversed" : "French"), this.#parts.said, this.#parts.title, this.#parts.matrix, this.#parts.readout)));
+  }
+
+  update() {
+    const { say } = this.#app.state, text = say === undefined ? this.#model.example : String(say);
+    if (text !== this.#text) {
+      if (this.#parts.field.value !== text) this.#parts.field.value = text;
+      this.#ask(text);
+    } else this.draw();
+    this.#hints();
+  }
+
+  stop() {
+    clearTimeout(this.#timer);
+    this.#asking?.abort();
+  }
+
+  #typed() {
+    this.#hints();
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#send(), PAUSE);
+  }
+
+  #send() {
+    clearTimeout(this.#timer);
+    const text = this.#parts.field.value;
+    if (text !== this.#text) this.#app.go({ say: text }, { replace: true });
+  }
+
+  #example() {
+    this.#parts.field.value = this.#model.example;
+    this.#hints();
+    this.#send();
+  }
+
+  async #ask(text) {
+    this.#text = text;
+    this.#asking?.abort();
+    if (!text.trim()) return this.#say("Type at least one word.");
+    const asking = (this.#asking = new AbortController());
+    try {
+      const answer = await this.#app.post("/api/align", { model: this.#model.name, text }, { signal: asking.signal });
+      if (asking.signal.aborted) return;
+      this.#answer = answer;
+      this.#at = [0, 0];
+      this.#say("");
+      this.draw();
+      this.#app.announce(`${this.#parts.said.textContent}`);
+    } catch (error) {
+      if (error.name !== "AbortError") this.#say(error.message);
+    }
+  }
+
+  #say(sentence) {
+    const { trouble, field } = this.#parts;
+    trouble.textContent = sentence;
+    trouble.hidden = !sentence;
+    field.setAttribute("aria-invalid", sentence ? "true" : "false");
+  }
+
+  /** Words that can go on with what is typed; a click puts one in. */
+  #hints() {
+    const { field, hints } = this.#parts, words = this.#model.words ?? [];
+    const begun = (/\S*$/.exec(field.value.toLowerCase()) ?? [""])[0], whole = words.includes(begun);
+    const fitting = begun && !whole ? words.filter((word) => word.startsWith(begun)) : words;
+    const put = (word) => {
+      const kept = whole ? field.value.trimEnd() : field.value.slice(0, field.value.length - begun.length).trimEnd();
+      field.value = `${kept}${kept ? " " : ""}${word}`;
+      this.#hints();
+      this.#send();
+    };
+    replace(hints,
+      ...fitting.slice(0, HINTS).map((word) => h("button", { type: "button", class: "align-word", "data-key": `word-${word}`, onclick: () => put(word) }, word)),
+      fitting.length > HINTS ? h("small", {}, `and ${integer(fitting.length - HINTS)} more: type a letter`) : null,
+      fitting.length ? null : h("small", {}, `No word begins with “${visible(begun)}”.`));
+  }
+
+  /** The head that is shown, [layer, head]; null for the mean of all. */
+  get #look() {
+    const { layers, heads } = this.#answer, [layer, head] = String(this.#app.state.look ?? "mean").split(".").map(Number);
+    return layer >= 0 && layer < layers && head >= 0 && head < heads ? [layer, head] : null;
+  }
+
+  draw() {
+    if (!this.#answer) return;
+    const { said, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
+    const look = this.#look, weights = weightsOf(this.#answer, look), several = layers * heads > 1;
+    said.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
+    if (several) drawHeads(this.#parts.heads, this.#answer, look, (chosen) => this.#app.go({ look: chosen }, { replace: true }));
+    if (!target.length) {
+      said.textContent = "The model says nothing.";
+      matrix.replaceChildren();
+      title.replaceChildren();
+      return;
+    }
+    const where = !several ? "Weight on each English word" : look ? `Layer ${look[0]}, head ${look[1]}` : `Mean of all ${layers * heads} heads`;
+    const thing = several ? "symbol" : "word";
+    title.replaceChildren(h("span", {}, where, h("small", {}, ` · a row for each ${thing} said, a column for each ${thing} read`)), legend({ low: "0", high: "100\u00a0%" }));
+    const rest = several; // a decoder also looks at what it has said itself
+    const whole = matrix.clientWidth || 700, compact = whole < 420, wide = whole - (compact ? 92 : 140) - (rest ? 64 : 0);
+    const size = Math.max(Math.min(wide / source.length - 2, 74), 22);
+    const upright = Math.max(...source.map((word) => word.length)) * 8 + 6 > size;
+    const cell = (t, s) => {
+      const weight = weights[t][s], colour = ramp(weight);
+      return h("button", {
+        type: "button", role: "gridcell", class: "align-cell", "data-key": `${t}.${s}`, tabindex: t === this.#at[0] && s === this.#at[1] ? 0 : -1,
+        style: { background: css(colour), color: inkOn(colour) }, "aria-label": `${target[t]}, ${source[s]}: ${percent(weight)}`,
+        onpointerenter: () => this.#show(t, s), onfocus: () => this.#show(t, s),
+      }, weight >= 0.045 ? String(Math.round(100 * weight)) : "");
+    };
+    const names = source.map((word, s) => h("span", { class: "align-column", role: "columnheader", "data-column": s }, h("bdi", {}, word)));
+    replace(matrix, h("div", {
+      class: `align-grid${upright ? " align-upright" : ""}${compact ? " align-compact" : ""}`, role: "grid", "aria-label": `${where}. Arrow keys move between cells.`,
+      style: { "grid-template-columns": `minmax(${compact ? 40 : 84}px, max-content) repeat(${source.length}, ${size}px)${rest ? ` ${Math.max(1.7 * size, 56)}px` : ""}`, "grid-auto-rows": `${Math.max(Math.min(size, 44), 30)}px` },
+      onkeydown: (event) => this.#key(event), onpointerleave: () => this.#readout(null),
+    },
+      h("div", { class: "row", role: "row" }, h("span", { role: "presentation" }), names, rest ? h("span", { class: "align-column align-rest", role: "columnheader" }, h("bdi", {}, "said before")) : null),
+      target.map((word, t) => h("div", { class: "row", role: "row" },
+        h("span", { class: "align-row", role: "rowheader", "data-row": t }, h("bdi", {}, word), h("small", {}, percent(probability[t]))),
+        source.map((_, s) => cell(t, s)),
+        rest ? this.#restCell(weights[t]) : null))));
+    this.#readout(null);
+    readout.textContent = `Point at a cell, or focus the matrix and use the arrow keys. ${compact ? "" : `Beside each ${thing}: the probability it was said with.`}`;
+  }
+
+  #restCell(row) {
+    const rest = restOf(row), colour = ramp(rest);
+    return h("span", { class: "align-cell align-rest", role: "gridcell", style: { background: css(colour), color: inkOn(colour) }, "data-tip": `on symbols it had said before\n${percent(rest)}` }, rest >= 0.045 ? String(Math.round(100 * rest)) : "");
+  }
+
+  #show(t, s) {
+    this.#at = [t, s];
+    this.#readout([t, s]);
+  }
+
+  #readout(at) {
+    const { matrix, readout } = this.#parts;
+    for (const mark of matrix.querySelectorAll(".align-lit")) mark.classList.remove("align-lit");
+    if (!at) return;
+    const [t, s] = at, { source, target, probability } = this.#answer;
+    matrix.querySelector(`[data-row="${t}"]`)?.classList.add("align-lit");
+    matrix.querySelector(`[data-column="${s}"]`)?.classList.add("align-lit");
+    readout.replaceChildren("To say ", h("b", {}, `“${named(target[t])}”`), ` (probability ${percent(probability[t])}) the model put `, h("b", {}, percent(weightsOf(this.#answer, this.#look)[t][s])), " on ", h("b", {}, `“${named(source[s])}”`), ".");
+  }
+
+  #key(event) {
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    const { source, target } = this.#answer, { matrix } = this.#parts;
+    const t = Math.min(Math.max(this.#at[0] + move[0], 0), target.length - 1), s = Math.min(Math.max(this.#at[1] + move[1], 0), source.length - 1);
+    matrix.querySelector("[tabindex='0']")?.setAttribute("tabindex", -1);
+    const next = matrix.querySelector(`[data-key="${t}.${s}"]`);
+    next.setAttribute("tabindex", 0);
+    next.focus();
+  }
+
+  picture() {
+    if (!this.#answer?.target.length) return null;
+    const answer = this.#answer, look = this.#look, { name, kind } = this.#model;
+    return {
+      name: `${name}${look ? `-layer${look[0]}-head${look[1]}` : ""}`,
+      svg: () => alignSvg(answer, look, name),
+      csv: () => alignCsv(answer, look, kind === "reversal"),
+    };
+  }
+}

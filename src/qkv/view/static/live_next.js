@@ -1,0 +1,49 @@
+// The next token: how likely which ones are, as trained and edited, and what that amounts to.
+
+import { h } from "./dom.js";
+import { named, percent, visible } from "./numbers.js";
+
+export const SHOWN = 10; // next tokens that are shown
+
+/** What edits do to the next token: [what happens, which token that is], each a list of strings and elements. */
+export function headlineOf({ divergence, next, edited }) {
+  if (!edited) return [["As it was trained."], ["Choose heads and another normalizer or temperature: the effect shows here."]];
+  const [before, after] = [next.before, next.after].map((list) => list.reduce((best, entry, i) => (entry.probability > list[best].probability ? i : best), 0));
+  const size = divergence < 0.005 ? "hardly changes" : divergence < 0.1 ? "changes a little" : divergence < 1 ? "changes clearly" : "is predicted otherwise altogether";
+  const change = `${percent(next.before[before].probability)} → ${percent(next.after[before].probability)}`;
+  const likeliest = before === after
+    ? [quoted(next.before[before].token), ` stays the likeliest: ${change}.`]
+    : [quoted(next.after[after].token), ` (${percent(next.after[after].probability)}) takes the place of `, quoted(next.before[before].token), ` (${change}).`];
+  return [[`It ${size}: ${nats(divergence)}.`], likeliest];
+}
+
+/** A token in a sentence, whichever way its script runs. */
+export const quoted = (token) => h("bdi", {}, `“${named(token)}”`);
+
+/** The likeliest of an answer: [{token, before, after}, …]. */
+export const nextRows = ({ next: { before, after } }) => after.map(({ token, probability }, i) => ({ token, after: probability, before: before[i].probability })).slice(0, SHOWN);
+
+/** What a step could have drawn, and what it drew. */
+export function drawnRows({ top, token, probability }) {
+  const listed = top.slice(0, SHOWN), unlikely = !listed.some((entry) => entry.token === token);
+  return [...listed.slice(0, unlikely ? SHOWN - 1 : SHOWN), ...(unlikely ? [{ token, probability }] : [])]
+    .map((entry) => ({ token: entry.token, after: entry.probability, chosen: entry.token === token }));
+}
+
+/** Probabilities of tokens as bars: one above the other where there are two. */
+export function nextBars(rows, paired) {
+  const top = Math.max(...rows.flatMap(({ before = 0, after }) => [before, after]), 1e-9);
+  const bar = (kind, value) => h("i", { class: `live-bar live-${kind}`, style: { width: `${(100 * value) / top}%` } });
+  return h("div", {},
+    paired ? h("ul", { class: "key live-key" }, h("li", {}, h("i", { class: "live-before" }), "as trained"), h("li", {}, h("i", { class: "live-after" }), "with the edits")) : null,
+    h("ol", { class: "live-bars" }, rows.map(({ token, before, after, chosen }) =>
+      h("li", { class: chosen ? "live-drawn" : null },
+        h("code", { title: spaced(token) }, h("bdi", {}, spaced(token))),
+        h("span", { class: "live-tracks" }, paired ? bar("before", before) : null, bar("after", after)),
+        h("span", { class: "live-values" }, paired ? [percent(before), h("span", { class: "live-arrow" }, " → "), h("b", {}, percent(after))] : h("b", {}, percent(after)))))));
+}
+
+/** A token with its spaces: among the next ones several may differ in them alone. */
+export const spaced = (token) => visible(token.replace(/ +/g, (spaces) => (spaces.length > 2 ? `␣×${spaces.length}` : "␣".repeat(spaces.length))));
+
+const nats = (divergence) => `KL divergence ${divergence === 0 ? "0" : divergence < 0.001 ? "under 0.001" : divergence.toPrecision(2)} nats`;

@@ -1,0 +1,52 @@
+// The whole map in small, and the part of it that is in view; a click or a drag on it goes there.
+
+import { h } from "./dom.js";
+import { FIRST, painted } from "./tiles.js";
+
+const MOST = { w: 216, h: 150 }; // pixels
+
+export class MapOverview {
+  constructor(map) {
+    this.map = map;
+    this.element = h("canvas", { class: "map-overview", role: "img", "aria-label": "The whole map, and the part of it that is in view" });
+    this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.go(event); });
+    this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.go(event); });
+  }
+
+  go(event) {
+    if (!this.map.content) return;
+    const box = this.element.getBoundingClientRect(), { queries, keys } = this.map.content.pyramid;
+    this.map.look({ ...this.map.view, x: ((event.clientX - box.left) / box.width) * keys, y: ((event.clientY - box.top) / box.height) * queries });
+  }
+
+  /** Take the proportions of the map. */
+  fit() {
+    const { queries, keys } = this.map.content.pyramid, scale = Math.min(MOST.w / keys, MOST.h / queries), ratio = devicePixelRatio || 1;
+    const width = Math.max(keys * scale, 8), height = Math.max(queries * scale, 8);
+    Object.assign(this.element.style, { width: `${Math.round(width)}px`, height: `${Math.round(height)}px` });
+    Object.assign(this.element, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  }
+
+  clear() {
+    this.element.getContext("2d").clearRect(0, 0, this.element.width, this.element.height);
+  }
+
+  draw() {
+    const { store, pyramid, pool, colours, lookOf } = this.map.content, context = this.element.getContext("2d"), { width, height } = this.element;
+    context.fillStyle = colours.empty;
+    context.fillRect(0, 0, width, height);
+    const tile = store?.get(pool, FIRST);
+    if (tile?.rows) {
+      const { down, across } = pyramid.extent(FIRST);
+      context.imageSmoothingEnabled = tile.columns > width / 2;
+      context.drawImage(painted(tile, lookOf(0)), 0, 0, (width * tile.columns * across) / pyramid.keys, (height * tile.rows * down) / pyramid.queries);
+    }
+    if (this.map.whole) return;
+    const { origin, frame, scale } = this.map.layout, ratio = devicePixelRatio || 1;
+    const x = (frame.x - origin.x) / scale / pyramid.keys * width, y = (frame.y - origin.y) / scale / pyramid.queries * height;
+    const w = Math.max(frame.w / scale / pyramid.keys * width, 5 * ratio), k = Math.max(frame.h / scale / pyramid.queries * height, 5 * ratio);
+    context.strokeStyle = colours.warm;
+    context.lineWidth = 2 * ratio;
+    context.strokeRect(Math.min(x, width - w), Math.min(y, height - k), w, k);
+  }
+}
