@@ -124,7 +124,9 @@ def words(text: str) -> str:
 def test_help_of_all_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("--help") == 0
     said = capsys.readouterr().out
-    assert set(COMMANDS) == {"profile", "survey", "evict", "flow", "map", "generate", "bench", "train", "experiment"}
+    assert set(COMMANDS) == {
+        "profile", "view", "survey", "evict", "flow", "map", "generate", "bench", "train", "experiment",
+    }  # fmt: skip
     assert all(f"• {name} " in said for name in COMMANDS)
 
 
