@@ -214,6 +214,11 @@ def test_metadata_is_json(tmp_path: Path) -> None:
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
 
 
+def test_a_text_where_the_model_belongs_is_told_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["profile", "The cat sat on the mat. " * 20, "--out", str(tmp_path / "o")]) == 2
+    assert "a text comes after the model" in capsys.readouterr().err
+
+
 def test_weights_in_pickles_are_not_read(tiny_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

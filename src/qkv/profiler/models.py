@@ -51,6 +51,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if max(map(len, name.split("/"))) > 255:  # longer than any folder's name: somebody's text
+        raise InputError(f"model is {name[:40]!r} and so on, expected a name or a folder; a text comes after the model")
     folder = bundled.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_own(folder):
         return _load_own(folder, name, DTYPES[dtype])
