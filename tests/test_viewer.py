@@ -180,6 +180,7 @@ def test_tiles_that_nobody_waits_for_are_dropped(tab: Opens, served: Served, mon
         one.press("1")
         expect(one.page.locator(".overview-grid")).to_be_visible()
         expect(one.page.locator("#busy")).to_be_hidden()
+        one.settled()  # what the browser has dropped, it tells a little later
         assert one.tiles()
         assert len([url for url in aborted if "/tiles/" in url]) == len(one.tiles())
     finally:
