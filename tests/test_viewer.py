@@ -237,7 +237,7 @@ def test_an_address_brings_back_what_was_shown(tab: Opens) -> None:
     assert one.state | {"statistic": "spread", "sort": "value", "group": "2", "text": "1"} == one.state
     other = tab().follow(one.page.url)
     assert other.page.url == one.page.url
-    assert other.text() == one.text()
+    other.comes_to_say(one.text())
     assert other.page.title() == one.page.title()
     assert other.page.inner_text("#context") == one.page.inner_text("#context")
     assert chosen(other) == chosen(one)

@@ -94,7 +94,7 @@ def test_another_profile_is_laid_beside(tab: Opens, served: Served) -> None:
     assert "hostile has 2 layers × 3 heads instead of 2 × 4" in one.text()
     rows = one.table()
     assert [row["profile"] for row in rows] == ["two"] * 8 + ["hostile"] * 6
-    assert tab().follow(one.page.url).text() == one.text()
+    tab().follow(one.page.url).comes_to_say(one.text())
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_remedy_is_tried(tab: Opens, mini: Served) -> None:
     assert np.abs(before - after).max() > 0.01
     check_pictures(one)
     other = tab(mini).follow(one.page.url)
-    assert other.text() == one.text()
+    other.comes_to_say(one.text())
 
 
 # ---- live -----------------------------------------------------------------------------------------------------

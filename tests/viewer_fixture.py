@@ -254,6 +254,14 @@ class Tab:
                 ...Array.from(document.querySelectorAll("main textarea, main input"), (x) => x.value)].join("\\n")"""
         )
 
+    def comes_to_say(self, text: str) -> None:
+        """What is asked for has come, but a busy machine draws it a little later."""
+        for _ in range(400):
+            if self.text() == text:
+                return
+            self.page.wait_for_timeout(25)
+        assert self.text() == text
+
     def tiles(self, since: int = 0) -> list[str]:
         """The tiles asked for, as group/text/layer/head/pool/zoom/i/j."""
         found = (re.search(r"/api/sources/\d+/tiles/[^/]+/(.+)$", url) for url in self.requests[since:])
