@@ -181,7 +181,7 @@ def test_readme_commands_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/mechanisms.md", "docs/models.md", "docs/lab.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/mechanisms.md", "docs/models.md", "docs/lab.md", "docs/view.md"])
 def test_python_in_the_documentation_runs(page: str, tmp_path: Path) -> None:
     """The Python of a page, as it stands, in a fresh interpreter."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)

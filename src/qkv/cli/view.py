@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from qkv.profiler.data import Profile
 
 PROFILE = "profile.qkv.zip"  # what `qkv profile` calls it in its folder
-LONGEST = 255  # characters of a name; what is longer must be a text
 
 
 def view(
@@ -111,16 +110,11 @@ def _saved(name: str, called: str) -> Profile | None:
     """The profile in a file, or in a folder that `qkv profile` has written; None if `name` may be a model."""
     from qkv.profiler.data import Profile
 
-    if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
-        given = f"{name[:40]}…" if len(name) > 40 else name
-        raise InputError(
-            f"{called} is {given!r}: expected a profile, a folder or a model's name; a text comes after the model"
-        )
+    if not os.path.exists(name):
+        if name.endswith(".zip"):
+            raise InputError(f"{called}: there is no file {name}")
+        return None
     path = Path(name)
     if path.is_dir() and (path / PROFILE).is_file():
         path /= PROFILE
-    if path.is_file():
-        return Profile.load(path)
-    if name.endswith(".zip"):
-        raise InputError(f"{called}: there is no file {name}")
-    return None
+    return Profile.load(path) if path.is_file() else None

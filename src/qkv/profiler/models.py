@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENIZER = "tokenizer.json"
+LONGEST = 255  # characters of a name; what is longer must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 UNTRUSTING = {"trust_remote_code": False}  # left out, transformers asks on standard input whether to run a model's code
@@ -51,8 +53,9 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if max(map(len, name.split("/"))) > 255:  # longer than any folder's name: somebody's text
-        raise InputError(f"model is {name[:40]!r} and so on, expected a name or a folder; a text comes after the model")
+    if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
+        given = f"{name[:40]}…" if len(name) > 40 else name
+        raise InputError(f"model is {given!r}, expected a folder or a model's name; a text comes after the model")
     folder = bundled.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_own(folder):
         return _load_own(folder, name, DTYPES[dtype])

@@ -60,6 +60,28 @@ def pixels(tokens: int, steps: int) -> int:
     return -(-tokens // 2**steps)
 
 
+def edges(zoom: int, i: int, j: int, lengths: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Where the bins of a tile of a map of this size begin and end, down and across.
+
+    Raises:
+        InputError: for a zoom or a tile that is not there.
+
+    >>> edges(1, 1, 0, (1025, 9))
+    ([1024, 1025], [0, 4, 8, 9])
+    """
+    last = deepest(*lengths)
+    if not 0 <= zoom <= last:
+        raise InputError(f"zoom is {zoom}, expected 0..{last}")
+    step, sides = 2 ** (last - zoom), list[list[int]]()
+    for name, at, n in (("i", i, lengths[0]), ("j", j, lengths[1])):
+        most = (n - 1) // (TILE * step)
+        if not 0 <= at <= most:
+            raise InputError(f"{name} is {at}, expected 0..{most} at zoom {zoom}")
+        stop = min((at + 1) * TILE * step, n)
+        sides.append([*range(at * TILE * step, stop, step), stop])
+    return sides[0], sides[1]
+
+
 class Pyramid:
     """Tiles of the map of one head, or of a rectangle of it. Making one costs nothing: what lasts is in `kept`.
 
@@ -116,12 +138,7 @@ class Pyramid:
             InputError: for a zoom or a tile that is not there.
             Cancelled: when `stopped` says so; what is done by then is kept.
         """
-        if not 0 <= zoom <= self.deepest:
-            raise InputError(f"zoom is {zoom}, expected 0..{self.deepest}")
-        for name, at, side in (("i", i, 0), ("j", j, 1)):
-            last = (self._pixels(side, zoom) - 1) // TILE
-            if not 0 <= at <= last:
-                raise InputError(f"{name} is {at}, expected 0..{last} at zoom {zoom}")
+        edges(zoom, i, j, self.lengths)  # it is there
         work = _Work(stopped, on_progress)
         return self._tile((zoom, i, j), work, first=True)
 

@@ -10,8 +10,9 @@ import torch
 from qkv.errors import InputError
 from qkv.maps import Picture
 from qkv.profiler.kept import Stopped, never
-from qkv.profiler.pyramid import TILE, OnProgress, deepest
+from qkv.profiler.pyramid import OnProgress, deepest, edges
 from qkv.view.payload import trimmed
+from qkv.view.stored_map import StoredMap
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -68,20 +69,12 @@ class Stored:
     ) -> Picture | None:  # fmt: skip
         """A tile as in `qkv.profiler.pyramid.Pyramid.tile`; None if its keys all lie after its queries, unseen."""
         shape, one = self.shape(group, text), self._texts[group, text]
-        if not 0 <= zoom <= shape.deepest:
-            raise InputError(f"zoom is {zoom}, expected 0..{shape.deepest}")
         if shape.kind == "small":
-            return _small(one, shape, layer, head, i, j)
+            if (zoom, i, j) != (0, 0, 0):
+                raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile keeps one small map")
+            return StoredMap("", group, one, (layer, head)).picture()
         weights = self._weights(group, text, layer)[head]
-        step = 2 ** (shape.deepest - zoom)
-        sides: list[list[int]] = []
-        for name, at, n in (("i", i, shape.n_queries), ("j", j, shape.n_keys)):
-            last = (n - 1) // (TILE * step)
-            if not 0 <= at <= last:
-                raise InputError(f"{name} is {at}, expected 0..{last} at zoom {zoom}")
-            start, stop = at * TILE * step, min((at + 1) * TILE * step, n)
-            sides.append([*range(start, stop, step), stop])
-        rows, columns = sides
+        rows, columns = edges(zoom, i, j, (shape.n_queries, shape.n_keys))
         causal = bool(one.attrs["causal"]) and shape.n_queries == shape.n_keys
         if causal and columns[0] >= rows[-1]:
             return None
@@ -127,20 +120,6 @@ def _of(lines: np.ndarray, head: int | None) -> np.ndarray:
     if head is not None:
         return lines[head]
     return lines.mean(0, dtype=np.float64).astype(np.float32)
-
-
-def _small(one: xr.Dataset, shape: Shape, layer: int, head: int, i: int, j: int) -> Picture:
-    if (i, j) != (0, 0):
-        raise InputError(f"tile is {i}/{j}, expected 0/0: the profile keeps one small map")
-    rows, columns = (
-        [*range(0, n, step), n]
-        for n, step in ((shape.n_queries, shape.pixel_queries), (shape.n_keys, shape.pixel_keys))
-    )
-    largest, mean = (
-        torch.from_numpy(one[name].values[0, layer, head, : len(rows) - 1, : len(columns) - 1])
-        for name in ("map_max", "map_mean")
-    )
-    return Picture(largest, mean, torch.ones_like(mean), torch.tensor(rows), torch.tensor(columns))
 
 
 def _picture(weights: np.ndarray, visible: np.ndarray, rows: list[int], columns: list[int]) -> Picture:
