@@ -18,6 +18,18 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
 
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "ByDistance",
+    "Dense",
+    "RelativePosition",
+    "SoftCap",
+    "T5Bias",
+    "alibi_slopes",
+    "t5_bucket",
+]
+
 
 class Bias:
     """Base of all biases."""

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from qkv.errors import InputError
 
+__all__ = [
+    "Favor",
+    "elu_plus_one",
+    "relu",
+]
+
 ROWS = 4096  # worked on at once where nothing wants a gradient
 
 

@@ -11,6 +11,18 @@ from torch import Tensor
 
 from qkv.errors import InputError
 
+__all__ = [
+    "EluPlusOne",
+    "Entmax",
+    "Hard",
+    "Identity",
+    "Normalizer",
+    "ReLU",
+    "Sigmoid",
+    "Softmax",
+    "Sparsemax",
+]
+
 
 class Normalizer:
     """Base of all normalizers."""

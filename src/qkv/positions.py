@@ -16,6 +16,18 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 
+__all__ = [
+    "NTK",
+    "DynamicNTK",
+    "Learned",
+    "Linear",
+    "Llama3",
+    "Rotary",
+    "Scaling",
+    "Sinusoidal",
+    "YaRN",
+]
+
 
 class Learned(nn.Module):
     """One learned vector for each position up to `length`, normal with deviation 0.02 at first (Gehring et al. 2017).

@@ -24,6 +24,12 @@ from qkv.masks.base import Placed
 from qkv.normalizers import Normalizer, Softmax
 from qkv.scores import Score
 
+__all__ = [
+    "positions",
+    "shard",
+    "unshard",
+]
+
 BIASES = (SoftCap, ALiBi, T5Bias, ByDistance, Dense)  # those that a rectangle of the score matrix can have a part of
 
 

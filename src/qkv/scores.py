@@ -17,6 +17,16 @@ from torch import Tensor
 
 from qkv.errors import InputError
 
+__all__ = [
+    "Additive",
+    "Concat",
+    "Cosine",
+    "Dot",
+    "Features",
+    "General",
+    "Score",
+]
+
 
 class Score:
     """Base of all scores."""

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.models.config import one_of
 
+__all__ = [
+    "Task",
+    "Training",
+]
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

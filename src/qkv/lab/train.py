@@ -23,6 +23,13 @@ from qkv.lab.progress import Bar
 from qkv.lab.task import Batch, Task, Training
 from qkv.models import checkpoint
 
+__all__ = [
+    "Diverged",
+    "Interrupted",
+    "Trained",
+    "train",
+]
+
 METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figures"
 
 

@@ -8,6 +8,11 @@ from typing import Any
 from qkv.errors import InputError
 from qkv.models.config import nearest
 
+__all__ = [
+    "names",
+    "task_class",
+]
+
 _CLASSES = {
     "reversal": "Reversal",
     "copy": "Copy",

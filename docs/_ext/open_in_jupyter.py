@@ -1,0 +1,38 @@
+"""Every page that is a notebook can be downloaded as one: `jupytext` writes it, a line under the title links it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jupytext
+from sphinx.application import Sphinx
+
+HEAD = "---\njupytext:"
+
+
+def link(app: Sphinx, name: str, source: list[str]) -> None:
+    """Write the notebook and put its link under the title."""
+    text = source[0]
+    if not text.startswith(HEAD):
+        return
+    target = Path(app.outdir) / "_notebooks" / f"{name}.ipynb"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    jupytext.write(jupytext.reads(text, fmt="md:myst"), target)
+    head, title, rest = _split(text)
+    up = "../" * name.count("/")
+    line = f'<p class="notebook"><a href="{up}_notebooks/{name}.ipynb" download>Download as a Jupyter notebook</a></p>'
+    source[0] = f"{head}{title}\n\n{line}\n{rest}"
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Front matter, title line, the rest."""
+    head, body = text.split("\n---\n", 1)
+    before, title, rest = body.partition("# ")
+    heading, _, rest = rest.partition("\n")
+    return f"{head}\n---\n{before}", f"{title}{heading}", rest
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("source-read", link)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,83 @@
+"""reference/: one page for every public name, written from `__all__` when the site is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+MODULES = {
+    "qkv": "attention: `attend` and what goes with it",
+    "qkv.masks": "which query may attend to which key",
+    "qkv.scores": "how well a query and a key agree",
+    "qkv.biases": "what is added to scores, and caps",
+    "qkv.normalizers": "how scores become weights",
+    "qkv.features": "feature maps of linear attention",
+    "qkv.positions": "sinusoids, rotations, tables",
+    "qkv.nn": "building blocks by the field's names",
+    "qkv.cache": "what a decoder remembers",
+    "qkv.models": "models, checkpoints, generation",
+    "qkv.huggingface": "transformers' models on these kernels",
+    "qkv.ring": "sequences over many processes",
+    "qkv.profiler": "where a model attends",
+    "qkv.lab.task": "what a task of the lab is, and how it is trained",
+    "qkv.lab.tasks": "the tasks",
+    "qkv.lab.train": "the training loop",
+    "qkv.lab.check": "checks of the labs' exercises",
+}
+
+
+def public(module: str) -> dict[str, Any]:
+    """What a module's `__all__` names, without its submodules."""
+    found = importlib.import_module(module)
+    return {name: getattr(found, name) for name in found.__all__ if not inspect.ismodule(getattr(found, name))}
+
+
+def directive(thing: Any) -> str:
+    """The autodoc directive for a thing."""
+    if inspect.isclass(thing):
+        return "autoexception" if issubclass(thing, BaseException) else "autoclass"
+    return "autofunction" if callable(thing) else "autodata"
+
+
+def page(module: str, name: str, thing: Any) -> str:
+    title = f"{module}.{name}"
+    lines = [title, "=" * len(title), "", f".. currentmodule:: {module}", "", f".. {directive(thing)}:: {name}", ""]
+    if inspect.isclass(thing):
+        lines.insert(-1, "   :members:")
+    return "\n".join(lines)
+
+
+def index() -> str:
+    """The reference's first page: every module and its names."""
+    lines = ["# Reference", "", "Every public name, from its docstring. `qkv.errors.InputError` is what all bad input"]
+    lines += ["raises: a `ValueError` of one sentence. The command line's own help is `qkv COMMAND --help`.", ""]
+    for module, what in MODULES.items():
+        names = sorted(public(module), key=str.lower)
+        lines += [f"## {module}", "", f"{what[0].upper()}{what[1:]}.", ""]
+        lines += [" · ".join(f"[{name}]({module}.{name}.rst)" for name in names), ""]
+    lines += ["```{toctree}", ":hidden:", ":glob:", "", "qkv.*", "```", ""]
+    return "\n".join(lines)
+
+
+def write(app: Sphinx) -> None:
+    folder = Path(app.srcdir) / "reference"
+    folder.mkdir(exist_ok=True)
+    pages = {"index.md": index()}
+    for module in MODULES:
+        pages |= {f"{module}.{name}.rst": page(module, name, thing) for name, thing in public(module).items()}
+    for old in folder.iterdir():
+        if old.name not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,69 @@
+"""The site's settings: `make docs`. Everything is made from this repository, offline, with warnings as errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS / "_ext")]
+
+import qkv  # noqa: E402
+
+project, author, release = "qkv", "The qkv developers", qkv.__version__
+copyright = "2026, the qkv developers"
+html_title = "qkv"
+
+extensions = [
+    "myst_nb",  # pages are text notebooks, executed here
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",  # cards, hidden solutions
+    "sphinx_copybutton",
+    "mathml",  # formulas as MathML: no script, no font to fetch
+    "public_names",  # reference/: a page for every public name
+    "open_in_jupyter",  # each notebook page can be downloaded as .ipynb
+]
+exclude_patterns = ["_build", "experiments/runs"]
+source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
+
+# Notebooks. Each page runs in a fresh kernel, in its own folder, and its outputs are kept until its code changes.
+nb_execution_mode = os.environ.get("QKV_DOCS_EXECUTE", "cache")
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+os.environ["MATPLOTLIBRC"] = str(DOCS / "matplotlibrc")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TQDM_DISABLE"] = "1"
+
+myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 4
+myst_dmath_double_inline = True
+
+# Docstrings: plain text with `code` in single or double backticks, and Google's sections.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": False}
+autodoc_type_aliases = {"Tensor": "Tensor"}
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#174a6c",
+        "color-brand-content": "#1f6f8b",
+        "font-stack": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif",
+    },
+    "dark_css_variables": {"color-brand-primary": "#6fb5b5", "color-brand-content": "#6fb5b5"},
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

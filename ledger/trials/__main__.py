@@ -1,0 +1,41 @@
+"""``python -m ledger.trials``: what there is; with names, or ``all``: train, and keep the numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+import time
+
+import torch
+
+import ledger.trials
+import qkv
+from ledger.settle import RESULTS
+from qkv.bench.timing import machine
+from qkv.files import write_whole
+
+
+def names() -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(ledger.trials.__path__) if not m.name.startswith("_"))
+
+
+def main(asked: list[str]) -> int:
+    known = names()
+    chosen = known if asked == ["all"] else asked
+    if not asked or set(chosen) - set(known):
+        print(f"trials: {', '.join(known)}; or all")
+        return 0 if not asked else 2
+    torch.set_num_threads(1)
+    for name in chosen:
+        start = time.perf_counter()
+        found = importlib.import_module(f"ledger.trials.{name}").run()
+        found |= {"made": {**machine(1), "qkv": qkv.__version__, "seconds": round(time.perf_counter() - start, 1)}}
+        write_whole(RESULTS / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {found['made']['seconds']} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""Every code block of the documentation runs; every command it shows is one."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+import pages
+from conftest import unchecked
+from qkv import cli
+
+pytest.importorskip("transformers", reason="the pages profile models")
+WITH_PYTHON = [page for page in pages.pages() if pages.python(page)]
+WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
+
+
+class Shell:
+    """What a notebook's `!qkv …` asks for: the command, in this process."""
+
+    def system(self, line: str) -> None:
+        words = shlex.split(line)
+        assert words[0] == "qkv", f"a cell runs {words[0]!r}, expected qkv"
+        assert cli.main(words[1:]) == 0, f"`{line}` failed"
+
+
+@pytest.fixture
+def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of its own, the site's figures, a seed that no page relies on, shapes unchecked as outside of tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"), unchecked():
+        mpl.use("agg")
+        yield
+    plt.close("all")
+    torch.random.set_rng_state(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_of_a_page_runs(page: str, as_a_reader: None) -> None:
+    """From the first block to the last, as they stand; a cell tagged raises-exception raises."""
+    namespace: dict[str, Any] = {"__name__": "__main__", "get_ipython": Shell}
+    for block in pages.python(page):
+        code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
+        if "raises-exception" in block.tags:
+            with pytest.raises(Exception):  # noqa: B017, PT011  # which one is for the page to show
+                exec(code, namespace)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # plt.show() without a screen
+                exec(code, namespace)
+
+
+def _magics(code: str) -> str:
+    """`!command` as IPython reads it."""
+    lines = (f"get_ipython().system({line[1:].strip()!r})" if line.startswith("!") else line for line in code.split("\n"))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of_a_page_are_commands(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line takes every `qkv …` line: the command is there, and every flag and value it shows."""
+    ran: list[str] = []
+    for name, command in cli.COMMANDS.items():
+        if name != "train":
+            monkeypatch.setitem(cli.COMMANDS, name, _noted(name, command, ran))
+    for words in pages.commands(page):
+        if words[:1] == ["train"]:  # its flags hang on the task
+            words = [*words, "--help"]
+        try:
+            code = cli.main(words)
+        except SystemExit as done:
+            code = int(done.code or 0)
+        assert code == 0, f"qkv {shlex.join(words)}: {capsys.readouterr().err}"
+
+
+def _noted(name: str, command: Any, ran: list[str]) -> Any:
+    @functools.wraps(command)
+    def note(*args: object, **kwargs: object) -> None:
+        ran.append(name)
+
+    return note
