@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick lint bench models experiments docs clean
+.PHONY: help venv demo test quick lint docs docs-serve claims trials figures bench models experiments dist clean
 
 help:  ## this text
 	@echo "qkv: attention you can compose, measure and explain"
 	@echo
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 venv: $(VENV)/.ready  ## the development environment in .venv, pinned by constraints.txt
 
@@ -62,9 +62,28 @@ models: venv  ## the models that come with the package, trained again on one cor
 experiments: venv  ## all experiments of the lab, about an hour on two cores; writes docs/experiments
 	$(BIN)/qkv experiment all --jobs 2 --out docs/experiments
 
-docs: venv  ## the figures and numbers in README.md and docs/, made again
+SITE := docs/_build/html
+
+docs: venv  ## the documentation site, every page executed, warnings as errors; writes docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -j 2 -b html -d docs/_build/doctrees docs $(SITE)
+	@echo "Open $(SITE)/index.html, or: make docs-serve"
+
+docs-serve: docs  ## the same, served on http://127.0.0.1:8000
+	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(SITE)
+
+claims: venv  ## the ledger of claims: every check run; writes docs/claims
+	$(BIN)/python -m ledger
+
+trials: venv  ## the small trainings that some claims rest on, run again, about half an hour; writes ledger/results
+	$(BIN)/python -m ledger.trials all
+
+figures: venv  ## the figures and numbers in README.md and docs/ that are kept, made again; about ten minutes
 	$(BIN)/python docs/make_figures.py
 
+dist: venv  ## wheel and sdist; writes dist
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(OUT) qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OUT) docs/_build docs/reference qkv-profile qkv-survey qkv-evict qkv-flow build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

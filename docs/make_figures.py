@@ -1,4 +1,4 @@
-"""Make the pictures and the benchmark table of the documentation: `make docs`.
+"""Make the pictures and the benchmark table of the documentation: `make figures`.
 
 Pictures come from the tool itself, run on its bundled default; the table from benchmarks/results (`make bench`).
 """
@@ -89,10 +89,10 @@ def minilm() -> None:
     lines = [
         "# Does MiniLM rest on `[SEP]`?",
         "",
-        "Made by `make docs`; do not edit. Clark et al. (2019, arXiv:1906.04341, §3.2) saw over half of the attention",
-        "of BERT-base's layers 6–10 go to `[SEP]`, and read it as a no-op. Below: the share of all attention that goes",
-        "to a token, averaged over the heads and queries of a layer (exact: Σ received / queries), and how many of the",
-        "72 heads send more than half of their weight there.",
+        "Made by `make figures`; do not edit. Clark et al. (2019, arXiv:1906.04341, §3.2) saw over half of the",
+        "attention of BERT-base's layers 6–10 go to `[SEP]`, and read it as a no-op. Below: the share of all attention",
+        "that goes to a token, averaged over the heads and queries of a layer (exact: Σ received / queries), and how",
+        "many of the 72 heads send more than half of their weight there.",
         "",
         "| input | tokens | to | " + " | ".join(f"layer {i}" for i in range(6)) + " | heads over half |",
         "|---|---|---|" + "---|" * 7,
@@ -122,7 +122,7 @@ def benchmarks() -> None:
     lines = [
         "# Benchmarks",
         "",
-        "Made by `make bench` and `make docs`; do not edit. Ratios are medians over alternating repeats in one",
+        "Made by `make bench` and `make figures`; do not edit. Ratios are medians over alternating repeats in one",
         "process; memory is the largest resident size of a fresh process. Targets in parentheses.",
         "",
         "| benchmark | measured | value |",
@@ -255,7 +255,9 @@ if __name__ == "__main__":
     (DOCS / "coverage.md").write_text(make_coverage.page())
     minilm()
     trained_models.figures(DOCS / "figures")
-    (DOCS.parent / "src" / "qkv" / "models" / "trained" / "README.md").write_text(trained_models.page())
+    folder = DOCS.parent / "src" / "qkv" / "models" / "trained"
+    (folder / "README.md").write_text(trained_models.page("../../../../docs/experiments/README.md"))
+    (DOCS / "trained.md").write_text(trained_models.page("experiments/README.md"))
     benchmarks()
     scale()
     viewer()

@@ -26,22 +26,22 @@ SHORT = 64
 """Tokens of a text on which sinks are measured (T of Gu et al. 2025)."""
 
 
-def page() -> str:
-    """README.md of the folder they lie in."""
+def page(experiments: str) -> str:
+    """What they are and can do; `experiments` is the way from the page to the experiments' README."""
     lines = [
         "# Trained models",
         "",
-        "Made by `make docs` from the models beside it; do not edit. Each folder holds the model, `run.toml` (all",
+        "Made by `make figures` from the models beside it; do not edit. Each folder holds the model, `run.toml` (all",
         "settings), `metrics.jsonl` (its log) and `result.json`. Open one with `qkv.models.load(NAME)`. To train all",
         "of them again: `make models`; one:",
         "",
-        "    qkv train --config src/qkv/models/trained/NAME/run.toml --out NAME --threads 1",
+        "    qkv train --config src/qkv/models/trained/qkv-mini/run.toml --out qkv-mini --threads 1",
     ]
     for name, what in bundled.NAMES.items():
         result = _result(name)
         lines += ["", f"## {name}", "", f"{what[0].upper()}{what[1:]}. {_size(name, result)}", ""]
         lines += _SAID[name](result)
-    return "\n".join(lines) + "\n"
+    return ("\n".join(lines) + "\n").replace("EXPERIMENTS", experiments)
 
 
 def figures(folder: Path) -> None:
@@ -88,7 +88,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
         f"{found['bits_per_byte']:.3f} bits a byte. On the first {SHORT} tokens of the program that `qkv profile` "
         f"reads by default {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`; "
         f"the longer the text, the more share it (all {profile.data.sizes['query']} tokens: last column). "
-        "What it loses without that token: [experiment mini](../../../../docs/experiments/README.md#mini).",
+        "What it loses without that token: [experiment mini](EXPERIMENTS#mini).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
         "|---|---:|---:|",

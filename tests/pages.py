@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 MADE = ("docs/claims/", "docs/reference/", "docs/experiments/", "docs/_build/", "docs/figures/")
 """Written by programs whose own tests check them."""
-FENCE = re.compile(r"^(?P<fence>`{3,})(?P<kind>\{code-cell\}[^\n]*|python|console|sh)\n(?P<body>.*?)^(?P=fence)$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<fence>`{3,})(?P<kind>\{code-cell\}[^\n]*|python|console|sh)\n(?P<body>.*?)^(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
 OPTION = re.compile(r"^:(\w[\w-]*): *(.*)$")
 
 
@@ -45,7 +48,7 @@ def python(page: str) -> list[Block]:
 def commands(page: str) -> list[list[str]]:
     """The `qkv …` commands of a page, from blocks of commands, indented lines and cells: the words after `qkv`."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    lines = re.findall(r"^(?: {4}|!|\$ )?(qkv(?: .*)?)$", text, re.M)
+    lines = re.findall(r"^(?: {4}|!|\$ )?(qkv(?: .*)?)$", text, re.MULTILINE)
     split = (shlex.split(line.split("   #")[0], comments=True)[1:] for line in lines)
     return [words for words in split if "|" not in words and ">" not in words]
 

@@ -180,20 +180,6 @@ def test_readme_commands_exist(tmp_path: Path) -> None:
     assert set(re.findall(r"\bqkv (?!profile)([a-z]+) --", readme)) <= set(COMMANDS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/mechanisms.md", "docs/models.md", "docs/lab.md", "docs/view.md"])
-def test_python_in_the_documentation_runs(page: str, tmp_path: Path) -> None:
-    """The Python of a page, as it stands, in a fresh interpreter."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:qkv", "-c", "\n".join(blocks)],
-        cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 def test_interrupt_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -284,4 +284,4 @@ def test_the_published_table_is_what_the_kernels_say() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     published = (docs / "matrix.md").read_text()
-    assert published == module.page(), "run `make docs`"
+    assert published == module.page(), "run `make figures`"

@@ -73,4 +73,4 @@ def test_the_published_page_is_what_is_found() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (docs / "coverage.md").read_text() == module.page(), "run `make docs`"
+    assert (docs / "coverage.md").read_text() == module.page(), "run `make figures`"

@@ -226,7 +226,7 @@ def alibi_slopes(heads: int) -> Float[Tensor, " heads"]:
 
 @dataclass(frozen=True, eq=False)
 class ALiBi(Bias):
-    """−m |p − j|: a penalty linear in the distance, with one slope m a head (Press et al. 2022, arXiv:2108.12409).
+    """`−m |p − j|`: a penalty linear in the distance, with one slope m a head (Press et al. 2022, arXiv:2108.12409).
 
     `slopes` (heads,) are those of the paper, for any number of heads, unless given; learnable if they require a
     gradient. No n × n tensor is formed.

@@ -53,7 +53,7 @@ class Statistics:
     next_: Float[Tensor, "b h nq"]
     """Weight on the key one position after."""
     distance: Float[Tensor, "b h nq"]
-    """Σ a |p − j|, in tokens."""
+    """Σ a · distance, the distance of a pair being `|p − j|` tokens."""
     spread: Float[Tensor, "b h nq"]
     """Standard deviation of j under a, in tokens; float32 inputs resolve its square to 0.002."""
     participation: Float[Tensor, "b h nq"]

@@ -1,0 +1,88 @@
+"""What is given away: wheel and sdist build, hold all that runs need, and work in an environment of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import qkv
+from qkv.models import bundled
+
+pytest.importorskip("hatchling", reason="building needs the dev extra")
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheel, made from the sdist, which is made from what git knows of."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_what_runs_need(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    here = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src" / "qkv").rglob("*") if p.is_file()}
+    wanted = {name for name in here if "__pycache__" not in name}
+    assert wanted <= names
+    for model in bundled.NAMES:
+        assert f"qkv/models/trained/{model}/model.safetensors" in names
+    assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "a wheel of qkv alone"
+    assert wheel.stat().st_size < 25e6
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff", "Makefile", "constraints.txt"} <= inside
+    assert not {name for name in inside if name.startswith((".venv", "docs/_build", "qkv-runs", "docs/reference"))}
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    """Its dependencies are those of this environment, lent by a path file; qkv itself is only in the new one."""
+    (wheel,) = built.glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(python, "-c", "import qkv; print(qkv.__file__)", cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(tmp_path / "env")
+    qkv_command = tmp_path / "env" / "bin" / "qkv"
+    assert run(qkv_command, "--version", cwd=tmp_path) == f"qkv {qkv.__version__}\n"
+    run(
+        tmp_path / "env" / "bin" / "qkv", "profile", "qkv-mini", "x = 1\n", "--no-probe", "--out", "found", cwd=tmp_path
+    )
+    report = (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
+    assert "qkv-mini" in report
+    load = "import qkv.models as m; print([m.load(n).__class__.__name__ for n in m.bundled.NAMES])"
+    assert len(re.findall(r"'(\w+)'", run(python, "-c", load, cwd=tmp_path))) == len(bundled.NAMES)
+
+
+def test_citation_is_of_this_version() -> None:
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert told["version"] == qkv.__version__
+    assert told["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors", "date-released"} <= set(told)
+
+
+def test_changelog_has_this_version_first() -> None:
+    found = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found[0] == qkv.__version__

@@ -1,0 +1,155 @@
+"""The documentation site: it builds without a warning, offline, and nothing in it leads nowhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import pages
+
+pytest.importorskip("myst_nb", reason="the site needs the docs extra")
+sys.path.insert(0, str(pages.DOCS / "_ext"))
+
+import public_names
+
+TESTS = pages.ROOT / "tests"
+MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "Shifted", "Tiles"} | {
+    "Mask", "Bias", "Score", "Normalizer", "Scaling", "Cache", "from_flex", "from_multihead", "from_sdpa", "mask_mod",
+    "to_flex", "to_multihead", "to_sdpa",
+}  # fmt: skip
+"""Bases, and what masks are computed and converted with: the reference has these."""
+
+
+class Page(HTMLParser):
+    """Where a page leads, what can be led to in it, and what it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.names: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.names |= {found[key] for key in ("id", "name") if key in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if tag in ("script", "img", "iframe", "source") and "src" in found:
+            self.loads.append(found["src"])
+        if tag == "link" and found.get("rel") in ("stylesheet", "preload", "icon", "modulepreload"):
+            self.loads.append(found["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it, but for the outputs of cells, which `test_pages.py` runs."""
+    folder = tmp_path_factory.mktemp("site")
+    command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees"), str(pages.DOCS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *command, str(folder / "html")],
+        env={**os.environ, "QKV_DOCS_EXECUTE": "off"}, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_no_link_is_dead_and_nothing_comes_from_elsewhere(site: Path) -> None:
+    parsed = cache(Page)
+    dead, foreign = [], []
+    for path in sorted(site.rglob("*.html")):
+        here = path.relative_to(site)
+        page = parsed(path)
+        foreign += [f"{here}: {url}" for url in page.loads if urlsplit(url).netloc]
+        for url in (*page.links, *page.loads):
+            parts = urlsplit(url)
+            if parts.scheme in ("http", "https", "mailto", "data") or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            named = parts.fragment and target.suffix == ".html"
+            if not target.is_file() or (named and unquote(parts.fragment) not in parsed(target).names):
+                dead.append(f"{here}: {url}")
+    assert not dead, "\n".join(dead[:40])
+    assert not foreign, "\n".join(foreign[:40])
+
+
+@pytest.mark.slow
+def test_every_public_name_has_a_page(site: Path) -> None:
+    for module in public_names.MODULES:
+        for name, thing in public_names.public(module).items():
+            text = (site / "reference" / f"{module}.{name}.html").read_text(encoding="utf-8")
+            said = (thing.__doc__ or "").strip()
+            assert said, f"{module}.{name} has no docstring"
+            word = re.findall(r"[A-Za-z]{4,}", said)[0]
+            assert word in text, f"the page of {module}.{name} does not show its docstring"
+
+
+def test_every_mechanism_has_a_page() -> None:
+    """Every public mask, bias, score, normalizer, position, feature map and cache is in the code of one."""
+    folder = pages.DOCS / "mechanisms"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.md") if path.name != "index.md")
+    for module in ("masks", "biases", "scores", "normalizers", "positions", "features", "cache"):
+        for name in public_names.public(f"qkv.{module}").keys() - MACHINERY:
+            assert re.search(rf"\b{name}\b", text), f"no page of docs/mechanisms speaks of qkv.{module}.{name}"
+
+
+def test_tests_named_in_the_documentation_exist() -> None:
+    defined = {path.name: _functions(path) for path in TESTS.glob("test_*.py")}
+    for page in pages.pages():
+        text = (pages.ROOT / page).read_text(encoding="utf-8")
+        for file, name in re.findall(r"tests/(test_\w+\.py)(?:::(\w+))?", text):
+            assert file in defined, f"{page} names tests/{file}, which is not there"
+            assert not name or name in defined[file], f"{page} names tests/{file}::{name}, which is not there"
+
+
+def test_files_named_in_the_documentation_exist() -> None:
+    for page in pages.pages():
+        text = (pages.ROOT / page).read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs|ledger)/[\w./-]+\.\w+)`", text):
+            assert (pages.ROOT / name).exists(), f"{page} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("page", [page for page in pages.pages() if page != "docs/terms.md"])
+def test_terms_are_those_of_the_list(page: str) -> None:
+    prose = _prose(page)
+    for avoided, term in _avoided().items():
+        found = re.search(avoided, prose, re.IGNORECASE)
+        assert not found, f"{page} says {found[0]!r}, docs/terms.md {term!r}"
+
+
+def test_spelling(tmp_path: Path) -> None:
+    """No word of any page is one that codespell knows to be a slip."""
+    for page in pages.pages():
+        (tmp_path / page.replace("/", "-")).write_text(_prose(page), encoding="utf-8")
+    command = [sys.executable, "-m", "codespell_lib", "--ignore-words-list", "nd,te,ans,mot,chat,als,fo", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _prose(page: str) -> str:
+    """A page without its code and addresses."""
+    text = (pages.ROOT / page).read_text(encoding="utf-8")
+    return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def _avoided() -> dict[str, str]:
+    """The last table of docs/terms.md: a pattern not to write, and what to write instead."""
+    table = (pages.DOCS / "terms.md").read_text(encoding="utf-8").split("## Not")[1]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \|", table, re.MULTILINE)
+    assert rows
+    return {pattern.replace("\\|", "|"): term for pattern, term in rows}
