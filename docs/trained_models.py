@@ -96,7 +96,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
         "",
         'A prompt of two lines, and how `qkv generate qkv-mini "…" --seed 0 --tokens 90` goes on:',
         "",
-        "```python",
+        "```text",
         *_generated().splitlines(),
         "```",
     ]

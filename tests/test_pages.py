@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 import torch
+import torch.distributed as dist
 
 import pages
 from conftest import unchecked
@@ -35,15 +37,22 @@ class Shell:
 
 @pytest.fixture
 def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of its own, the site's figures, a seed that no page relies on, shapes unchecked as outside of tests."""
+    """A folder and a group of one process, the site's figures, shapes unchecked as outside of tests."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # as torchrun says
+    for name, value in {"HF_HUB_OFFLINE": "1", **alone}.items():
+        monkeypatch.setenv(name, value)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
     with mpl.rc_context(fname=pages.DOCS / "matplotlibrc"), unchecked():
         mpl.use("agg")
         yield
     plt.close("all")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     torch.random.set_rng_state(state)
 
 

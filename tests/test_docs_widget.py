@@ -1,0 +1,157 @@
+"""The tutorial's widget, attention by hand, in a browser: its weights are the reference's, and it says how they come."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from qkv import masks, normalizers, reference, scores
+from qkv.profiler.edits import TemperedSigmoid
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+STATIC = Path(__file__).parents[1] / "docs" / "_static"
+CHAPTER = Path(__file__).parents[1] / "docs" / "tutorial" / "03-by-hand.md"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+Q = [[1, 0], [0.5, 1.5], [2, -1]]
+K = [[1, 1], [0, 2], [1.5, -0.5]]
+V = [[2, 0], [0, 2], [-1, -1]]
+NORMALIZERS = {
+    "softmax": lambda t: normalizers.Softmax(t),
+    "off-by-one": lambda t: normalizers.Softmax(t, sink=0.0),
+    "sigmoid": lambda t: TemperedSigmoid(temperature=t),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    api = pytest.importorskip("playwright.sync_api", reason="the widget is tried in a browser, driven by playwright")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """A page with nothing but the widget, opened as a file; whatever its console says is a failure."""
+    file = tmp_path / "page.html"
+    file.write_text(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>by hand</title>'
+        f'<link rel="stylesheet" href="{(STATIC / "by-hand.css").as_uri()}">'
+        f'<body><div id="by-hand">Here would be …</div><script src="{(STATIC / "by-hand.js").as_uri()}"></script>',
+        encoding="utf-8",
+    )
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("requestfailed", lambda request: said.append(request.url))
+    page.goto(file.as_uri())
+    yield page
+    page.close()
+    assert said == []
+
+
+def _shown(page: Page, name: str, columns: int) -> np.ndarray:
+    """The numbers of a table, a row a query; hidden pairs are NaN."""
+    texts = [[page.text_content(f'[data-at="{name}{i}{j}"]') or "" for j in range(columns)] for i in range(3)]
+    return np.array([[math.nan if t == "hidden" else float(t.replace("−", "-")) for t in row] for row in texts])
+
+
+def _expected(
+    q: list[list[float]], k: list[list[float]], v: list[list[float]], normalizer: normalizers.Normalizer, *,
+    causal: bool = True, scaled: bool = True,
+) -> reference.Reference:  # fmt: skip
+    one = [np.array(x, dtype=float)[None, None] for x in (q, k, v)]
+    mask = masks.Causal() if causal else None
+    return reference.attention(*one, mask=mask, score=scores.Dot(None if scaled else 1.0), normalizer=normalizer)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_weights_and_outputs_are_the_references(page: Page, name: str) -> None:
+    """As it starts, and after a number, the temperature, the mask and the scale have changed."""
+    page.check(f'input[value="{name}"]')
+    found = _expected(Q, K, V, NORMALIZERS[name](1.0))
+    np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", 2), found.out[0, 0], atol=5.1e-3)
+
+    page.fill('[data-at="K10"]', "-1.5")
+    page.fill('[data-at="V21"]', "3")
+    page.fill('input[name="temperature"]', "0.3")
+    page.uncheck('input[name="causal"]')
+    page.uncheck('input[name="scaled"]')
+    keys, values = [K[0], [-1.5, 2], K[2]], [V[0], V[1], [-1, 3]]
+    changed = _expected(Q, keys, values, NORMALIZERS[name](10**0.3), causal=False, scaled=False)
+    np.testing.assert_allclose(_shown(page, "weights", 3), changed.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "weights", 4)[:, 3], changed.weights[0, 0].sum(-1), atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", 2), changed.out[0, 0], atol=5.1e-3)
+    np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
+    page.check(f'input[value="{name}"]')
+    page.fill('[data-at="Q10"]', "99")
+    page.fill('[data-at="K00"]', "99")
+    page.fill('input[name="temperature"]', "-1")
+    queries, keys = [Q[0], [99, 1.5], Q[2]], [[99, 1], K[1], K[2]]
+    found = _expected(queries, keys, V, NORMALIZERS[name](0.1))
+    np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
+    assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+
+
+def test_the_query_in_question_is_explained(page: Page) -> None:
+    """By the mouse and by the keyboard; hidden keys say that they are."""
+    page.hover('#bh-weights tr[data-query="0"]')
+    assert page.inner_text("#bh-words h4") == "Query 1, tea"
+    assert "in the future: hidden, weight 0" in page.inner_text("#bh-words")
+    page.focus('#bh-weights tr[data-query="2"] button')
+    text = page.inner_text("#bh-words")
+    assert text.startswith("Query 3, slowly")
+    assert "exp(0.71) / " in text
+    assert "0.143 · (2, 0)" in text
+
+
+def test_a_number_half_typed_changes_nothing(page: Page) -> None:
+    before = _shown(page, "weights", 3)
+    page.fill('[data-at="Q00"]', "")
+    np.testing.assert_array_equal(_shown(page, "weights", 3), before)
+    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "true"
+    page.fill('[data-at="Q00"]', "-2")
+    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "false"
+    page.click("text=Start again")
+    np.testing.assert_array_equal(_shown(page, "weights", 3), before)
+    assert page.input_value('[data-at="Q00"]') == "1"
+
+
+def test_every_input_has_a_name_and_a_phone_is_wide_enough(page: Page) -> None:
+    names = page.eval_on_selector_all(
+        "#by-hand input, #by-hand button",
+        "all => all.map(x => x.getAttribute('aria-label') || x.textContent || x.closest('label').textContent)",
+    )
+    assert names
+    assert all(name.strip() for name in names)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_the_chapter_works_on_the_same_numbers() -> None:
+    """What its cells compute by hand is what the widget starts with, and it loads these two files."""
+    text = CHAPTER.read_text(encoding="utf-8")
+    script = (STATIC / "by-hand.js").read_text(encoding="utf-8")
+    for name, numbers in (("Q", Q), ("K", K), ("V", V)):
+        written = ", ".join(f"[{a:g}, {b:g}]" for a, b in numbers)
+        assert f"{name}: [{written}]" in script
+        assert f"{name} = np.array([{', '.join(f'[{a:.1f}, {b:.1f}]' for a, b in numbers)}])" in text
+    for name in ("by-hand.js", "by-hand.css"):
+        assert f"../_static/{name}" in text
