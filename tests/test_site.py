@@ -19,6 +19,7 @@ import pages
 pytest.importorskip("myst_nb", reason="the site needs the docs extra")
 sys.path.insert(0, str(pages.DOCS / "_ext"))
 
+import error_index
 import public_names
 
 TESTS = pages.ROOT / "tests"
@@ -140,6 +141,15 @@ def _prose(page: str) -> str:
     """A page without its code and addresses."""
     text = (pages.ROOT / page).read_text(encoding="utf-8")
     return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_errors_that_are_explained_are_raised() -> None:
+    raised = [" ".join(text.split()) for texts in error_index.errors().values() for text in texts]
+    rows = re.findall(r"^\| `(.+?)` \|", (pages.DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        parts = ".*".join(re.escape(part) for part in row.split("…"))
+        assert any(re.match(parts, text) for text in raised), f"nothing says {row!r}"
 
 
 def _functions(path: Path) -> set[str]:

@@ -1,0 +1,60 @@
+"""reference/every-error.md: each sentence that bad input can get, from the source, with … for what came."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+SOURCE = Path(__file__).parents[2] / "src" / "qkv"
+NAMES = ("InputError", "Diverged", "Incomplete")
+
+
+def sentence(node: ast.expr) -> str | None:
+    """The text of a string, with … where it has a value; None if it is not one."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(sentence(part) or "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return f"{sentence(node.left) or '…'}{sentence(node.right) or '…'}"
+    return None
+
+
+def errors() -> dict[str, list[str]]:
+    """Sentences by module, in the order of the source."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        module = ".".join(("qkv", *parts)).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in NAMES and node.args:
+                text = sentence(node.args[0])
+                if text and text not in found[module]:
+                    found[module].append(text)
+    return {module: texts for module, texts in found.items() if texts}
+
+
+def page() -> str:
+    lines = ["# Every error", "", "What bad input is told, by module; … stands for what came. Made from the source."]
+    for module, texts in errors().items():
+        lines += ["", f"## {module}", ""]
+        lines += [f"- {' '.join(text.split()).translate(ESCAPED)}" for text in texts]
+    return "\n".join(lines) + "\n"
+
+
+ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>$|{}#"})
+
+
+def write(app: Sphinx) -> None:
+    path = Path(app.srcdir) / "every-error.md"
+    if not path.exists() or path.read_text(encoding="utf-8") != page():
+        path.write_text(page(), encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
