@@ -37,6 +37,7 @@ nb_merge_streams = True
 os.environ["MATPLOTLIBRC"] = str(DOCS / "matplotlibrc")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TQDM_DISABLE"] = "1"
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # tqdm on a kernel without widgets
 
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4

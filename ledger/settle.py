@@ -59,7 +59,7 @@ def experiment(id_: str, name: str, wording: str | None = None) -> Verdict:
     """
     result: dict[str, Any] = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
     (said,) = [v for v in result["verdicts"] if v["claim"] == id_]
-    text = said["text"] if wording is None else f"{wording} {said['text']}"
+    text = (said["text"] if wording is None else f"{wording} {said['text']}").replace("<s>", "`<s>`")
     return Verdict(SAID[said["holds"]], text, (f"[experiment `{name}`](../experiments/README.md#{name})",))
 
 

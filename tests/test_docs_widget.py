@@ -1,11 +1,11 @@
-"""The tutorial's widget, attention by hand, in a browser: its weights are the reference's, and it says how they come."""
+"""The tutorial's widget, attention by hand, in a browser: its weights are the reference's, and it explains them."""
 
 from __future__ import annotations
 
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 Q = [[1, 0], [0.5, 1.5], [2, -1]]
 K = [[1, 1], [0, 2], [1.5, -0.5]]
 V = [[2, 0], [0, 2], [-1, -1]]
-NORMALIZERS = {
-    "softmax": lambda t: normalizers.Softmax(t),
+NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
+    "softmax": normalizers.Softmax,
     "off-by-one": lambda t: normalizers.Softmax(t, sink=0.0),
     "sigmoid": lambda t: TemperedSigmoid(temperature=t),
 }
@@ -114,7 +114,7 @@ def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
 def test_the_query_in_question_is_explained(page: Page) -> None:
     """By the mouse and by the keyboard; hidden keys say that they are."""
     page.hover('#bh-weights tr[data-query="0"]')
-    assert page.inner_text("#bh-words h4") == "Query 1, tea"
+    assert page.inner_text("#bh-words .bh-title") == "Query 1, tea"
     assert "in the future: hidden, weight 0" in page.inner_text("#bh-words")
     page.focus('#bh-weights tr[data-query="2"] button')
     text = page.inner_text("#bh-words")

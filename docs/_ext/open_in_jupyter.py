@@ -9,6 +9,7 @@ import jupytext
 from sphinx.application import Sphinx
 
 HEAD = "---\njupytext:"
+TOLD = "---\nlanguage_info:\n  name: python\n  pygments_lexer: ipython3\njupytext:"  # for cells that are not executed
 
 
 def link(app: Sphinx, name: str, source: list[str]) -> None:
@@ -22,7 +23,7 @@ def link(app: Sphinx, name: str, source: list[str]) -> None:
     head, title, rest = _split(text)
     up = "../" * name.count("/")
     line = f'<p class="notebook"><a href="{up}_notebooks/{name}.ipynb" download>Download as a Jupyter notebook</a></p>'
-    source[0] = f"{head}{title}\n\n{line}\n{rest}"
+    source[0] = f"{head.replace(HEAD, TOLD, 1)}{title}\n\n{line}\n{rest}"
 
 
 def _split(text: str) -> tuple[str, str, str]:

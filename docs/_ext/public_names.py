@@ -48,6 +48,8 @@ def page(module: str, name: str, thing: Any) -> str:
     lines = [title, "=" * len(title), "", f".. currentmodule:: {module}", "", f".. {directive(thing)}:: {name}", ""]
     if inspect.isclass(thing):
         lines.insert(-1, "   :members:")
+    if module != "qkv" and getattr(importlib.import_module("qkv"), name, None) is thing:
+        lines.insert(-1, "   :no-index:")  # it has a page as qkv's own
     return "\n".join(lines)
 
 

@@ -52,13 +52,13 @@ def relu(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
 class Favor:
     """FAVOR+: positive random features of softmax attention (Choromanski et al. 2021, arXiv:2009.14794, §2.3–2.4).
 
-    `φ(x) = exp(W x' − |x'|² / 2) / √m` with x' = x / d^¼, so that φ(q) · φ(k) is exp(q·k / √d) in expectation, and linear
-    attention with these features, divided by its sum, estimates softmax attention. W (m, d) has orthogonal blocks of d
-    rows; the length of each row is that of a Gaussian vector. `n_features` m is ⌊d ln d⌋ if None. The same `seed` draws
-    the same W; nothing else is random.
+    `φ(x) = exp(W x' − |x'|² / 2) / √m` with x' = x / d^¼, so that φ(q) · φ(k) is exp(q·k / √d) in expectation, and
+    linear attention with these features, divided by its sum, estimates softmax attention. W (m, d) has orthogonal
+    blocks of d rows; the length of each row is that of a Gaussian vector. `n_features` m is ⌊d ln d⌋ if None. The same
+    `seed` draws the same W; nothing else is random.
 
-    The relative variance of an estimated weight is up to `(exp(|q + k|² / √d) − 1) / m`: where queries and keys are long,
-    no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through `of_queries`, as
+    The relative variance of an estimated weight is up to `(exp(|q + k|² / √d) − 1) / m`: where queries and keys are
+    long, no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through `of_queries`, as
     `Features` does.
 
     >>> phi = Favor(4, n_features=10_000)

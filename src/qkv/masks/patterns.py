@@ -88,7 +88,7 @@ def _check_step(name: str, step: int) -> None:
 class Strided(Mask):
     """A query sees every `step`-th key, counted from its own in both directions.
 
-    The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.2) is ``(Strided(l) | Window(l)) & Causal()``, with
+    The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.3) is ``(Strided(l) | Window(l)) & Causal()``, with
     l near √n: two layers then reach every position.
 
     >>> (Strided(2) & Causal()).dense(4, 4)[0, 0].int().tolist()
@@ -149,7 +149,7 @@ class Dilated(Mask):
 class Prefix(Mask):
     """The first `length` keys are visible to every query; nothing else.
 
-    A prefix language model (Raffel et al. 2020, arXiv:1910.10683, fig. 4) is ``Prefix(n) | Causal()``.
+    A prefix language model (Raffel et al. 2020, arXiv:1910.10683, fig. 3) is ``Prefix(n) | Causal()``.
 
     >>> (Prefix(2) | Causal()).dense(3, 3)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 0], [1, 1, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ class Drawing(Figure):
 
     def __init__(self, *, figsize: tuple[float, float]) -> None:
         super().__init__(figsize=figsize, facecolor="white")
+        self.set_layout_engine("none")  # everything is placed by inches, whatever the settings say
+
+    def _repr_png_(self) -> bytes:
+        """In a notebook, where pyplot does not know of it."""
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=150)
+        return file.getvalue()
 
     def savefig(self, *args: Any, **options: Any) -> None:
         """As `Figure.savefig`. The font settings are matplotlib's global ones, so they hold only while it writes."""

@@ -1,3 +1,34 @@
 """Checks of the labs' exercises: each tries an answer on inputs it has not seen, and says what is wrong with it."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from qkv.lab.check.alignment import additive_score, alignment_accuracy
+from qkv.lab.check.attention import attention, entropy, temperature
+from qkv.lab.check.heads import causal_mask, cross_attention, dropout, multi_head
+from qkv.lab.check.lookup import online_softmax, soft_lookup, stable_softmax
+from qkv.lab.check.reversal import einsum_attention, reversal_score
+from qkv.lab.check.sinks import first_token, key_bias, off_by_one, sink_rate
+from qkv.lab.check.transformer import parameter_count, sink_token
+
+__all__ = [
+    "additive_score",
+    "alignment_accuracy",
+    "attention",
+    "causal_mask",
+    "cross_attention",
+    "dropout",
+    "einsum_attention",
+    "entropy",
+    "first_token",
+    "key_bias",
+    "multi_head",
+    "off_by_one",
+    "online_softmax",
+    "parameter_count",
+    "reversal_score",
+    "sink_rate",
+    "sink_token",
+    "soft_lookup",
+    "stable_softmax",
+    "temperature",
+]

@@ -16,7 +16,7 @@ class Wrong(Exception):  # noqa: N818  # what is said of an answer, not an error
 def judge(candidate: object, trials: dict[str, Callable[[], None]]) -> bool:
     """Try a learner's answer: print a ✓ or ✗ for each trial, stop at the first ✗ with its hint. True if all hold.
 
-    A trial is a function that raises `Wrong` with a hint. Whatever else an answer raises is its failure, told in a line.
+    A trial is a function that raises `Wrong` with a hint. What else an answer raises is its failure, told in a line.
     """
     if not callable(candidate):
         raise InputError(f"the answer is {type(candidate).__name__}, expected a function or class")

@@ -154,7 +154,7 @@ def table(out: str | Path) -> str:
         lines += ["", f"## {name}", "", f"*{found['question']}*", "", found["paragraph"], ""]
         lines += [f"- **{v['claim']} {v['holds']}**: {v['text']}" for v in found["verdicts"]]
         lines += ["", f"![{found['title']}]({name}.png)"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # else a browser strikes it all through
 
 
 def load(file: Path) -> dict[str, Any]:

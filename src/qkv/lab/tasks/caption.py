@@ -105,6 +105,7 @@ class Caption:
             "exact_match": float(np.mean(right)),
         }
 
+    @torch.no_grad()
     def check(self, model: nn.Module) -> Measured:
         """Where the model looks when it names the colour or shape of an object: see `looked`."""
         held, (images, captions) = self._held_out(model)

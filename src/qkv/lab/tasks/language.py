@@ -91,6 +91,7 @@ class Language:
         loss: Tensor = model.loss(batch["ids"])  # type: ignore[operator]
         return loss
 
+    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Measured:
         """Loss in nats a token, perplexity, and bits a byte (of text: tokens of any size compare), held out."""
         device = next(model.parameters()).device

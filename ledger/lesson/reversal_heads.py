@@ -1,0 +1,188 @@
+"""Steps 3 to 5: what the lesson's model learns, where its heads look, and the analysis of that."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from ledger import Verdict, claim, false, holds, only_when, trial
+from ledger.trials.lesson_reversal import LENGTH, MIRRORS, sequences
+from qkv.lab import heads
+from qkv.lab.tasks.reversal import Reversal
+from qkv.models import load
+
+TASK, LOOK, ANALYSIS = "Step 3: reversal", "Step 4: visualise", "Step 5: analysis"
+TRIAL = "trial `lesson_reversal`"
+N = 2 * LENGTH
+"""Positions that the model reads."""
+
+
+def runs() -> list[dict[str, Any]]:
+    return list(trial("lesson_reversal")["seeds"].values())
+
+
+@cache
+def bundled() -> dict[str, Any]:
+    """Where the heads of `qkv-reversal` look on 50 held-out sequences: shares of the queries that answer."""
+    task = Reversal()
+    weights = heads.maps(load("qkv-reversal"), task.unseen()[:50, :-1])
+    query = np.arange(LENGTH, N)
+    apart = np.abs(query[:, None] - np.arange(N))
+    return {
+        "mirrored": heads.share_of_strongest(weights, (query, N - 1 - query)),
+        "separator": heads.share_of_strongest(weights, (query[1:], np.full(LENGTH - 1, LENGTH))),
+        "token_before": heads.share_of_strongest(weights, (query[1:], query[1:] - 1)),
+        "distance": (weights[..., LENGTH:, :] * apart).sum(-1).mean((0, 3)),
+    }
+
+
+def spread(values: list[float], form: str = ".3f") -> str:
+    """One number, or the least and the largest."""
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def lessons_analysis(strongest: torch.Tensor) -> float:
+    """The share of positions that step 5 reports, of the strongest key of each of the 12 queries of a head."""
+    right = 0
+    for place in range(LENGTH):
+        query, key = LENGTH + 1 + place, LENGTH - 1 - place
+        right += query < N and int(strongest[query]) == key
+    return right / LENGTH
+
+
+@claim("C214", "lesson", TASK, "100 epochs (4,000 steps, learning rate 3e-4, d 32) are enough to learn reversal.")
+def c214() -> Verdict:
+    alone = [run["generated"] for run in runs()]
+    curve = "epoch, sum of losses, training accuracy, test accuracy"
+    half = [next((row[0] for row in run[curve] if row[3] > 0.5), None) for run in runs()]
+    return holds(
+        min(alone) >= 0.95,
+        f"On new sequences, each symbol made from the model's own, {spread(alone, '.1%')} of symbols are right after "
+        f"4,000 steps (three seeds; chance is 1/14 = 7.1%). Half are right by epoch {', '.join(map(str, half))}. It "
+        "holds at 95% in every run.",
+        TRIAL,
+    )
+
+
+@claim("C215", "lesson", TASK, "Heads learn to look at the mirrored position.")
+def c215() -> Verdict:
+    best = [run["best"] for run in runs()]
+    heads = [sum(share >= MIRRORS for layer in run["mirrored"] for share in layer) for run in runs()]
+    return holds(
+        min(best) >= MIRRORS,
+        "In every one of three runs there is a head whose strongest key is the mirrored symbol at "
+        f"{spread(best, '.1%')} of the queries that answer; {spread(heads, 'd')} of 8 heads do it at 90% or more, "
+        "which is the criterion. Nobody told them.",
+        TRIAL,
+    )
+
+
+@claim("C216", "lesson", LOOK, "The plotting function works for any number of layers and heads.")
+def c216() -> Verdict:
+    one_layer = Figure().subplots(1, 4)
+    alone = [[Figure().subplots(1, 1)]]
+    alone = [[axes] for axes in alone]  # what its line for one head then makes of it
+    return false(
+        not hasattr(one_layer, "unsqueeze") and isinstance(alone[0][0], list),
+        f"One layer is an AttributeError: the panels are a NumPy array of shape {one_layer.shape}, which has no "
+        "`unsqueeze`. One layer with one head ends in a list where a panel should be. `subplots(…, squeeze=False)` "
+        "does all of it.",
+    )
+
+
+@claim("C217", "lesson", LOOK, "In the figure rows are layers and columns are heads.")
+def c217() -> Verdict:
+    shape = Figure().subplots(2, 4).shape
+    return holds(shape == (2, 4), f"2 layers × 4 heads make a grid of {shape[0]} × {shape[1]} panels.")
+
+
+@claim(
+    "C218", "lesson", LOOK, "Position SEP + 1 should attend to position seq_len − 1, SEP + 2 to seq_len − 2, and so on."
+)
+def c218() -> Verdict:
+    ids = sequences(500, torch.Generator().manual_seed(0))
+    place = torch.arange(LENGTH - 1)
+    query, printed = LENGTH + 1 + place, LENGTH - 1 - place
+    own = torch.equal(ids[:, printed], ids[:, query])
+    mirror = torch.equal(ids[:, N - 1 - query], ids[:, query + 1])
+    first = torch.equal(ids[:, LENGTH - 1], ids[:, LENGTH + 1])
+    return false(
+        own and mirror and first,
+        "One query earlier: the separator itself to seq_len − 1, SEP + 1 to seq_len − 2, so that query + key is "
+        f"2 · seq_len − 1 = {N - 1}. There stands the symbol to be said next; the printed pairs point at the symbol "
+        "that the query already is.",
+    )
+
+
+@claim("C219", "lesson", LOOK, "The pattern is an anti-diagonal.")
+def c219() -> Verdict:
+    query = np.arange(LENGTH, N)
+    slope, offset = np.polyfit(query, N - 1 - query, 1)
+    return holds(
+        abs(slope + 1) < 1e-9,
+        f"Key = {offset:.0f} − query, a line of slope {slope:.0f} (by the printed pairs it is 12 − query: next to it).",
+    )
+
+
+@claim("C220", "lesson", LOOK, "One head maps positions, another watches the separator, another the token before.")
+def c220() -> Verdict:
+    most = {
+        kind: [max(share for layer in run[kind] for share in layer) for run in runs()]
+        for kind in ("mirrored", "separator", "token_before")
+    }
+    return only_when(
+        min(most["mirrored"]) >= 0.5 > min(most["token_before"]),
+        str(most),
+        TRIAL,
+    )
+
+
+@claim("C221", "lesson", LOOK, "The first layer is local and simple, and the second composes what it found.")
+def c221() -> Verdict:
+    nearer = [sum(run["distance"][0]) < sum(run["distance"][1]) for run in runs()]
+    return false(not all(nearer), str([run["distance"] for run in runs()]), TRIAL)
+
+
+@claim(
+    "C222",
+    "lesson",
+    ANALYSIS,
+    "The analysis reports the share of queries at which a head attends to the right position.",
+)
+def c222() -> Verdict:
+    perfect = torch.tensor([0] * LENGTH + [N - 1 - q for q in range(LENGTH, N)])
+    printed = torch.tensor([0] * LENGTH + [min(N - q, LENGTH) for q in range(LENGTH, N)])
+    return false(
+        lessons_analysis(perfect) == 0 and abs(lessons_analysis(printed) - 5 / 6) < 1e-9,
+        f"A head that reverses perfectly gets {lessons_analysis(perfect):.1%}, for the analysis looks one key too far "
+        f"to the right, and a head that does what it asks for {lessons_analysis(printed):.1%}: it counts 5 queries and "
+        "divides by 6. Right is: query seq_len + p, key seq_len − 1 − p, for p from 0 to 5.",
+    )
+
+
+@claim(
+    "C223",
+    "lesson",
+    ANALYSIS,
+    "In a well-trained model at least one head has a high accuracy on the reversal positions.",
+)
+def c223() -> Verdict:
+    best = [run["best"] for run in runs()]
+    printed = [max(share for layer in run["by_the_lessons_analysis"] for share in layer) for run in runs()]
+    return holds(
+        min(best) >= MIRRORS,
+        f"With the right pairs the best head has {spread(best, '.1%')} in three runs (90% is the criterion). The "
+        f"lesson's own analysis gives the best {spread(printed, '.1%')}: see [C222](#c222).",
+        TRIAL,
+    )
+
+
+@claim("C224", "lesson", ANALYSIS, "That confirms that attention has learnt the algorithm.")
+def c224() -> Verdict:
+    full, cut = [run["test_accuracy"] for run in runs()], [run["without_best"] for run in runs()]
+    return holds(all(c < f / 2 for f, c in zip(full, cut, strict=True)), str((full, cut)), TRIAL)

@@ -1,0 +1,47 @@
+"""From a wrong number to what went wrong: the numbers that typical mistakes give, and what to say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qkv.lab.check.verdict import Wrong, near
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same for the same seed; torch's own generator is left alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7919 * seed + sum(shape)))
+
+
+def pair(got: object) -> tuple[Tensor, Tensor]:
+    """What an answer returned, if it is (out, weights)."""
+    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(x, Tensor) for x in got)):
+        found = f"{len(got)} things" if isinstance(got, tuple) else type(got).__name__
+        raise Wrong(f"it returns {found}, expected a pair of tensors: out, weights")
+    return got
+
+
+def expect(
+    got: object, expected: Tensor, what: str, mistakes: Mapping[str, Tensor] | None = None, tolerance: float = 1e-5
+) -> None:
+    """Raise `Wrong` unless a tensor is the one expected; where a mistake is known by its numbers, with its hint."""
+    try:
+        near(got, expected, what, tolerance)
+    except Wrong:
+        if not isinstance(got, Tensor):
+            raise
+        for hint, wrong in (mistakes or {}).items():
+            if same(got, wrong, tolerance):
+                raise Wrong(hint) from None
+        if got.shape == expected.shape and bool(got.detach().isnan().any()):
+            raise Wrong(f"{what} has NaN in it") from None
+        raise
+
+
+def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether two tensors have one shape and, to the tolerance, the same numbers; NaN is NaN."""
+    return a.shape == b.shape and torch.allclose(
+        a.detach().double(), b.detach().double(), rtol=0, atol=tolerance, equal_nan=True
+    )

@@ -1,0 +1,180 @@
+"""The reversal lab: attention in einsums, and how often a head looks at the mirrored position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkv import masks, reference
+from qkv.lab.check.hints import draw, expect, pair
+from qkv.lab.check.verdict import judge
+
+OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]
+
+
+def einsum_attention(answer: Callable[..., OutWeights]) -> bool:
+    """Exercise of the reversal lab: multi-head self-attention, written as einsums.
+
+    Args:
+        answer: ``answer(x, w_q, w_k, w_v, w_o, mask)`` for float64 x (b, n, m), the weights of h heads w_q, w_k and w_v
+            (m, h, d) and w_o (h, d, m), and a mask (n, n), True where a query (row) may attend to a key (column), or
+            None. Returns out (b, n, m) and weights (b, h, n, n).
+
+    >>> def right(x, w_q, w_k, w_v, w_o, mask):
+    ...     q, k, v = (torch.einsum("bnm,mhd->bhnd", x, w) for w in (w_q, w_k, w_v))
+    ...     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+    ...     if mask is not None:
+    ...         scores = scores.masked_fill(~mask, -torch.inf)
+    ...     weights = scores.softmax(-1)
+    ...     return torch.einsum("bhqk,bhkd,hdm->bqm", weights, v, w_o), weights
+    >>> einsum_attention(right)
+    ✓ without a mask
+    ✓ under a causal mask
+    ✓ under a mask that is not causal
+    ✓ one head, one token
+    True
+    """
+    odd = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0, 0, 1, 1, 0], [1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]).bool()
+    trials = {
+        "without a mask": lambda: _attended(answer, 2, 5, 6, 3, 4, None),
+        "under a causal mask": lambda: _attended(answer, 2, 4, 6, 2, 5, torch.ones(4, 4).tril().bool()),
+        "under a mask that is not causal": lambda: _attended(answer, 1, 5, 4, 3, 2, odd),
+        "one head, one token": lambda: _attended(answer, 1, 1, 3, 1, 2, torch.ones(1, 1).bool()),
+    }
+    return judge(answer, trials)
+
+
+def reversal_score(answer: Callable[[Tensor, int], Float[Tensor, " h"]]) -> bool:
+    """Exercise of the reversal lab: how often each head's strongest key is the mirrored position.
+
+    A sequence is `length` symbols, a separator, and the symbols again, last one first. Reversed symbol p is predicted
+    by query length + p (the separator for p = 0), and stands at key length − 1 − p.
+
+    Args:
+        answer: ``answer(weights, length)`` for weights (b, h, n, n) of b sequences, n being 2 · length or, if the model
+            was given the last token, too, 2 · length + 1. Returns (h,) numbers from 0 to 1.
+
+    >>> def right(weights, length):
+    ...     place = torch.arange(length)
+    ...     return (weights[:, :, length + place].argmax(-1) == length - 1 - place).double().mean((0, 2))
+    >>> reversal_score(right)
+    ✓ a head that mirrors, and one that does not
+    ✓ heads that mirror at times
+    ✓ with the last token
+    True
+    """
+
+    def mirrors() -> None:
+        _counted(answer, torch.stack([_looks(5, 10, 9), _looks(5, 10, 10)])[None].repeat(2, 1, 1, 1), 5)
+
+    def at_times() -> None:
+        weights = (3 * draw(3, 4, 8, 8)).softmax(-1)
+        weights[:, 1] += _looks(4, 8, 7)
+        weights[1:, 2, 5] += _looks(4, 8, 7)[5]
+        weights[:, 2, 4] += _looks(4, 8, 7)[4]
+        _counted(answer, weights, 4)
+
+    def whole() -> None:
+        _counted(answer, torch.stack([_looks(3, 7, 5), _looks(3, 7, 6)])[None], 3)
+
+    trials = {
+        "a head that mirrors, and one that does not": mirrors,
+        "heads that mirror at times": at_times,
+        "with the last token": whole,
+    }
+    return judge(answer, trials)
+
+
+def _attended(answer: Callable[..., object], b: int, n: int, m: int, h: int, d: int, mask: Tensor | None) -> None:
+    """One trial of `einsum_attention`."""
+    shapes = ((b, n, m), (m, h, d), (m, h, d), (m, h, d), (h, d, m))
+    x, w_q, w_k, w_v, w_o = (draw(*shape, seed=i).double() for i, shape in enumerate(shapes))
+    out, weights = pair(answer(x, w_q, w_k, w_v, w_o, mask))
+    q, k, v = (torch.einsum("bnm,mhd->bhnd", x, w) for w in (w_q, w_k, w_v))
+    seen = None if mask is None else masks.Dense(mask[None, None])
+    found = reference.attention(q, k, v, mask=seen)
+    right_weights, means = torch.from_numpy(found.weights), torch.from_numpy(found.out)
+    each = torch.einsum("bhnd,hdm->bhnm", means, w_o)
+    hidden = torch.zeros(n, n, dtype=torch.bool) if mask is None else ~mask
+    plain = (q @ k.mT).masked_fill(hidden, -torch.inf)
+    mistakes = {
+        "the scores are not scaled: divide them by √d, d being the size of a head": plain.softmax(-1),
+        "the scores are divided by √m, m being the width of the model; what is multiplied has the size of a head: √d": (
+            (plain / m**0.5).softmax(-1)
+        ),
+        "the softmax runs over the queries; each query shares out one unit over its keys: the last dimension": (
+            (plain / d**0.5).softmax(-2)
+        ),
+    }
+    if mask is not None:
+        scores = q @ k.mT / d**0.5
+        mistakes |= {
+            "the mask is ignored": scores.softmax(-1),
+            "hidden scores are set to 0, and e^0 = 1 is not nothing: set them to −∞": (
+                scores.masked_fill(hidden, 0).softmax(-1)
+            ),
+            "the mask comes after the softmax, and rows no longer add up to one; hide the scores before it": (
+                scores.softmax(-1).masked_fill(hidden, 0)
+            ),
+            "the mask is the wrong way round: True is where a query may attend, so fill where it is False: ~mask": (
+                scores.masked_fill(mask, -torch.inf).softmax(-1)
+            ),
+            "the mask is transposed: its rows are queries": scores.masked_fill(hidden.mT, -torch.inf).softmax(-1),
+        }
+    expect(weights, right_weights, "weights", mistakes, 1e-9)
+    expect(out, each.sum(1), "out", {
+        "these are the heads' means of the values; project them by w_o, and sum over the heads": means,
+        "these are the heads' means of the values; project them by w_o, and sum over h and d": means.transpose(1, 2),
+        "these are the heads' means side by side; project them by w_o": means.transpose(1, 2).flatten(2),
+        "each head stands alone; sum over them: no h in the result": each,
+        "the heads are averaged, expected summed": each.mean(1),
+        "tokens and heads got mixed up: (b, h, n, d) was reshaped before it was transposed": (
+            means.reshape(b, n, h * d) @ w_o.flatten(0, 1)
+        ),
+    }, 1e-9)  # fmt: skip
+
+
+def _counted(answer: Callable[[Tensor, int], Tensor], weights: Tensor, length: int) -> None:
+    """One trial of `reversal_score`."""
+    place = torch.arange(length)
+    strongest = weights.argmax(-1)
+    right = (strongest[:, :, length + place] == length - 1 - place).double()
+    there = length + 1 + place < weights.shape[2]
+    late = (strongest[:, :, (length + 1 + place)[there]] == (length - 1 - place)[there]).double()
+    columns = (weights.argmax(-2)[:, :, length - 1 - place] == length + place).double()
+    one_late = (
+        "the queries are one too late: reversed symbol 0 is predicted *at* the separator, query length, not after it"
+    )
+    mistakes = {
+        one_late: late.mean((0, 2)),
+        f"{one_late} (and what is left out still counts in the divisor)": late.sum(2).mean(0) / length,
+        "the separator is left out, but it is the query that predicts the first reversed symbol": (
+            right[..., 1:].mean((0, 2))
+        ),
+        "of each key the strongest query was looked for; queries are rows, so argmax over the last dimension": (
+            columns.mean((0, 2))
+        ),
+        "these are counts, expected shares": right.sum((0, 2)),
+        "the counts are divided by the number of positions alone; divide by that of sequences, too": (
+            right.sum((0, 2)) / length
+        ),
+        "this is the mean weight on the mirrored position; asked is how often it is the strongest": (
+            weights[:, :, length + place, length - 1 - place].double().mean((0, 2))
+        ),
+        "there is a number for each sequence; average over them, too": right.mean(2),
+        "these are shares for each position; average over positions and sequences, not over heads": right.mean((0, 1)),
+    }
+    got = answer(weights.clone(), length)
+    expect(got.double() if isinstance(got, Tensor) else got, right.mean((0, 2)), "the answer", mistakes, 1e-6)
+
+
+def _looks(length: int, n: int, total: int) -> Tensor:
+    """Weights (n, n) of a head: queries from `length` on look at key total − query, those before at themselves."""
+    weights = torch.eye(n)
+    for query in range(length, n):
+        weights[query] = 0.1 / n
+        weights[query, total - query] = 0.9
+    return weights
