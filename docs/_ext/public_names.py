@@ -55,20 +55,31 @@ def page(module: str, name: str, thing: Any) -> str:
 
 def index() -> str:
     """The reference's first page: every module and its names."""
-    lines = ["# Reference", "", "Every public name, from its docstring. `qkv.errors.InputError` is what all bad input"]
-    lines += ["raises: a `ValueError` of one sentence. The command line's own help is `qkv COMMAND --help`.", ""]
+    lines = ["# Reference", "", "Every public name, from its docstring. `qkv.InputError` is what all bad input raises:"]
+    lines += ["a `ValueError` of one sentence. The command line's own help is `qkv COMMAND --help`.", ""]
     for module, what in MODULES.items():
-        names = sorted(public(module), key=str.lower)
-        lines += [f"## {module}", "", f"{what[0].upper()}{what[1:]}.", ""]
-        lines += [" · ".join(f"[{name}]({module}.{name}.rst)" for name in names), ""]
-    lines += ["```{toctree}", ":hidden:", ":glob:", "", "qkv.*", "```", ""]
+        lines += [f"## [{module}]({module}.md)", "", f"{what[0].upper()}{what[1:]}.", "", _names(module), ""]
+    lines += ["```{toctree}", ":hidden:", "", *MODULES, "```", ""]
     return "\n".join(lines)
+
+
+def _names(module: str) -> str:
+    names = sorted(public(module), key=str.lower)
+    return " · ".join(f"[{name}]({module}.{name}.rst)" for name in names)
+
+
+def module_page(module: str) -> str:
+    """What a module is about, and the way to its names."""
+    said = (importlib.import_module(module).__doc__ or "").split(">>>")[0].strip().replace("``", "`")
+    names = sorted(public(module), key=str.lower)
+    toc = [f"{name} <{module}.{name}>" for name in names]
+    return "\n".join([f"# {module}", "", said, "", _names(module), "", "```{toctree}", ":hidden:", "", *toc, "```", ""])
 
 
 def write(app: Sphinx) -> None:
     folder = Path(app.srcdir) / "reference"
     folder.mkdir(exist_ok=True)
-    pages = {"index.md": index()}
+    pages = {"index.md": index()} | {f"{module}.md": module_page(module) for module in MODULES}
     for module in MODULES:
         pages |= {f"{module}.{name}.rst": page(module, name, thing) for name, thing in public(module).items()}
     for old in folder.iterdir():

@@ -13,7 +13,7 @@ import qkv
 from qkv.lab.check.hints import draw, expect, pair, same
 from qkv.lab.check.verdict import Wrong, judge
 
-OutWeights = tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]
+Attended = tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]
 
 AXIS = (
     "each column of the weights sums to 1, not each row: a query shares its attention among the keys, which are the "
@@ -21,7 +21,7 @@ AXIS = (
 )
 
 
-def attention(answer: Callable[..., OutWeights]) -> bool:
+def attention(answer: Callable[..., Attended]) -> bool:
     """Exercise of Lab 1: scaled dot-product attention of one head, with a mask.
 
     Args:
@@ -219,7 +219,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
     return judge(answer, trials)
 
 
-def temperature(answer: Callable[..., OutWeights]) -> bool:
+def temperature(answer: Callable[..., Attended]) -> bool:
     """Exercise 1.2: attention whose scores are divided by √d · temperature.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
     def small() -> None:
         scores = np.random.default_rng(0).normal(size=(2, 3, 5))
         given = scores.copy()
-        got = _tensor(answer(given), "the answer")
+        got = _tensor(_met(lambda: answer(given), "a maximum or sum"), "the answer")
         if not np.array_equal(scores, given):
             raise Wrong("it changes the scores it was given; make a new array (`x = x - …`, not `x -= …`)")
         mistakes = {
@@ -55,26 +56,31 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
                 np.exp(scores - scores.max(-1, keepdims=True))
             ),
             "these are logarithms of the weights": np.log(_softmax(scores)),
+            "these are powers of 2; a softmax takes e^s: np.exp": _softmax(np.log(2) * scores),
         }
         _expect(got, _softmax(scores), "the answer", mistakes)
 
     def large() -> None:
-        scores = np.array([[1000.0, 1001.0, 999.0], [-1000.0, -1001.0, -1003.0]])
-        got = _quietly(lambda: answer(scores))
-        if not got.isfinite().all():
-            raise Wrong(
-                "e^1000 overflows to ∞ and e^−1000 vanishes to 0, and ∞/∞ and 0/0 are no numbers; subtract the largest "
-                "score of a row from all of it first, which changes no weight"
-            )
-        _expect(got, _softmax(scores), "the answer")
+        for scores in (np.array([[1000.0, 1001.0, 999.0]]), np.array([[-1000.0, -1001.0, -1003.0]])):
+            got = _quietly(partial(answer, scores))
+            if not got.isfinite().all():
+                raise Wrong(
+                    "e^1000 overflows to ∞ and e^−1000 vanishes to 0, and ∞/∞ and 0/0 are no numbers; subtract the "
+                    "largest score of a row from all of it first, which changes no weight"
+                )
+            _expect(got, _softmax(scores), "the answer", {
+                "all weights are alike, as if the scores were cut off at a limit; subtract the row's largest instead": (
+                    np.full_like(scores, 1 / 3)
+                ),
+            })  # fmt: skip
 
     def far() -> None:
         scores = np.array([[2000.0, 2001.0], [0.0, 1.0]])
         got = _quietly(lambda: answer(scores))
         if not got.isfinite().all():
             raise Wrong(
-                "the largest score of the whole array was subtracted, and a row far below it vanishes; each row needs "
-                "its own: max(-1, keepdims=True)"
+                "the largest score of the whole array was subtracted; the powers of a row far below it vanish, and 0/0 "
+                "are no numbers; each row needs its own: max(-1, keepdims=True)"
             )
         _expect(got, _softmax(scores), "the answer")
 
@@ -82,7 +88,10 @@ def stable_softmax(answer: Callable[[Array], Array]) -> bool:
         scores = np.array([[0.0, HIDDEN, 1.0], [HIDDEN, HIDDEN, -4.0]])
         got = _quietly(lambda: answer(scores))
         if not got.isfinite().all():
-            raise Wrong("a key of score −∞ has weight e^−∞ = 0; here it makes the row NaN")
+            raise Wrong(
+                "a key of score −∞ has weight e^−∞ = 0; here it makes the row NaN, as any −∞ − (−∞) does: subtract the "
+                "row's *largest* score, not its smallest or its mean"
+            )
         _expect(got, _softmax(scores), "the answer")
 
     trials = {
@@ -125,11 +134,15 @@ def soft_lookup(answer: Callable[[Array, Array, Array], Array]) -> bool:
             "those": _softmax(scores / np.sqrt(2)) @ v,
             "the scores are divided by the root of the number of keys, expected √d": _softmax(scores / np.sqrt(5)) @ v,
             "the scores are multiplied by √d, expected divided": _softmax(scores * 2) @ v,
+            "the weights are divided by √d, expected the scores; after the softmax it is too late": (
+                _softmax(scores) / 2 @ v
+            ),
             "the softmax runs over the queries; each query shares out one unit over its keys: the last axis": (
                 _softmax(scores / 2, 0) @ v
             ),
         }
-        _expect(_tensor(answer(q, k, v), "the answer"), _attention(q, k, v), "the answer", mistakes)
+        got = _met(lambda: answer(q, k, v), "a row's maximum or sum")
+        _expect(_tensor(got, "the answer"), _attention(q, k, v), "the answer", mistakes)
 
     def one() -> None:
         rng = np.random.default_rng(2)
@@ -188,7 +201,7 @@ def online_softmax(answer: Callable[[Iterator[tuple[Array, Array]]], tuple[Array
 def _read(answer: Callable[..., object], blocks: Blocks) -> None:
     """One trial of `online_softmax`."""
     with np.errstate(all="ignore"):
-        found = answer(iter([(s.copy(), v.copy()) for s, v in blocks]))
+        found = answer(_Once([(s.copy(), v.copy()) for s, v in blocks]))
     if not isinstance(found, tuple) or len(found) != 2:
         raise Wrong("expected two results: the output and the log-sum-exp")
     out, lse = _tensor(found[0], "the output"), _tensor(found[1], "the log-sum-exp")
@@ -208,6 +221,8 @@ def _read(answer: Callable[..., object], blocks: Blocks) -> None:
         "e^(old − new)": _running(blocks, total=False, out=True),
         "sums that were made with another largest score are added as they are: when it rises, multiply what is there "
         "by e^(old − new)": _running(blocks, total=False, out=False),
+        "when the largest score rises from old to new, the sums shrink: multiply them by e^(old − new), not by "
+        "e^(new − old)": _running(blocks, total=True, out=True, sign=-1),
         "the blocks' outputs are averaged as if each had the same share of the weight; it has that of its sum of "
         "powers": np.mean(means, 0),
         "this is the output of the last block alone": means[-1],
@@ -216,17 +231,40 @@ def _read(answer: Callable[..., object], blocks: Blocks) -> None:
     _expect(lse, np.array(top + rest), "the log-sum-exp", {
         "the log-sum-exp lacks the largest score, which was subtracted: add it to ln Σ e^(s − max)": np.array(rest),
         "this is Σ e^(s − max), expected the largest score and its logarithm": np.exp(rest),
+        "Σ e^(s − max) is added to the largest score, expected its logarithm": np.array(top + np.exp(rest)),
         "this is the largest score; the log-sum-exp adds ln Σ e^(s − max) to it": np.array(top),
     })  # fmt: skip
 
 
-def _running(blocks: Blocks, *, total: bool, out: bool) -> Array:
-    """The output of a running softmax of which the total, the sum of values, or neither shrinks as it should."""
+class _Once:
+    """Blocks that can be read once; who asks a second time is told so."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks, self.ended = iter(blocks), False
+
+    def __iter__(self) -> _Once:
+        if self.ended:
+            raise Wrong("the blocks are read a second time; what is needed of them has to be kept while they pass")
+        return self
+
+    def __next__(self) -> tuple[Array, Array]:
+        try:
+            return next(self.blocks)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+def _running(blocks: Blocks, *, total: bool, out: bool, sign: int = 1) -> Array:
+    """The output of a running softmax of which the total, the sum of values, or neither shrinks as it should.
+
+    With the sign −1 they grow instead.
+    """
     top, powers_sum, sums = HIDDEN, 0.0, np.zeros(blocks[0][1].shape[1])
     with np.errstate(all="ignore"):
         for scores, values in blocks:
             new = max(top, float(scores.max()))
-            powers, kept = np.exp(scores - new), np.exp(top - new)
+            powers, kept = np.exp(scores - new), np.exp(sign * (top - new)) if top > HIDDEN else 0.0
             powers_sum = powers_sum * (kept if total else 1.0) + powers.sum()
             sums = sums * (kept if out else 1.0) + powers @ values
             top = new
@@ -240,6 +278,19 @@ def _softmax(scores: Array, axis: int = -1) -> Array:
 
 def _attention(q: Array, k: Array, v: Array) -> Array:
     return reference.attention(q[None, None], k[None, None], v[None, None]).out[0, 0]
+
+
+def _met(call: Callable[[], object], what: str) -> object:
+    """What an answer gives; arrays that do not fit each other get a hint at why."""
+    try:
+        return call()
+    except ValueError as error:
+        if "broadcast" in str(error):
+            raise Wrong(f"shapes do not fit ({error}); {what} keeps its axis with keepdims=True") from None
+        if "matmul" in str(error):
+            shapes = "scores are q @ k.T, (nq, nk), and outputs weights @ v, (nq, dv)"
+            raise Wrong(f"a matrix product does not fit; {shapes}") from None
+        raise
 
 
 def _quietly(call: Callable[[], object]) -> Tensor:

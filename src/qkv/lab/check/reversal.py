@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv import masks, reference
 from qkv.lab.check.hints import draw, expect, pair
-from qkv.lab.check.verdict import judge
+from qkv.lab.check.verdict import Wrong, judge
 
 OutWeights = tuple[Float[Tensor, "b n m"], Float[Tensor, "b h n n"]]
 
@@ -108,6 +108,9 @@ def _attended(answer: Callable[..., object], b: int, n: int, m: int, h: int, d: 
         "the softmax runs over the queries; each query shares out one unit over its keys: the last dimension": (
             (plain / d**0.5).softmax(-2)
         ),
+        "queries and keys are exchanged: a row is a query, so w_q makes the first of the two": (
+            ((k @ q.mT).masked_fill(hidden, -torch.inf) / d**0.5).softmax(-1)
+        ),
     }
     if mask is not None:
         scores = q @ k.mT / d**0.5
@@ -146,13 +149,17 @@ def _counted(answer: Callable[[Tensor, int], Tensor], weights: Tensor, length: i
     late = (strongest[:, :, (length + 1 + place)[there]] == (length - 1 - place)[there]).double()
     columns = (weights.argmax(-2)[:, :, length - 1 - place] == length + place).double()
     one_late = (
-        "the queries are one too late: reversed symbol 0 is predicted *at* the separator, query length, not after it"
+        "you count query + key = 2 · length, one too late: reversed symbol 0 is predicted *at* the separator, query "
+        "length, not after it, and stands at key length − 1"
     )
     mistakes = {
         one_late: late.mean((0, 2)),
         f"{one_late} (and what is left out still counts in the divisor)": late.sum(2).mean(0) / length,
         "the separator is left out, but it is the query that predicts the first reversed symbol": (
             right[..., 1:].mean((0, 2))
+        ),
+        "key p is compared, expected the mirrored one: the symbols come back from the last to the first": (
+            (strongest[:, :, length + place] == place).double().mean((0, 2))
         ),
         "of each key the strongest query was looked for; queries are rows, so argmax over the last dimension": (
             columns.mean((0, 2))
@@ -167,7 +174,10 @@ def _counted(answer: Callable[[Tensor, int], Tensor], weights: Tensor, length: i
         "there is a number for each sequence; average over them, too": right.mean(2),
         "these are shares for each position; average over positions and sequences, not over heads": right.mean((0, 1)),
     }
-    got = answer(weights.clone(), length)
+    try:
+        got = answer(weights.clone(), length)
+    except IndexError as error:
+        raise Wrong(f"{error}: a query beyond the last is asked for; queries length … 2 · length − 1 predict") from None
     expect(got.double() if isinstance(got, Tensor) else got, right.mean((0, 2)), "the answer", mistakes, 1e-6)
 
 
