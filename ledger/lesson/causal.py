@@ -65,8 +65,16 @@ def c199() -> Verdict:
 @claim("C200", "lesson", CAUSAL, "Without the causal mask training loss is perfect and generalisation zero.")
 def c200() -> Verdict:
     found = trial("lesson_no_mask")
-    chain = list(found["chains"]["none"].values())
-    fed, alone = [r["fed_with_the_truth"] for r in chain], [r["alone"] for r in chain]
-    causal = [r["alone"] for r in found["chains"]["causal"].values()]
-    reversal = [r["alone"] for r in found["reversal"]["none"].values()]
-    return only_when(max(fed) < found["entropy_of_chains"], str((fed, alone, causal, reversal)), TRIAL)
+    chain, reversal = found["chains"]["none"].values(), found["reversal"]["none"].values()
+    fed, alone = [run["fed_with_the_truth"] for run in chain], [run["alone"] for run in chain]
+    said = [run["alone"] for run in reversal]
+    return only_when(
+        max(fed) < 0.15 and min(alone) > found["uniform"] and min(said) > 0.95,
+        "Where the future is the only place to read the answer. So it is in a Markov chain: fed with the truth the "
+        f"loss is {min(fed):.2f} to {max(fed):.2f} nats, nearly all of it at the last place, which has no future, and "
+        f"knowing only the past it is {min(alone):.1f} to {max(alone):.1f}, worse than a blind guess "
+        f"({found['uniform']:.2f}). But on the lesson's own task, where the answer stands in the input, too, "
+        f"{min(said):.1%} or more of the symbols are right without any mask, each made from the model's own (three "
+        "seeds each).",
+        TRIAL,
+    )

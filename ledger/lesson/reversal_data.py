@@ -82,7 +82,7 @@ def c212() -> Verdict:
         min(first) > 40 * 2.5,
         f"Divided by 40: it is the sum over the 40 batches of an epoch. Chance is not ln 14 = {math.log(14):.2f} but "
         f"{40 * math.log(14):.1f}; three runs begin with {min(first):.0f} to {max(first):.0f} and end with "
-        f"{min(last):.1f} to {max(last):.1f}.",
+        f"{min(last):.2f} to {max(last):.2f}.",
         TRIAL,
     )
 
@@ -90,13 +90,13 @@ def c212() -> Verdict:
 @claim("C213", "lesson", STEP, "The printed reversal accuracy says how well the model reverses.")
 def c213() -> Verdict:
     runs = trial("lesson_reversal")["seeds"].values()
-    text = ", ".join(f"{r['train_accuracy']:.3f} / {r['test_accuracy']:.3f} / {r['generated']:.3f}" for r in runs)
+    alone = [r["generated"] for r in runs]
     gap = max(abs(r["train_accuracy"] - r["generated"]) for r in runs)
     share = 5000 / (VOCABULARY - 2) ** LENGTH
     return only_when(
-        share < 0.001,
+        share < 0.001 and gap < 0.01,
         "It is measured on batches of training while the model changes, and the test set is made but never scored. "
-        f"Accuracy in the last epoch / on the test set / when the model writes by itself: {text} (three runs); they "
-        f"differ by {gap:.3f} at most, for the 5,000 sequences are {share:.2%} of all there are.",
+        f"Here that does no harm: on new sequences, writing by itself, the model is right at {min(alone):.1%}, within "
+        f"{gap:.1%} of the last number printed (three runs), for the 5,000 sequences are {share:.2%} of all there are.",
         TRIAL,
     )

@@ -1,4 +1,4 @@
-"""A small text and a model that can learn it by heart, with and without dropout of weights and of what attention adds."""
+"""A small text and a model that can learn it by heart, with and without dropout of weights and outputs of attention."""
 
 from __future__ import annotations
 
