@@ -38,6 +38,11 @@ os.environ["MATPLOTLIBRC"] = str(DOCS / "matplotlibrc")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TQDM_DISABLE"] = "1"
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # tqdm on a kernel without widgets
+os.environ["OMP_NUM_THREADS"] = "1"  # two kernels at a time, small models: more threads would wait for one another
+kernel = DOCS / "_build" / "ipython" / "profile_default" / "ipython_kernel_config.py"
+kernel.parent.mkdir(parents=True, exist_ok=True)
+kernel.write_text("c.IPKernelApp.log_level = 40\n")  # no line for every kernel that starts
+os.environ["IPYTHONDIR"] = str(kernel.parents[1])
 
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4

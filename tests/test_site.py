@@ -95,6 +95,16 @@ def test_every_public_name_has_a_page(site: Path) -> None:
             assert word in text, f"the page of {module}.{name} does not show its docstring"
 
 
+def test_public_names_have_an_example() -> None:
+    """A docstring shows its thing at work, but for what happens, what others make, and what needs processes or a hub."""
+    made_by_others = {"Trained", "Explorer"}
+    without = {"Diverged", "Interrupted", "from_hugging_face", "register", "positions", "unshard"} | made_by_others
+    for module in public_names.MODULES:
+        for name, thing in public_names.public(module).items():
+            if callable(thing) and name not in without:
+                assert ">>>" in (thing.__doc__ or ""), f"{module}.{name} has no example"
+
+
 def test_every_mechanism_has_a_page() -> None:
     """Every public mask, bias, score, normalizer, position, feature map and cache is in the code of one."""
     folder = pages.DOCS / "mechanisms"

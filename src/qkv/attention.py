@@ -23,7 +23,15 @@ from qkv.scores import Dot, Score
 
 @dataclass(frozen=True)
 class Plan:
-    """What will serve a call, and at what cost. ``print(plan)`` reads well."""
+    """What will serve a call, and at what cost. ``print(plan)`` reads well.
+
+    >>> import torch
+    >>> from qkv import plan
+    >>> x = torch.zeros(1, 1, 512, 16)
+    >>> found = plan(x, x, x)
+    >>> found.kernel, sorted(found.rejected)[:2], found.flops == 4 * 512 * 512 * 16
+    ('flash', ['eager', 'flex'], True)
+    """
 
     kernel: str
     reason: str

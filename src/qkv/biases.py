@@ -32,7 +32,16 @@ __all__ = [
 
 
 class Bias:
-    """Base of all biases."""
+    """Base of all biases.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Halved(Bias):
+    ...     def apply(self, scores, region):
+    ...         return scores / 2
+    >>> Halved().apply(torch.tensor(4.0), None).item()
+    2.0
+    """
 
     tensor: Tensor | None
     """What a bound bias is made of, which may want a gradient; None for a cap."""
@@ -103,6 +112,12 @@ class Dense(Bias):
     """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
 
     −inf hides a pair. Learnable if it requires a gradient.
+
+    >>> from qkv import attend
+    >>> q = k = torch.zeros(1, 1, 1, 8)
+    >>> v = torch.ones(1, 1, 1, 8)
+    >>> attend(q, k, v, bias=Dense(torch.tensor([[3.0]])), return_lse=True)[1].item()
+    3.0
     """
 
     tensor: Float[Tensor, "..."]

@@ -20,7 +20,14 @@ from qkv.scores import Score
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One key a query, and how likely the choice was."""
+    """One key a query, and how likely the choice was.
+
+    >>> from qkv import choose_keys
+    >>> q = k = torch.eye(3)[None, None] * 9
+    >>> choice = choose_keys(q, k, sample=False)
+    >>> choice.index[0, 0].tolist(), choice.take(k)[0, 0].argmax(-1).tolist()
+    ([0, 1, 2], [0, 1, 2])
+    """
 
     index: Int[Tensor, "b h nq"]
     """The chosen key; −1 where a query may attend to none."""

@@ -25,7 +25,11 @@ __all__ = [
 
 
 class Normalizer:
-    """Base of all normalizers."""
+    """Base of all normalizers.
+
+    >>> Softmax().has_lse, Sigmoid().has_lse
+    (True, False)
+    """
 
     has_lse = False
     """Whether the log-sum-exp of the scores is what the weights are made with."""

@@ -46,6 +46,12 @@ def merge(*parts: Partial) -> Partial:
     """Attention over the union of disjoint sets of keys. Merging nothing but identities gives the identity.
 
     Associative and commutative; differentiable; sums in the dtype of `lse` (at least float32).
+
+    >>> import qkv
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
+    >>> parts = [qkv.Partial(*qkv.attend(q, k[:, :, s], v[:, :, s], return_lse=True)) for s in (slice(2), slice(2, 6))]
+    >>> torch.allclose(merge(*parts).out, qkv.attend(q, k, v))
+    True
     """
     if not parts:
         raise InputError("merge: no parts given, expected at least one Partial")

@@ -94,7 +94,11 @@ def _frequencies(dim: int, base: float) -> Float[Tensor, " pairs"]:
 
 
 class Scaling:
-    """Base of the ways to stretch rotary positions beyond the length a model was trained on."""
+    """Base of the ways to stretch rotary positions beyond the length a model was trained on.
+
+    >>> Linear(2.0).frequencies(4, base=10_000.0, length=1).tolist()
+    [0.5, 0.005]
+    """
 
     def frequencies(self, dim: int, base: float, length: int) -> Float[Tensor, " pairs"]:
         """Radians a token of each pair of dimensions, float64, for a sequence of `length` tokens."""
@@ -126,7 +130,12 @@ class _ByFactor(Scaling):
 
 @dataclass(frozen=True)
 class Linear(_ByFactor):
-    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595).
+
+    >>> Rotary(4, scaling=Linear(2.0))(torch.ones(1, 1, 1, 4), torch.tensor([2.0])).sum().item() == Rotary(4)(
+    ...     torch.ones(1, 1, 1, 4), torch.tensor([1.0])).sum().item()
+    True
+    """
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         return _frequencies(dim, base) / self.factor
@@ -134,7 +143,12 @@ class Linear(_ByFactor):
 
 @dataclass(frozen=True)
 class NTK(_ByFactor):
-    """A larger base, base · factor^(d/(d−2)): the longest wavelength grows by `factor`, the shortest stays."""
+    """A larger base, base · factor^(d/(d−2)): the longest wavelength grows by `factor`, the shortest stays.
+
+    >>> ratio = NTK(8.0).frequencies(8, 10_000.0, 1) / Linear(1.0).frequencies(8, 10_000.0, 1)
+    >>> [round(x, 9) for x in ratio.tolist()[::3]]
+    [1.0, 0.125]
+    """
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         if dim < 4:
@@ -144,7 +158,12 @@ class NTK(_ByFactor):
 
 @dataclass(frozen=True)
 class DynamicNTK(_ByFactor):
-    """`NTK` whose factor grows with the sequence once it is longer than `original`."""
+    """`NTK` whose factor grows with the sequence once it is longer than `original`.
+
+    >>> short, long = (DynamicNTK(2.0, 100).frequencies(8, 10_000.0, n)[-1].item() for n in (50, 200))
+    >>> round(short / long, 9)
+    3.0
+    """
 
     original: int
 
@@ -163,6 +182,10 @@ class YaRN(Scaling):
 
     The ramp lies between the dimensions that turn `slow` times and `fast` times over `original` tokens; with
     `whole` its ends are whole dimensions. cos and sin are multiplied by 0.1 ln(factor) + 1 unless `attention` says.
+
+    >>> found = YaRN(4.0, 4096).frequencies(64, 10_000.0, 1) / Linear(1.0).frequencies(64, 10_000.0, 1)
+    >>> found[0].item(), found[-1].item()
+    (1.0, 0.25)
     """
 
     factor: float
@@ -198,6 +221,10 @@ class Llama3(Scaling):
     """Wavelengths above original / low divided by `factor`, those below original / high kept, a blend between.
 
     (Grattafiori et al. 2024, arXiv:2407.21783; the constants are those of Llama 3.1's code.)
+
+    >>> found = Llama3().frequencies(128, 500_000.0, 1) / Linear(1.0).frequencies(128, 500_000.0, 1)
+    >>> found[0].item(), found[-1].item()
+    (1.0, 0.125)
     """
 
     factor: float = 8.0

@@ -36,7 +36,7 @@ def array(x: Any) -> Array:
 #
 # A score compares the vectors of one query and one key. It first takes both to where they are compared, and there
 # multiplies them. The dot product grows with the number of dimensions, which 1/√d undoes (Vaswani et al. 2017, eq. 1).
-# General (Luong et al. 2015, eq. 8) has a matrix between them, q · W k. Cosine forgets their lengths (Henry et al.
+# General (Luong et al. 2015, §3.1) has a matrix between them, q · W k. Cosine forgets their lengths (Henry et al.
 # 2020, eq. 4). Features are those of linear attention, φ(q) · φ(k) (Katharopoulos et al. 2020, eq. 4). Additive is the
 # oldest and the only one that is no product: v · tanh(W q + U k) (Bahdanau et al. 2015, app. A.1.2); the concatenation
 # of Luong et al., v · tanh(W [q; k]), is the same with W cut in two.

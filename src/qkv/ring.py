@@ -2,7 +2,7 @@
 
 Under a causal mask the end of a sequence has more to do than its beginning. So P processes cut it into 2 P chunks, and
 process r holds chunks r and 2 P − 1 − r, an early and a late one: all then have the same number of visible pairs, at
-every step of the ring (the order of Llama 3: Dubey et al. 2024, arXiv:2407.21783, §3.3.2). That is a *shard*; its
+every step of the ring (the order of Llama 3: Grattafiori et al. 2024, arXiv:2407.21783, §3.3.2). That is a *shard*; its
 tokens are those of the two chunks, one after the other. The passing around is in `qkv.kernels.ring`.
 """
 
@@ -48,7 +48,7 @@ def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
     Raises:
         InputError: for a length that is no multiple of 2 P, or a group this process is not in.
 
-    Source: Dubey et al. 2024, arXiv:2407.21783, §3.3.2.
+    Source: Grattafiori et al. 2024, arXiv:2407.21783, §3.3.2.
 
     >>> import tempfile, torch, qkv
     >>> import torch.distributed as dist

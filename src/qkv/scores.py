@@ -29,7 +29,11 @@ __all__ = [
 
 
 class Score:
-    """Base of all scores."""
+    """Base of all scores.
+
+    >>> Dot().factor(64), Dot(1.0).factor(64)
+    (0.125, 1.0)
+    """
 
     vector: Float[Tensor, "..."] | None
     """If not None, the score is ``vector · tanh(q + k)`` of the projected; otherwise ``factor · q · k``."""
@@ -57,7 +61,7 @@ class Product(Score):
 class Dot(Product):
     """Dot product times `scale`; 1/√d when None (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
-    ``Dot(scale=1.0)`` is the plain dot product (Luong et al. 2015, arXiv:1508.04025, eq. 8).
+    ``Dot(scale=1.0)`` is the plain dot product (Luong et al. 2015, arXiv:1508.04025, §3.1).
 
     >>> Dot().factor(64)
     0.125
@@ -77,7 +81,7 @@ class Dot(Product):
 
 @dataclass(frozen=True, eq=False)
 class General(Product):
-    """Bilinear: q · W k (Luong et al. 2015, arXiv:1508.04025, eq. 8). Queries and keys may differ in size.
+    """Bilinear: q · W k (Luong et al. 2015, arXiv:1508.04025, §3.1). Queries and keys may differ in size.
 
     `weight` is W, (dq, dk), or (heads, dq, dk) with one for each query head; `scale` multiplies the score. W = I is
     the plain dot product.
@@ -187,7 +191,7 @@ class Additive(Score):
 def Concat(  # noqa: N802  (a score like the others, whose parameters are laid out differently)
     weight: Float[Tensor, "a dq_dk"], vector: Float[Tensor, " a"], query_size: int
 ) -> Additive:
-    """v · tanh(W [q; k]) (Luong et al. 2015, arXiv:1508.04025, eq. 8): `Additive`, W cut after `query_size` columns.
+    """v · tanh(W [q; k]) (Luong et al. 2015, arXiv:1508.04025, §3.1): `Additive`, W cut after `query_size` columns.
 
     >>> Concat(torch.ones(3, 5), torch.ones(3), query_size=2).w_k.shape
     torch.Size([3, 3])

@@ -38,6 +38,12 @@ class Statistics:
     logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
     `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
     are absolute. Empty rows give 0 (and lse −inf).
+
+    >>> from qkv import measure
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = measure(x, x)
+    >>> found.entropy[0, 0, 0].item() == torch.log(torch.tensor(4.0)).item(), found.received[0, 0].tolist()
+    (True, [1.0, 1.0, 1.0, 1.0])
     """
 
     lse: Float[Tensor, "b h nq"] | None

@@ -23,6 +23,14 @@ class Cache:
 
     Buffers are (batch, key heads, rows, …), allocated when the first tokens come; of their rows, the first `_stop` are
     in use. No gradient passes, and dropout never acts: caches are for inference.
+
+    >>> import qkv
+    >>> from qkv.cache import Sliding
+    >>> cache = Sliding(4)
+    >>> for q, k, v in torch.randn(10, 3, 1, 2, 1, 8):  # ten tokens, one by one
+    ...     out = cache.attend(qkv.Attention(mask=qkv.masks.Causal()), q, k, v)
+    >>> cache.seen, cache.length
+    (10, 4)
     """
 
     def __init__(self, most: int) -> None:

@@ -23,7 +23,11 @@ SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence 
 
 @dataclass(frozen=True, eq=False)
 class LinearState:
-    """All that linear attention keeps of the keys and values so far, however many, in float32 or better."""
+    """All that linear attention keeps of the keys and values so far, however many, in float32 or better.
+
+    >>> LinearState.empty(1, 2, n_features=8, value_dim=16).kv.shape
+    torch.Size([1, 2, 8, 16])
+    """
 
     kv: Float[Tensor, "b hkv m dv"]
     """Σ φ(k) vᵀ."""

@@ -15,7 +15,12 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # in this order `and` is min, `or` is max and `n
 
 @dataclass(frozen=True)
 class Grid:
-    """The score matrix a mask is laid over: its sizes, and where query 0 stands among the keys."""
+    """The score matrix a mask is laid over: its sizes, and where query 0 stands among the keys.
+
+    >>> grid = Grid.of(2, 5)
+    >>> grid.offset, grid.rows(0, 2).tolist()
+    (3, [3, 4])
+    """
 
     batch: int
     heads: int
@@ -38,7 +43,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of the score matrix: which queries and keys, of which batch items and query heads."""
+    """A rectangle of the score matrix: which queries and keys, of which batch items and query heads.
+
+    >>> Region(slice(0, 2), slice(1, 2)).of(torch.arange(6).view(1, 1, 2, 3)).tolist()
+    [[[[1], [4]]]]
+    """
 
     rows: slice
     columns: slice
@@ -60,7 +69,12 @@ class Region:
 
 @dataclass(frozen=True)
 class Tiles:
-    """First and last position (inclusive) of every row tile and every column tile."""
+    """First and last position (inclusive) of every row tile and every column tile.
+
+    >>> tiles = Tiles.of(Grid.of(4, 4), rows=2, columns=3)
+    >>> tiles.q_first.tolist(), tiles.k_last.tolist()
+    ([0, 2], [2, 3])
+    """
 
     q_first: Int[Tensor, " rows"]
     q_last: Int[Tensor, " rows"]
@@ -82,7 +96,14 @@ class Tiles:
 
 
 class Mask:
-    """Base of all masks. A subclass says which pairs it shows (`sees`) and may classify tiles (`classify`)."""
+    """Base of all masks. A subclass says which pairs it shows (`sees`) and may classify tiles (`classify`).
+
+    >>> class Even(Mask):
+    ...     def sees(self, b, h, q, k, grid):
+    ...         return k % 2 == 0
+    >>> Even().dense(1, 4)[0, 0, 0].int().tolist()
+    [1, 0, 1, 0]
+    """
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
@@ -233,7 +254,12 @@ class _Two(Mask):
 
 @dataclass(frozen=True)
 class Shifted(_Of):
-    """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare."""
+    """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare.
+
+    >>> from qkv.masks import Causal
+    >>> Shifted(Causal(), 1).dense(2, 4)[0, 0].int().tolist()
+    [[1, 1, 0, 0], [1, 1, 1, 0]]
+    """
 
     mask: Mask
     offset: int
@@ -282,7 +308,12 @@ class Placed(_Of):
 
 @dataclass(frozen=True)
 class And(_Two):
-    """Visible where both masks say so."""
+    """Visible where both masks say so.
+
+    >>> from qkv.masks import Causal, Window
+    >>> (Causal() & Window(2)).dense(1, 4)[0, 0, 0].int().tolist()
+    [0, 0, 1, 1]
+    """
 
     left: Mask
     right: Mask
@@ -303,7 +334,12 @@ class And(_Two):
 
 @dataclass(frozen=True)
 class Or(_Two):
-    """Visible where either mask says so."""
+    """Visible where either mask says so.
+
+    >>> from qkv.masks import Prefix, Window
+    >>> (Prefix(1) | Window(1)).dense(1, 4)[0, 0, 0].int().tolist()
+    [1, 0, 0, 1]
+    """
 
     left: Mask
     right: Mask
@@ -317,7 +353,12 @@ class Or(_Two):
 
 @dataclass(frozen=True)
 class Not(_Of):
-    """Visible where the mask says not."""
+    """Visible where the mask says not.
+
+    >>> from qkv.masks import Prefix
+    >>> (~Prefix(1)).dense(1, 4)[0, 0, 0].int().tolist()
+    [0, 1, 1, 1]
+    """
 
     mask: Mask
 

@@ -17,7 +17,11 @@ from qkv.models.generation import Model, check, end_tokens, evaluating
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A continuation and what it is worth."""
+    """A continuation and what it is worth.
+
+    >>> Hypothesis(tokens=[5, 2], score=-0.7).tokens
+    [5, 2]
+    """
 
     tokens: list[int]
     """Without the end token; as many as `max_new_tokens` if it was cut off there."""

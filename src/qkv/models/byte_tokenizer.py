@@ -9,7 +9,12 @@ import torch
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens: no files, any text, vocabulary 256."""
+    """UTF-8 bytes as tokens: no files, any text, vocabulary 256.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("é"), tokenizer.decode([195, 169])
+    ([195, 169], 'é')
+    """
 
     vocab_size = 256
     all_special_tokens: Sequence[str] = ()

@@ -130,7 +130,15 @@ class DecoderConfig:
 
 @dataclass
 class DecoderState:
-    """Where generation stands: a cache for each layer, and how much padding each item begins with."""
+    """Where generation stands: a cache for each layer, and how much padding each item begins with.
+
+    >>> model = DecoderLM(DecoderConfig(vocab_size=10, d_model=8, layers=2, heads=2)).eval()
+    >>> state = model.start()
+    >>> with torch.no_grad():
+    ...     _ = model.step(torch.tensor([[1, 2, 3]]), state)
+    >>> state.seen, len(state.caches), state.caches[0].length
+    (3, 2, 3)
+    """
 
     caches: list[Cache]
     padding: Int[Tensor, " b"] | None

@@ -10,7 +10,7 @@ from qkv.errors import InputError
 
 
 class SinkToken(nn.Module):
-    """`count` learned vectors put before every sequence (Xiao et al. 2023, arXiv:2309.17453, §3.3; the registers of
+    """`count` learned vectors put before every sequence (Xiao et al. 2024, arXiv:2309.17453, §3.3; the registers of
     Darcet et al. 2023, arXiv:2309.16588).
 
     Unlike a sink logit they have values and are queries, too. `strip` takes them away again.

@@ -51,7 +51,15 @@ POLICIES = ("window", "sinks", "heavy")
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """What `eviction` found."""
+    """What `eviction` found.
+
+    >>> from qkv.profiler.models import load
+    >>> mini = load("qkv-mini")
+    >>> ids = mini.tokenizer("for name in names: seen.append(name)", return_tensors="pt")["input_ids"]
+    >>> found = eviction(mini.model, ids, policies=["window"], budgets=[4], run=False)
+    >>> len(found.mass), found.mass["mass_lost"].between(0, 1).all().item()
+    (24, True)
+    """
 
     mass: pd.DataFrame
     """A row for each policy, budget, layer and head: ``mass_lost``, the mean weight of a query on keys let go."""

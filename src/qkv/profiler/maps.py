@@ -31,6 +31,10 @@ class AttentionMap:
 
     Rows are queries and columns are keys, both counted in the tokens of the call, padding included. What is kept is
     the head's queries, keys and log-sum-exp, and up to `cache` bytes of the tiles made last.
+
+    >>> found = of("qkv-mini", "def f(x):\\n    return x\\n", layer=0, head=3)
+    >>> found.n_queries, found.picture(size=4).mean.shape
+    (10, torch.Size([4, 4]))
     """
 
     def __init__(self, seen: Seen, head: int, tokens: Tokens, model: str = "", cache: int = CACHE) -> None:

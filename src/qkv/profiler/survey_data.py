@@ -41,6 +41,13 @@ class Survey:
         record: what it was measured on: ``documents``, ``sequences`` and ``tokens`` (numbers), ``shards`` (their
             names), ``skipped`` (texts left out, by reason), ``examples`` (names of some of them), ``names`` (of the
             tokens that received most) and ``sources`` (where each module's numbers come from: see `qkv.profile`).
+
+    >>> import tempfile
+    >>> from qkv.profiler.survey import survey
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
+    >>> found, len(found.heads())
+    (Survey('qkv-mini', 2 documents, 6 tokens), 24)
     """
 
     def __init__(self, definition: dict[str, Any], groups: dict[str, Group], record: dict[str, Any]) -> None:

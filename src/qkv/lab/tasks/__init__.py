@@ -25,7 +25,11 @@ _CLASSES = {
 
 
 def names() -> tuple[str, ...]:
-    """All tasks."""
+    """All tasks.
+
+    >>> names()[:2]
+    ('reversal', 'copy')
+    """
     return tuple(_CLASSES)
 
 
