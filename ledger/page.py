@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ledger.claim import CLAIMS, KINDS, SOURCES, Claim, Verdict
 
 PAGES = Path(__file__).parents[1] / "docs" / "claims"
 MADE = "<!-- Made by `make claims`; do not edit. -->"
+SMALL = ("[experiment ", "trial ", "the trial ", "the bundled model ")
+"""How `by` names what was trained here."""
 
 
 def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
@@ -31,7 +34,61 @@ def _of(source: str) -> list[Claim]:
 
 
 def _badge(verdict: Verdict) -> str:
-    return f'<span class="verdict {verdict.kind.replace(" ", "-")}">{KINDS[verdict.kind]}</span>'
+    return _mark(verdict.kind)
+
+
+def _mark(kind: str) -> str:
+    return f'<span class="verdict {kind.replace(" ", "-")}">{KINDS[kind]}</span>'
+
+
+def _part(section: str) -> str:
+    """The heading under which a section's claims stand: 4.2 under Section 4, an exercise under its lab."""
+    if found := re.match(r"(\d+)(?: (.+))?", section):
+        number, name = found.groups()
+        return f"Section {number}: {name}" if name else f"Section {number}"
+    if found := re.match(r"Ex (\d+)", section):
+        return f"Lab {found[1]}"
+    if re.fullmatch(r"Q\d+", section):
+        return "Questions"
+    return section.replace("App. ", "Appendix ")
+
+
+def _parts(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
+    found: dict[str, list[Claim]] = {}
+    for c in claims:
+        found.setdefault(_part(c.section), []).append(c)
+    return found
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _linked(text: str) -> str:
+    """Claims named in a text, as C014, become links."""
+    return re.sub(r"(?<![\[\w`])C\d{3}\b", lambda m: _link(CLAIMS[m[0]]) if m[0] in CLAIMS else m[0], text)
+
+
+def _link(c: Claim) -> str:
+    return f"[{c.id}]({_slug(c.source)}.md#{c.id.lower()})"
+
+
+def _counts(claims: Iterable[Claim], found: Mapping[str, Verdict]) -> str:
+    counts = Counter(found[c.id].kind for c in claims)
+    return " · ".join(f"{_mark(kind)} {counts[kind]}" for kind in KINDS)
+
+
+def _trained(verdict: Verdict) -> bool:
+    """Whether it rests on small models."""
+    return any(by.startswith(SMALL) for by in verdict.by)
+
+
+def _settled(verdict: Verdict) -> list[str]:
+    own = [by.removeprefix("the ") for by in verdict.by if by.startswith(SMALL)]
+    read = [by for by in verdict.by if not by.startswith(SMALL)]
+    lines = [f"Settled with small models: {', '.join(own)}."] if own else []
+    lines += [f"To read: {', '.join(read)}."] if read else []
+    return [" ".join(lines), ""] if lines else []
 
 
 def _index(found: Mapping[str, Verdict]) -> str:
@@ -57,32 +114,49 @@ def _index(found: Mapping[str, Verdict]) -> str:
     lines.append(f"| **all** | {' | '.join(str(total[kind]) for kind in KINDS)} | {total.total()} |")
     lines += [
         "",
-        "An experiment or a trial trains small models, of thousands to a few million parameters: its verdict holds",
-        "for these. *Cannot be settled here* means that nothing at hand decides it, and says what would.",
+        "An experiment or a trial (`ledger/trials`) trains small models, of thousands to a few million parameters: its",
+        "verdict holds for these. *Cannot be settled here* means that nothing at hand decides it, and says what would.",
         "",
         "## The errors, all in one place",
         "",
         "To find these took a computer and patience; to have written the documents took more. Most are slips of",
         "rounding, of a name, or of a word such as *only* or *never*. None changes what attention is.",
         "",
+        *_wrong(found, trained=False),
+        "## What small models contradict",
+        "",
+        "Here the verdict rests on models trained for the purpose. They contradict the claim as it stands, which is",
+        "general; that it is so in large models too, or is not, they cannot show.",
+        "",
+        *_wrong(found, trained=True),
     ]
-    for source in SOURCES:
-        wrong = [c for c in _of(source) if found[c.id].kind == "false"]
-        lines += [f"**The {source}**", ""] if wrong else []
-        lines += [f"- [{c.id}]({_slug(source)}.md#{c.id.lower()}): {c.text} {_badge(found[c.id])}" for c in wrong]
-        lines += [""] if wrong else []
     lines += ["```{toctree}", ":hidden:", "", *map(_slug, SOURCES), "```", ""]
     return "\n".join(lines)
 
 
+def _wrong(found: Mapping[str, Verdict], *, trained: bool) -> list[str]:
+    """The false claims, by source."""
+    lines = []
+    for source in SOURCES:
+        wrong = [c for c in _of(source) if found[c.id].kind == "false" and _trained(found[c.id]) == trained]
+        lines += [f"**The {source}**", "", *(f"- {_link(c)}: {c.text}" for c in wrong), ""] if wrong else []
+    return lines
+
+
 def _page(source: str, found: Mapping[str, Verdict]) -> str:
+    claims = _of(source)
+    parts = _parts(claims)
     lines = [f"# Claims of the {source}", "", MADE, "", f"*{SOURCES[source]}*. [All sources](index.md)", ""]
-    for c in _of(source):
-        verdict = found[c.id]
-        lines += [f"({c.id.lower()})=", f"**{c.id}** · {c.section} · {_badge(verdict)}", ""]
-        lines += [f"*{c.text}*", "", verdict.text, ""]
-        lines += [f"Settled by {', '.join(verdict.by)}.", ""] if verdict.by else []
-        lines += ["````{dropdown} The check", "```python", _code(c), "```", "````", ""]
+    lines += [f"{len(claims)} claims: {_counts(claims, found)}", ""]
+    lines += [" · ".join(f"[{part}](#{_anchor(part)})" for part in parts), ""]
+    for part, of_part in parts.items():
+        lines += [f"## {part}", ""]
+        for c in of_part:
+            verdict = found[c.id]
+            lines += ["---", ""] if c is not of_part[0] else []
+            lines += [f"({c.id.lower()})=", f"**{c.id}** · {c.section} · {_badge(verdict)}", ""]
+            lines += [f"> {c.text}", "", _linked(verdict.text), "", *_settled(verdict)]
+            lines += ["````{dropdown} The check", "```python", _code(c), "```", "````", ""]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The ways in which a claim is settled. Each verdict but a citation rests on a condition that was computed."""
+"""The ways in which a claim is settled. Each verdict but `cited` and `unseen` needs a condition that was computed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def only_when(condition: bool, text: str, *by: str) -> Verdict:
     return _found(bool(condition), "only when", text, by)
 
 
-def unseen(text: str, *by: str) -> Verdict:
-    """What is at hand here cannot decide it; `text` says why, and what would."""
+def unseen(text: str, *by: str, unless: bool = False) -> Verdict:
+    """What is at hand here cannot decide it; `text` says why, and what would. `unless`: something was seen."""
+    if unless:
+        raise Drifted(f"something can be seen where the check says: {text}")
     return Verdict("unseen", text, by)
 
 

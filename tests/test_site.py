@@ -96,7 +96,7 @@ def test_every_public_name_has_a_page(site: Path) -> None:
 
 
 def test_public_names_have_an_example() -> None:
-    """A docstring shows its thing at work, but for what happens, what others make, and what needs processes or a hub."""
+    """A docstring shows its thing at work, but for what happens, what others make, what needs processes or a hub."""
     made_by_others = {"Trained", "Explorer"}
     without = {"Diverged", "Interrupted", "from_hugging_face", "register", "positions", "unshard"} | made_by_others
     for module in public_names.MODULES:

@@ -59,7 +59,7 @@ def c010() -> Verdict:
     q = torch.stack([length, torch.zeros(100)], -1)
     k = torch.stack([other * angle.cos(), other * angle.sin()], -1)  # turned from q by `angle`
     error = ((q * k).sum(-1) - length * other * angle.cos()).abs().max().item()
-    return holds(error < 1e-14, f"100 pairs of known lengths and angles: the largest difference is {error:.0e}.")
+    return holds(error < 1e-14, f"100 pairs of known lengths and angles: the largest difference is {error:.1g}.")
 
 
 @claim("C011", "chapter", "3.3", "$QK^T$ is n × n, and its entry (i, j) is $q_i \\cdot k_j$.")
@@ -68,7 +68,7 @@ def c011() -> Verdict:
     q, k = torch.randn(2, 6, 4, dtype=torch.float64)
     by_hand = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in k.tolist()] for x in q.tolist()]
     error = (q @ k.T - torch.tensor(by_hand, dtype=torch.float64)).abs().max().item()
-    return holds(error < 1e-14, f"Loops and the product, 6 queries and keys: shape 6 × 6, difference {error:.0e}.")
+    return holds(error < 1e-14, f"Loops and the product, 6 queries and keys: shape 6 × 6, difference {error:.1g}.")
 
 
 @claim("C012", "chapter", "4.1", "Score, scale, softmax, sum: the four steps are softmax(QKᵀ / √d_k) V.")
@@ -83,7 +83,7 @@ def c012() -> Verdict:
     torchs = (torch.nn.functional.scaled_dot_product_attention(q, k, v) - steps).abs().max().item()
     return holds(
         max(own, torchs) < 2e-6,
-        f"In float32 the four steps differ from torch's kernel by {torchs:.0e} and from `qkv.attend` by {own:.0e}.",
+        f"In float32 the four steps differ from torch's kernel by {torchs:.1g} and from `qkv.attend` by {own:.1g}.",
     )
 
 
@@ -93,7 +93,7 @@ def c013() -> Verdict:
     s = torch.randn(4, 5, dtype=torch.float64)
     rows = [[math.exp(x) / sum(math.exp(y) for y in row) for x in row] for row in s.tolist()]
     error = (torch.softmax(s, -1) - torch.tensor(rows, dtype=torch.float64)).abs().max().item()
-    return holds(error < 1e-15, f"Loops and torch's softmax of the last dimension: difference {error:.0e}.")
+    return holds(error < 1e-15, f"Loops and torch's softmax of the last dimension: difference {error:.1g}.")
 
 
 @claim("C014", "chapter", "4.2", "For independent parts of mean 0 and variance 1, Var(q · k) = d_k.")

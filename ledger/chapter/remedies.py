@@ -47,7 +47,7 @@ def c092() -> Verdict:
     low = torch.sigmoid(torch.tensor(-10.0)).item()
     return only_when(
         plain == 500 and abs(biased - 1) < 0.01,
-        f"If scores are strongly negative (σ(−10) = {low:.0e}), or have a bias. A score of 0 has weight 0.5: 1,000 "
+        f"If scores are strongly negative (σ(−10) = {low:.1g}), or have a bias. A score of 0 has weight 0.5: 1,000 "
         f"keys of value 1 add up to {plain:.0f}. With a bias of −ln n, as qkv's default and Ramapuram et al. have "
         f"it, to {biased:.2f}.",
         "[Ramapuram et al. 2024](https://arxiv.org/abs/2409.04431)",
@@ -80,7 +80,7 @@ def c095() -> Verdict:
     return false(
         same < 1e-12 and extra > 0.1,
         "That changes nothing: all scores of a row move by the same q · b, which a softmax does not see (outputs "
-        f"differ by {same:.0e}). The mechanism is one *more* key, k\\*, with value 0, in each row: outputs then "
+        f"differ by {same:.1g}). The mechanism is one *more* key, k\\*, with value 0, in each row: outputs then "
         f"differ by up to {extra:.1f}.",
         "[Gu et al. 2025](https://arxiv.org/abs/2410.10781)",
     )
@@ -141,7 +141,7 @@ def c102() -> Verdict:
     s = torch.randn(10, 12, dtype=torch.float64)
     column = torch.cat([s, torch.zeros(10, 1)], -1).softmax(-1)[:, :-1]
     error = (column - s.exp() / (1 + s.exp().sum(-1, keepdim=True))).abs().max().item()
-    return holds(error < 1e-15, f"That is exp(s) / (1 + Σ exp(s)), to {error:.0e}.")
+    return holds(error < 1e-15, f"That is exp(s) / (1 + Σ exp(s)), to {error:.1g}.")
 
 
 @claim("C103", "chapter", "8.7", "The extra column is where attention goes, so that no real token needs to take it.")
@@ -178,7 +178,7 @@ def c106() -> Verdict:
     )
 
 
-@claim("C107", "chapter", "8, appendix B", "*Why do LLMs attend to the first token?* is by Gu et al. (COLM 2025).")
+@claim("C107", "chapter", "8, App. B", "*Why do LLMs attend to the first token?* is by Gu et al. (COLM 2025).")
 def c107() -> Verdict:
     return cited(
         "false",
@@ -191,7 +191,7 @@ def c107() -> Verdict:
     )
 
 
-@claim("C108", "chapter", "appendix B", "The paper on gated attention is by Zihan et al.")
+@claim("C108", "chapter", "8, App. B", "The paper on gated attention is by Zihan et al.")
 def c108() -> Verdict:
     return cited(
         "false",

@@ -75,10 +75,10 @@ def c314() -> Verdict:
     torch.manual_seed(0)
     layer, x = qkv.nn.MultiHeadAttention(512, 8, bias=False), torch.randn(2, 10, 512)
     out, weights = layer(x, mask=~later(10), return_weights=True)
-    ahead = weights.triu(1).abs().max()
+    ahead = dropout(weights, 0.1).triu(1).abs().max()
     return holds(
         out.shape == (2, 10, 512) and weights.shape == (2, 8, 10, 10) and ahead == 0,
-        "Yes, with exact zeros; dropout keeps them.",
+        f"{tuple(out.shape)}, {tuple(weights.shape)}, and exact zeros, also after dropout.",
     )
 
 
@@ -89,8 +89,8 @@ def c315() -> Verdict:
     evaluated, trained = (attention(q, k, k, p=p)[1].sum(-1) for p in (0.0, 0.1))
     return only_when(
         torch.allclose(evaluated, torch.ones_like(evaluated)) and trained.max() > 1.02 and trained.min() < 0.98,
-        f"In evaluation. In training, as in its demo with p = 0.1, weights are returned after dropout: rows then sum "
-        f"to {trained.min():.2f} to {trained.max():.2f}.",
+        f"In evaluation. In training, as in its demo with p = 0.1, weights are returned after dropout: random rows "
+        f"of 10 then sum to {trained.min():.2f} to {trained.max():.2f}.",
     )
 
 

@@ -6,9 +6,10 @@ import math
 
 import torch
 
-from ledger import Verdict, claim, experiment, false, holds
+from ledger import Verdict, claim, experiment, false, holds, only_when
 
 SECTION = "Why sqrt"
+LAB = "[the lab's draws of scores](../experiments/README.md#scaling)"
 SCORES = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)  # of its example
 
 
@@ -51,7 +52,7 @@ def c248() -> Verdict:
     right, printed = SCORES.softmax(-1), torch.tensor([0.1863, 0.5064, 0.1130, 0.2943])
     return false(
         (right[1] - printed[1]).abs() > 0.05 and printed.sum() > 1.09,
-        f"It is {shown(right)}. The printed numbers add up to {printed.sum():.2f}; they cannot be what the code said.",
+        f"It is {shown(right)}. The printed numbers add up to {printed.sum():.2f}; those of a softmax add up to 1.",
     )
 
 
@@ -74,13 +75,19 @@ def c250() -> Verdict:
         f"In its own example the slope of the largest weight by its own score falls from {slopes[0]:.3f} to "
         f"{slopes[1]:.3f}: scores get little gradient anywhere, and only the *values* get theirs by weight. "
         + found.text,
-        *found.by,
+        LAB,
     )
 
 
 @claim("C251", "deep dive", SECTION, "Without the scale a model collapses to hard attention and trains unstably.")
 def c251() -> Verdict:
-    return experiment("C251", "scaling")
+    sharp, found = experiment("C018", "scaling"), experiment("C251", "scaling")
+    return only_when(
+        sharp.kind == "holds" and found.kind == "false" and "worse from small initial weights." in found.text,
+        "It does collapse to hard attention, from both starts that were tried. It trains worse, by more than the "
+        f"spread over seeds, from small initial weights only. {found.text}",
+        *found.by,
+    )
 
 
 @claim("C252", "deep dive", SECTION, "Scores divided by √d_k have variance 1.")
@@ -116,8 +123,12 @@ def c319() -> Verdict:
     "Without the scale, at $d_k = 64$ and the start, softmax is nearly one-hot: about 1.0 for one token.",
 )
 def c321() -> Verdict:
-    return experiment("C321", "scaling", "Of queries and keys with variance 1, which common small initial weights do "
-                      "not give:")  # fmt: skip
+    found = experiment("C321", "scaling")
+    return false(
+        found.kind == "false",
+        f"Not of queries and keys with variance 1, and common small initial weights make less. {found.text}",
+        LAB,
+    )
 
 
 @claim("C322", "deep dive", "Q4", "In practice, removing the scale reliably makes training unstable.")

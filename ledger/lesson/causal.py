@@ -67,14 +67,15 @@ def c200() -> Verdict:
     found = trial("lesson_no_mask")
     chain, reversal = found["chains"]["none"].values(), found["reversal"]["none"].values()
     fed, alone = [run["fed_with_the_truth"] for run in chain], [run["alone"] for run in chain]
-    said = [run["alone"] for run in reversal]
+    said, last = [run["alone"] for run in reversal], found["entropy_of_chains"] / 12
     return only_when(
-        max(fed) < 0.15 and min(alone) > found["uniform"] and min(said) > 0.95,
+        max(fed) < last + 0.05 and min(alone) > found["uniform"] and min(said) > 0.95,
         "Where the future is the only place to read the answer. So it is in a Markov chain: fed with the truth the "
-        f"loss is {min(fed):.2f} to {max(fed):.2f} nats, nearly all of it at the last place, which has no future, and "
+        f"loss is {min(fed):.2f} to {max(fed):.2f} nats, and {last:.2f} of it must be at the last place of 12, which "
+        "has no future; "
         f"knowing only the past it is {min(alone):.1f} to {max(alone):.1f}, worse than a blind guess "
         f"({found['uniform']:.2f}). But on the lesson's own task, where the answer stands in the input, too, "
         f"{min(said):.1%} or more of the symbols are right without any mask, each made from the model's own (three "
-        "seeds each).",
+        "seeds each; what counts as perfect was set after the first runs).",
         TRIAL,
     )

@@ -85,8 +85,8 @@ def c228() -> Verdict:
         "Than sinusoidal ones, a little beyond the training length; it counts as better if every seed loses less. "
         f"Trained on 32 tokens, at places 33 to 64 they lose {between(near['rotary'])} nats a byte, sinusoidal ones "
         f"{between(near['sinusoidal'])}. At places 65 to 128 the losses overlap ({between(far['rotary'])}, "
-        f"{between(far['sinusoidal'])}), and both are far from ALiBi ({between(far['alibi'])}): without stretching, "
-        "rotary positions do not extrapolate.",
+        f"{between(far['sinusoidal'])}), and both are far from ALiBi ({between(far['alibi'])}). That near and far are "
+        "told apart was decided after the runs.",
         TRIAL,
     )
 
@@ -210,6 +210,6 @@ def c236() -> Verdict:
     return experiment(
         "C236",
         "scaling",
-        "One-hot it becomes. But from queries and keys of unit variance it then trains about as well as with 1/√d: the "
-        "losses of the seeds overlap.",
+        "One-hot it becomes, and from small initial weights it trains worse. But from queries and keys of unit "
+        "variance it trains about as well as with 1/√d: the losses of the seeds overlap.",
     )

@@ -132,12 +132,12 @@ def c179() -> Verdict:
     text = "; ".join(f"{rate}: {min(gap[rate]):.2f} to {max(gap[rate]):.2f}" for rate in runs)
     less = all(max(by["0.1"]) < min(by["0.0"]) and max(by["0.3"]) < min(by["0.1"]) for by in (gap, held_out))
     return only_when(
-        less and max(r["rise"] for r in runs["0.3"]) > 0.02,
+        less and min(gap["0.3"]) > 0.1,
         "In degree: it makes less of it. A small model learns 6,000 characters of text; what it loses on new text "
         f"beyond that on its own is, in nats a byte by rate of dropout (three seeds), {text}, and new text itself "
-        "costs less, by more than the spread. To prevent it the loss on new text should never rise by more than 0.02, "
-        f"and with 0.3, too, it does, by {max(r['rise'] for r in runs['0.3']):.2f} in one run (without dropout by "
-        f"{min(r['rise'] for r in runs['0.0']):.2f} or more).",
+        "costs less, by more than the spread. To prevent it would be a difference of next to nothing. After its best "
+        f"the loss on new text rises by {min(r['rise'] for r in runs['0.0']):.2f} or more without dropout, and by up "
+        f"to {max(r['rise'] for r in runs['0.3']):.2f} with 0.3.",
         "trial `lesson_dropout`",
     )
 
@@ -147,12 +147,13 @@ def c180() -> Verdict:
     cells = json.loads((ROOT / "benchmarks" / "results" / "decoder.json").read_text(encoding="utf-8"))["cells"]
     training, decoding = (
         cells[name]["tokens a second"]["DecoderLM"]
-        for name in ("training, vocabulary 256", "decoding, vocabulary 256, batch 1")
+        for name in ("training, vocabulary 256", "decoding, vocabulary 256, batch 8")
     )
     return only_when(
-        training > 3 * decoding,
-        f"For training and for reading a prompt. To write is still one token after another: the same model does "
-        f"{training:,.0f} tokens a second forward and backward, and writes {decoding:,.0f}, forward alone.",
+        training > 2 * decoding,
+        "For training and for reading a prompt. To write is still one token after another: with 8 texts at once the "
+        f"same model does {training:,.0f} tokens a second forward and backward, and writes {decoding:,.0f}, forward "
+        "alone.",
         "[benchmarks](../benchmarks.md#models)",
     )
 

@@ -44,13 +44,14 @@ def c159() -> Verdict:
         trained.heads()["distance"],
         qkv.profile(fresh, ids, probe=False, progress=False).heads()["distance"],
     )
-    mixed = int((trained.types()["type"] == "mixed").sum())
+    kinds = trained.types()["type"].value_counts()
     return only_when(
-        reach.max() > 5 * reach.min() and before.max() < 1.1 * before.min() and mixed > 0,
+        reach.max() > 5 * reach.min() and before.max() < 1.1 * before.min() and kinds["mixed"] > 0,
         "Only as a picture of what some heads come to do. The 24 heads of `qkv-mini` look "
         f"{before.min():.1f} to {before.max():.1f} tokens back on average with initial weights and {reach.min():.1f} "
-        f"to {reach.max():.1f} after training, so there are local and long-range heads. But {mixed} are of no clear "
-        "kind, nobody assigned the kinds, and several heads do the same. In BERT some heads follow one syntactic "
+        f"to {reach.max():.1f} after training, so there are local and long-range heads. But nobody "
+        f"assigned the kinds, {kinds['first token']} heads do the same (they rest on the first token), and "
+        f"{kinds['mixed']} are of no clear kind. In BERT some heads follow one syntactic "
         "relation, and most heads of a trained translator could be pruned.",
         CLARK,
         VOITA,
@@ -84,12 +85,12 @@ def c161() -> Verdict:
     )
 
 
-@claim("C162", "notebook", "6", "128 dimensions in 8 heads are 16 a head, with a scale of 0.2500.")
+@claim("C162", "notebook", "6", "The layer prints the size of a head and its scale, for 128 dimensions in 8 heads.")
 def c162() -> Verdict:
     layer = MultiHeadAttention(128, 8)
     scale = layer.head_dim**-0.5
     return holds(
-        layer.head_dim == 16 and scale == 0.25, f"{layer.head_dim}, and 1/√16 = {scale:.4f}. The text prints no number."
+        layer.head_dim == 16 and scale == 0.25, f"{layer.head_dim}, and 1/√16 = {scale:.4f}. The text shows no number."
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ledger import Verdict, claim, experiment, false, holds, only_when, trial
-from ledger.deep_dive.complexity import path
+from ledger.deep_dive.complexity import listed, path
 from ledger.settle import EXPERIMENTS
 from qkv.lab.translate import padded, read_vocabulary, translate
 from qkv.models import RNNSeq2Seq, bundled, load
@@ -77,7 +77,7 @@ def c327() -> Verdict:
     direct = [path(torch.ones(n, n).bool(), 0, n - 1) for n in lengths]
     return holds(
         chain == [n - 1 for n in lengths] and direct == [1, 1, 1],
-        f"From the first to the last of {lengths} positions: {direct} and {chain} steps.",
+        f"From the first to the last of {listed(lengths)} positions: {listed(direct)} and {listed(chain)} steps.",
     )
 
 
@@ -152,7 +152,7 @@ def c373() -> Verdict:
     return only_when(
         exact["transformer"] >= max(v for name, v in exact.items() if name != "transformer")
         and max(parity["attention"]) < min(parity["GRU"]) - 0.05,
-        f"For translation, of which the paper speaks: sentences right word for word, Transformer "
+        f"For translation, of which the paper speaks: sentences right word for word, one run each, Transformer "
         f"{exact['transformer']:.2f}, recurrent with Bahdanau's attention {exact['bahdanau']:.2f}, with Luong's "
         f"{exact['luong']:.2f}, without attention {exact['rnn']:.2f}. Not for every task: running parity of 24 bits is "
         f"right for {min(parity['GRU']):.2f} with a GRU and {max(parity['attention']):.2f} with two layers of "

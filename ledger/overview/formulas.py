@@ -74,7 +74,7 @@ def c333() -> Verdict:
     general = qkv.attend(q, k, v, score=qkv.scores.General(w))
     plain = qkv.attend(q, k @ w.T, v, score=qkv.scores.Dot(scale=1.0))
     error = (general - plain).abs().max().item()
-    return holds(error < 1e-12, f"The outputs differ by {error:.0e}. As well it is one after transforming the query.")
+    return holds(error < 1e-12, f"The outputs differ by {error:.1g}. As well it is one after transforming the query.")
 
 
 @claim("C334", "overview", MULTIPLICATIVE, "One matrix product computes all m × n similarities.")
@@ -83,7 +83,7 @@ def c334() -> Verdict:
     q, k = torch.randn(3, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     loop = torch.stack([torch.stack([a @ b for b in k]) for a in q])
     error = (q @ k.T - loop).abs().max().item()
-    return holds(error < 1e-13, f"$QK^T$ of 3 queries and 5 keys and 15 single products differ by {error:.0e}.")
+    return holds(error < 1e-13, f"$QK^T$ of 3 queries and 5 keys and 15 single products differ by {error:.1g}.")
 
 
 @claim("C335", "overview", SCALED, "At $d_k = 512$ unscaled dot products have a standard deviation of √512 ≈ 22.6.")
@@ -132,7 +132,7 @@ def c338() -> Verdict:
         powers = [math.exp(float(a @ b) / math.sqrt(8)) for b in k]
         rows.append(sum(p / sum(powers) * value for p, value in zip(powers, v, strict=True)))
     error = (qkv.attend(*(x[None, None] for x in (q, k, v)))[0, 0] - torch.stack(rows)).abs().max().item()
-    return holds(error < 1e-12, f"Written out as loops it agrees with `qkv.attend` to {error:.0e}.")
+    return holds(error < 1e-12, f"Written out as loops it agrees with `qkv.attend` to {error:.1g}.")
 
 
 @claim("C339", "overview", "2 Self", "A position reaches any other in one step, not in |i − j| steps.")

@@ -89,7 +89,7 @@ def c379() -> Verdict:
     return holds(
         leak > 0.01 and least < 0.9 and error < 1e-12,
         f"Hidden scores get gradients of up to {leak:.2f}, and rows sum to as little as {least:.2f}. Divided by their "
-        f"sums again, the weights are those of masking before softmax, to {error:.0e}.",
+        f"sums again, the weights are those of masking before softmax, to {error:.1g}.",
     )
 
 

@@ -38,7 +38,7 @@ def c366() -> Verdict:
     same, other = difference(torch.nn.functional.normalize(k, dim=-1)), difference(k)
     return holds(
         same < 1e-12 and other > 0.01,
-        f"With keys of one length its weights are those of a Gaussian kernel smoother, to {same:.0e}. With other "
+        f"With keys of one length its weights are those of a Gaussian kernel smoother, to {same:.1g}. With other "
         f"lengths long keys gain, and weights differ by up to {other:.2f}; what is learnt are the projections.",
     )
 

@@ -1,4 +1,4 @@
-"""Language models of bytes, trained on 32 tokens and read on 128, with four kinds of positions."""
+"""Language models of bytes, trained on 32 tokens and read on 128, with three kinds of positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from qkv.models import DecoderConfig, DecoderLM
 
 TRAINED, READ = 32, 128
-KINDS = ("sinusoidal", "rotary", "alibi", "none")
+KINDS = ("sinusoidal", "rotary", "alibi")
 PLACES = {"17-32": (16, 32), "33-64": (32, 64), "65-128": (64, 128)}
 
 

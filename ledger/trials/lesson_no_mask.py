@@ -79,11 +79,9 @@ def run(quick: bool = False) -> dict[str, Any]:
     (the model writes all six symbols), nats a state for chains (it reads the true states up to each place)."""
     at = torch.linalg.matrix_power(NEXT, 100)[0]
     floor = -(at[:, None] * NEXT * NEXT.log()).sum().item()
-    tasks = {"reversal": (on_reversal, 400), "chains": (on_chains, 250)}
+    tasks = {"reversal": (on_reversal, 400, ("causal", "none")), "chains": (on_chains, 250, tuple(MASKS))}
+    seeds = range(1 if quick else 3)
     return {"entropy_of_chains": floor, "uniform": torch.tensor(float(STATES)).log().item()} | {
-        task: {
-            name: {str(seed): one(mask, seed, 3 if quick else steps) for seed in range(1 if quick else 3)}
-            for name, mask in MASKS.items()
-        }
-        for task, (one, steps) in tasks.items()
+        task: {name: {str(seed): one(MASKS[name], seed, 3 if quick else steps) for seed in seeds} for name in names}
+        for task, (one, steps, names) in tasks.items()
     }

@@ -58,8 +58,8 @@ class Favor:
     `seed` draws the same W; nothing else is random.
 
     The relative variance of an estimated weight is up to `(exp(|q + k|² / √d) − 1) / m`: where queries and keys are
-    long, no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through `of_queries`, as
-    `Features` does.
+    long, no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through
+    `of_queries`, as `Features` does.
 
     >>> phi = Favor(4, n_features=10_000)
     >>> q, k = torch.tensor([0.5, -0.5, 0.0, 0.5]), torch.tensor([0.5, 0.0, 1.0, 0.5])
