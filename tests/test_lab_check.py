@@ -108,7 +108,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     return weights @ v, weights
 
 
-@wrong("attention", "gradient of v is NaN")
+@wrong("attention", "gradient of q is NaN.*finite scores before the softmax")
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
+    """−inf is added; the NaN weights are mended after the softmax."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores + torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0)
+    return weights @ v, weights
+
+
+@wrong("attention", "gradient of v is NaN.*mend the weights")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     """The output is made of NaN weights, and mended; so are the weights that are returned."""
     out, weights = _attend(q, k, v, mask)

@@ -111,7 +111,7 @@ def c165() -> Verdict:
     weights = untrained(0, torch.randn(2, 10, 128))[0]
     axes = Figure().subplots(2, 4)
     for panel, head in zip(axes.flat, weights, strict=True):
-        panel.imshow(head)
+        panel.imshow(head.numpy())
     shown = sum(bool(panel.images) for panel in axes.flat)
     return false(shown == 8, f"All {shown}: the code goes over eight heads and fills the whole grid of 2 × 4.")
 

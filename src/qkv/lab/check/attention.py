@@ -137,11 +137,16 @@ def attention(answer: Callable[..., Attended]) -> bool:
         expect(out, right[0], "out")
         if out.requires_grad:
             out[:, [0, 2]].sum().backward()
-            for name, x in zip("qkv", inputs, strict=True):
+            for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
                 if x.grad is not None and not bool(x.grad.isfinite().all()):
+                    late = (
+                        "mend the weights, not the output"
+                        if name == "v"
+                        else "give the row finite scores before the softmax (−inf that is added lets NaN pass)"
+                    )
                     raise Wrong(
                         f"the gradient of {name} is NaN, though the loss leaves the hidden row out: NaN was mended too "
-                        "late, and 0 × NaN is NaN in the backward; mend the weights, not the output"
+                        f"late, and 0 × NaN is NaN in the backward; {late}"
                     )
 
     return judge(

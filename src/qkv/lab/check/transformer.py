@@ -94,7 +94,8 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
     x = draw(3, 5, 8)
 
     def made() -> nn.Module:
-        module = answer(8)
+        with torch.random.fork_rng(devices=[]):  # it may draw its vector
+            module = answer(8)
         if not isinstance(module, nn.Module):
             raise Wrong(f"it makes {type(module).__name__}, expected a torch.nn.Module")
         return module
