@@ -13,6 +13,7 @@ from pathlib import Path
 from ledger.claim import CLAIMS, KINDS, SOURCES, Claim, Verdict
 
 PAGES = Path(__file__).parents[1] / "docs" / "claims"
+SENTENCE = re.compile(r"(?<=[.)])\s+(?=[A-Z“])")
 MADE = "<!-- Made by `make claims`; do not edit. -->"
 SMALL = ("[experiment ", "trial ", "the trial ", "the bundled model ")
 """How `by` names what was trained here."""
@@ -135,11 +136,14 @@ def _index(found: Mapping[str, Verdict]) -> str:
 
 
 def _wrong(found: Mapping[str, Verdict], *, trained: bool) -> list[str]:
-    """The false claims, by source."""
+    """The false claims, by source, each with the first sentence of its verdict."""
     lines = []
     for source in SOURCES:
         wrong = [c for c in _of(source) if found[c.id].kind == "false" and _trained(found[c.id]) == trained]
-        lines += [f"**The {source}**", "", *(f"- {_link(c)}: {c.text}" for c in wrong), ""] if wrong else []
+        lines += [f"**The {source}**", ""] if wrong else []
+        for c in wrong:
+            lines += [f"- {_link(c)}: {c.text}\\", f"  → {re.split(SENTENCE, found[c.id].text)[0]}"]
+        lines += [""] if wrong else []
     return lines
 
 
