@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "mathml",  # formulas as MathML: no script, no font to fetch
     "public_names",  # reference/: a page for every public name
+    "command_line",  # command-line.md: what --help says
     "error_index",  # every-error.md: each sentence that bad input can get
     "open_in_jupyter",  # each notebook page can be downloaded as .ipynb
 ]

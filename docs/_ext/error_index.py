@@ -1,4 +1,4 @@
-"""reference/every-error.md: each sentence that bad input can get, from the source, with … for what came."""
+"""every-error.md: each sentence that bad input can get, from the source, with … for what came."""
 
 from __future__ import annotations
 

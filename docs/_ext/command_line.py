@@ -1,0 +1,51 @@
+"""command-line.md: what `qkv --help` and every `qkv COMMAND --help` say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from sphinx.application import Sphinx
+
+from qkv import cli
+from qkv.lab.tasks import names
+
+
+def said(*words: str) -> str:
+    """The help that a command prints, as on a terminal of 100 columns without colours."""
+    out = io.StringIO()
+    with (
+        patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}),
+        contextlib.redirect_stdout(out),
+        contextlib.suppress(SystemExit),
+    ):
+        cli.main([*words, "--help"])
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def page() -> str:
+    lines = [
+        "# The command line",
+        "",
+        "What `--help` says of every command. Bad input gets one sentence and exit code 2;",
+    ]
+    lines += ["Ctrl-C leaves nothing half-written, and exits with 130.", ""]
+    for words in [*([name] for name in cli.COMMANDS), *(["train", name] for name in names())]:
+        lines += [f"## qkv {' '.join(words)}", "", "```text", said(*words), "```", ""]
+    return "\n".join(lines)
+
+
+def write(app: Sphinx) -> None:
+    path = Path(app.srcdir) / "command-line.md"
+    text = page()
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
