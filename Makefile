@@ -30,11 +30,14 @@ demo: venv  ## profile the model that comes with qkv, then an 8,192-token one be
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "or look around in the viewer: $(BIN)/qkv view $(OUT)/mini, or, with any map of it exact: $(BIN)/qkv view"
 
+# A process a core, so one thread in each and in what it starts: more would wait for one another.
+ALONE := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
 test: venv lint  ## every check: lint, types, all tests
-	$(BIN)/python -m pytest -n auto
+	$(ALONE) $(BIN)/python -m pytest -n auto
 
 quick: venv  ## the tests that take no more than a few seconds each
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(ALONE) $(BIN)/python -m pytest -n auto -m "not slow"
 
 lint: venv  ## ruff and mypy
 	$(BIN)/ruff check .

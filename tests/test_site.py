@@ -53,12 +53,13 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, but for the outputs of cells, which `test_pages.py` runs."""
+    """The site as `make docs` builds it, but for its theme and the outputs of cells, which `test_pages.py` runs."""
     folder = tmp_path_factory.mktemp("site")
     command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees"), str(pages.DOCS)]
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *command, str(folder / "html")],
-        env={**os.environ, "QKV_DOCS_EXECUTE": "off"}, capture_output=True, text=True, check=False, timeout=500,
+        env={**os.environ, "QKV_DOCS_EXECUTE": "off", "QKV_DOCS_THEME": "basic"},  # no menu of all pages on each
+        capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "html"
