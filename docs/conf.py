@@ -63,17 +63,14 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_theme_options = (
-    {}
-    if html_theme != "furo"
-    else {
-        "light_css_variables": {
-            "color-brand-primary": "#174a6c",
-            "color-brand-content": "#1f6f8b",
-            "font-stack": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif",
-        },
-        "dark_css_variables": {"color-brand-primary": "#6fb5b5", "color-brand-content": "#6fb5b5"},
-    }
-)
+LOOK = {
+    "light_css_variables": {
+        "color-brand-primary": "#174a6c",
+        "color-brand-content": "#1f6f8b",
+        "font-stack": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif",
+    },
+    "dark_css_variables": {"color-brand-primary": "#6fb5b5", "color-brand-content": "#6fb5b5"},
+}
+html_theme_options = LOOK if html_theme == "furo" else {}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
