@@ -85,30 +85,39 @@ def row(name: str, seen: Seen) -> str:
     return f"| {name} | {seen.kind} | {verdict(seen)} | {calls or 'none'} | {remark} |"
 
 
-def table(names: list[str], seen: dict[str, Seen]) -> str:
+def said(line: str) -> str:
+    """The verdict in a line of the table."""
+    return line.split(" | ")[2]
+
+
+def table(names: list[str], rows: dict[str, str]) -> str:
     """A table of architectures in the order of the names, with how many there are of each verdict."""
-    found = Counter(verdict(seen[name]) for name in names)
+    found = Counter(said(rows[name]) for name in names)
     counts = ", ".join(f"{found[v]} {v}" for v in VERDICTS if found[v])
     head = "| Architecture | Model | Profiled | Calls | |\n|---|---|---|---|---|"
-    return f"{len(names)} configurations: {counts}.\n\n{head}\n" + "\n".join(row(name, seen[name]) for name in names)
+    return f"{len(names)} configurations: {counts}.\n\n{head}\n" + "\n".join(rows[name] for name in names)
 
 
-def page() -> str:
-    """The whole page."""
-    seen = {name: examine(name) for name in ALL}
-    total = Counter(verdict(s) for s in seen.values())
+def every_row() -> dict[str, str]:
+    """All lines of the tables, each from its model."""
+    return {name: row(name, examine(name)) for name in ALL}
+
+
+def page(rows: dict[str, str]) -> str:
+    """The whole page, of the lines of its tables."""
+    total = Counter(said(line) for line in rows.values())
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
     parts = [
         HEAD.format(**versions),
         "| Profiled | Configurations |\n|---|---|\n" + "\n".join(f"| {v} | {total[v]} |" for v in VERDICTS),
         "## Those that ask transformers' interface",
-        table(list(ROUTED), seen),
+        table(list(ROUTED), rows),
         "## Those that do not",
-        table([name for name in ALL if name not in ROUTED], seen),
+        table([name for name in ALL if name not in ROUTED], rows),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the models are so small that threads would only wait for one another
-    (HERE / "coverage.md").write_text(page())
+    (HERE / "coverage.md").write_text(page(every_row()))

@@ -252,7 +252,7 @@ if __name__ == "__main__":
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
-    (DOCS / "coverage.md").write_text(make_coverage.page())
+    (DOCS / "coverage.md").write_text(make_coverage.page(make_coverage.every_row()))
     minilm()
     trained_models.figures(DOCS / "figures")
     folder = DOCS.parent / "src" / "qkv" / "models" / "trained"
