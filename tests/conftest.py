@@ -37,7 +37,7 @@ from qkv.normalizers import Normalizer  # noqa: E402
 from qkv.scores import Score  # noqa: E402
 
 torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
-settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("qkv")
 
 
