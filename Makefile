@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick lint docs docs-serve claims trials figures bench models experiments dist clean
+.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench models experiments dist clean
 
 help:  ## this text
 	@echo "qkv: attention you can compose, measure and explain"
@@ -38,6 +38,12 @@ test: venv lint  ## every check: lint, types, all tests
 
 quick: venv  ## the tests that take no more than a few seconds each
 	$(ALONE) $(BIN)/python -m pytest -n auto -m "not slow"
+
+CASES ?= 10000
+SEED  ?= 0
+
+fuzz: venv  ## CASES=10000 random compositions from SEED=0 against a dense float64 formula; prints how to replay a failure
+	$(ALONE) $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
 
 lint: venv  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise",
-    "parallel", "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear",
+    "errors", "contract", "inputs", "files", "masks", "biases", "positions", "scores", "normalizers", "features",
+    "partial", "noise", "parallel", "call", "transforms", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts",
+    "reference", "kernels", "linear",
     "sums", "measure", "transposed", "maps", "choice", "cost",
     "attention", "cache", "nn", "models",
 )  # fmt: skip

@@ -221,7 +221,7 @@ def _refused(group: dist.ProcessGroup) -> dict[str, str]:
     first = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     try:
         first.sum().backward()
-    except RuntimeError as error:
+    except qkv.InputError as error:
         said["twice"] = str(error)
     return said
 

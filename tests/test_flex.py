@@ -204,7 +204,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("its weights are a softmax, not Sigmoid", normalizer=Sigmoid())
     refused("dropout acts on weights, which it never forms", dropout_p=0.1)
     additive = Additive(rand(4), rand(4, D), rand(4, D))
-    refused("additive scores are no product of query and key", score=additive)
+    refused("the score Additive is no product of query and key", score=additive)
     refused("no room for values that depend on the distance", bias=RelativePosition(rand(5, D), rand(5, 5)))
     refused("no backward on CPU", tensors=triple(grad=True))
     refused("no backward on CPU", bias=Dense(rand(NQ, NK).requires_grad_()))

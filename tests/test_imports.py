@@ -12,10 +12,11 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 ORDER = [
-    "errors", "files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial", "noise",
-    "parallel", "call", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts", "reference", "kernels", "linear",
+    "errors", "contract", "inputs", "files", "masks", "biases", "positions", "scores", "normalizers", "features",
+    "partial", "noise", "parallel", "call", "transforms", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts",
+    "reference", "kernels", "linear",
     "sums", "measure", "transposed", "maps", "choice", "cost",
-    "attention", "cache", "nn", "models", "huggingface",
+    "attention", "testing", "cache", "nn", "models", "huggingface",
     "profiler", "view", "bench", "lab", "server", "cli",
 ]  # fmt: skip
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].removesuffix(".py") in ORDER)

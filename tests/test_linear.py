@@ -172,13 +172,13 @@ def test_the_linear_kernel_is_chosen() -> None:
     [
         ({"normalizer": Softmax()}, "not Softmax of them"),
         ({"normalizer": Sigmoid()}, "not Sigmoid of them"),
-        ({"score": Additive(torch.ones(3, dtype=torch.float64))}, "additive scores are no product"),
+        ({"score": Additive(torch.ones(3, dtype=torch.float64))}, "score Additive is no product"),
         ({"bias": ALiBi()}, "a bias depends on query and key"),
         ({"dropout_p": 0.5}, "dropout acts on weights"),
-        ({"mask": Window(3)}, "more than causal, padding, or both"),
-        ({"mask": ~Causal()}, "more than causal, padding, or both"),
-        ({"mask": Causal() & Window(3)}, "more than causal, padding, or both"),
-        ({"mask": Causal() | Padding([3, 4])}, "more than causal, padding, or both"),
+        ({"mask": Window(3)}, "more than causal, a choice of keys, or both"),
+        ({"mask": ~Causal()}, "more than causal, a choice of keys, or both"),
+        ({"mask": Causal() & Window(3)}, "more than causal, a choice of keys, or both"),
+        ({"mask": Causal() | Padding([3, 4])}, "more than causal, a choice of keys, or both"),
     ],
 )
 def test_what_the_kernel_refuses(parts: dict[str, Any], why: str) -> None:

@@ -55,7 +55,7 @@ MASKS = {
 BIASES = {
     "none": fixed(lambda: None),
     "soft cap": fixed(lambda: biases.SoftCap(1.5)),
-    "dense": learned(biases.Dense, (H, NQ, NK)),
+    "dense": learned(biases.Dense, (1, H, NQ, NK)),
     "dense that hides": fixed(lambda: biases.Dense(torch.where(rand(NQ, NK, seed=5) > 0.5, -torch.inf, 0.3).double())),
     "alibi": learned(biases.ALiBi, (H,)),
     "alibi of the paper": fixed(biases.ALiBi),

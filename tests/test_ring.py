@@ -126,7 +126,7 @@ SAID = {
     "bins": "bins is 4 with a group, expected None",
     "first": r"first is \d+, expected a key from 0 to (11|23), or one",
     "unshard": r"x wants a gradient, which does not pass; compute the loss on shards, or pass x.detach\(\)",
-    "twice": "differentiate twice",
+    "twice": "second derivatives",
 }
 
 

@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import pages
+from qkv import biases, masks, normalizers, scores
+from qkv.contract import Definition
 
 pytest.importorskip("myst_nb", reason="the site needs the docs extra")
 sys.path.insert(0, str(pages.DOCS / "_ext"))
@@ -104,6 +106,19 @@ def test_public_names_have_an_example() -> None:
         for name, thing in public_names.public(module).items():
             if callable(thing) and name not in without:
                 assert ">>>" in (thing.__doc__ or ""), f"{module}.{name} has no example"
+
+
+def test_pages_of_mechanisms_name_the_base_class() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted((pages.DOCS / "mechanisms").glob("*.md"))]
+    for module in (masks, scores, biases, normalizers):
+        classes = {name: x for name in module.__all__ if isinstance(x := getattr(module, name), type)}
+        bases = {x for x in classes.values() if issubclass(x, Definition) and "definitions" in vars(x)}
+        for name, x in classes.items():
+            if not issubclass(x, Definition) or x in bases or name in MACHINERY:
+                continue
+            base = next(kind for kind in x.__mro__ if kind in bases)
+            says = f"Base class: `{base.__module__.split('.')[1]}.{base.__name__}`"
+            assert any(says in text and re.search(rf"\b{name}\b", text) for text in texts), f"{name}: {says}"
 
 
 def test_every_mechanism_has_a_page() -> None:

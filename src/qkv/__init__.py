@@ -8,6 +8,7 @@ torch.Size([1, 4, 100, 16])
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from qkv import biases, cache, features, masks, models, nn, normalizers, positions, ring, scores
@@ -19,6 +20,7 @@ from qkv.measure import Statistics, measure
 from qkv.partial import Partial, merge
 
 if TYPE_CHECKING:
+    from qkv import testing
     from qkv.profiler import Profile, profile
 
 __version__ = "0.1.0"
@@ -49,11 +51,14 @@ __all__ = [
     "profile",
     "ring",
     "scores",
+    "testing",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The profiler loads on first use: it needs xarray, and most users of `attend` do not."""
+    """The profiler loads on first use: it needs xarray, and most users of `attend` do not. So do the checks."""
+    if name == "testing":
+        return importlib.import_module("qkv.testing")
     if name in ("Profile", "profile"):
         from qkv import profiler
 

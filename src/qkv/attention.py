@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, overload
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -13,12 +16,18 @@ from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask
 from qkv.cost import Cost, cost
 from qkv.errors import InputError
+from qkv.inputs import A, Form, autocast_dtype, refuse_unknown
 from qkv.kernels import choose, flash, opaque, serve, serve_shared, watched
-from qkv.masks import Causal, Mask
+from qkv.masks import Mask
 from qkv.measure import Statistics, measure
-from qkv.normalizers import Normalizer, Softmax
+from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
-from qkv.scores import Dot, Score
+from qkv.scores import Product, Score
+
+ARGUMENTS = (
+    "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",
+    "group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,45 @@ def _amount(value: float, unit: str, step: int) -> str:
     return f"{value:.3g} {prefixes[power]}{unit}"
 
 
+@overload
 def attend(
-    q: Float[Tensor, "b h nq dq"],
-    k: Float[Tensor, "b hkv nk dk"],
-    v: Float[Tensor, "b hkv nk dv"],
+    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+) -> A: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
+    return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
+    return_weights: Literal[True], group: ProcessGroup | None = None,
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
+    return_weights: Literal[True], group: ProcessGroup | None = None,
+) -> tuple[A, A, A]: ...  # fmt: skip
+@overload
+def attend(
+    q: A, k: A, v: A, *, mask: Mask | Bool[Tensor, "..."] | None = None, bias: Bias | Sequence[Bias] | None = None,
+    score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | None = None, kernel: str = "auto", return_lse: bool = False, return_weights: bool = False,
+    group: ProcessGroup | None = None,
+) -> A | tuple[A, ...]: ...  # fmt: skip
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
@@ -91,13 +135,15 @@ def attend(
     return_lse: bool = False,
     return_weights: bool = False,
     group: ProcessGroup | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+    **unknown: object,
+) -> Any:
     """Attention: for every query, the mean of the values weighted by how its scores with the keys normalise.
 
     Args:
-        q: queries.
-        k: keys; ``h`` must be a multiple of ``hkv``: query head i uses key head i // (h // hkv).
-        v: values.
+        q: queries, (b, h, nq, dq). Also (b, nq, dq) or (nq, dq), for one head, and NumPy arrays: results come as the
+            inputs came.
+        k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv``: query head i uses key head i // (h // hkv).
+        v: values, (b, hkv, nk, dv).
         mask: **True where a query may attend**: a mask of `qkv.masks` or a boolean tensor that broadcasts to
             (b, h, nq, nk). With nq ≠ nk the last query stands at the last key. A query that sees nothing gives zeros.
         bias: what happens to a score before the mask: one of `qkv.biases`, or several in a tuple.
@@ -114,12 +160,17 @@ def attend(
         group: processes that share the sequence: q, k and v are this one's shard in the order of `qkv.ring.shard`, and
             so are ``out`` and ``lse``; `mask` and `bias` are of the whole. All of them call it, forward and backward.
             `Softmax` only, without dropout; no bias of `RelativePosition`. See docs/ring.md.
+        **unknown: refused; the names that other libraries use are told apart from typing errors.
 
     Returns:
         ``out`` (b, h, nq, dv), or ``(out, lse)``, ``(out, weights)``, ``(out, lse, weights)``.
 
     Raises:
-        InputError: for arguments that do not fit together, or a kernel that cannot serve them.
+        InputError: for arguments that do not fit together, a kernel that cannot serve them, or an object of a user's
+            own that lacks the method that defines it.
+
+    Under autocast it computes in the dtype of autocast, whatever the composition. See docs/conventions.md for vmap,
+    torch.func, forward mode and second derivatives.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; for kernels see their modules.
 
@@ -129,6 +180,8 @@ def attend(
     >>> out.shape, lse.shape
     (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 100]))
     """
+    if unknown:
+        refuse_unknown("attend", unknown, ARGUMENTS)
     if group is not None:
         return _shared(q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, group)
     if kernel == "auto" and bias is None and not (dropout_p or return_lse or return_weights or watched()):
@@ -140,18 +193,27 @@ def attend(
 
 @opaque
 def _general(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
+    q: Any, k: Any, v: Any, mask: Mask | Tensor | None, bias: Bias | Sequence[Bias] | None,
     score: Score | None, normalizer: Normalizer | None, dropout_p: float, dropout_seed: int | None,
     kernel: str, return_lse: bool, return_weights: bool,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+) -> Any:  # fmt: skip
+    form, (q, k, v) = Form.of(q, k, v)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            return _general(
+                q.to(dtype), k.to(dtype), v.to(dtype), mask, bias, score, normalizer, dropout_p, dropout_seed, kernel,
+                return_lse, return_weights,
+            )  # fmt: skip
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
-    if return_lse and not call.normalizer.has_lse:
+    if return_lse and not call.given.normalizer.has_lse:
         raise InputError(
-            f"return_lse: {type(call.normalizer).__name__} makes weights without a log-sum-exp; only Softmax has one"
+            f"return_lse: {type(call.given.normalizer).__name__} makes weights without a log-sum-exp; "
+            "only Softmax has one"
         )
     result = serve(call, kernel, weights=return_weights)
     if not (return_lse or return_weights):
-        return result.out
+        return form.back(result.out)
     wanted = [result.out]
     if return_lse:
         assert result.lse is not None
@@ -159,7 +221,7 @@ def _general(
     if return_weights:
         assert result.weights is not None
         wanted.append(result.weights)
-    return tuple(wanted)
+    return tuple(form.back(x) for x in wanted)
 
 
 @opaque
@@ -188,26 +250,30 @@ def _stock(
     `flash` would come down to the same kernel, but a decoder that adds one token to a short text, or a layer of a small
     model, waits longer for the description of a call than for the kernel. It also lets compilers see through.
     """
-    causal = type(mask) is Causal
+    causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
+    if not (causal or mask is None):
+        return None
     scale = None
     if score is not None:
-        if type(score) is not Dot:
+        if not isinstance(score, Product) or score.projects:
             return None
-        scale = score.scale
+        scale = score.factor(q.shape[-1])
     if normalizer is not None:
-        if type(normalizer) is not Softmax or normalizer.sink is not None or normalizer.key is not None:
+        if not normalizer.has_lse or not isinstance(normalizer, SumToOne):
+            return None
+        if normalizer.sink is not None or normalizer.key is not None:
             return None
         if normalizer.temperature != 1:
             scale = (q.shape[-1] ** -0.5 if scale is None else scale) / normalizer.temperature
-    if not (causal or mask is None) or (scale is not None and scale <= 0):
+    if scale is not None and scale <= 0:
         return None
     return flash.plain(q, k, v, causal=causal, scale=scale)
 
 
 def plan(
-    q: Float[Tensor, "b h nq dq"],
-    k: Float[Tensor, "b hkv nk dk"],
-    v: Float[Tensor, "b hkv nk dv"],
+    q: A,
+    k: A,
+    v: A,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
@@ -224,11 +290,14 @@ def plan(
     >>> print(qkv.plan(q, k, v, return_weights=True).kernel)
     eager
     """
-    call = _call(q, k, v, mask, bias, score, normalizer, dropout_p)
+    _, tensors = Form.of(q, k, v)
+    dtype = autocast_dtype(tensors[0])
+    queries, keys, values = (x if dtype is None else x.to(dtype) for x in tensors)
+    call = _call(queries, keys, values, mask, bias, score, normalizer, dropout_p)
     name, reason, rejected = choose(call, kernel, weights=return_weights)
     found = cost(name, call)
-    b, h, n_queries, _ = q.shape
-    return Plan(name, reason, rejected, found, found.pairs / (b * h * n_queries * k.shape[2]))
+    b, h, n_queries, _ = call.q.shape
+    return Plan(name, reason, rejected, found, found.pairs / (b * h * n_queries * call.k.shape[2]))
 
 
 def _call(
@@ -259,14 +328,39 @@ class Attention:
     normalizer: Normalizer | None = None
     dropout_p: float = 0.0
 
-    def _parts(self) -> dict[str, object]:
+    def _parts(self) -> dict[str, Any]:
         return {"mask": self.mask, "bias": self.bias, "score": self.score, "normalizer": self.normalizer}
 
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: Literal[False] = False, return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+    ) -> A: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: Literal[True], return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: Literal[False] = False, return_weights: Literal[True], group: ProcessGroup | None = None,
+    ) -> tuple[A, A]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: Literal[True], return_weights: Literal[True], group: ProcessGroup | None = None,
+    ) -> tuple[A, A, A]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, q: A, k: A, v: A, *, training: bool = False, dropout_seed: int | None = None, kernel: str = "auto",
+        return_lse: bool = False, return_weights: bool = False, group: ProcessGroup | None = None,
+    ) -> A | tuple[A, ...]: ...  # fmt: skip
     def __call__(
         self,
-        q: Float[Tensor, "b h nq dq"],
-        k: Float[Tensor, "b hkv nk dk"],
-        v: Float[Tensor, "b hkv nk dv"],
+        q: Any,
+        k: Any,
+        v: Any,
         *,
         training: bool = False,
         dropout_seed: int | None = None,
@@ -274,26 +368,27 @@ class Attention:
         return_lse: bool = False,
         return_weights: bool = False,
         group: ProcessGroup | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+        **unknown: Any,
+    ) -> Any:
         """`attend` with this composition; without dropout unless `training`."""
-        asked = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights, "group": group}
-        dropout = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
-        return attend(q, k, v, **dropout, **self._parts(), **asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
+        dropout: dict[str, Any] = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
+        return attend(q, k, v, **dropout, **self._parts(), **asked, group=group, **unknown)
 
     def plan(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: A,
+        k: A,
+        v: A,
         *,
         training: bool = False,
         kernel: str = "auto",
         return_weights: bool = False,
     ) -> Plan:
         """`plan` with this composition."""
-        asked = {"kernel": kernel, "return_weights": return_weights, "dropout_p": self.dropout_p if training else 0.0}
-        return plan(q, k, v, **self._parts(), **asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}
+        return plan(q, k, v, **self._parts(), **asked, dropout_p=self.dropout_p if training else 0.0)
 
-    def measure(self, q: Tensor, k: Tensor, v: Tensor | None = None, **asked: object) -> Statistics:
+    def measure(self, q: A, k: A, v: A | None = None, **asked: Any) -> Statistics:
         """`measure` with this composition; `asked` are its `mass`, `first` and `queries`."""
-        return measure(q, k, v, **self._parts(), **asked)  # type: ignore[arg-type]
+        return measure(q, k, v, **self._parts(), **asked)

@@ -1,25 +1,29 @@
 """Biases: what happens to a score after query and key have met and before the mask.
 
-Each bias maps a tile of scores to a tile of scores. Several are given as a tuple and apply in that order. Before a
-kernel sees it, a bias is bound to its call (`bound`): what is left is a tensor to add (by pair, by distance, or by
-query and distance) or a cap.
+Each bias maps a tile of scores to a tile of scores (`apply`). Several are given as a tuple and apply in that order.
+An `Additive` bias adds a tensor (`tile`), which fused kernels can take. Before a kernel sees it, a bias is bound to its
+call (`bound`): ours then are tensors by pair, by distance, or by query and distance.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkv.contract import Definition, learned_tensors, overrides, require
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
+from qkv.masks.base import unambiguous
 
 __all__ = [
     "ALiBi",
+    "Additive",
     "Bias",
     "ByDistance",
     "Dense",
@@ -31,23 +35,45 @@ __all__ = [
 ]
 
 
-class Bias:
-    """Base of all biases.
+class Bias(Definition):
+    """Base of all biases: any function of a score and its place. One method is required: `apply`.
+
+    A bias that adds something to the score inherits from `Additive` instead, which fused kernels can take. Gradients
+    come from autograd on the tile, of every `nn.Parameter` among the object's attributes, too.
+    `qkv.testing.check_bias` checks an object.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class Halved(Bias):
     ...     def apply(self, scores, region):
     ...         return scores / 2
-    >>> Halved().apply(torch.tensor(4.0), None).item()
-    2.0
+    >>> from qkv import attend
+    >>> q = k = torch.ones(1, 1, 1, 4)
+    >>> attend(q, k, k, return_lse=True)[1].item(), attend(q, k, k, bias=Halved(), return_lse=True)[1].item()
+    (2.0, 1.0)
     """
 
-    tensor: Tensor | None
-    """What a bound bias is made of, which may want a gradient; None for a cap."""
+    definitions: ClassVar = {"apply": ("at", "gradients", "by_score", "by_head", "part")}
+    by_score = False
+    """Whether the bias depends on the score alone, not on where its query and key stand."""
+    by_head = True
+    """Whether something in the object differs between heads. `apply` is then always given all query heads."""
+    by_distance: Tensor | None = None
+    """A number for each distance, (heads or 1, nq + nk − 1), if that is all the bound bias adds: see `ByDistance`."""
+    value_table: Tensor | None = None
+    """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
+
+    @property
+    def by_query(self) -> bool:
+        """Whether the bias depends on the vector of the query."""
+        return overrides(self, Bias, "bound")
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the bias cannot be laid over `grid`."""
+
+    def require(self) -> None:
+        """Raise `InputError` if the bias is incomplete."""
+        require(self, Bias, "apply", "scores, region", "the scores of a region of the matrix with the bias in them")
 
     def bound(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
         """The bias for these queries, already projected, on this grid; differentiable. `scale` multiplies q·k."""
@@ -55,30 +81,121 @@ class Bias:
 
     # --- of a bound bias ---------------------------------------------------------------------------------------------
 
-    def tile(self, region: Region) -> Float[Tensor, "b h q k"]:
-        """What an additive bias adds to the scores of a region; dimensions of size 1 stand for all."""
-        raise TypeError(f"{type(self).__name__} does more to a score than add to it")
-
-    def add_gradient(self, total: Tensor, region: Region, slope: Float[Tensor, "b h q k"]) -> None:
-        """Add to `total`, shaped like `tensor`, what the slope of the loss in a region's scores means for it."""
-        raise TypeError(f"{type(self).__name__} has no tensor")
-
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """The scores of a region with the bias in them."""
-        return scores + self.tile(region).to(scores)
+        """The scores of a region with the bias in them, from torch operations that act on each score alone.
 
-    def back(self, slope: Float[Tensor, "b h q k"], before: Float[Tensor, "b h q k"]) -> Float[Tensor, "b h q k"]:
-        """Slope of the loss in the scores `before` the bias, from that after it."""
-        return slope
+        `region.queries` (q, 1) and `region.keys` (k,) are the positions of its queries and keys, and ``region.of(x)``
+        its part of a tensor (b, h, nq, nk) whose dimensions of size 1 stand for all. The region has all query heads,
+        so a parameter for each head has shape (heads, 1, 1). Nothing may be changed in place. −inf hides a pair.
+        """
+        raise InputError(f"{type(self).__name__}: no method apply(scores, region)")
+
+    # --- shortcuts: none is needed; a subclass that redefines `apply` loses those it inherits -------------------------
+
+    def gradients(
+        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of Σ slope · apply(before) in the scores `before` and each of `learned`."""
+        before = before.detach().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(self.apply(before, region), (before, *learned), slope, allow_unused=True)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The score of query i (its row, not its position) and key j with the bias in it, as in a ``score_mod``."""
-        raise TypeError(f"{type(self).__name__} does not say what it does to a score")
+        """The score of query i (its row, not its position) and key j with the bias in it, as in a ``score_mod``.
 
-    def with_tensor(self, tensor: Tensor) -> Bias:
-        """The same bias made of another tensor."""
+        Only for FlexAttention, `choose_keys` and masks whose tiles are gathered.
+        """
+        raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
+
+    def part(self, region: Region) -> Bias | None:
+        """The bound bias of a rectangle of the matrix, whose rows and columns count from 0; None if it has none."""
+        return None
+
+    # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors that may want a gradient; of a user's own bias, those among its attributes that require one."""
+        return learned_tensors(self)
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
+        """The same bias made of other tensors; one of a user's own keeps its own."""
+        return self
+
+
+class Additive(Bias):
+    """Base of the biases that add something to a score. One method is required: `tile`.
+
+    >>> class Diagonal(Additive):
+    ...     def tile(self, region):
+    ...         return (region.queries == region.keys).float()[None, None]
+    >>> from qkv import attend
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> attend(q, q, q, bias=Diagonal(), return_weights=True)[1][0, 0, 0].tolist()
+    [0.7310585975646973, 0.2689414322376251]
+    """
+
+    definitions: ClassVar = {
+        "tile": ("at", "gradients", "by_distance", "by_head", "part", "tensors", "with_tensors", "add_gradient"),
+    }
+    by_head = True
+    by_distance = None
+    add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
+    """``add_gradient(total, region, slope)`` adds to `total`, shaped like the one tensor of the bias, its gradient."""
+
+    def require(self) -> None:
+        require(self, Additive, "tile", "region", "what is added to the scores of a region")
+        if overrides(self, Additive, "apply"):
+            raise InputError(
+                f"{type(self).__name__}: an Additive bias overrides apply, but kernels add its tile; inherit from "
+                "qkv.biases.Bias, or give tile(region) alone"
+            )
+
+    def tile(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
+        """What is added to the scores of a region, whose places are as in `Bias.apply`; −inf hides a pair.
+
+        Dimensions of size 1 stand for all.
+        """
+        raise InputError(f"{type(self).__name__}: no method tile(region)")
+
+    def added(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
+        """`tile`, with a check of what it returned; missing dimensions stand for all."""
+        made = self.tile(region)
+        if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
+            got = f"{made.dtype} of shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise InputError(
+                f"{type(self).__name__}: tile returned {got}, expected floats that broadcast to (b, h, q, k)"
+            )
+        return made[(None,) * (4 - made.ndim)]
+
+    def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
+        return scores + self.added(region).to(scores)
+
+    def gradients(
+        self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        if not learned:
+            return (slope,)
+        with torch.enable_grad():
+            added = self.added(region)
+            return slope, *torch.autograd.grad(
+                added, learned, slope.sum_to_size(added.shape).to(added), allow_unused=True
+            )
+
+    at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
+
+
+class Tensorial(Additive):
+    """Base of the additive biases of this package once bound: made of one tensor, which may want a gradient."""
+
+    tensor: Tensor
+    by_head = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"tensor": self.tensor}
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Tensorial:
         made: Any = self
-        bound: Bias = replace(made, tensor=tensor)
+        bound: Tensorial = replace(made, **tensors)
         return bound
 
 
@@ -91,7 +208,8 @@ class SoftCap(Bias):
     """
 
     cap: float
-    tensor: ClassVar[None] = None  # type: ignore[misc]
+    by_score = True
+    by_head = False
 
     def __post_init__(self) -> None:
         if not (self.cap > 0 and math.isfinite(self.cap)):
@@ -100,15 +218,20 @@ class SoftCap(Bias):
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
 
-    def back(self, slope: Tensor, before: Tensor) -> Tensor:
-        return slope * (1 - torch.tanh(before / self.cap).square())
+    def gradients(
+        self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        return (slope * (1 - torch.tanh(before / self.cap).square()),)
+
+    def part(self, region: Region) -> SoftCap:
+        return self
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.tanh(score / self.cap) * self.cap
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Bias):
+class Dense(Tensorial):
     """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
 
     −inf hides a pair. Learnable if it requires a gradient.
@@ -121,6 +244,7 @@ class Dense(Bias):
     """
 
     tensor: Float[Tensor, "..."]
+    ndim: int = field(init=False, repr=False)  # of the tensor as it was given
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.dtype.is_floating_point:
@@ -134,10 +258,12 @@ class Dense(Bias):
                 f"bias: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
                 "or (batch, heads, nq, nk)"
             )
+        object.__setattr__(self, "ndim", self.tensor.ndim)
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
+        unambiguous("bias", self.ndim, self.tensor, grid)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(
                 f"bias: shape {tuple(self.tensor.shape)} does not broadcast to "
@@ -146,6 +272,9 @@ class Dense(Bias):
 
     def tile(self, region: Region) -> Tensor:
         return region.of(self.tensor)
+
+    def part(self, region: Region) -> Dense:
+        return Dense(region.of(self.tensor))
 
     def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
         inside = region.of(total)
@@ -157,7 +286,7 @@ class Dense(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class ByDistance(Bias):
+class ByDistance(Tensorial):
     """A number for each distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
 
     Entry t is added at distance t − (nk − 1) + (nk − nq): row i, key j find theirs at i − j + nk − 1. O(n) memory;
@@ -169,6 +298,14 @@ class ByDistance(Bias):
 
     tensor: Float[Tensor, "h distances"]
     n_keys: int | None = None  # known once bound
+    by_query = False
+
+    @property
+    def by_distance(self) -> Tensor:  # type: ignore[override]
+        return self.tensor
+
+    def part(self, region: Region) -> ByDistance:
+        return ByDistance(self.tensor[:, self.span(region)], region.columns.stop - region.columns.start)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.ndim != 2 or not self.tensor.dtype.is_floating_point:
@@ -225,8 +362,10 @@ def distances(grid: Grid) -> Int[Tensor, " distances"]:
     return torch.arange(grid.n_queries + grid.n_keys - 1, device=grid.device) - (grid.n_keys - 1) + grid.offset
 
 
-def alibi_slopes(heads: int) -> Float[Tensor, " heads"]:
+def alibi_slopes(heads: int, dtype: torch.dtype | None = None) -> Float[Tensor, " heads"]:
     """2^(−8(i+1)/H) for H a power of two; else those of the next power below, and every other one of the next above.
+
+    In torch's default dtype unless one is given.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -236,7 +375,7 @@ def alibi_slopes(heads: int) -> Float[Tensor, " heads"]:
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +393,7 @@ class ALiBi(Bias):
     """
 
     slopes: Float[Tensor, " heads"] | None = None
+    by_query = False
 
     def __post_init__(self) -> None:
         if self.slopes is not None and (not isinstance(self.slopes, Tensor) or self.slopes.ndim != 1):
@@ -264,8 +404,8 @@ class ALiBi(Bias):
             raise InputError(f"ALiBi: {len(self.slopes)} slopes for {grid.heads} query heads")
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        slopes = alibi_slopes(grid.heads) if self.slopes is None else self.slopes
         wide = torch.promote_types(q.dtype, torch.float32)
+        slopes = alibi_slopes(grid.heads, wide) if self.slopes is None else self.slopes
         return ByDistance(-slopes.to(q.device, wide)[:, None] * distances(grid).abs(), grid.n_keys)
 
 
@@ -300,6 +440,7 @@ class T5Bias(Bias):
     table: Float[Tensor, "buckets heads"]
     bidirectional: bool = True
     max_distance: int = 128
+    by_query = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2 or not self.table.dtype.is_floating_point:
@@ -322,7 +463,7 @@ class T5Bias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class ByQuery(Bias):
+class ByQuery(Tensorial):
     """A number for each query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), entry clip(j − p) + reach."""
 
     tensor: Float[Tensor, "b h nq distances"]
@@ -373,6 +514,10 @@ class RelativePosition(Bias):
 
     keys: Float[Tensor, "distances d"] | Float[Tensor, "heads distances d"]
     values: Float[Tensor, "distances dv"] | Float[Tensor, "heads distances dv"] | None = None
+
+    @property
+    def value_table(self) -> Tensor | None:  # type: ignore[override]
+        return self.values
 
     def __post_init__(self) -> None:
         for name, table in (("keys", self.keys), ("values", self.values)):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
+from qkv.contract import overrides
 from qkv.errors import InputError
 from qkv.kernels import eager, pick, serve, tiled
 from qkv.masks import Mask
@@ -107,13 +108,19 @@ def _score(call: Call, index: Tensor) -> Tensor:
     b, h, n_queries, d = call.q.shape
     folded = index.view(b, call.k.shape[1], -1, 1).expand(-1, -1, -1, d)
     q, k = call.q.to(wide), call.k.to(wide).gather(2, folded).view(b, h, n_queries, d)
-    if call.vector is None:
+    if call.pairwise is None:
         score = call.factor * (q * k).sum(-1)
-    else:
-        score = (torch.tanh(q + k) * call.vector.to(wide)[:, None]).sum(-1)
+    else:  # one query and one key at a time: the batch stands for the rows, too
+        q, k = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (q, k))
+        score = call.pairwise.scores(q, k)[..., 0, 0].unflatten(0, (b, n_queries)).transpose(1, 2)
     device = index.device
     item, head = torch.arange(b, device=device)[:, None, None], torch.arange(h, device=device)[:, None]
     row = torch.arange(n_queries, device=device)
     for bias in call.biases:
+        if not overrides(bias, Bias, "at"):
+            raise InputError(
+                f"choose_keys: bias {type(bias).__name__} has no method at(score, b, h, i, j), which says what it does "
+                "to one score"
+            )
         score = bias.at(score, item, head, row, index)
     return score / call.normalizer.temperature

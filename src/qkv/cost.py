@@ -8,7 +8,7 @@ import torch
 
 from qkv.call import Call, at_least_float32
 from qkv.kernels import FORM_WEIGHTS, linear, tiled
-from qkv.masks import EMPTY, FULL, Padding, Tiles
+from qkv.masks import EMPTY, FULL, Tiles
 from qkv.tiles import classes
 
 
@@ -35,12 +35,12 @@ def cost(kernel: str, call: Call) -> Cost:
     inputs = call.q.numel() + call.k.numel() + call.v.numel()
     out = b * h * n_queries * dv
     moved = own * (inputs + out) + wide * b * h * n_queries
-    score_flops = 2 * d if call.vector is None else 4 * d  # additive: an addition, a tanh, a product and a sum
+    score_flops = 2 * d if call.pairwise is None else 4 * d  # as of an addition, a function, a product and a sum
     flops = pairs * (score_flops + 2 * dv)
     result = own * out + wide * b * h * n_queries
     if kernel == "linear":
         chunks = -(-n_keys // linear.CHUNK)
-        causal = call.mask is not None and not isinstance(call.mask, Padding)
+        causal = linear.causal(call)
         inside = b * h * n_queries * linear.CHUNK if causal else 0
         pairs = inside
         flops = inside * 2 * (d + dv) + 2 * d * (dv + 1) * (b * h * n_queries + b * call.k.shape[1] * n_keys)

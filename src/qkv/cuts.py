@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv.biases import ByDistance
+from qkv.biases import Bias, ByDistance
 from qkv.call import Call, at_least_float32
-from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Or, Region, Tiles
+from qkv.contract import overrides
+from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 from qkv.parts import Gathered, Part, positions
 from qkv.tiles import classes
 
@@ -46,6 +47,8 @@ def covers(call: Call, *, training: bool) -> list[Cover]:
     band = (-math.inf, math.inf) if mask is None else mask.band
     if band is None:
         assert mask is not None
+        if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles need it
+            return [_tile_blocks(mask, grid, 0, grid.n_queries)]
         near = None if call.biases or grid.n_keys < SPARSE_KEYS else _near(mask, grid)
         if near is not None:  # a sliding window and something else: the window has no need of gathering
             return [_band_blocks(near[0], call, training=training), _kept(near[1], grid)]
@@ -66,9 +69,10 @@ def covers(call: Call, *, training: bool) -> list[Cover]:
 
 def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     """A union as its narrow band and the rest, if it has one."""
-    if not isinstance(mask, Or):
+    either = mask.alternatives()
+    if len(either) != 2:
         return None
-    for window, other in ((mask.left, mask.right), (mask.right, mask.left)):
+    for window, other in (either, either[::-1]):
         band = window.band
         if band is not None and band[1] - band[0] < grid.n_keys * SPARSE_SHARE:
             return window, other & ~window
@@ -95,10 +99,11 @@ def _kept(mask: Mask, grid: Grid) -> Iterable[Block]:
 
 def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
     """All biases as one number a head and distance, over the temperature, if that is what they are and it is finite."""
-    if not all(isinstance(bias, ByDistance) for bias in call.biases):
+    tensors = [bias.by_distance for bias in call.biases]
+    known = [tensor for tensor in tensors if tensor is not None]
+    if len(known) < len(tensors):
         return None
-    tensors = [bias.tensor for bias in call.biases if bias.tensor is not None]
-    total = sum(tensors[1:], tensors[0]).detach().to(at_least_float32(call.q.dtype)) / call.normalizer.temperature
+    total = sum(known[1:], known[0]).detach().to(at_least_float32(call.q.dtype)) / call.normalizer.temperature
     return total if total.isfinite().all() else None
 
 
@@ -278,7 +283,7 @@ def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Ten
     inside = keys < grid.n_keys
     heads = torch.arange(grid.heads)[:, None, None]
     queries = positions(rows[:, None], SPARSE_TILE)[:, None, :, None] + grid.offset
-    seen = mask.sees(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
+    seen = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
     return seen.expand(len(rows), *seen.shape[1:])
 
 

@@ -283,7 +283,9 @@ def cut(call: Call, rows: Rows, queries: slice, keys: slice) -> tuple[Call, Rows
     if call.mask is not None:
         down = queries.start + call.grid.offset - small.grid.offset
         small = replace(small, mask=Placed(call.mask, call.grid, down, keys.start))
-    small = replace(small, biases=tuple(_Moved(bias, queries.start, keys.start) for bias in call.biases))
+    small = replace(
+        small, biases=tuple(_Moved(bias, queries.start, keys.start, call.grid.offset) for bias in call.biases)
+    )
     chosen = None if rows.chosen is None else rows.chosen[:, :, queries] - keys.start
     return small, Rows(along(rows.level), along(rows.total), chosen)
 
@@ -312,19 +314,24 @@ class _Moved(Bias):
     bias: Bias
     down: int
     right: int
+    offset: int
+    """Of the whole: the position of its first query among its keys."""
 
     @property
-    def tensor(self) -> Tensor | None:  # type: ignore[override]
-        return self.bias.tensor
+    def by_head(self) -> bool:  # type: ignore[override]
+        return self.bias.by_head
 
-    def with_tensor(self, tensor: Tensor) -> Bias:
-        return replace(self, bias=self.bias.with_tensor(tensor))
+    def tensors(self) -> dict[str, Tensor]:
+        return self.bias.tensors()
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
+        return replace(self, bias=self.bias.with_tensors(tensors))
 
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         rows, columns = (
             slice(x.start + by, x.stop + by) for x, by in ((region.rows, self.down), (region.columns, self.right))
         )
-        return self.bias.apply(scores, replace(region, rows=rows, columns=columns))
+        return self.bias.apply(scores, replace(region, rows=rows, columns=columns, offset=self.offset))
 
 
 def span(name: str, given: slice, length: int) -> slice:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +23,29 @@ from torch import Tensor, nn
 from qkv.biases import Bias
 from qkv.call import Call, as_biases, as_mask, detached
 from qkv.errors import InputError
+from qkv.inputs import Form, autocast_dtype, refuse_unknown
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
-from qkv.normalizers import Normalizer, Pointwise, Softmax
+from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.parallel import each
 from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.sums import RowSums, Statistics, Sums
-from qkv.tiles import HIDDEN, ScoreTiles, spans
+from qkv.tiles import HIDDEN, ScoreTiles, heads_together, spans
 from qkv.weight_tiles import WeightTiles
 from qkv.weights import Rows
 
 TILE = 256  # a power of two, as are the bins of thumbnails, so that each divides the other
 BLOCKS = 32  # of queries, of several parts if they are short, that threads share out among them at a time
+ARGUMENTS = ("mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "group")
 HEADS = 12  # heads swept together: a tile of all of them should stay in cache
 
 
 @torch.no_grad()
 def measure(
-    q: Float[Tensor, "b h nq dq"],
-    k: Float[Tensor, "b hkv nk dk"],
-    v: Float[Tensor, "b hkv nk dv"] | None = None,
+    q: Any,
+    k: Any,
+    v: Any = None,
     *,
     mask: Mask | Bool[Tensor, "..."] | None = None,
     bias: Bias | Sequence[Bias] | None = None,
@@ -53,12 +57,14 @@ def measure(
     early: int | None = None,
     bins: int | None = None,
     group: dist.ProcessGroup | None = None,
+    **unknown: object,
 ) -> Statistics:
     """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; no gradients.
 
     Args:
-        q: queries. Entropy and the like are for each of them.
-        k: keys; ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
+        q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`; entropy and the like are
+            for each of them, and come without the dimensions that q came without.
+        k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
         v: not needed: no statistic depends on values.
         mask: True where a query may attend.
         bias: as in `attend`.
@@ -74,6 +80,7 @@ def measure(
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
             what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
             process. No `bins`.
+        **unknown: refused, as in `attend`.
 
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
@@ -89,22 +96,29 @@ def measure(
     >>> [round(x, 4) for x in s.mass["last two"][0, 0].tolist()]
     [1.0, 1.0, 0.6667, 0.5]
     """
-    asked = {"mass": mass, "first": first, "queries": queries, "early": early, "bins": bins}
+    if unknown:
+        refuse_unknown("measure", unknown, ARGUMENTS)
+    asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "early": early, "bins": bins}
     if group is not None:
         # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
         shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
         with watching(None):
             level = serve_shared(shared).lse
-        return sweep(shared.call, Rows(level), shared=shared, **asked)  # type: ignore[arg-type]
-    call = Call.of(q, k, k if v is None else v, as_mask(mask), as_biases(bias), score, normalizer)
-    return sweep(call, settled(call), **asked)  # type: ignore[arg-type]
+        return sweep(shared.call, Rows(level), shared=shared, **asked)
+    form, (q, k, v) = Form.of(q, k, k if v is None else v)
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
+        call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
+        return form.all_back(sweep(call, settled(call), **asked))
 
 
 def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
     """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
         return Rows()  # each weight stands alone
-    if not isinstance(call.normalizer, Softmax):
+    if not call.normalizer.has_lse:
         return tiled.settle(call)
     return Rows(KERNELS[pick(call, "auto")].run(call).lse if lse is None else lse)
 
@@ -141,9 +155,9 @@ def sweep(
         if queries.all():
             queries = None
     if queries is not None:
-        if isinstance(call.normalizer, Softmax):
+        if isinstance(call.normalizer, SumToOne):
             assert rows.level is not None
-            rows = Rows(rows.level.masked_fill(~queries[:, None], -torch.inf))
+            rows = replace(rows, level=rows.level.masked_fill(~queries[:, None], -torch.inf))
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     for name, number in (("early", early), ("bins", bins)):
         if number is not None and number < 1:
@@ -184,7 +198,7 @@ class _Asked:
 def _add(call: Call, rows: Rows, asked: _Asked, sums: Sums) -> None:
     """Add what the rows give the keys of a call to the sums."""
     key_heads = call.k.shape[1]
-    together = max(1, HEADS // (call.q.shape[1] // key_heads))
+    together = heads_together(call, HEADS)
     parts: list[_Part] = []
     for item in range(len(call.q)):
         for heads in spans(key_heads, together):
@@ -395,7 +409,7 @@ def _log2(weights: Tensor, call: Call) -> Tensor:
     """Base-2 logarithms of weights that no softmax made."""
     if weights.min() < 0:
         raise InputError(
-            f"measure: {type(call.normalizer).__name__} gives negative weights here, which have no entropy; "
+            f"measure: {type(call.given.normalizer).__name__} gives negative weights here, which have no entropy; "
             "it measures normalizers and scores whose weights are 0 or more"
         )
     return torch.where(weights > 0, torch.log2(weights), HIDDEN)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv.biases import Bias
+from qkv.biases import Additive
 from qkv.masks import Grid, Region
 
 
@@ -54,9 +54,10 @@ class Part:
         """Add `value`, shaped as by `keys_of`, to the keys of x; where pieces overlap they add up."""
         self._add(x, self.keys, value)
 
-    def bias(self, bias: Bias, dtype: torch.dtype) -> Tensor:
+    def bias(self, bias: Additive, grid: Grid, dtype: torch.dtype) -> Tensor:
         """What an additive bias adds to its scores."""
-        return bias.tile(Region(self.rows, self.keys, self.batch)).to(dtype)
+        heads = slice(0, grid.heads)
+        return bias.added(Region(self.rows, self.keys, self.batch, heads, grid.offset, grid.device)).to(dtype)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -161,7 +162,7 @@ class Gathered:
         if spare:
             x[self.item] += total[self.item, :, : x.shape[2]]
 
-    def bias(self, bias: Bias, dtype: torch.dtype) -> Tensor:
+    def bias(self, bias: Additive, grid: Grid, dtype: torch.dtype) -> Tensor:
         """What an additive bias adds to its scores."""
         rows, keys = positions(self.row_tiles[:, None], self.tile), positions(self.key_tiles, self.tile)
         heads = torch.arange(self.grid.heads)[:, None, None]

@@ -9,7 +9,8 @@ Read it from top to bottom to know what qkv computes. One query is served at a t
 5. `attention`: the output is the sum of the values, each times its weight.
 
 It shares no code with anything fast, forms everything, and is slow. The only things it takes as data are the functions
-that a user passes and the keys that `RandomKeys` drew. It has no dropout, draws nothing and has no gradients.
+that a user passes and the keys that `RandomKeys` drew. It has no dropout, draws nothing and has no gradients, and it
+defines the objects of this package alone: a user's own is defined by its one method (`qkv.testing` checks that).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from qkv import biases, masks, normalizers, scores
+from qkv.errors import InputError
 
 Array = np.ndarray
 
@@ -295,8 +297,9 @@ def weigh(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, si
     match normalizer:
         case normalizers.Softmax():
             return np.exp(s - log_sum_exp(s, sink))
-        case normalizers.Entmax(alpha, _):
-            return sparsemax(s) if alpha == 2 else entmax(s, alpha)
+        case normalizers.Entmax(alpha):
+            terms = s if sink is None else np.append(s, sink)
+            return (sparsemax(terms) if alpha == 2 else entmax(terms, alpha))[: len(s)]
         case normalizers.Hard():
             best = max(range(len(s)), key=lambda j: s[j])  # the first of equals
             return np.array([float(j == best) for j in range(len(s))])
@@ -368,11 +371,45 @@ def _powers(x: Array, alpha: float) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights."""
+    """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights.
 
-    out: Float64[Array, "b h nq dv"]
-    lse: Float64[Array, "b h nq"] | None
-    weights: Float64[Array, "b h nq nk"]
+    Without the dimensions that q came without.
+    """
+
+    out: Float64[Array, "*bh nq dv"]
+    lse: Float64[Array, "*bh nq"] | None
+    weights: Float64[Array, "*bh nq nk"]
+
+
+def undefined(*parts: Any) -> str | None:
+    """The first of some masks, biases, scores and normalizers, or of the masks inside them, that is not defined here.
+
+    A subclass is not: it may redefine what this module knows.
+
+    >>> class Mine(normalizers.Softmax): ...
+    >>> undefined(scores.Dot(), Mine())
+    'Mine'
+    """
+    for part in parts:
+        if part is None:
+            continue
+        if type(part) not in DEFINED:
+            return type(part).__name__
+        inside = undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
+        if inside is not None:
+            return inside
+    return None
+
+
+DEFINED = frozenset((
+    scores.Dot, scores.General, scores.Cosine, scores.Additive, scores.Features,
+    biases.SoftCap, biases.Dense, biases.ByDistance, biases.ALiBi, biases.T5Bias, biases.RelativePosition,
+    masks.Causal, masks.Window, masks.Dilated, masks.Strided, masks.Prefix, masks.Global, masks.RandomKeys,
+    masks.Padding, masks.Document, masks.Dense, masks.Predicate, masks.Blockwise, masks.Shifted, masks.And, masks.Or,
+    masks.Not,
+    normalizers.Softmax, normalizers.Entmax, normalizers.Hard, normalizers.Sigmoid, normalizers.EluPlusOne,
+    normalizers.ReLU, normalizers.Identity,
+))  # fmt: skip
 
 
 def attention(
@@ -388,14 +425,24 @@ def attention(
     """Attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
 
     Query head h uses key head h // (heads / key heads). A query that sees nothing has output 0, weights 0, lse −∞.
+    q, k and v may also be (b, n, d) or (n, d), of one head, and so are the results then.
 
     >>> x = np.ones((1, 1, 2, 4))
     >>> attention(x, x, x, mask=masks.Causal()).weights[0, 0].round(3).tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
     q, k, v = array(q), array(k), array(v)
+    ndim = q.ndim
     score = scores.Dot() if score is None else score
     normalizer = normalizers.Softmax() if normalizer is None else normalizer
+    unknown = undefined(mask, *bias, score, normalizer)
+    if unknown is not None:
+        raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
+    if q.ndim < 4:
+        q, k, v = (x[:, None] if q.ndim == 3 else x[None, None] for x in (q, k, v))
+        found = attention(q, k, v, mask=mask, bias=bias, score=score, normalizer=normalizer)
+        at = (slice(None), 0) if ndim == 3 else (0, 0)
+        return Reference(found.out[at], None if found.lse is None else found.lse[at], found.weights[at])
     batch, heads, n_queries, _ = q.shape
     _, key_heads, n_keys, dv = v.shape
     out = np.zeros((batch, heads, n_queries, dv))
@@ -433,7 +480,7 @@ def _sink(
     The temperature divides the score of a learned key, which is one, but not a sink; biases and masks know neither
     (Gu et al. 2025, arXiv:2410.10781).
     """
-    if not isinstance(normalizer, normalizers.Softmax):
+    if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax):
         return None
     if normalizer.key is not None:
         return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
-from qkv.biases import ALiBi, Bias, ByDistance, Dense, SoftCap, T5Bias
+from qkv.biases import Bias
 from qkv.call import Call
+from qkv.contract import overrides
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
 from qkv.masks.base import Placed
-from qkv.normalizers import Normalizer, Softmax
+from qkv.normalizers import Normalizer
 from qkv.scores import Score
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
     "shard",
     "unshard",
 ]
-
-BIASES = (SoftCap, ALiBi, T5Bias, ByDistance, Dense)  # those that a rectangle of the score matrix can have a part of
 
 
 def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
@@ -171,12 +170,10 @@ class Piece:
 
 
 def part_of(bias: Bias, region: Region) -> Bias:
-    """The part of a bound bias that a rectangle of the matrix needs: a view of its tensor."""
-    if isinstance(bias, ByDistance):
-        return ByDistance(bias.tensor[:, bias.span(region)], region.columns.stop - region.columns.start)
-    if isinstance(bias, Dense):
-        return Dense(region.of(bias.tensor))
-    return bias
+    """The part of a bound bias that a rectangle of the matrix needs: a view of its tensors."""
+    part = bias.part(region)
+    assert part is not None
+    return part
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,12 +202,8 @@ class Shared:
         """Check the arguments, with the other processes, and make them ready."""
         rank, size = place(group)
         _agree(group, q, k, v)
-        if normalizer is not None and not isinstance(normalizer, Softmax):
+        if normalizer is not None and not normalizer.has_lse:
             raise InputError(f"group: normalizer is {type(normalizer).__name__}, expected Softmax, whose parts merge")
-        for bias in biases:
-            if not isinstance(bias, BIASES):
-                names = ", ".join(kind.__name__ for kind in BIASES)
-                raise InputError(f"group: bias is {type(bias).__name__}, which is not shared; expected one of {names}")
         call = Call.of(q, k, v, None, (), score, normalizer)
         batch, heads, n_queries, _ = q.shape
         for name, x in (("q", q), ("k", k)):
@@ -226,6 +219,13 @@ class Shared:
         for bias in biases:
             bias.check(grid)
         bound = tuple(bias.bound(call.q, grid, call.factor) for bias in biases)
+        for bias, made in zip(biases, bound, strict=True):
+            made.require()
+            if not overrides(made, Bias, "part"):
+                raise InputError(
+                    f"group: bias is {type(bias).__name__}, of which no process can take a part; expected one with the "
+                    "method part(region), such as ALiBi, T5Bias, ByDistance, Dense or SoftCap"
+                )
         return Shared(replace(call, mask=mask, biases=bound), grid, group, rank, size)
 
     def pieces(self, source: int) -> Iterator[Piece]:

@@ -1,7 +1,7 @@
 """Scores: how much a query and a key have to do with each other, before biases, masks and normalising.
 
-A score first takes query and key to where they are compared (`project`); then either they are multiplied, which every
-kernel can do, or (`Additive`) added and squashed, which only some can.
+A score first projects queries and keys (`project`). A `Product` score then multiplies them, which every kernel can do;
+a `Pairwise` score is any other function of a query and a key, such as a distance, given for a tile of pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkv.contract import Definition, learned_tensors, overrides, require
 from qkv.errors import InputError
 
 __all__ = [
@@ -24,24 +25,35 @@ __all__ = [
     "Dot",
     "Features",
     "General",
+    "Pairwise",
+    "Product",
     "Score",
 ]
 
 
-class Score:
-    """Base of all scores.
+class Score(Definition):
+    """Base of all scores. Yours inherits from `Product` or from `Pairwise`.
 
     >>> Dot().factor(64), Dot(1.0).factor(64)
     (0.125, 1.0)
     """
 
-    vector: Float[Tensor, "..."] | None
-    """If not None, the score is ``vector · tanh(q + k)`` of the projected; otherwise ``factor · q · k``."""
+    keeps_rotation = False
+    """Whether rotating the query and the key alike leaves the score as it is: some caches need it."""
+    by_head = False
+    """Whether something but `project` differs between heads. A tile is then always given all query heads."""
+
+    def check(self) -> None:
+        """Raise `InputError` if the score is incomplete."""
+        raise InputError(
+            f"{type(self).__name__}: a Score alone defines no scores; inherit from qkv.scores.Product and give "
+            "project(q, k), or from Pairwise and give scores(q, k)"
+        )
 
     def project(
         self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b hkv nk dk"]
     ) -> tuple[Float[Tensor, "b h nq d"], Float[Tensor, "b hkv nk d"]]:
-        """Queries and keys where they are compared; differentiable."""
+        """Queries and keys where they are compared; differentiable, and of each token alone."""
         if q.shape[3] != k.shape[3]:
             raise InputError(f"q and k differ in head_dim: q {tuple(q.shape)}, k {tuple(k.shape)}")
         return q, k
@@ -52,9 +64,80 @@ class Score:
 
 
 class Product(Score):
-    """Base of the scores that are a product of query and key once projected."""
+    """Base of the scores that are ``factor · q · k`` once `project` has been at both. One method: `project`.
 
-    vector: ClassVar[None] = None  # type: ignore[misc]
+    >>> class Doubled(Product):
+    ...     def project(self, q, k):
+    ...         return 2 * q, k
+    >>> from qkv import attend
+    >>> q = k = torch.ones(1, 1, 1, 4)
+    >>> attend(q, k, k, score=Doubled(), return_lse=True)[1].item()
+    8.0
+    """
+
+    definitions: ClassVar = {"project": ("keeps_rotation",)}
+    keeps_rotation = False
+
+    def check(self) -> None:
+        if not (overrides(self, Product, "project") or overrides(self, Product, "factor")):
+            require(self, Product, "project", "q, k", "queries and keys to be multiplied")
+
+    @property
+    def projects(self) -> bool:
+        """Whether queries or keys are changed before they are multiplied."""
+        return overrides(self, Score, "project")
+
+
+class Pairwise(Score):
+    """Base of the scores that are any function of a query and a key. One method is required: `scores`, of a tile.
+
+    `project`, if given, is applied to all queries and keys beforehand. Gradients come from autograd on the tile, of
+    every `nn.Parameter` among the object's attributes, too. `qkv.testing.check_score` checks an object.
+
+    >>> class Manhattan(Pairwise):
+    ...     def scores(self, q, k):
+    ...         return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1)
+    >>> from qkv import attend
+    >>> q, k = torch.zeros(1, 1, 1, 1), torch.tensor([[[[1.0], [2.0]]]])
+    >>> attend(q, k, k, score=Manhattan(), return_weights=True)[1].flatten().tolist()
+    [0.7310585975646973, 0.2689414322376251]
+    """
+
+    definitions: ClassVar = {"scores": ("gradients", "tensors", "by_head", "keeps_rotation")}
+    by_head = True
+    keeps_rotation = False
+
+    def check(self) -> None:
+        require(self, Pairwise, "scores", "q, k", "the score of each pair, (…, nq, nk)")
+
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as `scores` is to get them; differentiable, and of each token alone."""
+        return q, k
+
+    def scores(self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"]) -> Float[Tensor, "b h nq nk"]:
+        """The score of each pair of a tile.
+
+        The tile has any part of the batch, of the queries and of the keys, but all query heads; keys of grouped heads
+        are repeated. So a parameter for each head has shape (heads, 1, 1). Float32 or better. Nothing may be changed
+        in place.
+        """
+        raise InputError(f"{type(self).__name__}: no method scores(q, k)")
+
+    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Learned tensors that `scores` uses, by name."""
+        return learned_tensors(self)
+
+    def gradients(
+        self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"], slope: Float[Tensor, "b h nq nk"],
+        learned: list[Tensor],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Gradients of Σ slope · scores in q, k and each of `learned`; a shortcut for autograd on `scores`."""
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        with torch.enable_grad():
+            made = self.scores(q, k)
+            return torch.autograd.grad(made, (q, k, *learned), slope, allow_unused=True)
 
 
 @dataclass(frozen=True)
@@ -70,6 +153,7 @@ class Dot(Product):
     """
 
     scale: float | None = None
+    keeps_rotation = True
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
@@ -121,6 +205,7 @@ class Cosine(Product):
     """
 
     scale: float | Float[Tensor, " heads"] = 10.0
+    keeps_rotation = True
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Tensor):
@@ -146,7 +231,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Additive(Score):
+class Additive(Pairwise):
     """v · tanh(W q + U k) (Bahdanau et al. 2015, arXiv:1409.0473, app. A.1.2).
 
     `vector` is v, (a,), or (heads, a) with one for each query head. `w_q` is W, (a, dq), or (heads, a, dq); `w_k` is
@@ -186,6 +271,28 @@ class Additive(Score):
         if self.vector.ndim == 2 and len(self.vector) != q.shape[1]:
             raise InputError(f"Additive: vector has {len(self.vector)} rows for {q.shape[1]} query heads")
         return (q if self.bias is None else q + self.bias.to(q)), k
+
+    def _squashed(self, q: Tensor, k: Tensor) -> tuple[Float[Tensor, "b h q k a"], Float[Tensor, "#h 1 1 a"]]:
+        """tanh(q + k) of a tile, and the vector of each head."""
+        vector = self.vector.to(q)
+        return torch.tanh(q[:, :, :, None] + k[:, :, None]), vector.reshape(-1, 1, 1, vector.shape[-1])
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        squashed, vector = self._squashed(q, k)
+        return (squashed @ vector.transpose(-1, -2))[..., 0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"vector": self.vector} if self.vector.requires_grad else {}  # `project` has used the others already
+
+    def gradients(self, q: Tensor, k: Tensor, slope: Tensor, learned: list[Tensor]) -> tuple[Tensor | None, ...]:
+        squashed, vector = self._squashed(q, k)
+        slope = slope[..., None]
+        inside = slope * vector * (1 - squashed * squashed)
+        found = [inside.sum(3), inside.sum(2)]
+        if learned:
+            of_vector = (slope * squashed).sum((0, 2, 3))
+            found.append(of_vector if self.vector.ndim == 2 else of_vector.sum(0))
+        return tuple(found)
 
 
 def Concat(  # noqa: N802  (a score like the others, whose parameters are laid out differently)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkv.call import Call, at_least_float32
 from qkv.masks import Mask
-from qkv.normalizers import Softmax
+from qkv.normalizers import SumToOne
 from qkv.weights import Rows
 
 
@@ -37,7 +37,8 @@ class Statistics:
     Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
     logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
     `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
-    are absolute. Empty rows give 0 (and lse −inf).
+    are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38).
+    Where q had fewer than four dimensions, or was a NumPy array, so are the numbers here.
 
     >>> from qkv import measure
     >>> x = torch.zeros(1, 1, 4, 8)
@@ -63,7 +64,7 @@ class Statistics:
     spread: Float[Tensor, "b h nq"]
     """Standard deviation of j under a, in tokens; float32 inputs resolve its square to 0.002."""
     participation: Float[Tensor, "b h nq"]
-    """1 / Σ a²: how many keys share the weight (Rényi-2 perplexity)."""
+    """1 / Σ a²: the effective number of keys (Rényi-2 perplexity, participation ratio)."""
     received: Float[Tensor, "b h nk"]
     """Σ_i A_ij: what each key gets from all queries."""
     visible: Float[Tensor, "b h nq"]
@@ -82,8 +83,9 @@ class Statistics:
     """Weight inside each sub-mask asked for."""
 
     def __repr__(self) -> str:
-        b, h, n_queries = self.entropy.shape
-        return f"Statistics(batch={b}, heads={h}, queries={n_queries}, keys={self.received.shape[2]})"
+        sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
+        named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
+        return f"Statistics({named}, keys={self.received.shape[-1]})"
 
 
 class Sums:
@@ -131,14 +133,13 @@ class Sums:
         return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
 
     def statistics(self, call: Call, rows: Rows) -> Statistics:
-        lse = rows.level if isinstance(call.normalizer, Softmax) else None
+        lse = rows.level if call.given.normalizer.has_lse else None
         seen = self.total != 0
         total = torch.where(seen, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None
         if call.sink is not None:
-            assert lse is not None
-            sink_mass = torch.where(lse == -torch.inf, 0.0, torch.exp(call.sink - lse))
+            sink_mass = _sink_mass(call, rows)
         entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(seen, self.squares, 1.0)
         dtype = at_least_float32(call.q.dtype)
@@ -162,11 +163,26 @@ class Sums:
         )
 
 
+def _sink_mass(call: Call, rows: Rows) -> Tensor:
+    """The weight of the sink, 0 in rows that do not count."""
+    assert call.sink is not None
+    assert rows.level is not None
+    normalizer = call.normalizer
+    assert isinstance(normalizer, SumToOne)
+    out = rows.level == -torch.inf
+    level = rows.level.masked_fill(out, 0)
+    weight = normalizer.weight(call.sink.expand_as(level)[..., None], level[..., None])[..., 0]
+    return weight.masked_fill(out | (call.sink == -torch.inf), 0)
+
+
 @functools.lru_cache(maxsize=8)
 def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Places of a tile's columns from its middle, and their squares."""
     place = torch.arange(size, dtype=dtype, device=device) - size // 2
     return place, place.square()
+
+
+TINY = 1e-15  # a norm below is of squares that may be no normal float32
 
 
 class RowSums:
@@ -197,6 +213,8 @@ class RowSums:
         torch.mv(flat, place, out=one.view(-1))
         torch.mv(flat, square, out=two.view(-1))
         torch.linalg.vector_norm(weights, dim=-1, out=norm)
+        if bool(((norm < TINY) & (total > 0)).any()):  # squares that float32 does not hold
+            norm.copy_(torch.linalg.vector_norm(weights, dim=-1, dtype=torch.float64))
         torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
         self.places.append((middle, sign))
         if len(self.places) == self.ROOM:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv.biases import Bias
 from qkv.call import Call, at_least_float32
+from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.normalizers.base import checked_shape, weights_of
+from qkv.scores import Pairwise
 
 LOG2_E = math.log2(math.e)
+PAIRS = 2**20  # numbers that a pairwise score may make of a tile before it sums them up
 HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
 
 
@@ -32,13 +38,9 @@ class ScoreTiles:
         self.batch, self.heads, self.key_heads = batch, slice(start * self.group, stop * self.group), slice(start, stop)
         q, k = call.q[batch, self.heads], call.k[batch, start:stop]
         self.shape = q.shape[:2]  # (batch, query heads)
-        self.q = (q.to(self.dtype) * (call.scale if call.vector is None else 1)).reshape(-1, self.group, *q.shape[2:])
+        self.q = (q.to(self.dtype) * (call.scale if call.pairwise is None else 1)).reshape(-1, self.group, *q.shape[2:])
         self.k = k.to(self.dtype).flatten(0, 1)
         self.v = call.v[batch, start:stop].to(self.dtype).flatten(0, 1)
-        self.vector = None
-        if call.vector is not None:
-            vector = call.vector[self.heads].to(self.dtype).expand(*self.shape, -1)
-            self.vector = vector.reshape(len(self.k), self.group, 1, 1, -1)
         self._patterns: dict[tuple[int, int, int], Tensor] = {}
 
     def of(self, x: Tensor | None) -> Tensor | None:
@@ -60,35 +62,92 @@ class ScoreTiles:
             self.k[key_head::key_heads],
             self.v[key_head::key_heads],
         )
-        one.vector = None if self.vector is None else self.vector[key_head::key_heads, within : within + 1]
         one._patterns = {}
         return one
 
     def region(self, rows: slice, columns: slice) -> Region:
-        return Region(rows, columns, self.batch, self.heads)
+        return Region(rows, columns, self.batch, self.heads, self.call.grid.offset, self.call.q.device)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the final scores are a product, with nothing after it."""
+        return self.call.pairwise is None and not self.call.biases
+
+    def with_all_heads(self, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """What a user's method makes of tiles (b, h, …) of every query head, of which these have some: its part.
+
+        The heads that are missing get the numbers of the first that is here.
+        """
+        heads = self.call.q.shape[1]
+        if self.shape[1] == heads:
+            return method(*tensors)
+        here = torch.zeros(heads, dtype=torch.long, device=self.q.device)
+        here[self.heads] = torch.arange(self.shape[1], device=self.q.device)
+        return method(*(x[:, here] for x in tensors))[:, self.heads]
+
+    def queries_and_keys(
+        self, rows: slice, columns: slice
+    ) -> tuple[Float[Tensor, "b h q d"], Float[Tensor, "b h k d"]]:
+        """Those of a tile for a pairwise score: keys of grouped heads are repeated."""
+        q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
+        return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
 
     def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
-        """scale · q·k of the tile, or vector · tanh(q + k), before any bias; made in `out` if given."""
-        if self.vector is not None:
-            return (self.squashed(rows, columns) @ self.vector.transpose(-1, -2)).view(
-                *self.shape, rows.stop - rows.start, -1
-            )
+        """scale · q·k of the tile, or its pairwise scores, before any bias; made in `out` if given."""
+        if self.call.pairwise is not None:
+            return self._pairwise(self.call.pairwise, rows, columns)
         q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
         if out is None:
             return torch.bmm(q, k).view(*self.shape, rows.stop - rows.start, -1)
         torch.bmm(q, k, out=out.view(len(k), -1, out.shape[3]))
         return out
 
-    def squashed(self, rows: slice, columns: slice) -> Float[Tensor, "n g q k a"]:
-        """tanh(q + k) of the tile, for additive scores."""
-        return torch.tanh(self.q[:, :, rows, None] + self.k[:, None, None, columns])
+    def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
+        """Some rows at a time, so that what the score makes before it sums up stays small."""
+        heads = self.call.q.shape[1] if score.by_head else self.shape[1]
+        numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
+        parts = []
+        for some in spans(rows.stop - rows.start, max(1, PAIRS // numbers)):
+            q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
+            made = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
+            expected = torch.Size((*q.shape[:3], k.shape[2]))
+            if not isinstance(made, Tensor) or made.shape != expected:
+                got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+                raise InputError(
+                    f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
+                    f"expected {tuple(expected)}; a parameter for each head has shape (heads, 1, 1)"
+                )
+            parts.append(made.to(self.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of a product: biased, divided by the temperature; not masked."""
         for bias in self.call.biases:
-            product = bias.apply(product, self.region(rows, columns))
-        divided = self.call.normalizer.temperature != 1 and (self.call.biases or self.vector is not None)
+            product = self.apply(bias, product, rows, columns)
+        divided = self.call.normalizer.temperature != 1 and not self.linear
         return product / self.call.normalizer.temperature if divided else product
+
+    def apply(
+        self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice
+    ) -> Float[Tensor, "b h q k"]:
+        """One bias on the scores of a tile."""
+        region = self.region(rows, columns)
+        if not bias.by_head:
+            return bias.apply(scores, region)
+        region = replace(region, heads=slice(0, self.call.q.shape[1]))
+        made = self.with_all_heads(lambda x: bias.apply(x, region), scores)
+        return checked_shape(bias, made, scores, "apply")
+
+    def weights(
+        self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None
+    ) -> Float[Tensor, "b h q k"]:
+        """Weights of final scores by the normalizer's definition, 0 where these are −inf; not yet divided."""
+        normalizer = self.call.normalizer
+        if not normalizer.by_head:
+            return weights_of(normalizer, scores, level)
+        if level is None:
+            return self.with_all_heads(lambda s: weights_of(normalizer, s, None), scores)
+        return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
         """Final scores of the tile; not masked. Made in `out`, if given, when nothing but a product is asked for."""
@@ -101,7 +160,7 @@ class ScoreTiles:
 
         Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
         """
-        if self.call.biases or self.vector is not None:
+        if not self.linear:
             return self.scores(rows, columns).sub_(lse[..., None]).mul_(LOG2_E)
         q = self.q[:, :, rows].flatten(1, 2)
         folded = out.view(len(self.k), -1, out.shape[3])
@@ -145,6 +204,11 @@ class ScoreTiles:
         """weightsᵀ @ x summed over the query heads that share a key head: (b · key heads, k, d)."""
         n = len(self.k)
         return torch.bmm(weights.reshape(n, -1, weights.shape[3]).transpose(1, 2), x.reshape(n, -1, x.shape[3]))
+
+
+def heads_together(call: Call, most: int) -> int:
+    """How many key heads to work on together: those of `most` query heads, or all if a user's method needs all."""
+    return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
 
 
 def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:

@@ -21,7 +21,7 @@ from qkv.call import Call, at_least_float32, detached
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL
 from qkv.parallel import each
-from qkv.tiles import ScoreTiles, spans
+from qkv.tiles import ScoreTiles, heads_together, spans
 from qkv.weight_tiles import WeightTiles
 from qkv.weights import Rows
 
@@ -170,8 +170,6 @@ def _add_rows(part: _Part, values: Tensor, desk: _Desk, sums: Tensor, r: int) ->
 
 
 def _parts(call: Call, rows: Rows, queries: Tensor | None) -> Iterator[_Part]:
-    b, h, _, _ = call.q.shape
-    key_heads = call.k.shape[1]
-    for item in range(b):
-        for heads in spans(key_heads, max(1, HEADS // (h // key_heads))):
+    for item in range(len(call.q)):
+        for heads in spans(call.k.shape[1], heads_together(call, HEADS)):
             yield _Part(ScoreTiles(call, slice(item, item + 1), heads), rows, queries)

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv.normalizers import Softmax
 from qkv.tiles import HIDDEN, ScoreTiles
-from qkv.weights import Rows, weigh
+from qkv.weights import Rows
 
 
 class WeightTiles:
@@ -27,8 +26,7 @@ class WeightTiles:
             None if x is None else x[here] for x in (rows.level, rows.total, rows.chosen)
         )
         self.uncounted = None if queries is None else ~queries[tiles.batch, None]
-        self.is_softmax = isinstance(tiles.call.normalizer, Softmax)
-        if self.is_softmax:
+        if tiles.call.normalizer.has_lse:
             # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
             assert self.level is not None
             unseen = self.level == -torch.inf
@@ -47,7 +45,7 @@ class WeightTiles:
 
         Returns their base-2 logarithms, if they came by: those of a softmax.
         """
-        if not self.is_softmax:
+        if not self.tiles.call.normalizer.has_lse:
             self._fill_by_definition(rows, columns, hidden, out)
             return None
         tiles = self.tiles
@@ -55,7 +53,7 @@ class WeightTiles:
         log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
         if hidden is not None:
             log2.masked_fill_(hidden, HIDDEN)
-        if tiles.call.biases or tiles.vector is not None:
+        if not tiles.linear:
             log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
         torch.exp2(log2, out=out)
         return log2
@@ -71,7 +69,9 @@ class WeightTiles:
             shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
             if shift is not None:
                 scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
-            out.copy_(weigh(call.normalizer, scores, None if self.level is None else self.level[:, :, rows]))
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -torch.inf)  # what is masked may be NaN
+            out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
             for by in (self.total, divisor):
                 if by is not None:
                     out /= by[:, :, rows, None]

@@ -107,7 +107,9 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
             return None
         n, grid = case.n, masks.Grid.of(case.n, case.n, 1, case.heads)
         whole = masks.Region(slice(0, n), slice(0, n))
-        added = bias(case).bound(q.detach(), grid, 0.125).tile(whole).to(q.dtype)
+        bound = bias(case).bound(q.detach(), grid, 0.125)
+        assert isinstance(bound, biases.Additive)
+        added = bound.tile(whole).to(q.dtype)
         added = added.masked_fill(~masks.Causal().dense(n, n), -torch.inf)
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=added)
 
@@ -169,7 +171,7 @@ def x_transformers(**settings: Any) -> Contender:
 
 def plain(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
     """qkv's own causal softmax: what the addition costs."""
-    return lambda: qkv.attend(q, k, v, mask=masks.Causal())  # type: ignore[return-value]
+    return lambda: qkv.attend(q, k, v, mask=masks.Causal())
 
 
 # --- mechanisms -------------------------------------------------------------------------------------------------------

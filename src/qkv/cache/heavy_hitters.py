@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.biases import SoftCap
 from qkv.cache.base import PAST, Cache, at_least_one, by_distance_alone, composed, turned
 from qkv.call import as_biases, at_least_float32
 from qkv.errors import InputError
 from qkv.masks import Mask
-from qkv.normalizers import Hard
+from qkv.normalizers import SumToOne
 from qkv.positions import Rotary
 
 
@@ -41,14 +40,15 @@ class HeavyHitters(Cache):
         if own.band != PAST:
             raise InputError(f"HeavyHitters: mask is {own!r}, but keys here stand in no order; expected Causal()")
         for bias in as_biases(attention.bias):
-            if not isinstance(bias, SoftCap):
+            if not bias.by_score:
                 raise InputError(
                     f"HeavyHitters: bias is {type(bias).__name__}, which depends on where keys stand, "
-                    "but they stand in no order here; expected none or SoftCap"
+                    "but they stand in no order here; expected none or one by_score, such as SoftCap"
                 )
-        if isinstance(attention.normalizer, Hard) and attention.normalizer.sample:
+        if isinstance(attention.normalizer, SumToOne) and attention.normalizer.sample:
             raise InputError(
-                "HeavyHitters: normalizer is Hard(sample=True), whose draws do not repeat; expected one that does"
+                f"HeavyHitters: normalizer is {type(attention.normalizer).__name__}(sample=True), whose draws do not "
+                "repeat; expected one that does"
             )
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.biases import RelativePosition, SoftCap
 from qkv.cache.base import PAST, Track, at_least_one, by_distance_alone, composed, turned
 from qkv.call import as_biases
 from qkv.errors import InputError
 from qkv.masks import Mask, Window
-from qkv.normalizers import Softmax
+from qkv.normalizers import SumToOne
 from qkv.partial import Partial, merge
 from qkv.positions import Rotary
-from qkv.scores import Cosine, Dot
 
 
 class Sinks(Track):
@@ -55,18 +52,20 @@ class Sinks(Track):
             )
         if rotary is None:
             return
-        if not isinstance(attention.score, Dot | Cosine | None):
+        if attention.score is not None and not attention.score.keeps_rotation:
             raise InputError(
                 f"Sinks: score is {type(attention.score).__name__} with rotary, whose products depend on more than the "
                 "distance; expected Dot or Cosine"
             )
-        biases = as_biases(attention.bias)
-        if any(isinstance(bias, RelativePosition) for bias in biases):
-            raise InputError("Sinks: bias is RelativePosition with rotary, which it meets turned; expected one of them")
+        for bias in as_biases(attention.bias):
+            if bias.by_query:
+                raise InputError(
+                    f"Sinks: bias is {type(bias).__name__} with rotary, which it meets turned; expected one of them"
+                )
         if _has_key(attention) and not _in_one_go(attention, own):
             raise InputError(
-                "Sinks: normalizer=Softmax(key=…) came with rotary and with a bias or a mask by distance; "
-                "expected at most two of the three"
+                f"Sinks: normalizer={type(attention.normalizer).__name__}(key=…) came with rotary and with a bias "
+                "or a mask by distance; expected at most two of the three"
             )
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
@@ -129,9 +128,9 @@ class Sinks(Track):
         far = Partial(
             *composed(attention, None, q, self._sink_keys(rotary, 0), self._buffers["sink values"], return_lse=True)
         )
-        plain: Any = attention.normalizer
-        if plain is not None:
-            plain = replace(plain, sink=None, key=None)
+        plain = attention.normalizer
+        if isinstance(plain, SumToOne):
+            plain = plain.with_sink()
         attention = replace(attention, normalizer=plain)
         recent = Partial(*composed(attention, Window(self.window), near, keys, values, return_lse=True))
         return merge(far, recent).out
@@ -145,11 +144,11 @@ class Sinks(Track):
 def _in_one_go(attention: Attention, own: Mask) -> bool:
     """Whether parts merge, and nothing goes by distance."""
     return (
-        isinstance(attention.normalizer, Softmax | None)
+        (attention.normalizer is None or attention.normalizer.has_lse)
         and own.band == PAST
-        and all(isinstance(bias, SoftCap) for bias in as_biases(attention.bias))
+        and all(bias.by_score for bias in as_biases(attention.bias))
     )
 
 
 def _has_key(attention: Attention) -> bool:
-    return isinstance(attention.normalizer, Softmax) and attention.normalizer.key is not None
+    return isinstance(attention.normalizer, SumToOne) and attention.normalizer.key is not None

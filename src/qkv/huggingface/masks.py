@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkv.kernels import opaque
-from qkv.masks import And, Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
+from qkv.masks import Causal, Dense, Document, Grid, Mask, Predicate, Region, Shifted, Window
 
 FAR = 2**62  # a window that ends beyond any sequence
 
@@ -131,9 +131,7 @@ def lazy_mask(
 
 def _looks_back(mask: Mask | None) -> bool:
     """Whether it is known that no query sees a key after it."""
-    if isinstance(mask, And):
-        return _looks_back(mask.left) or _looks_back(mask.right)
-    return mask is not None and mask.band is not None and mask.band[0] >= 0
+    return mask is not None and any(one.band is not None and one.band[0] >= 0 for one in mask.factors())
 
 
 def _shows_all(mask: Mask, grid: Grid) -> bool:

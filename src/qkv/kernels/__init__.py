@@ -35,7 +35,7 @@ PREFERENCE = {  # in this order, with the reason each is worth having
     "flash": "torch's fused kernel, folded over the visible parts: linear memory, the fastest on CPU",
     "flex": "FlexAttention, compiled for this composition: linear memory, the fastest on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
-    "eager": "forms the weights: quadratic memory, serves everything",
+    "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }
 FORM_WEIGHTS = ("eager", "reference")
 FEW = 2**14  # scores a head: fewer, or those of one query, are formed sooner than cut into tiles
@@ -201,7 +201,9 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
         return kernel, "asked for by name", rejected
     if _only_for_tests("flex", call) and "flex" not in rejected:
         rejected["flex"] = "it forms all scores unless on CUDA: for tests"
-    chosen = next(name for name in _preferred(call) if name not in rejected)
+    chosen = next((name for name in _preferred(call) if name not in rejected), None)
+    if chosen is None:
+        raise InputError(f"no kernel can serve this call: {rejected['eager']}")
     for name in KERNELS:
         if name != chosen and name not in rejected:
             rejected[name] = "slower" if name in PREFERENCE else "the oracle: for tests and reading"

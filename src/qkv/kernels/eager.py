@@ -9,13 +9,24 @@ from qkv import noise
 from qkv.biases import clipped
 from qkv.call import Call, Result
 from qkv.masks import Region
-from qkv.normalizers import Hard, Pointwise, Softmax
+from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers.base import weights_of
+from qkv.normalizers.level import differentiable_level
+from qkv.normalizers.softmax import log_sum_exp
 from qkv.tiles import ScoreTiles, without_unseen
-from qkv.weights import level, log_sum_exp, weigh
+from qkv.transforms import mapped, transformed
 
 
 def why_not(call: Call) -> str | None:
-    """Why this kernel cannot serve the call: it serves all."""
+    """Why this kernel cannot serve the call, or None if it can."""
+    if mapped():
+        return "torch.func.vmap maps it; put the mapped dimension into the batch or the heads"
+    solved = isinstance(call.normalizer, SumToOne) and not call.normalizer.has_lse
+    if transformed(call) and solved:
+        return (
+            f"{type(call.normalizer).__name__} has no derivatives in torch.func transforms and in forward mode, "
+            "where the level of its rows is found by search; expected Softmax or a Pointwise normalizer"
+        )
     return None
 
 
@@ -47,17 +58,19 @@ def run(call: Call) -> Result:
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weights, and the log-sum-exp where there is one."""
     normalizer = call.normalizer
-    if isinstance(normalizer, Softmax):
-        if call.sink is None:
-            lse = log_sum_exp(scores)
-        else:  # one more column, owned by no key
-            column = call.sink[..., None].expand(*scores.shape[:3], 1)
-            lse = log_sum_exp(torch.cat([scores, column], -1))
-        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), lse
-    if isinstance(normalizer, Hard):
-        return _hard(call, normalizer, scores), None
-    weights = weigh(normalizer, scores, level(normalizer, scores))
-    if isinstance(normalizer, Pointwise) and normalizer.divide == "sum":
+    if isinstance(normalizer, SumToOne):
+        together = scores
+        if call.sink is not None:  # one more column, owned by no key
+            together = torch.cat([scores, call.sink[..., None].expand(*scores.shape[:3], 1)], -1)
+        if normalizer.has_lse:
+            lse = log_sum_exp(together)
+            return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), lse
+        level = differentiable_level(normalizer, together, normalizer.tensors())
+        weights = weights_of(normalizer, scores, level)
+        return (_one_key(call, normalizer, scores, weights) if normalizer.one_key else weights), None
+    assert isinstance(normalizer, Pointwise)
+    weights = weights_of(normalizer, scores, None)
+    if normalizer.divide == "sum":
         total = weights.sum(-1, keepdim=True)
         weights = weights / torch.where(total == 0, 1.0, total)
     if call.divisor is not None:
@@ -65,16 +78,14 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     return weights, None
 
 
-def _hard(call: Call, normalizer: Hard, scores: Tensor) -> Tensor:
-    """One-hot weights with the gradient of a softmax."""
-    lse = log_sum_exp(scores)
-    soft = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+def _one_key(call: Call, normalizer: SumToOne, scores: Tensor, soft: Tensor) -> Tensor:
+    """One-hot weights with the gradient of soft ones."""
     chances = scores
     if normalizer.sample:
         whole = Region(slice(0, scores.shape[2]), slice(0, scores.shape[3]))
         chances = scores + noise.gumbel(call.seed, whole, call.grid).to(scores)
     one = torch.zeros_like(soft).scatter_(-1, chances.argmax(-1, keepdim=True), 1.0)
-    one = one.masked_fill((lse == -torch.inf)[..., None], 0)
+    one = one.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return one + (soft - soft.detach())
 
 

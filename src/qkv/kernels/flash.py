@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from qkv.biases import Additive
 from qkv.call import Call, Result, at_least_float32
 from qkv.cuts import Block, covers
 from qkv.masks import Grid
-from qkv.normalizers import Softmax
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.parts import Gathered, Part, Room
 from qkv.tiles import harmless, without_unseen
+from qkv.transforms import REASON, once, transformed, transforming
 
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN or infinite
 
@@ -37,19 +37,21 @@ def why_not(call: Call) -> str | None:
         return f"torch {torch.__version__} lacks the flash kernel for CPU that it folds"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
-    if not isinstance(call.normalizer, Softmax):
-        return f"its weights are a softmax, not {type(call.normalizer).__name__}"
+    if not call.normalizer.has_lse:
+        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.q.dtype != call.v.dtype:
         return f"the score makes {call.q.dtype} of queries whose values are {call.v.dtype}"
-    if call.vector is not None:
-        return "additive scores are no product of query and key"
-    if call.capped:
-        return "a soft cap does more to a score than add to it"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+    if call.reshaped is not None:
+        return f"the bias {type(call.reshaped).__name__} does more to a score than add to it"
     if call.values is not None:
         return "it has no room for values that depend on the distance"
-    if torch.is_grad_enabled() and any(b.tensor is not None and b.tensor.requires_grad for b in call.biases):
+    if torch.is_grad_enabled() and any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
         return "the stock kernel has no gradient for a bias"
-    return None
+    if transformed(call):
+        return REASON
+    return call.untracked
 
 
 def run(call: Call) -> Result:
@@ -57,13 +59,18 @@ def run(call: Call) -> Result:
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
     if call.factor <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
-        q, call = q * call.factor, replace(call, factor=1.0)
+        q, call = q * _sign(call), replace(call, factor=abs(call.factor) or 1.0)
     sink = call.sink
     if call.needs_grad:
         part = Partial(*_Flash.apply(q, k, v, sink, call))
     else:
         part, _ = _forward(q, k, v, sink, call, training=False)
     return Result(part.out[..., :dv], part.lse)
+
+
+def _sign(call: Call) -> int:
+    """Of what q·k is multiplied by: −1, 0 or 1, by which queries can be multiplied without rounding."""
+    return (call.factor > 0) - (call.factor < 0)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
@@ -80,6 +87,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
     compiling = torch.compiler.is_compiling()
+    if not compiling and transforming():
+        return None
     if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and not q.isfinite().all())):
         return None
     causal = causal and n_queries > 1
@@ -144,17 +153,18 @@ class _Flash(torch.autograd.Function):
         return part.out, part.lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return None, None, None, None, None
-        grad = torch.zeros_like(out) if grad is None else grad
-        grad_sink = None
-        if sink is not None:
-            grad_sink = sink_gradient(sink, Partial(out, lse), grad, grad_lse)
-        grads = _gradients(grad, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
-        return *(g.to(q.dtype) for g in grads), grad_sink, None
+        with torch.no_grad():
+            slope = torch.zeros_like(out) if grad is None else grad
+            grad_sink = None
+            if sink is not None:
+                grad_sink = sink_gradient(sink, Partial(out, lse), slope, grad_lse)
+            grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
+            given = (*(g.to(q.dtype) for g in grads), grad_sink)
+        return *once("flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]), None
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -164,9 +174,9 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
     """
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v, out, grad = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v, whole.out, grad))
-    turned = call.factor if call.factor <= 0 else 1.0  # as in `run`
-    if turned != 1.0:
-        q, call = q * turned, replace(call, factor=1.0)
+    turned = _sign(call)  # as in `run`
+    if turned != 1:
+        q, call = q * turned, replace(call, factor=abs(call.factor) or 1.0)
     cut = [list(cover) for cover in covers(call, training=True)]
     dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
     return {"q": dq[..., :d] * turned, "k": dk[..., :d], "v": dv_[..., :dv]}
@@ -302,7 +312,8 @@ def _added(part: Part | Gathered, call: Call) -> tuple[Tensor | None, Bool[Tenso
     dtype = at_least_float32(call.q.dtype)
     added = None
     for bias in call.biases:
-        tile = part.bias(bias, dtype)
+        assert isinstance(bias, Additive)
+        tile = part.bias(bias, call.grid, dtype)
         added = tile if added is None else added + tile
     if added is not None and call.normalizer.temperature != 1:
         added = added / call.normalizer.temperature

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from qkv.biases import Bias
 from qkv.call import Call, Result, at_least_float32, detached
+from qkv.contract import overrides
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, survey
-from qkv.normalizers import Softmax
 from qkv.partial import Partial
+from qkv.transforms import REASON, transformed
 
 BLOCK = 128  # queries and keys of a block of the mask: what FlexAttention's kernels are tuned for
 SMALLEST_HEAD = 16  # of Triton's matrix product
@@ -38,12 +39,19 @@ def why_not(call: Call) -> str | None:
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
     if not _has_lse():
         return f"the FlexAttention of torch {torch.__version__} does not return the log-sum-exp as it should"
-    if not isinstance(call.normalizer, Softmax):
-        return f"its weights are a softmax, not {type(call.normalizer).__name__}"
+    if not call.normalizer.has_lse:
+        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
-    if call.vector is not None:
-        return "additive scores are no product of query and key"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+    for bias in call.biases:
+        if not overrides(bias, Bias, "at"):
+            return f"the bias {type(bias).__name__} says what it does to a tile of scores, not to one (`at`)"
+    if transformed(call):
+        return REASON
+    if call.untracked is not None:
+        return call.untracked
     if call.values is not None:
         return "it has no room for values that depend on the distance"
     if device == "cpu":
@@ -79,7 +87,10 @@ def run(call: Call) -> Result:
     q, k, v = call.q, call.k, call.v
     seen = None
     if call.mask is not None:
-        seen = _seen(call.mask, call.grid, _versions(call.mask), BLOCK)
+        lay = (
+            _seen if call.mask.by_value or is_dataclass(call.mask) else _seen.__wrapped__
+        )  # what may change is not kept
+        seen = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
         if seen.idle_keys is not None:  # so that NaN in padding stays there
             k, v = (x.masked_fill(seen.idle_keys[:, None, :, None], 0) for x in (k, v))
     d, dv = q.shape[3], v.shape[3]
@@ -169,14 +180,16 @@ def _score_mod(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor],
 
 def _ready(bias: Bias, call: Call) -> Bias:
     """A bias on the device of the call, of no more precision than scores, and of no less if gradients add up in it."""
-    if bias.tensor is None:
+    tensors = bias.tensors()
+    if set(tensors) != {"tensor"}:
         return bias
-    wide = at_least_float32(call.q.dtype)
-    narrow = torch.promote_types(bias.tensor.dtype, wide) == wide and not bias.tensor.requires_grad
-    made = bias.with_tensor(bias.tensor.to(call.q.device, bias.tensor.dtype if narrow else wide))
-    if made.tensor is not None and made.tensor.requires_grad and made.tensor._is_view():
+    tensor, wide = tensors["tensor"], at_least_float32(call.q.dtype)
+    narrow = torch.promote_types(tensor.dtype, wide) == wide and not tensor.requires_grad
+    made = bias.with_tensors({"tensor": tensor.to(call.q.device, tensor.dtype if narrow else wide)})
+    tensor = made.tensors()["tensor"]
+    if tensor.requires_grad and tensor._is_view():
         # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
-        object.__setattr__(made, "tensor", made.tensor.clone())  # to make it anew would make a view again
+        object.__setattr__(made, "tensor", tensor.clone())  # to make it anew would make a view again
     return made
 
 

@@ -7,15 +7,17 @@ keys one by one (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are worke
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from qkv.call import Call, Result, at_least_float32
-from qkv.masks import And, Causal, Mask, Padding
-from qkv.normalizers import Identity
+from qkv.masks import Grid, Mask
+from qkv.normalizers import Pointwise
+from qkv.transforms import REASON, transformed
 
 CHUNK = 128
 SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence makes
@@ -50,57 +52,56 @@ class LinearState:
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
-    if not isinstance(call.normalizer, Identity):
-        return f"its weights are the scores themselves, not {type(call.normalizer).__name__} of them"
-    if call.vector is not None:
-        return "additive scores are no product of query and key"
+    if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
+        return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is no product of query and key"
     if call.biases or call.values is not None:
         return "a bias depends on query and key together"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
-    if _parts(call.mask) is None:
-        return "the mask is more than causal, padding, or both"
+    if _parts(call.mask, call.grid) is None:
+        return "the mask is more than causal, a choice of keys, or both"
+    if transformed(call):
+        return REASON
     return None
 
 
-def _parts(mask: Mask | None) -> tuple[bool, Padding | None] | None:
-    """Whether the mask is causal, and its padding; None if there is more to it."""
-    if mask is None:
-        return False, None
-    if isinstance(mask, Causal):
-        return True, None
-    if isinstance(mask, Padding):
-        return False, mask
-    if isinstance(mask, And):
-        kinds = {type(mask.left): mask.left, type(mask.right): mask.right}
-        padding = kinds.get(Padding)
-        if isinstance(padding, Padding) and Causal in kinds:
-            return True, padding
-    return None
+def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:
+    """Whether the mask is causal, and which keys (batch or 1, nk) it shows at all; None if there is more to it."""
+    causal, shown = False, []
+    for factor in () if mask is None else mask.factors():
+        keys = factor.key_mask(grid)
+        if factor.band == (0, math.inf):
+            causal = True
+        elif keys is not None:
+            shown.append(keys)
+        else:
+            return None
+    return causal, shown
+
+
+def causal(call: Call) -> bool:
+    """Whether a query sees the keys up to its own, so that the state grows with it."""
+    parts = _parts(call.mask, call.grid)
+    return parts is not None and parts[0]
 
 
 def run(call: Call) -> Result:
     """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
-    parts = _parts(call.mask)
+    parts = _parts(call.mask, call.grid)
     assert parts is not None
-    causal, padding = parts
+    is_causal, shown = parts
     k, v = call.k, call.v
-    if padding is not None:
-        hidden = _hidden(call, padding)
+    for keys in shown:
+        hidden = ~keys[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-    assert isinstance(call.normalizer, Identity)
-    q = call.q if call.factor == 1 else call.q * call.factor
-    out, _ = attention(q, k, v, causal=causal, divided=call.normalizer.divide == "sum")
+    assert isinstance(call.normalizer, Pointwise)
+    q = call.q if call.scale == 1 else call.q * call.scale
+    out, _ = attention(q, k, v, causal=is_causal, divided=call.normalizer.divide == "sum")
     if call.divisor is not None:
         out = out / call.divisor[..., None]
     return Result(out.to(call.v.dtype), None)
-
-
-def _hidden(call: Call, padding: Padding) -> Bool[Tensor, "#b 1 nk 1"]:
-    lengths = torch.as_tensor(padding.lengths).to(call.k.device)[:, None]
-    position = torch.arange(call.k.shape[2], device=call.k.device)
-    hidden = position >= lengths if padding.side == "right" else position < call.k.shape[2] - lengths
-    return hidden[:, None, :, None]
 
 
 def attention(

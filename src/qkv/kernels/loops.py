@@ -6,17 +6,24 @@ import torch
 
 from qkv import reference
 from qkv.call import Call, Result, at_least_float32
-from qkv.normalizers import Hard
+from qkv.normalizers import SumToOne
+from qkv.transforms import REASON, transformed
 
 
 def why_not(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if call.needs_grad:
         return "it has no gradients; detach the inputs or use torch.no_grad()"
+    given = call.given
+    unknown = reference.undefined(given.mask, *given.biases, given.score, given.normalizer)
+    if unknown is not None:
+        return f"the reference has no definition of {unknown}"
     if call.dropout_p:
         return "it has no dropout"
-    if isinstance(call.normalizer, Hard) and call.normalizer.sample:
-        return "it draws nothing, and Hard(sample=True) does"
+    if isinstance(call.normalizer, SumToOne) and call.normalizer.sample:
+        return f"it draws nothing, and {type(call.normalizer).__name__}(sample=True) does"
+    if transformed(call):
+        return REASON
     return None
 
 

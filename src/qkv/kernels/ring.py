@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qkv.call import Call, Result, at_least_float32, detached
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.ring import Shared, part_of
+from qkv.transforms import once
 
 Choose = Callable[[Call, set[str]], ModuleType]
 """The kernel for a piece, of which the tensors of these names want gradients (none: going forward)."""
@@ -115,17 +115,17 @@ class _Ring(torch.autograd.Function):
         return whole.out, whole.lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))))
-        grad = torch.zeros_like(out) if grad is None else grad  # the others go round, so this process goes, too
-        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
-        totals = _backward(ctx.shared, call, Partial(out, lse), grad, grad_lse, wanted, ctx.choose)
-        found = (
-            totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
-        )
-        return None, None, None, *found
+        with torch.no_grad():
+            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
+            slope = torch.zeros_like(out) if grad is None else grad  # the others go round, so this process goes, too
+            wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
+            totals = _backward(ctx.shared, call, Partial(out, lse), slope, grad_lse, wanted, ctx.choose)
+            found = tuple(
+                totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
+            )
+        return None, None, None, *once("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None])
 
 
 def _backward(
@@ -147,10 +147,11 @@ def _backward(
             grads = choose(part, of_pieces).gradients(part, seen, grad[rows], slope, of_pieces)
             places = totals | {"q": totals["q"][rows], "k": dk[:, :, piece.keys], "v": dv[:, :, piece.keys]}
             for i, bias in enumerate(call.biases):
-                if f"bias {i}" in of_pieces:
-                    place = part_of(bias.with_tensor(totals[f"bias {i}"]), piece.region).tensor
-                    assert place is not None
-                    places[f"bias {i}"] = place
+                names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_pieces}
+                if names:
+                    sums = bias.with_tensors({name: totals[key] for name, key in names.items()})
+                    of_part = part_of(sums, piece.region).tensors()
+                    places |= {key: of_part[name] for name, key in names.items()}
             for name in of_pieces:
                 places[name].add_(grads[name])
         carried.add(dk, dv)

@@ -1,41 +1,46 @@
 """Attention of any composition, tile by tile in plain tensor operations: linear memory, any device.
 
 Softmax is the online one over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682); pointwise weights just add up;
-entmax and hard attention look at panels of a few whole rows. The backward makes each tile again rather than keeping it:
-at a fixed level (log-sum-exp, threshold) a weight depends on its own score only, and what the level does to a row is
-one number a query, so one pass over the tiles serves all normalizers.
+other weights that sum to one are found on panels of a few whole rows. The backward makes each tile again rather than
+keeping it: at a fixed level (log-sum-exp, threshold) a weight depends on its own score only, and what the level does to
+a row is one number a query (by the implicit function theorem), so one pass over the tiles serves all normalizers.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qkv import noise
-from qkv.biases import ByQuery, clipped
+from qkv.biases import Additive, ByQuery, clipped
 from qkv.call import Call, Result, detached
+from qkv.contract import overrides
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
-from qkv.normalizers import Hard, Identity, Pointwise, Softmax
+from qkv.normalizers import Normalizer, Pointwise, SumToOne
+from qkv.normalizers.base import checked_shape, unmasked, weights_of
+from qkv.normalizers.level import level_of_rows, solve
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import HIDDEN, LOG2_E, ScoreTiles, harmless, spans, without_unseen
-from qkv.weights import Rows, level, log_sum_exp, slopes, weigh
+from qkv.tiles import HIDDEN, LOG2_E, PAIRS, ScoreTiles, harmless, heads_together, spans, without_unseen
+from qkv.transforms import REASON, once, transformed
+from qkv.weights import Rows
 
 TILE = 256
 HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
 PANEL = 2**19  # scores of whole rows held at once
-SQUASHED = 2**20  # numbers in a tile of additive scores before they are summed
 
 
 def why_not(call: Call) -> str | None:
-    """Why this kernel cannot serve the call: it serves all."""
-    return None
+    """Why this kernel cannot serve the call, or None if it can."""
+    if transformed(call):
+        return REASON
+    return call.untracked
 
 
 def run(call: Call) -> Result:
@@ -45,7 +50,7 @@ def run(call: Call) -> Result:
         return Result(found.out.to(call.v.dtype), found.lse)
     tensors = call.tensors()
     out, lse = _Tiled.apply(call, list(tensors), *tensors.values())
-    return Result(out, lse if isinstance(call.normalizer, Softmax) else None)
+    return Result(out, lse if call.normalizer.has_lse else None)
 
 
 def settle(call: Call) -> Rows:
@@ -57,7 +62,7 @@ def settle(call: Call) -> Rows:
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        found = _forward(detached(call))
+        found = _forward(detached(call), training=True)
         out = found.out.to(call.v.dtype)
         ctx.save_for_backward(*tensors, out, found.level, found.mean, found.total, found.chosen)
         ctx.call, ctx.names = call, names
@@ -69,21 +74,21 @@ class _Tiled(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, level_, mean, total, chosen = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return (None,) * (2 + len(tensors))
-        grad = torch.zeros_like(out) if grad is None else grad
-        call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))))
-        found = _Found(out, level_, mean, total, chosen)
-        wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if need}
-        grads = _backward(call, found, grad, grad_lse, wanted)
-        return (
-            None,
-            None,
-            *(grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)),
-        )
+        with torch.no_grad():
+            slope = torch.zeros_like(out) if grad is None else grad
+            # Tensors that users' objects hold are theirs still: `saved_tensors` has seen that nobody changed them.
+            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
+            found = _Found(out, level_, mean, total, chosen)
+            wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if need}
+            grads = _backward(call, found, slope, grad_lse, wanted)
+            given = tuple(
+                grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
+            )
+        return None, None, *once("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None])
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -91,7 +96,7 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
     `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` names tensors of the call.
     """
-    return _backward(detached(call), _Found(whole.out, whole.lse), grad, grad_lse, wanted)
+    return _backward(detached(call, own=True), _Found(whole.out, whole.lse), grad, grad_lse, wanted)
 
 
 @dataclass(eq=False)
@@ -102,7 +107,7 @@ class _Found:
     level: Tensor | None = None
     """Log-sum-exp or threshold of each row."""
     mean: Tensor | None = None
-    """Mean of the values by the slopes of the weights, where that is not `out`."""
+    """Mean of the values by the slopes of the weights in the level, where that is not `out`."""
     total: Tensor | None = None
     """Sum of the weights, where that is what they are divided by."""
     chosen: Tensor | None = None
@@ -128,10 +133,12 @@ class _Group:
 def _groups(call: Call) -> list[_Group]:
     b, h, n_queries, d = call.q.shape
     key_heads, n_keys = call.k.shape[1:3]
-    together = max(1, HEADS // (h // key_heads))
-    size = _tile_size(call)
-    if call.vector is not None:
-        size = min(size, max(8, math.isqrt(SQUASHED // (d * min(together * (h // key_heads), h)))))
+    together = heads_together(call, HEADS)
+    size, most = _tile_size(call), min(together * (h // key_heads), h)
+    if call.by_head and most > HEADS:  # a tile of all heads should stay in cache, too
+        size = max(8, size // 2 ** math.ceil(math.log2(most / HEADS) / 2))
+    if call.pairwise is not None:
+        size = min(size, max(8, math.isqrt(PAIRS // (d * most))))
     groups = []
     for item in range(b):
         for heads in spans(key_heads, together):
@@ -159,18 +166,21 @@ def _tile_size(call: Call) -> int:
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(call: Call) -> _Found:
+def _forward(call: Call, *, training: bool = False) -> _Found:
+    """What the rows find; for a backward of weights that sum to one, also `mean`."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
     found = _Found(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
         rows_of, found.total = _pointwise_rows, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
-    elif isinstance(normalizer, Softmax):
+    elif normalizer.has_lse:
         rows_of, found.level = _softmax_rows, torch.zeros_like(zeros)
     else:
-        rows_of, found.level, found.mean = _panel_rows, torch.zeros_like(zeros), torch.zeros_like(found.out)
-        found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if isinstance(normalizer, Hard) else None
+        assert isinstance(normalizer, SumToOne)
+        rows_of, found.level = _panel_rows, torch.zeros_like(zeros)
+        found.mean = torch.zeros_like(found.out) if training else None
+        found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
     near = None
     if call.values is not None:
         near = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
@@ -185,7 +195,7 @@ def _forward(call: Call) -> _Found:
         found.out /= found.total[..., None]
     if call.divisor is not None:
         found.out /= call.divisor[..., None]
-    if isinstance(normalizer, Softmax):
+    if normalizer.has_lse:
         assert found.level is not None
         if call.sink is not None:
             part = Partial(found.out, found.level).with_sink(call.sink)
@@ -216,7 +226,7 @@ def _tile(group: _Group, rows: slice, cols: slice, kind: int, desk: _Desk) -> tu
     if shift is not None:
         scores = scores.add_((shift[..., rows] if shift.shape[2] > 1 else shift)[..., None])
     hidden = tiles.hidden(rows, cols) if kind == PARTIAL else None
-    if tiles.call.biases and isinstance(tiles.call.normalizer, Identity):  # others give a score of −inf no weight
+    if tiles.call.biases and not tiles.call.normalizer.zero_at_minus_infinity:
         gone = scores == -torch.inf
         hidden = gone if hidden is None else hidden | gone
     return scores, hidden
@@ -267,7 +277,7 @@ def _add(
     """Add weights · values of a tile to `acc`, and what they are worth by distance to `near`."""
     if group.tiles.call.dropout_p:
         weights = weights * _kept(group, rows, cols)
-    folded = weights.view(len(values), -1, weights.shape[3])
+    folded = weights.reshape(len(values), -1, weights.shape[3])
     acc.view(len(values), -1, acc.shape[3]).baddbmm_(folded, values)
     if near is not None:
         near.add_gradient(near.tensor, group.tiles.region(rows, cols), weights)
@@ -277,14 +287,17 @@ def _pointwise_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, 
     tiles, rows = group.tiles, group.rows[r]
     normalizer = tiles.call.normalizer
     assert isinstance(normalizer, Pointwise)
+    ordinary = normalizer.zero_at_minus_infinity or normalizer.is_identity
     acc = tiles.q.new_zeros(*tiles.shape, rows.stop - rows.start, tiles.v.shape[2])
     for cols, kind in zip(group.columns, group.kinds[r], strict=True):
         if kind == EMPTY:
             continue
         scores, hidden = _tile(group, rows, cols, kind, desk)
-        weights, values = normalizer.weight(scores, inplace=True), tiles.v[:, cols]
+        if hidden is not None and not ordinary:
+            scores.masked_fill_(hidden, 0)  # what is masked may be NaN, or outside what the function is for
+        weights, values = checked_shape(normalizer, normalizer.weight_(scores), scores), tiles.v[:, cols]
         if hidden is not None:
-            weights.masked_fill_(hidden, 0)
+            weights = weights.masked_fill_(hidden, 0) if ordinary else weights.masked_fill(hidden, 0)
             values = _visible(group, values, hidden)
         if found.total is not None:
             found.total[group.at(rows)] += weights.sum(-1)
@@ -295,7 +308,14 @@ def _pointwise_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, 
 def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk: _Desk) -> None:
     tiles, call = group.tiles, group.tiles.call
     shown = [(cols, kind) for cols, kind in zip(group.columns, group.kinds[r], strict=True) if kind != EMPTY]
+    normalizer, sink = call.normalizer, tiles.of(call.sink)
+    assert isinstance(normalizer, SumToOne)
+    assert found.level is not None
+    if sink is not None:
+        sink = sink.expand(*tiles.shape, call.q.shape[2])
     if not shown:
+        if sink is not None:
+            found.level[group.at(group.rows[r])] = level_of_rows(normalizer, sink[..., group.rows[r], None])
         return
     width = sum(cols.stop - cols.start for cols, _ in shown)
     height = max(1, PANEL // (math.prod(tiles.shape) * width))
@@ -314,50 +334,74 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
             at += size
             if call.dropout_p:
                 kept.append(_kept(group, rows, cols))
-            if isinstance(call.normalizer, Hard) and call.normalizer.sample:
+            if normalizer.one_key and normalizer.sample:
                 noises.append(noise.gumbel(call.seed, tiles.region(rows, cols), call.grid))
         scores = torch.cat(panel, -1)
         values = tiles.v[:, whole] if whole is not None else tiles.v[:, keys]
         if not (group.clean or seen.all()):
             values = torch.where(seen[:, None], values, 0.0)
         at_rows = group.at(rows)
-        assert found.level is not None
-        assert found.mean is not None
-        if isinstance(call.normalizer, Hard):
-            lse = log_sum_exp(scores)
-            found.level[at_rows] = lse
-            soft = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+        level, weights = _solved(call, normalizer, scores, None if sink is None else sink[..., rows])
+        found.level[at_rows] = level
+        kept_all = torch.cat(kept, -1) if kept else None
+        if found.mean is not None:
+            falls = weights if normalizer.has_lse else _level_slopes(normalizer, scores, level, weights)
+            total = falls.sum(-1, keepdim=True)
+            if sink is not None:
+                column = sink[..., rows, None]
+                weight = weights_of(normalizer, column, level)
+                total = total + _level_slopes(normalizer, column, level, weight)
+            falls = falls / torch.where(total == 0, 1.0, total)
+            soft = falls if kept_all is None else falls * kept_all
             found.mean[at_rows] = tiles.weigh(soft, values)
+        if normalizer.one_key:
             best = (scores + torch.cat(noises, -1) if noises else scores).argmax(-1, keepdim=True)
+            empty = (scores == -torch.inf).all(-1, keepdim=True)
             assert found.chosen is not None
-            found.chosen[at_rows] = keys[best[..., 0]].masked_fill(lse == -torch.inf, -1)
-            weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(lse[..., None] == -torch.inf, 0)
-        else:
-            tau = level(call.normalizer, scores)
-            assert tau is not None
-            found.level[at_rows] = tau
-            weights = weigh(call.normalizer, scores, tau)
-            turned = slopes(call.normalizer, weights)
-            total = turned.sum(-1, keepdim=True)
-            turned /= torch.where(total == 0, 1.0, total)
-            if kept:
-                weights, turned = weights * torch.cat(kept, -1), turned * torch.cat(kept, -1)
-            found.mean[at_rows] = tiles.weigh(turned, values)
+            found.chosen[at_rows] = keys[best[..., 0]].masked_fill(empty[..., 0], -1)
+            weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(empty, 0)
+        elif kept_all is not None:
+            weights = weights * kept_all
         found.out[at_rows] = tiles.weigh(weights, values)
         if near is not None:
-            turned = soft if isinstance(call.normalizer, Hard) else turned
             mean = ByQuery(torch.zeros_like(near.tensor[at_rows]), near.offset + rows.start)
             at = 0
             for cols, _ in shown:
                 part = slice(at, at + cols.stop - cols.start)
                 near.add_gradient(near.tensor, tiles.region(rows, cols), weights[..., part])
-                region = _local(rows, cols)
-                mean.add_gradient(mean.tensor, region, turned[..., part])
+                if found.mean is not None:
+                    mean.add_gradient(mean.tensor, _local(rows, cols), soft[..., part])
                 at = part.stop
+            if found.mean is None:
+                continue
             assert call.values is not None
             table = tiles.of(call.values[None])
             assert table is not None
             found.mean[at_rows] += mean.tensor @ table[0].to(mean.tensor)
+
+
+def _solved(call: Call, normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Level and weights of whole rows, of whose scores a sink is one that has no value."""
+    together = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
+    if overrides(normalizer, SumToOne, "level_of"):
+        level = level_of_rows(normalizer, together)
+        return level, weights_of(normalizer, scores, level)
+    level, weights = solve(normalizer, together)
+    return level, weights if sink is None else weights[..., :-1]
+
+
+def _level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
+    """−∂ weight / ∂ level of whole rows, 0 where scores are −inf."""
+    if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
+        return normalizer.slope_from_weights(weights)  # such weights depend on score − level
+    masked = scores == -torch.inf
+    with torch.enable_grad():
+        at = level[..., None].expand_as(scores).contiguous().requires_grad_()
+        made = normalizer.weight(unmasked(scores, masked, level[..., None]), at)
+    if not made.requires_grad:
+        return torch.zeros_like(scores)
+    (falls,) = torch.autograd.grad(made, at, -torch.ones_like(made), allow_unused=True)
+    return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
 def _local(rows: slice, cols: slice) -> Region:
@@ -392,7 +436,7 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
     wide = torch.promote_types(call.q.dtype, torch.float32)
     grad, out = grad.to(wide), found.out.to(wide)
     totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
-    if "sink" in totals:
+    if "sink" in totals and call.normalizer.has_lse:
         assert call.sink is not None
         assert found.level is not None
         totals["sink"] = sink_gradient(call.sink, Partial(out, found.level), grad, grad_lse)
@@ -408,6 +452,10 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
     level_ = found.level
     if level_ is not None:
         level_ = level_.masked_fill(level_ == -torch.inf, -HIDDEN)  # such rows see nothing: e^(s − ∞) = 0
+    if call.sink is not None and not call.normalizer.has_lse:
+        assert level_ is not None
+        assert inner is not None
+        _add_sink_gradients(call, level_, inner, totals)
     state = _Backward(level_, scaled, inner, totals)
     if call.values is not None:
         table = call.values.to(wide)
@@ -421,14 +469,12 @@ def _backward(call: Call, found: _Found, grad: Tensor, grad_lse: Tensor | None, 
     each(lambda job: job.run(state, desk), jobs, grad.device)
     for job in jobs:
         job.collect(totals)
-    if isinstance(call.normalizer, Hard) and "v" in totals:
-        assert found.chosen is not None
+    if found.chosen is not None and "v" in totals:
         _add_chosen(found.chosen, grad, totals["v"])
     if "values" in totals:
         assert state.mass is not None
         mass = state.mass.tensor
-        if isinstance(call.normalizer, Hard):
-            assert found.chosen is not None
+        if found.chosen is not None:
             mass = _chosen_distances(call, found.chosen, mass)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", mass, scaled).sum_to_size(totals["values"].shape)
     if "shift" in totals:
@@ -450,21 +496,85 @@ def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
 
 
+def _add_sink_gradients(call: Call, level: Tensor, inner: Tensor, totals: dict[str, Tensor]) -> None:
+    """The sink takes weight(sink, level), which no value meets: its slope is that of a key of value 0."""
+    assert call.sink is not None
+    column = call.sink.expand_as(level)[..., None].clone()  # a shortcut may work in place
+    names = [name for name in call.own if name in totals and name.startswith("normalizer ")]
+    weigh = _Weigh(call.normalizer, [call.own[name] for name in names])
+    hidden = column == -torch.inf
+    weigh.weights(column, level, hidden if hidden.any() else None)
+    slope, found = weigh.slopes(-inner[..., None])
+    if "sink" in totals:
+        totals["sink"] += slope[..., 0].masked_fill(hidden[..., 0], 0).sum_to_size(call.sink.shape)
+    for name, x in zip(names, found, strict=True):
+        if x is not None:
+            totals[name] += x
+
+
+class _Weigh:
+    """The weights of one tile, and then the slopes of its scores from those of its weights.
+
+    By a normalizer's shortcut where it has one, in the memory of the scores; else by autograd on its definition, at
+    the scores. The level of a row is held fixed.
+    """
+
+    def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
+        self.normalizer, self.learned = normalizer, learned
+        base = SumToOne if isinstance(normalizer, SumToOne) else Pointwise
+        self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
+        self.made: tuple[Tensor, Tensor] | Tensor
+
+    def weights(self, scores: Tensor, level: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """Weights of scores, which are spoilt, at the level of their rows; 0 where hidden."""
+        normalizer = self.normalizer
+        if self.shortcut:
+            if isinstance(normalizer, Pointwise):
+                weights = normalizer.weight_(scores)
+            else:
+                assert isinstance(normalizer, SumToOne)
+                assert level is not None
+                weights = normalizer.weight_(scores, level[..., None])
+            self.made = weights if hidden is None else weights.masked_fill_(hidden, 0)
+            return self.made
+        row = level[..., None] if level is not None else None
+        s = (scores if hidden is None else unmasked(scores, hidden, row)).detach().requires_grad_()
+        with torch.enable_grad():
+            if isinstance(normalizer, SumToOne):
+                assert row is not None
+                made = normalizer.weight(s, row)
+            else:
+                assert isinstance(normalizer, Pointwise)
+                made = normalizer.weight(s)
+            made = checked_shape(normalizer, made, s)
+        self.made = s, made
+        return made.detach() if hidden is None else made.detach().masked_fill(hidden, 0)
+
+    def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Slopes of the scores and of the learned tensors, from those of the weights: 0 where hidden, and spoilt."""
+        if not isinstance(self.made, tuple):
+            assert isinstance(self.normalizer, Pointwise | SumToOne)
+            return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
+        s, made = self.made
+        if not made.requires_grad:
+            return torch.zeros_like(s), [None] * len(self.learned)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(made, (s, *self.learned), grad, allow_unused=True)
+        return torch.zeros_like(s) if found[0] is None else found[0], list(found[1:])
+
+
 @dataclass(eq=False)
 class _Job:
-    """Some rows of a group, and the gradients of its keys, values and vector that they give."""
+    """Some rows of a group, and the gradients of its keys, its values and learned tensors that they give."""
 
     group: _Group
     rows: range
     dk: Tensor | None = None
     dv: Tensor | None = None
-    dvector: Tensor | None = None
+    learned: dict[str, Tensor] = field(default_factory=dict)
 
     def run(self, state: _Backward, desk: _Desk) -> None:
         tiles = self.group.tiles
         self.dk, self.dv = torch.zeros_like(tiles.k), torch.zeros_like(tiles.v)
-        if tiles.vector is not None:
-            self.dvector = torch.zeros_like(tiles.vector)
         for r in self.rows:
             self._run_rows(r, state, desk)
 
@@ -475,10 +585,19 @@ class _Job:
                 assert x is not None
                 inside = totals[name][tiles.batch, tiles.key_heads]
                 inside += x.view(inside.shape)
-        if "vector" in totals:
-            assert self.dvector is not None
-            inside = totals["vector"][tiles.heads]
-            inside += self.dvector.view(inside.shape)
+        for name, x in self.learned.items():
+            totals[name] += x
+
+    def _add_learned(self, names: list[str], found: Sequence[Tensor | None], state: _Backward) -> None:
+        for name, x in zip(names, found, strict=True):
+            if x is not None:
+                if name not in self.learned:
+                    self.learned[name] = torch.zeros_like(state.totals[name])
+                self.learned[name] += x
+
+    def _own(self, of: str, state: _Backward) -> list[str]:
+        """Names of learned tensors of the score or the normalizer that want gradients."""
+        return [name for name in self.group.tiles.call.own if name.startswith(of) and name in state.totals]
 
     def _run_rows(self, r: int, state: _Backward, desk: _Desk) -> None:
         group, tiles = self.group, self.group.tiles
@@ -486,30 +605,26 @@ class _Job:
         rows, at = group.rows[r], group.at(group.rows[r])
         grad = state.grad[at].reshape(len(tiles.v), -1, tiles.v.shape[2])
         inner = None if state.inner is None else state.inner[at].reshape(len(tiles.v), -1, 1)
+        level = None if state.level is None else state.level[at]
         dq = torch.zeros_like(tiles.q[:, :, rows]).flatten(1, 2)
         assert self.dk is not None
         assert self.dv is not None
+        one_key = isinstance(normalizer, SumToOne) and normalizer.one_key
+        names = self._own("normalizer", state)
+        weigh = _Weigh(normalizer, [call.own[name] for name in names])
         for cols, kind in zip(group.columns, group.kinds[r], strict=True):
             if kind == EMPTY:
                 continue
             shape = (*tiles.shape, rows.stop - rows.start, cols.stop - cols.start)
             scores, hidden = _tile(group, rows, cols, kind, desk)
-            if isinstance(normalizer, Pointwise):
-                weights = normalizer.weight(scores, inplace=True)
-            elif isinstance(normalizer, Softmax | Hard):
-                assert state.level is not None
-                weights = scores.sub_(state.level[at][..., None]).mul_(LOG2_E).exp2_()
-            else:
-                assert state.level is not None
-                weights = weigh(normalizer, scores, state.level[at])
+            weights = weigh.weights(scores, level, hidden)
             values, keys = tiles.v[:, cols], tiles.k[:, cols]
             if hidden is not None:
-                weights.masked_fill_(hidden, 0)
                 values, keys = _visible(group, values, hidden), _visible(group, keys, hidden)
             kept = _kept(group, rows, cols) if call.dropout_p else None
-            if not isinstance(normalizer, Hard):
+            if not one_key:
                 met = weights if kept is None else weights * kept
-                folded = met.view(len(values), -1, met.shape[3])
+                folded = met.reshape(len(values), -1, met.shape[3])
                 self.dv[:, cols].baddbmm_(folded.transpose(1, 2), grad)
                 if state.mass is not None:
                     with state.lock:
@@ -522,15 +637,18 @@ class _Job:
                 slope *= kept
             if inner is not None:
                 slope.view(len(values), -1, shape[3]).sub_(inner)
-            slope *= slopes(normalizer, weights)
+            if hidden is not None and not weigh.shortcut:
+                slope.masked_fill_(hidden, 0)
+            slope, found = weigh.slopes(slope)
+            self._add_learned(names, found, state)
             if hidden is not None:
                 slope.masked_fill_(hidden, 0)
             if "shift" in state.totals:
                 state.totals["shift"][at] += slope.sum(-1)
             slope = self._through_biases(rows, cols, slope, hidden, state)
-            self._through_product(rows, cols, slope, keys, dq)
+            self._through_product(rows, cols, slope, hidden, keys, dq, state)
         if "q" in state.totals:
-            scale = call.scale if tiles.vector is None else 1
+            scale = call.scale if call.pairwise is None else 1
             state.totals["q"][at] = dq.view(*tiles.shape, rows.stop - rows.start, -1) * scale
 
     def _through_biases(
@@ -539,39 +657,51 @@ class _Job:
         """The slope at the product, from that at the final scores; biases get theirs."""
         tiles = self.group.tiles
         call = tiles.call
-        if call.normalizer.temperature != 1 and (call.biases or tiles.vector is not None):
+        if call.normalizer.temperature != 1 and not tiles.linear:
             slope = slope / call.normalizer.temperature
         if not call.biases:
             return slope
         region, before = tiles.region(rows, cols), []
-        if call.capped:
+        if call.reshaped is not None:
             score = tiles.product(rows, cols)
+            score = score if hidden is None or self.group.clean else score.masked_fill(hidden, 0)
             for bias in call.biases:
                 before.append(score)
-                score = bias.apply(score, region)
+                score = tiles.apply(bias, score, rows, cols)
         for i, bias in reversed(list(enumerate(call.biases))):
-            if f"bias {i}" in state.totals:
-                with state.lock:
-                    bias.add_gradient(state.totals[f"bias {i}"], region, slope)
-            if call.capped:
-                slope = bias.back(slope, before[i])
-                slope = slope if hidden is None else slope.masked_fill(hidden, 0)
+            known = bias.tensors()
+            names = [name for name in known if f"bias {i} {name}" in state.totals]
+            if isinstance(bias, Additive) and bias.add_gradient is not None:
+                for name in names:
+                    with state.lock:
+                        bias.add_gradient(state.totals[f"bias {i} {name}"], region, slope)
+                continue
+            learned = [known[name] for name in names]
+            slope, *found = bias.gradients(before[i] if before else slope, region, slope, learned)  # type: ignore[assignment]
+            slope = torch.zeros_like(before[i]) if slope is None else slope
+            self._add_learned([f"bias {i} {name}" for name in names], found, state)
+            slope = slope if hidden is None else slope.masked_fill(hidden, 0)
         return slope
 
-    def _through_product(self, rows: slice, cols: slice, slope: Tensor, keys: Tensor, dq: Tensor) -> None:
+    def _through_product(
+        self, rows: slice, cols: slice, slope: Tensor, hidden: Tensor | None, keys: Tensor, dq: Tensor, state: _Backward
+    ) -> None:
         tiles = self.group.tiles
+        score = tiles.call.pairwise
         assert self.dk is not None
-        if tiles.vector is None:
+        if score is None:
             folded = slope.reshape(len(keys), -1, slope.shape[3])
             dq.baddbmm_(folded, keys)
             self.dk[:, cols].baddbmm_(folded.transpose(1, 2), tiles.q[:, :, rows].flatten(1, 2))  # q carries the scale
             return
-        assert self.dvector is not None
-        met = tiles.squashed(rows, cols)  # (key heads, group, q, k, a)
-        slope = slope.reshape(*met.shape[:-1], 1)
-        self.dvector += (slope * met).sum((2, 3), keepdim=True)
-        inside = slope * tiles.vector * (1 - met * met)
-        if slope.isnan().any():
-            inside = torch.where(slope == 0, 0.0, inside)
-        dq += inside.sum(3).flatten(1, 2)
-        self.dk[:, cols] += inside.sum((1, 2))
+        q, k = tiles.queries_and_keys(rows, cols)
+        if hidden is not None and not self.group.clean:
+            q = q.masked_fill(hidden.all(-1, keepdim=True), 0)
+            k = k.masked_fill(hidden.all(-2)[..., None], 0)
+        names = self._own("score", state)
+        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.own[name] for name in names])
+        if of_q is not None:
+            dq += of_q.view(dq.shape)
+        if of_k is not None:
+            self.dk[:, cols] += of_k.view(len(self.dk), tiles.group, *of_k.shape[2:]).sum(1)
+        self._add_learned(names, found, state)

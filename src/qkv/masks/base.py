@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from qkv.contract import Definition
 from qkv.errors import InputError
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # in this order `and` is min, `or` is max and `not` is 2 - x
@@ -45,14 +47,30 @@ class Grid:
 class Region:
     """A rectangle of the score matrix: which queries and keys, of which batch items and query heads.
 
-    >>> Region(slice(0, 2), slice(1, 2)).of(torch.arange(6).view(1, 1, 2, 3)).tolist()
+    >>> region = Region(slice(0, 2), slice(1, 2), offset=3)
+    >>> region.of(torch.arange(6).view(1, 1, 2, 3)).tolist()
     [[[[1], [4]]]]
+    >>> region.queries.tolist(), region.keys.tolist()
+    ([[3], [4]], [1])
     """
 
     rows: slice
     columns: slice
     batch: slice = field(default_factory=lambda: slice(None))
     heads: slice = field(default_factory=lambda: slice(None))
+    offset: int = 0
+    """Position of query 0 among the keys."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def queries(self) -> Int[Tensor, "q 1"]:
+        """Positions of the queries among the keys, as a column."""
+        return (torch.arange(self.rows.start, self.rows.stop, device=self.device) + self.offset)[:, None]
+
+    @property
+    def keys(self) -> Int[Tensor, " k"]:
+        """Positions of the keys."""
+        return torch.arange(self.columns.start, self.columns.stop, device=self.device)
 
     def of(self, x: Tensor) -> Tensor:
         """The region's part of x (b, h, q, k), whose dimensions of size 1 stand for all."""
@@ -95,8 +113,10 @@ class Tiles:
         )
 
 
-class Mask:
-    """Base of all masks. A subclass says which pairs it shows (`sees`) and may classify tiles (`classify`).
+class Mask(Definition):
+    """Base of all masks. One method is required: `sees`, which says which pairs are visible. True means may attend.
+
+    `qkv.testing.check_mask` checks an object.
 
     >>> class Even(Mask):
     ...     def sees(self, b, h, q, k, grid):
@@ -105,13 +125,22 @@ class Mask:
     [1, 0, 1, 0]
     """
 
+    definitions: ClassVar = {
+        "sees": ("classify", "band", "by_value", "allowed", "visible_keys", "key_mask", "factors", "alternatives")
+    }
+
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
 
-        Integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``; so is the result, which
-        need not have the dimensions it does not depend on.
+        Integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``; so is the result, a
+        boolean tensor, which need not have the dimensions it does not depend on.
         """
-        raise TypeError(f"{type(self).__name__} does not say what is visible")
+        raise InputError(
+            f"{type(self).__name__}: no method sees(b, h, q, k, grid); a Mask needs one, which returns True where "
+            "a query may attend"
+        )
+
+    # --- shortcuts: none is needed; a subclass that redefines `sees` loses those it inherits --------------------------
 
     def classify(self, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h rows cols"]:
         """EMPTY, PARTIAL or FULL for each tile; PARTIAL is always a safe answer. b and h may be 1."""
@@ -124,18 +153,46 @@ class Mask:
 
     @property
     def by_value(self) -> bool:
-        """Whether equal masks are the same for ever; not so where data or a function may change behind it."""
-        return True
+        """Whether equal masks stay equal for ever, so that what is computed of one may be kept for the other.
+
+        True of a frozen dataclass of numbers, texts and such masks; tensors and functions may change behind it.
+        """
+        if not is_dataclass(self) or not self.__dataclass_params__.frozen or not self.__dataclass_params__.eq:
+            return False
+        named = {f.name for f in fields(self)}
+        return named.issuperset(vars(self)) and all(_is_value(getattr(self, name)) for name in named)
+
+    def key_mask(self, grid: Grid) -> Bool[Tensor, "#b nk"] | None:
+        """If visibility depends on the batch item and the key alone, which keys are visible; else None."""
+        return None
+
+    def factors(self) -> tuple[Mask, ...]:
+        """Masks that all have to show a pair for this one to show it: the mask itself, or those it is the `and` of."""
+        return (self,)
+
+    def alternatives(self) -> tuple[Mask, ...]:
+        """Masks of which one has to show a pair for this one to show it: itself, or those it is the `or` of."""
+        return (self,)
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` if the mask cannot be laid over `grid`."""
 
     # --- what follows from those -------------------------------------------------------------------------------------
 
+    def is_visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        """`sees`, with a check of what it returned."""
+        seen = self.sees(b, h, q, k, grid)
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+            got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+            raise InputError(
+                f"{type(self).__name__}: sees returned {got}, expected a boolean tensor, True where a query may attend"
+            )
+        return seen
+
     def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """Visibility inside a region; b and h may be 1."""
         b, h, q, k = region.indices(grid)
-        seen = self.sees(b, h, q, k, grid)
+        seen = self.is_visible(b, h, q, k, grid)
         seen = seen[(None,) * (4 - seen.ndim)]
         return seen.expand(*seen.shape[:2], len(q), len(k))
 
@@ -202,6 +259,23 @@ def _as_mask(value: object) -> Mask:
     return value
 
 
+def unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
+    """Raise `InputError` for a tensor given as (x, nq, nk) where x may be the heads as well as the batch."""
+    if ndim == 3 and len(tensor[0]) > 1 and grid.batch == grid.heads == tensor.shape[1]:
+        raise InputError(
+            f"{name}: shape {tuple(tensor.shape[1:])} may mean one for each of {grid.batch} batch items or of "
+            f"{grid.heads} heads; pass x[:, None] for batch items, x[None] for heads"
+        )
+
+
+def _is_value(x: object) -> bool:
+    if isinstance(x, Mask):
+        return x.by_value
+    if isinstance(x, tuple):
+        return all(map(_is_value, x))
+    return x is None or isinstance(x, int | float | str)
+
+
 def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     tiles = Tiles.of(grid, tile, tile)
     kinds = mask.classify(tiles, grid)
@@ -227,25 +301,11 @@ def tile_classes(full: Tensor, empty: Tensor) -> Tensor:
     return out if out.ndim == 4 else out[None, None]
 
 
-class _Of(Mask):
-    """A mask made of another."""
-
-    mask: Mask
-
-    @property
-    def by_value(self) -> bool:
-        return self.mask.by_value
-
-
 class _Two(Mask):
     """A mask made of two others."""
 
     left: Mask
     right: Mask
-
-    @property
-    def by_value(self) -> bool:
-        return self.left.by_value and self.right.by_value
 
     def check(self, grid: Grid) -> None:
         self.left.check(grid)
@@ -253,7 +313,7 @@ class _Two(Mask):
 
 
 @dataclass(frozen=True)
-class Shifted(_Of):
+class Shifted(Mask):
     """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare.
 
     >>> from qkv.masks import Causal
@@ -271,7 +331,7 @@ class Shifted(_Of):
         self.mask.check(self._grid(grid))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.sees(b, h, q - grid.offset + self.offset, k, self._grid(grid))
+        return self.mask.is_visible(b, h, q - grid.offset + self.offset, k, self._grid(grid))
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         move = self.offset - grid.offset
@@ -280,7 +340,7 @@ class Shifted(_Of):
 
 
 @dataclass(frozen=True)
-class Placed(_Of):
+class Placed(Mask):
     """`mask` of a whole matrix `grid`, as a rectangle of it sees it.
 
     In the whole, positions of queries are `down` more than here, and keys `right` more.
@@ -292,7 +352,7 @@ class Placed(_Of):
     right: int
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.sees(b, h, q + self.down, k + self.right, self.grid)
+        return self.mask.is_visible(b, h, q + self.down, k + self.right, self.grid)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         down, right = self.down, self.right
@@ -325,8 +385,11 @@ class And(_Two):
         (a, b), (c, d) = self.left.band, self.right.band
         return max(a, c), min(b, d)
 
+    def factors(self) -> tuple[Mask, ...]:
+        return self.left.factors() + self.right.factors()
+
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.left.sees(b, h, q, k, grid) & self.right.sees(b, h, q, k, grid)
+        return self.left.is_visible(b, h, q, k, grid) & self.right.is_visible(b, h, q, k, grid)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         return torch.minimum(self.left.classify(tiles, grid), self.right.classify(tiles, grid))
@@ -344,15 +407,18 @@ class Or(_Two):
     left: Mask
     right: Mask
 
+    def alternatives(self) -> tuple[Mask, ...]:
+        return self.left, self.right
+
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.left.sees(b, h, q, k, grid) | self.right.sees(b, h, q, k, grid)
+        return self.left.is_visible(b, h, q, k, grid) | self.right.is_visible(b, h, q, k, grid)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         return torch.maximum(self.left.classify(tiles, grid), self.right.classify(tiles, grid))
 
 
 @dataclass(frozen=True)
-class Not(_Of):
+class Not(Mask):
     """Visible where the mask says not.
 
     >>> from qkv.masks import Prefix
@@ -366,14 +432,14 @@ class Not(_Of):
         self.mask.check(grid)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return ~self.mask.sees(b, h, q, k, grid)
+        return ~self.mask.is_visible(b, h, q, k, grid)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         return FULL - self.mask.classify(tiles, grid)
 
 
 @dataclass(frozen=True)
-class Blockwise(_Of):
+class Blockwise(Mask):
     """A mask over blocks of `size` tokens: a pair is visible where `mask` shows the pair of its blocks.
 
     Positions 0 … size − 1 are block 0 and so on; the last block may be short.
@@ -398,7 +464,7 @@ class Blockwise(_Of):
         self.mask.check(self._grid(grid))
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        return self.mask.sees(b, h, q // self.size, k // self.size, self._grid(grid))
+        return self.mask.is_visible(b, h, q // self.size, k // self.size, self._grid(grid))
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         blocks = Tiles(*(x // self.size for x in (tiles.q_first, tiles.q_last, tiles.k_first, tiles.k_last)))

@@ -188,8 +188,11 @@ def grid_mod(mask: Mask, grid: Grid) -> Visible:
 def _ready(mask: Mask, grid: Grid) -> Mask:
     """The same mask made of tensors on the grid's device: nothing to move, to draw, to make or to look up in a cache.
 
-    All of that would happen while FlexAttention traces the function, where it fails or draws anew.
+    All of that would happen while FlexAttention traces the function, where it fails or draws anew. A subclass, which
+    may define something else, is left as it is.
     """
+    if type(mask) not in _KNOWN:
+        return mask
     match mask:
         case And(left, right) | Or(left, right):
             return type(mask)(_ready(left, grid), _ready(right, grid))
@@ -214,6 +217,9 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
         case RandomKeys(size, seed, besides):
             return Predicate(_drawn(_draw(size, seed, besides, grid.n_keys).to(grid.device)))
     return mask
+
+
+_KNOWN = (And, Or, Not, Shifted, Placed, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
 
 
 def _moved(mask: Mask, by: int, grid: Grid) -> Visible:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Grid, Mask, Region, Tiles, tile_classes
+from qkv.masks.base import Grid, Mask, Region, Tiles, tile_classes, unambiguous
 
 
 class _TensorMask(Mask):
@@ -68,6 +68,11 @@ class Padding(_TensorMask):
         lengths = torch.as_tensor(self.lengths).to(k.device)
         length = lengths[b] if len(lengths) > 1 else lengths[0]
         return (k < length) if self.side == "right" else (k >= grid.n_keys - length)
+
+    def key_mask(self, grid: Grid) -> Tensor:
+        start, stop = (x[:, 0, 0].to(grid.device) for x in self._range(grid))
+        keys = grid.columns(0, grid.n_keys)
+        return (keys >= start) & (keys < stop)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         start, stop = (x.cpu() for x in self._range(grid))
@@ -150,6 +155,7 @@ class Dense(_TensorMask):
     """
 
     tensor: Bool[Tensor, "..."]
+    ndim: int = field(init=False, repr=False)  # of the tensor as it was given
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.dtype != torch.bool:
@@ -164,10 +170,11 @@ class Dense(_TensorMask):
                 f"mask: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
                 "or (batch, heads, nq, nk)"
             )
-        missing = 4 - self.tensor.ndim
-        object.__setattr__(self, "tensor", self.tensor[(None,) * missing])
+        object.__setattr__(self, "ndim", self.tensor.ndim)
+        object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
+        unambiguous("mask", self.ndim, self.tensor, grid)
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(

@@ -21,7 +21,7 @@ class _Band(Mask):
         assert self.band is not None
         low, high = self.band
         back = q - k
-        if math.isinf(high):
+        if high == math.inf:
             return back >= low
         return (back >= low) & (back <= high)
 

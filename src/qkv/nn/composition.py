@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from qkv.attention import Attention
 from qkv.call import as_mask
+from qkv.contract import Definition
 from qkv.errors import InputError
 from qkv.masks import Mask
 
@@ -79,9 +81,9 @@ def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
 def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter | nn.Module]]:
     if isinstance(x, nn.Parameter | nn.Module):
         yield place, x
-    elif is_dataclass(x):
-        for field in fields(x):
-            yield from _learned(getattr(x, field.name), (*place, field.name))
+    elif isinstance(x, Definition) or is_dataclass(x):
+        for name, value in vars(x).items():
+            yield from _learned(value, (*place, name))
     elif isinstance(x, tuple | list):
         for i, one in enumerate(x):
             yield from _learned(one, (*place, i))
@@ -92,5 +94,7 @@ def _with(x: Any, place: Path, value: Tensor) -> Any:
         return value
     first, rest = place[0], place[1:]
     if isinstance(first, str):
-        return replace(x, **{first: _with(getattr(x, first), rest, value)})
+        made = copy(x)
+        object.__setattr__(made, first, _with(getattr(x, first), rest, value))
+        return made
     return (*x[:first], _with(x[first], rest, value), *x[first + 1 :])

@@ -13,7 +13,7 @@ from qkv.errors import InputError
 from qkv.nn.block import TransformerBlock
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.multi_head import MultiHeadAttention
-from qkv.normalizers import Softmax
+from qkv.normalizers import Softmax, SumToOne
 from qkv.scores import Dot
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,10 +100,10 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         raise InputError(f"module is {type(ours).__name__}, which torch.nn has no like of")
     attention = ours.composition.attention
     normalizer = attention.normalizer or Softmax()
-    plain = isinstance(normalizer, Softmax) and normalizer.temperature == 1 and normalizer.key is None
-    sink = normalizer.sink if isinstance(normalizer, Softmax) else None
+    plain = isinstance(normalizer, SumToOne) and normalizer.has_lse and normalizer.temperature == 1
+    sink = normalizer.sink if isinstance(normalizer, SumToOne) else None
     off_by_one = not isinstance(sink, torch.Tensor) and sink == 0.0
-    plain = plain and (sink is None or off_by_one)
+    plain = plain and (sink is None or off_by_one) and getattr(normalizer, "key", None) is None
     for what, there in {
         "grouped heads": ours.kv_heads != ours.heads,
         "a gate": ours.gate is not None,

@@ -15,7 +15,7 @@ from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn.composition import Composition
 from qkv.nn.projection import Projection, project
-from qkv.normalizers import Softmax
+from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
 
 if TYPE_CHECKING:
@@ -243,12 +243,14 @@ def _with_sink(attention: Attention, heads: int, head_dim: int, sink: bool, key_
     if not (sink or key_bias):
         return attention
     normalizer = attention.normalizer or Softmax()
-    if not isinstance(normalizer, Softmax):
-        raise InputError(f"sink and key_bias belong to Softmax, but the normalizer is {type(normalizer).__name__}")
+    if not isinstance(normalizer, SumToOne) or normalizer.one_key:
+        raise InputError(
+            f"sink and key_bias belong to normalizers that sum to one, but this is {type(normalizer).__name__}"
+        )
     if sink and key_bias:
         raise InputError("sink and key_bias are both True, expected at most one of them")
     if sink:
-        return replace(attention, normalizer=replace(normalizer, sink=nn.Parameter(torch.zeros(heads))))
+        return replace(attention, normalizer=normalizer.with_sink(sink=nn.Parameter(torch.zeros(heads))))
     key = nn.Parameter(torch.empty(heads, head_dim))
     nn.init.normal_(key, std=0.02)
-    return replace(attention, normalizer=replace(normalizer, key=key))
+    return replace(attention, normalizer=normalizer.with_sink(key=key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,13 +50,6 @@ class Edit:
         one_of("edit: normalizer", self.normalizer, NORMALIZERS)
         if not COLDEST <= self.temperature <= HOTTEST:  # beyond, scores overflow, or differ by rounding alone
             raise InputError(f"edit: temperature is {self.temperature}, expected {COLDEST} to {HOTTEST:g}")
-
-
-@dataclass(frozen=True, eq=False)
-class TemperedSigmoid(Sigmoid):
-    """σ(s / temperature + b)."""
-
-    temperature: float = 1.0
 
 
 def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
@@ -207,14 +200,8 @@ def _made(own: Normalizer, name: str, temperature: float) -> Normalizer:
         case "off-by-one":
             return Softmax(temperature, sink=0.0)
         case "sigmoid":
-            return TemperedSigmoid(temperature=temperature)
-    if isinstance(own, Softmax):
-        return replace(own, temperature=own.temperature * temperature)
-    if isinstance(own, Sigmoid):
-        return TemperedSigmoid(own.bias, own.temperature * temperature)
-    raise InputError(
-        f"edit: temperature is {temperature} of a head normalised by {type(own).__name__}, which has none; expected 1"
-    )
+            return Sigmoid().with_temperature(temperature)
+    return own.with_temperature(own.temperature * temperature)
 
 
 def _joined(parts: list[tuple[list[int], Result]]) -> Result:

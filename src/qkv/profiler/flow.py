@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.measure import settled
-from qkv.normalizers import Softmax
 from qkv.profiler.calls import calls_of, without_values
 from qkv.profiler.capture import Seen
 from qkv.profiler.inputs import batches, sequences_of
@@ -205,7 +204,7 @@ class _Layer:
     @staticmethod
     def of(seen: Seen, residual: float) -> _Layer:
         rows, queries = settled(seen.call, seen.lse), _real(seen)
-        if isinstance(seen.call.normalizer, Softmax) and seen.call.sink is None:
+        if seen.call.normalizer.has_lse and seen.call.sink is None:
             assert rows.level is not None
             mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]
         else:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.call import Call, at_least_float32
-from qkv.normalizers import Softmax
+from qkv.normalizers import SumToOne
 
 DIRECTIONS = 3  # principal directions of the keys whose share is told
 
@@ -63,7 +63,7 @@ def geometry(
     alone = other.sum(2) == 0  # one token has no others
     for name in ("cosine_others", "first_key_angle"):
         found[name] = found[name].masked_fill(alone, torch.nan)
-    if isinstance(call.normalizer, Softmax) and call.normalizer.key is not None:
+    if isinstance(call.normalizer, SumToOne) and call.normalizer.key is not None:
         learned = call.normalizer.key.detach().to(query)
         if learned.shape[-1] == query.shape[-1]:
             found["key_bias_cosine"] = (query * _unit(learned)).sum(-1)

@@ -1,0 +1,252 @@
+"""What a case must give, by the formula, and how far off rounding may be.
+
+Tolerances come from the dtype and the condition of the case: the formula is evaluated again with every step rounded at
+random (`fuzz.rounding`), and a kernel may be off by `ROOM` times what that changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzz.cases import Case
+from fuzz.draw import Draw
+from fuzz.formula import Found, attention
+from fuzz.rounding import EXACT, Random, Rounding, Sizes
+from fuzz.statistics import COUNTS, OF_COLUMNS, OF_SHAPE, statistics
+from qkv import normalizers
+
+SAMPLES = 3
+ROOM = 32
+"""A kernel adds up many roundings, and in another order."""
+CLEAR = 16
+"""How many times the error of a score it must be away from a kink or a tie, so that no rounding takes it there."""
+COARSEST = 2.0**-30
+"""Roundings of float64 are drawn this large and their effect scaled down: the formula itself is no more precise."""
+SMALLEST_SUM = 1e-30
+"""Sums of weights below it underflow float32 in part; normalizers that need not care work with logarithms."""
+FLOAT32 = torch.finfo(torch.float32).eps
+EXPONENTIAL = 2.0**-14
+SPREAD = 0.004
+"""What float32 inputs resolve of the square of `spread`: two squares of places in a tile, up to 128² ± 0.001 each."""
+
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The formula, evaluated once."""
+
+    leaves: dict[str, Tensor]
+    normalizer: Any
+    found: Found
+
+
+def sizes(case: Case, kernel: str) -> tuple[Sizes, float]:
+    """How `kernel` rounds, and what the effect is to be multiplied by."""
+    wide = torch.promote_types(case.dtype, torch.float32)
+    work, stored = torch.finfo(wide).eps, torch.finfo(case.dtype).eps
+    scale = 1.0
+    if work < COARSEST:
+        scale, work, stored = work / COARSEST, COARSEST, COARSEST
+    tiny = 0.0 if wide == torch.float64 else torch.finfo(wide).tiny
+    # torch's fused kernel keeps weights, and slopes of scores, in the dtype of the inputs; FlexAttention without a
+    # compiler the product, too.
+    weights = stored if kernel in ("flash", "flex") else work
+    # For bfloat16 it approximates exponentials, to 2^-14, and `measure` may take its log-sum-exp.
+    level = EXPONENTIAL if case.dtype == torch.bfloat16 and kernel in ("flash", "measure by flash") else 0.0
+    return Sizes(work, stored, weights, stored if kernel == "flex" else work, level, tiny), scale
+
+
+class Expected:
+    """What `case` must give; `skipped` rows of queries are left out, because rounding decides there."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.exact = self._evaluate(EXACT, None)
+        samples = self._samples("eager")
+        self.certain = _certain(self.exact, [x for x, _ in samples])
+        self._error = _error(self.exact, [x for x, _ in samples])
+        smooth = self.certain & _smooth(self.exact, [x for x, _ in samples])
+        # Rows whose gradient rounding decides get none.
+        self.grad = case.grad.masked_fill(~smooth[..., None], 0)
+        self.grad_lse = case.grad_lse.masked_fill(~smooth, 0)
+        self.has_statistics = bool(self.exact.found.weights.min() >= 0)
+        self.values = self._values(self.exact, EXACT)
+        self._changes: dict[Sizes, dict[str, Tensor]] = {}
+        self._add_changes("eager", samples)
+
+    def _evaluate(self, rounding: Rounding, near: Tensor | None) -> Run:
+        case = self.case
+        leaves = {
+            name: rounding.leaf(x.detach().double()).requires_grad_(name in case.learn)
+            for name, x in case.tensors().items()
+        }
+        made = case.made(leaves)
+        with torch.set_grad_enabled(bool(case.learn)):
+            found = attention(*(leaves[x] for x in "qkv"), case.allowed, rounding=rounding, near=near, **made)
+        return Run(leaves, made["normalizer"], found)
+
+    def _samples(self, kernel: str) -> list[tuple[Run, Rounding]]:
+        of, _ = sizes(self.case, kernel)
+        level = self.exact.found.level
+        near = None if level is None else level.detach()[..., None]
+        found = []
+        for n in range(SAMPLES):
+            rounding = Random(of, Draw(self.case.seed, self.case.number, f"rounding {n}").generator)
+            found.append((self._evaluate(rounding, near), rounding))
+        return found
+
+    def _values(self, run: Run, rounding: Rounding) -> Values:
+        """Every number that a kernel gives, and every statistic, by name."""
+        case, found = self.case, run.found
+        values = {"out": found.out.detach(), "weights": found.weights.detach()}
+        loss = (found.out * self.grad.double()).sum()
+        size = (found.out.detach().abs() * self.grad.double().abs()).sum(-1)
+        if isinstance(run.normalizer, normalizers.Softmax):
+            assert found.lse is not None
+            values["lse"] = found.lse.detach()
+            seen = found.lse != -torch.inf
+            loss = loss + (torch.where(seen, found.lse, 0.0) * self.grad_lse.double()).sum()
+            size = size + self.grad_lse.double().abs() * seen
+        if found.anchor is not None:
+            loss = loss + (found.anchor * rounding.row_gradient(size)).sum()
+        wanted = {name: x for name, x in run.leaves.items() if name in case.learn}
+        if wanted:
+            slopes = [None] * len(wanted)
+            if loss.requires_grad:
+                slopes = list(torch.autograd.grad(loss, list(wanted.values()), allow_unused=True))
+            for (name, x), slope in zip(wanted.items(), slopes, strict=True):
+                values[f"gradient of {name}"] = torch.zeros_like(x) if slope is None else slope
+        if self.has_statistics:
+            sink = None if found.sink_weight is None else found.sink_weight.detach()
+            with torch.no_grad():
+                made = statistics(values["weights"], case.allowed, sink, case.asked)
+            values |= {f"measure {name}": x for name, x in made.items()}
+            if "lse" in values:
+                values["measure lse"] = values["lse"]
+        return values
+
+    def _add_changes(self, kernel: str, samples: list[tuple[Run, Rounding]]) -> None:
+        of, scale = sizes(self.case, kernel)
+        all_values = [self._values(run, rounding) for run, rounding in samples]
+        changes = {}
+        for name, want in self.values.items():
+            off = [torch.zeros_like(want)]
+            off += [torch.where(want.isfinite(), x[name] - want, 0.0).abs() for x in all_values]
+            changes[name] = torch.stack(off).amax(0) * scale
+        self._changes[of] = changes
+
+    def skipped(self, name: str) -> Tensor | None:
+        """Where the answer may be another one, as a tensor that broadcasts to the value, or None."""
+        rows = ~self.certain
+        if name.startswith("measure "):
+            what = name.removeprefix("measure ")
+            if what in COUNTS:
+                return None
+            if what in OF_COLUMNS:
+                return torch.tensor(True) if rows.any() else None
+            if what in OF_SHAPE:
+                rows = rows | self._weightless()
+            if what == "lse" and self.case.asked.queries is not None:
+                rows = rows | ~self.case.asked.queries[:, None]
+            return rows
+        if name in ("out", "weights"):
+            return rows[..., None]
+        return None
+
+    def _weightless(self) -> Tensor:
+        """Rows with so little weight that they may count as empty, or whose small weights have lost their precision."""
+        total = self.exact.found.weights.detach().sum(-1)
+        tiny, double = sizes(self.case, "eager")[0].tiny, torch.finfo(torch.float64)
+        return (total > 0) & (total < self.case.shape.nk * max(1e3 * tiny, double.tiny / double.eps))
+
+    def tolerance(self, name: str, kernel: str) -> Tensor:
+        """How far off a value may be."""
+        of, scale = sizes(self.case, kernel)
+        if of not in self._changes:
+            self._add_changes(kernel, self._samples(kernel))
+        want, change = self.values[name], self._changes[of][name]
+        if change.ndim == 4:
+            change = change.amax(-1, keepdim=True)
+        if change.ndim:
+            # By chance few roundings may cancel in one number; they do not in all of its neighbours.
+            of_neighbours = change.mean((-2, -1) if change.ndim == 4 else -1, keepdim=True)
+            change = torch.maximum(change, 0.1 * of_neighbours)
+        wide = torch.promote_types(self.case.dtype, torch.float32)
+        eps = torch.finfo(wide).eps
+        last = (
+            2 * torch.finfo(self.dtype(name)).eps
+        )  # of the result, when it is stored; and of sums, the formula's own, too
+        tolerance = ROOM * change + torch.where(want.isfinite(), want.abs(), 0.0) * (last + 16 * eps)
+        tolerance = tolerance + 100 * torch.finfo(wide).tiny
+        if name == "measure entropy":
+            # Logarithms of weights are differences of scores and the level, which cancel.
+            tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + ROOM * scale * self._error
+        if name == "measure distance":
+            tolerance = tolerance + 8 * eps * self.case.shape.nk  # moments about the middle of a tile, which cancel
+        if name == "measure spread":
+            resolved = SPREAD * eps / FLOAT32 + 16 * torch.finfo(torch.float64).eps * self.case.shape.nk**2
+            tolerance = tolerance + (want.square() + resolved).sqrt() - want
+        return tolerance
+
+    def _largest_logarithm(self) -> Tensor:
+        """Size of the scores of each row, of its level, and of the logarithm of its sum."""
+        final, level = self.exact.found.final.detach(), self.exact.found.level
+        largest = torch.where(final.isfinite(), final, 0.0).abs().amax(-1)
+        total = self.exact.found.weights.detach().sum(-1)
+        largest = largest + torch.where(total > 0, total, 1.0).log().abs()
+        return largest if level is None else largest + level.detach().abs()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a result."""
+        if name in ("out", "weights"):
+            return self.case.dtype
+        if name.startswith("gradient of "):
+            return self.case.tensors()[name.removeprefix("gradient of ")].dtype
+        return torch.promote_types(self.case.dtype, torch.float32)
+
+
+def _error(exact: Run, samples: list[Run]) -> Tensor:
+    """How far rounding moves the final scores of each row (b, h, nq), as seen from the level if there is one."""
+
+    def seen(run: Run) -> Tensor:
+        final, level = run.found.final.detach(), run.found.level
+        return final if level is None else final - level.detach()[..., None]
+
+    here = seen(exact)
+    off = [torch.where(here.isfinite(), (seen(run) - here).abs(), 0.0) for run in samples]
+    return torch.stack(off).amax(0).amax(-1)
+
+
+def _certain(exact: Run, samples: list[Run]) -> Tensor:
+    """Rows (b, h, nq) whose output rounding does not decide."""
+    final, total = exact.found.final.detach(), exact.found.total
+    certain = torch.ones(final.shape[:3], dtype=torch.bool)
+    if isinstance(exact.normalizer, normalizers.Hard) and final.shape[-1] > 1:
+        # The best key must be better than the next by more than an error.
+        best, after = final.topk(2, -1).values.unbind(-1)
+        certain &= (after == -torch.inf) | (best - after > CLEAR * _error(exact, samples))
+    if total is not None:
+        # A sum of both signs, or of few small weights, may be mostly error; one far below 1 may underflow.
+        certain &= total.detach().abs() > SMALLEST_SUM
+        for run in samples:
+            assert run.found.total is not None
+            certain &= (run.found.total.detach() / total.detach() - 1).abs() < 1e-3
+    return certain
+
+
+def _smooth(exact: Run, samples: list[Run]) -> Tensor:
+    """Rows (b, h, nq) with no score so near a kink of the weight that rounding decides the derivative there."""
+    final, level, normalizer = exact.found.final.detach(), exact.found.level, exact.normalizer
+    if isinstance(normalizer, normalizers.ReLU):
+        from_kink = final
+    elif isinstance(normalizer, normalizers.Entmax) and normalizer.alpha > 1.5:  # below, the derivative is continuous
+        assert level is not None
+        from_kink = final - level.detach()[..., None]
+    else:
+        return torch.ones(final.shape[:3], dtype=torch.bool)
+    return ~(from_kink.abs() < CLEAR * _error(exact, samples)[..., None]).any(-1)

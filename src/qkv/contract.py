@@ -1,0 +1,141 @@
+"""What a user's mask, score, bias or normalizer must define, and which tensors in it are learned.
+
+A base class names the one method that *defines* its objects, and its *shortcuts*: faster ways to the same numbers. A
+subclass that redefines an object loses the shortcuts it inherits, so that no kernel can compute the old definition by
+a shortcut. Kernels ask an object through its base class; they never look for a concrete class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+
+
+class Definition:
+    """Base of what users may extend. ``definitions`` maps each defining method to the shortcuts it makes invalid.
+
+    >>> class Shape(Definition):
+    ...     definitions = {"area": ("rounded",)}
+    ...     rounded = None
+    ...     def area(self): ...
+    >>> class Square(Shape):
+    ...     rounded = 4
+    ...     def area(self): return 4
+    >>> class Triangle(Square):
+    ...     def area(self): return 2
+    >>> Square.rounded, Triangle.rounded
+    (4, None)
+    """
+
+    definitions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for base in cls.__mro__[1:]:
+            for method, shortcuts in base.__dict__.get("definitions", {}).items():
+                if method in cls.__dict__:
+                    inherited = [name for name in shortcuts if name not in cls.__dict__]
+                    if any(_stale(cls, base, method, name) for name in inherited):
+                        for name in inherited:
+                            setattr(cls, name, base.__dict__[name])
+
+
+def _stale(cls: type, base: type, method: str, name: str) -> bool:
+    """Whether an inherited shortcut was given beside another version of the method.
+
+    One that was given where the method was still undefined is for whatever defines it.
+    """
+    giver = next(kind for kind in cls.__mro__ if name in kind.__dict__)
+    return getattr(giver, method, None) is not base.__dict__.get(method)
+
+
+def overrides(thing: object, base: type, name: str) -> bool:
+    """Whether the class of `thing` has its own version of what `base` calls `name`."""
+    return getattr(type(thing), name) is not getattr(base, name)
+
+
+def require(thing: object, base: type, method: str, arguments: str, says: str) -> None:
+    """Raise `InputError` if the class of `thing` lacks the method that defines a `base`."""
+    if not overrides(thing, base, method):
+        name = type(thing).__name__
+        raise InputError(f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {says}")
+
+
+def learned_tensors(thing: object) -> dict[str, Tensor]:
+    """The tensors among the attributes of a user's object that require gradients, by name.
+
+    Looks into modules, other objects' attributes, tuples, lists and dictionaries.
+
+    >>> from types import SimpleNamespace
+    >>> scale = nn.Parameter(torch.ones(2))
+    >>> sorted(learned_tensors(SimpleNamespace(scale=scale, name="mine", parts=[nn.Linear(2, 2)])))
+    ['parts.0.bias', 'parts.0.weight', 'scale']
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in _tensors(thing, "", set()):
+        if x.requires_grad and id(x) not in seen:
+            seen.add(id(x))
+            found[name] = x
+    return found
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)
+
+
+def _tensors(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(x, Tensor):
+        yield name, x
+        return
+    if isinstance(x, _PLAIN) or id(x) in seen:
+        return
+    seen.add(id(x))
+    parts: Iterator[tuple[str, object]]
+    if isinstance(x, nn.Module):
+        parts = iter([*x.named_parameters(), *x.named_buffers(), *_fields(x)])
+    elif isinstance(x, Mapping):
+        parts = ((str(key), value) for key, value in x.items())
+    elif isinstance(x, tuple | list | set | frozenset):
+        parts = ((str(i), value) for i, value in enumerate(x))
+    else:
+        parts = iter(_fields(x))
+    for part, value in parts:
+        yield from _tensors(value, f"{name}.{part}" if name else part, seen)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _fields(x: object) -> list[tuple[str, object]]:
+    """Attributes of an object; of a module, those that are not its parameters, buffers, children or hooks."""
+    named = dict(getattr(x, "__dict__", {}))
+    for kind in type(x).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(x, slot):
+                named[slot] = getattr(x, slot)
+    if isinstance(x, nn.Module):
+        named = {name: value for name, value in named.items() if name not in _OF_MODULES}
+    return list(named.items())
+
+
+def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:
+    """Whether `result` depends on a tensor that requires gradients and is none of `listed`: one in a closure, say."""
+    ends = {x.grad_fn for x in listed.values() if x.grad_fn is not None}
+    leaves = {id(x) for x in listed.values()}
+    queue, seen = [result.grad_fn], set()
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or node in ends:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in leaves:
+            return True
+        queue.extend(following for following, _ in node.next_functions)
+    return False

@@ -1,0 +1,106 @@
+"""How queries, keys and values may come, and how results go back: as they came.
+
+Tensors or NumPy arrays, of (batch, heads, length, head_dim), (batch, length, head_dim) or (length, head_dim); fewer
+dimensions mean one head. Under autocast, calls compute in its dtype, as torch's own attention does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.errors import InputError
+
+A = TypeVar("A", Tensor, np.ndarray)
+T = TypeVar("T")
+
+OTHER_NAMES = {  # of other libraries, and ours
+    "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.Dense(tensor) for "
+    "a float one",
+    "attention_mask": "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], since True means may attend here",
+    "is_causal": "mask=qkv.masks.Causal()",
+    "causal": "mask=qkv.masks.Causal()",
+    "scale": "score=qkv.scores.Dot(scale)",
+    "softmax_scale": "score=qkv.scores.Dot(scale)",
+    "dropout": "dropout_p=",
+    "dropout_rate": "dropout_p=",
+    "enable_gqa": "nothing: grouped heads are seen by their number",
+    "need_weights": "return_weights=",
+    "return_attention": "return_weights=",
+    "output_attentions": "return_weights=",
+    "window_size": "mask=qkv.masks.Window(size)",
+    "alibi_slopes": "bias=qkv.biases.ALiBi(slopes)",
+    "softcap": "bias=qkv.biases.SoftCap(cap)",
+    "score_mod": "bias=, one of qkv.biases or your own",
+    "block_mask": "mask=, one of qkv.masks, or qkv.masks.from_flex(block_mask)",
+    "sinks": "normalizer=qkv.normalizers.Softmax(sink=logits)",
+}
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object], known: tuple[str, ...]) -> None:
+    """Raise `InputError` for arguments that a function does not have, naming what they are called here."""
+    for name in unknown:
+        if name in OTHER_NAMES:
+            raise InputError(f"{function}: no argument {name}; pass {OTHER_NAMES[name]}")
+        raise InputError(f"{function}: no argument {name}, expected one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a call came."""
+
+    ndim: int
+    array: bool
+
+    @staticmethod
+    def of(*given: Any) -> tuple[Form, list[Tensor]]:
+        """The form of tensors or arrays that come alike, and they as tensors (batch, heads, length, head_dim)."""
+        arrays = [isinstance(x, np.ndarray) for x in given]
+        if any(arrays) and not all(arrays):
+            raise InputError("q, k and v are tensors and NumPy arrays, expected all of one kind")
+        tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
+        sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}  # what is no tensor is refused later
+        if len(sizes) > 1:
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+            raise InputError(f"q, k and v have shapes {shapes}, expected the same number of dimensions")
+        (ndim,) = sizes
+        if ndim == 3:
+            tensors = [x[:, None] for x in tensors]
+        elif ndim == 2:
+            tensors = [x[None, None] for x in tensors]
+        return Form(ndim, arrays[0]), tensors
+
+    def back(self, x: Tensor) -> Any:
+        """A result (batch, heads, …) as the inputs came."""
+        x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
+        return x.detach().numpy() if self.array else x
+
+    def all_back(self, found: T) -> T:
+        """A data class with every tensor in it, or in what it holds, as the inputs came."""
+        if self.ndim == 4 and not self.array:
+            return found
+        made = copy(found)
+        for one in fields(found):  # type: ignore[arg-type]
+            value = getattr(found, one.name)
+            if isinstance(value, Tensor):
+                value = self.back(value)
+            elif isinstance(value, Mapping):
+                value = {name: self.back(x) for name, x in value.items()}
+            elif is_dataclass(value):
+                value = self.all_back(value)
+            object.__setattr__(made, one.name, value)
+        return made
+
+
+def autocast_dtype(q: Any) -> torch.dtype | None:
+    """The dtype that autocast asks for on the device of q, if it is at work; float64 stays as it is."""
+    if not isinstance(q, Tensor) or q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
+        return None
+    return torch.get_autocast_dtype(q.device.type)

@@ -1,0 +1,312 @@
+"""What a normalizer is: how the scores of one query become weights, defined by one method.
+
+A `Pointwise` weight depends on its own score alone. `SumToOne` weights share a number, the row's *level*, which is such
+that they sum to one. Everything else follows: gradients, tiles, kernels, statistics, sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import copy
+from typing import ClassVar, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv.contract import Definition, learned_tensors, require
+from qkv.errors import InputError
+
+N = TypeVar("N", bound="Normalizer")
+S = TypeVar("S", bound="SumToOne")
+LOG2_E = math.log2(math.e)
+
+Scores = Float[Tensor, "*n k"]
+Level = Float[Tensor, "*n #k"]
+
+
+class Normalizer(Definition):
+    """Base of all normalizers. Yours inherits from `Pointwise` or from `SumToOne`.
+
+    >>> from qkv.normalizers import Sigmoid, Softmax
+    >>> Softmax().has_lse, Sigmoid().has_lse
+    (True, False)
+    """
+
+    temperature: float = 1.0
+    """What final scores are divided by, before the weights are computed."""
+    has_lse = False
+    """Whether the weights are exp(score − level) and the level is the log-sum-exp: partial results then merge."""
+    by_head = True
+    """Whether something in the object differs between heads. Its methods are then always given all query heads."""
+    zero_at_minus_infinity = False
+    """Whether the weight of a score of −inf is 0, with a derivative of 0, when the method is asked for it. Otherwise
+    masked scores are replaced by finite ones first, and their weights set to 0."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Learned tensors that `weight` uses, by name."""
+        return learned_tensors(self)
+
+    def with_temperature(self: N, temperature: float) -> N:
+        """The same normalizer with another temperature."""
+        made = copy(self)
+        object.__setattr__(made, "temperature", temperature)
+        return made
+
+    def check(self, heads: int) -> None:
+        """Raise `InputError` if the normalizer is incomplete, or does not fit this number of query heads."""
+        raise InputError(
+            f"{type(self).__name__}: a Normalizer alone defines no weights; inherit from "
+            "qkv.normalizers.Pointwise and give weight(scores), or from SumToOne and give weight(scores, level)"
+        )
+
+
+def check_temperature(normalizer: Normalizer) -> None:
+    temperature = normalizer.temperature
+    if not isinstance(temperature, float | int) or not (temperature > 0 and math.isfinite(temperature)):
+        raise InputError(f"{type(normalizer).__name__}: temperature is {temperature}, expected a positive number")
+
+
+class Pointwise(Normalizer):
+    """Base of normalizers whose weight depends on its own score alone. One method is required: `weight`.
+
+    `divide` says what all weights of a query are then divided by. None: nothing. ``"sum"``: their sum (nothing where
+    it is 0). ``"keys"``: the number of visible keys.
+
+    Gradients, at the scores and of every `nn.Parameter` among the object's attributes, come from autograd on `weight`.
+    `qkv.testing.check_normalizer` checks an object.
+
+    >>> class Square(Pointwise):
+    ...     divide = "sum"
+    ...     def weight(self, scores):
+    ...         return scores**2
+    >>> from qkv import attend
+    >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [-3.0]]]])
+    >>> attend(q, k, k, normalizer=Square(), return_weights=True)[1].flatten().tolist()
+    [0.10000000149011612, 0.8999999761581421]
+    """
+
+    definitions: ClassVar = {
+        "weight": (
+            "weight_", "slope_from_weights", "log_weight", "slope_of_log", "is_identity", "by_head",
+            "zero_at_minus_infinity", "tensors",
+        )
+    }  # fmt: skip
+    divide: str | None = None
+    by_head = True
+    zero_at_minus_infinity = False
+    is_identity = False
+    """Whether the weights are the scores themselves: linear attention."""
+
+    def weight(self, scores: Float[Tensor, "b h nq nk"]) -> Float[Tensor, "b h nq nk"]:
+        """Weights of scores, before any division, from torch operations that act on each score alone.
+
+        The scores are a tile: any part of the batch, the queries and the keys, but all query heads, so that a
+        parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
+        """
+        raise InputError(f"{type(self).__name__}: no method weight(scores)")
+
+    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+
+    def weight_(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """`weight`, computed in the memory of `scores` if that is faster."""
+        return self.weight(scores)
+
+    def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """Derivative of `weight` at the scores that have these weights; only for functions that can be inverted."""
+        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
+
+    def log_weight(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """Logarithm of `weight`, for ``divide="sum"``: rows of tiny weights then lose nothing to underflow."""
+        raise InputError(f"{type(self).__name__}: no method log_weight(scores)")
+
+    def slope_of_log(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """Derivative of `log_weight`."""
+        raise InputError(f"{type(self).__name__}: no method slope_of_log(scores)")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return learned_tensors(self)
+
+    # --- what else may be part of a definition ------------------------------------------------------------------------
+
+    def shift(
+        self, visible: Callable[[], Float[Tensor, "#b #h nq"]], like: Float[Tensor, "..."]
+    ) -> Float[Tensor, "#b #h #nq"] | None:
+        """What is added to the scores of each query before `weight`; None for nothing.
+
+        `visible` counts the keys that each query sees; the result has the dtype and device of `like`.
+        """
+        return None
+
+    def check(self, heads: int) -> None:
+        require(self, Pointwise, "weight", "scores", "the weight of each score")
+        check_temperature(self)
+        if self.divide not in (None, "sum", "keys"):
+            raise InputError(f"{type(self).__name__}: divide is {self.divide!r}, expected None, 'sum' or 'keys'")
+
+
+class SumToOne(Normalizer):
+    """Base of normalizers whose weights sum to one. One method is required: `weight`, a function of score and level.
+
+    The weight must not rise with the level. The engine finds the level at which the weights of a row sum to one, and
+    differentiates it by the implicit function theorem: exp(s − level) is softmax, whose level is the log-sum-exp;
+    relu(s − level) is sparsemax (Martins & Astudillo 2016, arXiv:1602.02068), whose level is its threshold.
+
+    Every such normalizer can have a sink: one more term, weight(sink, level), in the sum, which takes weight and adds
+    nothing to the output. `sink` is its logit: (heads,), or (batch, heads, queries), or a number; the temperature does
+    not divide it. `key` (heads, d) is a learned key of value 0, compared by the call's score and divided by the
+    temperature, outside mask and biases.
+
+    A row that sees nothing has weights 0. A function whose weights cannot sum to one (bounded by 0.5, with one visible
+    key) is refused when that happens. Gradients come from autograd on `weight`, of every `nn.Parameter` among the
+    object's attributes, too. `qkv.testing.check_normalizer` checks an object.
+
+    >>> class SoftplusSquared(SumToOne):
+    ...     def weight(self, scores, level):
+    ...         return torch.nn.functional.softplus(scores - level) ** 2
+    >>> from qkv import attend
+    >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
+    >>> weights = attend(q, k, k, normalizer=SoftplusSquared(sink=0.0), return_weights=True)[1]
+    >>> [round(x, 4) for x in weights.flatten().tolist()]
+    [0.1253, 0.8134]
+    """
+
+    definitions: ClassVar = {
+        "weight": (
+            "weight_", "level_of", "slope_from_weights", "has_lse", "by_head", "zero_at_minus_infinity", "tensors",
+        )
+    }  # fmt: skip
+    sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None
+    key: Float[Tensor, "heads d"] | None = None
+    has_lse = False
+    by_head = True
+    zero_at_minus_infinity = False
+    one_key = False
+    """Whether a query takes only its best key, and the weights serve the gradient alone (straight-through)."""
+    sample = False
+    """Whether the key is drawn by the softmax of the scores."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None,
+        key: Float[Tensor, "heads d"] | None = None,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        for name, value in (("sink", sink), ("key", key)):
+            object.__setattr__(self, name, value)
+            if isinstance(self, nn.Module) and isinstance(value, nn.Parameter):
+                self.register_parameter(f"learned_{name}", value)
+
+    def weight(
+        self, scores: Float[Tensor, "b h nq nk"], level: Float[Tensor, "b h nq #nk"]
+    ) -> Float[Tensor, "b h nq nk"]:
+        """Weights of scores at the level of their rows; falling in the level, and 0 or more.
+
+        The scores are a tile: any part of the batch, the queries and the keys, but all query heads, so that a
+        parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
+        """
+        raise InputError(f"{type(self).__name__}: no method weight(scores, level)")
+
+    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+
+    def weight_(self, scores: Float[Tensor, "*n k"], level: Float[Tensor, "*n #k"]) -> Float[Tensor, "*n k"]:
+        """`weight`, computed in the memory of `scores` if that is faster."""
+        return self.weight(scores, level)
+
+    def level_of(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
+        """The level of rows given whole, −inf where masked, without a search; 0 for rows of −inf alone."""
+        raise InputError(f"{type(self).__name__}: no method level_of(scores)")
+
+    def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
+        """∂ weight / ∂ score where the weights are these; only where a weight depends on score − level alone."""
+        raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in learned_tensors(self).items() if x is not self.sink and x is not self.key}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def check(self, heads: int) -> None:
+        require(self, SumToOne, "weight", "scores, level", "the weight of each score at its row's level")
+        check_temperature(self)
+        name = type(self).__name__
+        if isinstance(self.sink, Tensor) and (self.sink.ndim not in (1, 3) or not self.sink.dtype.is_floating_point):
+            raise InputError(
+                f"{name}: sink is {self.sink.dtype} of shape {tuple(self.sink.shape)}, "
+                "expected one float logit a query head, shape (heads,), or a query, shape (batch, heads, queries)"
+            )
+        if self.key is not None and (not isinstance(self.key, Tensor) or self.key.ndim != 2):
+            raise InputError(f"{name}: key is not a float tensor (heads, d), one key a query head")
+        if self.key is not None and self.sink is not None:
+            raise InputError(f"{name}: got both sink and key, expected at most one of them")
+
+    def with_sink(
+        self: S,
+        sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None,
+        key: Float[Tensor, "heads d"] | None = None,
+    ) -> S:
+        """The same normalizer with this sink or learned key, or with none."""
+        made = copy(self)
+        object.__setattr__(made, "sink", sink)
+        object.__setattr__(made, "key", key)
+        return made
+
+    def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
+        """The sink logits of the queries that `like` has a number for, in its dtype and on its device, or None."""
+        if self.sink is None:
+            return None
+        name = type(self).__name__
+        if not isinstance(self.sink, Tensor):
+            return like.new_full((1, like.shape[1], 1), float(self.sink))
+        if self.sink.ndim == 3:
+            if self.sink.shape != like.shape:
+                raise InputError(
+                    f"{name}: sink has shape {tuple(self.sink.shape)}, expected (batch, heads, queries) = "
+                    f"{tuple(like.shape)}"
+                )
+            return self.sink.to(like)
+        if len(self.sink) != like.shape[1]:
+            raise InputError(f"{name}: sink has {len(self.sink)} logits for {like.shape[1]} query heads")
+        return self.sink.to(like)[None, :, None]
+
+
+def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"] | None) -> Scores:
+    """Weights of final scores, 0 where these are −inf; of a `Pointwise`, not yet divided.
+
+    This is the definition every kernel evaluates; the faster ones do so by a normalizer's shortcuts.
+    """
+    row = None if level is None else level[..., None]
+    if normalizer.zero_at_minus_infinity:
+        return _defined(normalizer, scores, row)
+    masked = scores == -torch.inf
+    return _defined(normalizer, unmasked(scores, masked, row), row).masked_fill(masked, 0)
+
+
+def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
+    """Scores with an ordinary number where they are masked, so that no function or derivative meets −inf or NaN."""
+    return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
+
+
+def _defined(normalizer: Normalizer, scores: Scores, level: Level | None) -> Scores:
+    if isinstance(normalizer, SumToOne):
+        assert level is not None
+        made = normalizer.weight(scores, level)
+    else:
+        assert isinstance(normalizer, Pointwise)
+        made = normalizer.weight(scores)
+    return checked_shape(normalizer, made, scores)
+
+
+def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
+    """What a user's method made of scores, if it is a tensor of their shape; in their dtype."""
+    if not isinstance(made, Tensor) or made.shape != scores.shape:
+        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise InputError(
+            f"{type(thing).__name__}: {method} returned {got} for scores of shape {tuple(scores.shape)}, expected that "
+            "shape: a method that acts on each score alone; a parameter for each head has shape (heads, 1, 1)"
+        )
+    return made if made.dtype == scores.dtype else made.to(scores.dtype)

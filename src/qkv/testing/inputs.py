@@ -1,0 +1,142 @@
+"""Inputs of the checks: sizes, random tensors from fixed seeds, masks with empty rows, parts of a score matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv.contract import learned_tensors
+from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
+
+Sizes = Sequence[tuple[int, int]]
+SIZES: Sizes = ((7, 9), (40, 33), (130, 150), (300, 320))
+"""Queries and keys: few scores and many (another kernel takes over above 128 × 128), one tile and several."""
+MANY = 2**15  # pairs of a size above which default sizes have one batch item
+
+
+@dataclass(frozen=True)
+class Size:
+    """The dimensions of one call."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    dim: int = 8
+    dim_k: int = 8
+    dim_v: int = 6
+
+    def __str__(self) -> str:
+        return f"{self.batch} × {self.heads} heads × {self.queries} queries × {self.keys} keys"
+
+    @property
+    def grid(self) -> Grid:
+        return Grid.of(self.queries, self.keys, self.batch, self.heads)
+
+    @property
+    def whole(self) -> Region:
+        """The whole score matrix."""
+        return Region(
+            slice(0, self.queries), slice(0, self.keys), slice(0, self.batch), slice(0, self.heads), self.grid.offset
+        )
+
+    @property
+    def small(self) -> bool:
+        """Small enough for float64."""
+        return self.queries * self.keys <= 2048
+
+    @property
+    def tiny(self) -> bool:
+        """Small enough for kernels that are slow on purpose."""
+        return self.queries * self.keys <= 256
+
+
+def sizes_of(sizes: Sizes | None, default: Sizes, batch: int, heads: int, key_heads: int, **dims: int) -> list[Size]:
+    """The sizes of a check; the large ones of the default have one batch item."""
+    return [
+        Size(1 if sizes is None and nq * nk > MANY else batch, heads, key_heads, nq, nk, **dims)
+        for nq, nk in (default if sizes is None else sizes)
+    ]
+
+
+def key_heads_of(heads: int) -> int:
+    """Grouped heads, where the number of heads allows it."""
+    return heads // 2 if heads % 2 == 0 else 1
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers, the same for the same seed and shape."""
+    generator = torch.Generator().manual_seed(7919 * seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def triple(size: Size, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v."""
+    q = normal(size.batch, size.heads, size.queries, size.dim, seed=seed, dtype=dtype)
+    k = normal(size.batch, size.key_heads, size.keys, size.dim_k, seed=seed + 1, dtype=dtype)
+    v = normal(size.batch, size.key_heads, size.keys, size.dim_v, seed=seed + 2, dtype=dtype)
+    return q, k, v
+
+
+def with_holes(size: Size) -> Mask:
+    """A random mask with a query that sees nothing and keys that no query sees."""
+    seen = torch.rand(size.batch, 1, size.queries, size.keys, generator=torch.Generator().manual_seed(5)) < 0.7
+    seen[:, :, size.queries // 2] = False
+    seen[..., size.keys // 3] = False
+    seen[-1, ..., -1] = False
+    return Dense(seen)
+
+
+def padded(size: Size) -> Mask:
+    """Causal, with padding at the end of the keys."""
+    lengths = [max(1, size.keys - 2 - 2 * item) for item in range(size.batch)]
+    return Causal() & Padding(lengths)
+
+
+def parts(size: Size) -> Iterator[tuple[str, Region]]:
+    """Parts of the score matrix: some rows, some columns, some batch items, one pair of each head."""
+    whole = size.whole
+    for name, along in (("columns", "columns"), ("rows", "rows"), ("batch items", "batch")):
+        all_of_it: slice = getattr(whole, along)
+        middle = (all_of_it.stop + 1) // 2
+        for part in (slice(0, middle), slice(middle, all_of_it.stop)):
+            if part.start < part.stop:
+                change: dict[str, Any] = {along: part}
+                yield f"{name} {part.start} to {part.stop - 1}", replace(whole, **change)
+    last = slice(size.queries - 1, size.queries), slice(size.keys - 1, size.keys)
+    yield "the last query and the last key", replace(whole, rows=last[0], columns=last[1])
+
+
+def converted(thing: Any, dtype: torch.dtype) -> Any:
+    """The object with the parameters of its modules in `dtype`, as ``model.to(dtype)`` leaves them.
+
+    Other objects convert their own tensors (``self.scale.to(scores)``), and are returned as they are.
+    """
+    if isinstance(thing, nn.Module):
+        return deepcopy(thing).to(dtype)
+    modules = (
+        [name for name, x in vars(thing).items() if isinstance(x, nn.Module)] if hasattr(thing, "__dict__") else []
+    )
+    if not modules:
+        return thing
+    made = deepcopy(thing)
+    for name in modules:
+        object.__setattr__(made, name, getattr(made, name).to(dtype))
+    return made
+
+
+def can_be_copied(thing: object) -> bool:
+    """Whether all learned tensors are leaves: torch copies no tensor that was computed from others."""
+    return all(x.is_leaf for x in learned_tensors(thing).values())
+
+
+def shortcuts(thing: object, base: type) -> list[str]:
+    """Names of the shortcuts of a base class that the class of an object defines itself, for messages."""
+    names = {name for made in getattr(base, "definitions", {}).values() for name in made} - {"by_head", "tensors"}
+    return sorted(name for name in names if getattr(type(thing), name, None) is not getattr(base, name, None))

@@ -1,0 +1,110 @@
+"""Objects as a user writes them: one method each, nothing else of the package overridden."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from qkv.biases import Additive, Bias
+from qkv.masks import Grid, Mask, Region
+from qkv.normalizers import Pointwise, SumToOne
+from qkv.scores import Pairwise, Product
+
+HEADS = 4
+
+
+def by_head(low: float, high: float) -> nn.Parameter:
+    """A learned number for each head, which broadcasts against (b, heads, nq, nk)."""
+    return nn.Parameter(torch.linspace(low, high, HEADS, dtype=torch.float64)[:, None, None])
+
+
+class Square(Pointwise):
+    """Not injective: its slope does not follow from its weight."""
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return scores**2
+
+
+class Share(Pointwise):
+    divide = "sum"
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return scores**2 + 0.1
+
+
+class Ramp(Pointwise):
+    """With a learned slope for each head."""
+
+    divide = "keys"
+
+    def __init__(self) -> None:
+        self.steepness = by_head(0.5, 1.5)
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return softplus(scores * self.steepness.to(scores))
+
+
+class SoftplusSquared(SumToOne):
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return softplus(scores - level) ** 2
+
+
+class HeavyTail(SumToOne, nn.Module):
+    """A module, with a learned power for each head."""
+
+    def __init__(self, **asked: object) -> None:
+        super().__init__(**asked)  # type: ignore[arg-type]
+        self.power = by_head(2.0, 4.0)
+
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return (1 + softplus(level - scores)) ** -self.power.to(scores)
+
+
+class Exponential(SumToOne):
+    """Softmax, by its definition alone."""
+
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return torch.exp(scores - level)
+
+
+class Manhattan(Pairwise):
+    """With a learned width for each head."""
+
+    def __init__(self) -> None:
+        self.width = by_head(0.5, 2.0)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q[..., :, None, :] - k[..., None, :, :]).abs().sum(-1) * self.width.to(q)
+
+
+class Tripled(Product):
+    def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return 3 * q, k
+
+
+class Squeeze(Bias):
+    """A function of the score and of the distance, with a learned number."""
+
+    def __init__(self) -> None:
+        self.size = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def apply(self, scores: Tensor, region: Region) -> Tensor:
+        return self.size.to(scores) * torch.tanh(scores) - 0.01 * (region.queries - region.keys).abs()
+
+
+class Slope(Additive):
+    """With a learned slope for each head."""
+
+    def __init__(self) -> None:
+        self.slope = by_head(0.01, 0.1)
+
+    def tile(self, region: Region) -> Tensor:
+        return -self.slope * (region.queries - region.keys).abs()
+
+
+class Diagonals(Mask):
+    """Every third key, counted from the query's own, and what comes before."""
+
+    def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        return (q >= k) & ((q - k) % 3 != 1)

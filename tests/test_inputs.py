@@ -1,0 +1,112 @@
+"""Shapes, arrays, names of arguments and masks as they come from elsewhere: taken, or refused in one sentence."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from conftest import close, rand, triple, unchecked
+from own_objects import SoftplusSquared
+from qkv import InputError, attend, biases, masks, measure, normalizers, reference
+
+NORMALIZERS = {"softmax": None, "sink": normalizers.Softmax(sink=0.3), "own": SoftplusSquared()}
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("ndim", [2, 3])
+@pytest.mark.parametrize("n", [7, 140])
+def test_fewer_dimensions_are_one_head_and_come_back_so(ndim: int, n: int, normalizer: str) -> None:
+    q, k, v = triple(3, 1, 1, n, n + 2, 6, 5)
+    asked = {"mask": masks.Causal(), "normalizer": NORMALIZERS[normalizer]}
+    cut = (slice(None), 0) if ndim == 3 else (1, 0)
+    few = [x[cut] for x in (q, k, v)]
+    with unchecked():
+        close(attend(*few, **asked), attend(q, k, v, **asked)[cut], eps=256)
+        out, weights = attend(*few, return_weights=True, **asked)
+        assert weights.shape == (*few[0].shape[:-1], n + 2)
+        assert out.shape == (*few[0].shape[:-1], 5)
+        if normalizer != "own":
+            assert attend(*few, return_lse=True, **asked)[1].shape == few[0].shape[:-1]
+        found, want = measure(*few[:2], bins=4, mass={"near": masks.Window(2)}, **asked), measure(q, k, bins=4, **asked)
+        close(found.entropy, want.entropy[cut])
+        assert found.received.shape == few[1].shape[:-1]
+        assert found.mass["near"].shape == few[0].shape[:-1]
+        assert found.thumbnail is not None
+        assert found.thumbnail.mean.ndim == ndim
+        assert f"keys={n + 2}" in repr(found)
+    if normalizer != "own" and n == 7:
+        with unchecked():
+            close(torch.from_numpy(reference.attention(*few, **asked).out), attend(*few, **asked))
+    assert qkv.plan(*few, **asked).kernel == qkv.plan(*(x[:1] for x in (q, k, v)), **asked).kernel
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 4, 5, 8)])
+def test_numpy_arrays_come_back_as_arrays(shape: tuple[int, ...]) -> None:
+    x = rand(*shape).numpy()
+    seen = np.tril(np.ones((5, 5), dtype=bool))
+    with unchecked():
+        out, lse, weights = attend(x, x, x, mask=seen, return_lse=True, return_weights=True)
+        want = attend(*[torch.from_numpy(x)] * 3, mask=masks.Causal())
+        assert all(isinstance(one, np.ndarray) for one in (out, lse, weights, measure(x, x).received))
+        close(torch.from_numpy(out), want)
+        assert isinstance(reference.attention(x, x, x).out, np.ndarray)
+        with pytest.raises(InputError, match="all of one kind"):
+            attend(x, x, torch.from_numpy(x))
+        with pytest.raises(InputError, match="same number of dimensions"):
+            attend(x, x[0], x)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("is_causal", "mask=qkv.masks.Causal()"),
+        ("scale", "score=qkv.scores.Dot(scale)"),
+        ("attn_mask", "mask="),
+        ("dropout", "dropout_p="),
+        ("enable_gqa", "grouped heads"),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_ours(name: str, ours: str) -> None:
+    q, k, v = triple()
+    for call in (attend, qkv.Attention(), lambda q, k, v, **asked: measure(q, k, **asked)):
+        with pytest.raises(InputError) as error:
+            call(q, k, v, **{name: True})
+        assert name in str(error.value)
+        assert ours in str(error.value)
+    with pytest.raises(InputError, match=r"no argument kernal.*kernel"):
+        attend(q, k, v, kernal="flash")
+
+
+def test_a_mask_of_batch_items_or_of_heads_is_refused_where_it_may_be_either() -> None:
+    q, k, v = triple(3, 3, 3, 5, 5)
+    either = rand(3, 5, 5) > 0
+    for asked in ({"mask": either}, {"mask": masks.Dense(either)}, {"bias": biases.Dense(rand(3, 5, 5))}):
+        with pytest.raises(InputError, match=r"\(3, 5, 5\) may mean one for each of 3 batch items or of 3 heads"):
+            attend(q, k, v, **asked)
+    for clear in (either[:, None], either[None]):
+        attend(q, k, v, mask=clear)
+    attend(*triple(2, 3, 3, 5, 5), mask=either)  # of heads, since there are two batch items
+    attend(*triple(1, 1, 1, 5, 5), mask=either[:1])
+
+
+def test_a_mask_of_what_comes_after_warns_that_true_means_may_attend() -> None:
+    q, k, v = triple(nq=5, nk=5)
+    future = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    for mask in (future, future.expand(2, 6, 5, 5), future.numpy()):
+        with unchecked(), pytest.warns(UserWarning, match="True means may attend"):
+            attend(q, k, v, mask=mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mask in (
+            ~future,
+            future | (torch.eye(5) > 0),
+            masks.Dense(future),
+            future[:, :4],
+            future & (rand(5, 5) > 0),
+        ):
+            attend(q, k[:, :, : mask.shape[1]] if isinstance(mask, torch.Tensor) else k,
+                   v[:, :, : mask.shape[1]] if isinstance(mask, torch.Tensor) else v, mask=mask)  # fmt: skip
