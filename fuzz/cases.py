@@ -110,7 +110,7 @@ def case(seed: int, number: int) -> Case:
     named = {"score": score, "normalizer": normalizer} | {f"bias {i}": part for i, part in enumerate(bias)}
     longest = max(shape.nq, shape.nk)
     tile = draw.choice([None, 4, 4] if longest <= 12 else [None, 8, 16] if longest <= 40 else [None, None, 64])
-    asked, words = _asked(draw, shape)
+    asked, words, inner = _asked(draw, shape)
     made = Case(
         seed, number, shape, dtype, mask, allowed, score, bias, normalizer, inputs, set(), tile,
         2 if draw.chance(0.05) else 1, draw.chance(0.1), asked, words, "",
@@ -118,6 +118,7 @@ def case(seed: int, number: int) -> Case:
         draw.normal(shape.b, shape.h, shape.nq).bfloat16().to(torch.promote_types(dtype, torch.float32)), named,
     )  # fmt: skip
     learn = _learn(draw, list(made.tensors()))
+    shown = words | ({"mass": inner} if inner else {})
     text = "\n".join([
         f"case {number} of seed {seed}",
         f"  shape       {shape}",
@@ -128,7 +129,7 @@ def case(seed: int, number: int) -> Case:
         f"  normalizer  {normalizer.text}",
         f"  gradients   {', '.join(sorted(learn)) or 'none'}",
         f"  tiles       {tile or 'as usual'}, {made.threads} thread(s)",
-        f"  measure     {', '.join(f'{name}={_short(x)}' for name, x in words.items())}",
+        f"  measure     {', '.join(f'{name}={_short(x)}' for name, x in shown.items()) or 'no more'}",
     ])  # fmt: skip
     return replace(made, learn=learn, text=text)
 
@@ -211,8 +212,8 @@ def _learn(draw: Draw, names: list[str]) -> set[str]:
     return set(names if kind == "all" else draw.some(names, 1, len(names)))
 
 
-def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any]]:
-    """What to ask of `measure`."""
+def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any], str]:
+    """What to ask of `measure`, and the mask of a sub-mask's mass as a text."""
     named: dict[str, Any] = {}
     first = [0] * shape.b
     if draw.chance(0.3):
@@ -224,10 +225,10 @@ def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any]]:
         named["early"] = draw.integer(1, 12)
     if draw.chance(0.3):
         named["bins"] = draw.integer(1, 9)
-    mass = {}
+    mass, text = {}, ""
     if draw.chance(0.4):
-        _, inner = masking.simple(draw, shape)
+        text, inner = masking.simple(draw, shape)
         inner = _masked(inner)
         named["mass"] = {"inner": inner}
         mass = {"inner": dense(inner, shape.b, shape.h, shape.nq, shape.nk)}
-    return Asked(first, named.get("queries"), named.get("early"), named.get("bins"), mass), named
+    return Asked(first, named.get("queries"), named.get("early"), named.get("bins"), mass), named, text

@@ -159,10 +159,13 @@ class Expected:
         return None
 
     def _weightless(self) -> Tensor:
-        """Rows with so little weight that they may count as empty, or whose small weights have lost their precision."""
+        """Rows with so little weight that they may count as empty, or whose small weights have lost their precision.
+
+        In float64 these are rows below 1e-150, whose squares are 0: `Statistics` says so.
+        """
         total = self.exact.found.weights.detach().sum(-1)
-        tiny, double = sizes(self.case, "eager")[0].tiny, torch.finfo(torch.float64)
-        return (total > 0) & (total < self.case.shape.nk * max(1e3 * tiny, double.tiny / double.eps))
+        tiny = sizes(self.case, "eager")[0].tiny
+        return (total > 0) & (total < max(1e3 * self.case.shape.nk * tiny, 1e-149))
 
     def tolerance(self, name: str, kernel: str) -> Tensor:
         """How far off a value may be."""
@@ -187,7 +190,9 @@ class Expected:
             # Logarithms of weights are differences of scores and the level, which cancel.
             tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + ROOM * scale * self._error
         if name == "measure distance":
-            tolerance = tolerance + 8 * eps * self.case.shape.nk  # moments about the middle of a tile, which cancel
+            tolerance = tolerance + 8 * eps * (
+                self.case.shape.nq + self.case.shape.nk
+            )  # moments about the middle of a tile, which cancel
         if name == "measure spread":
             resolved = SPREAD * eps / FLOAT32 + 16 * torch.finfo(torch.float64).eps * self.case.shape.nk**2
             tolerance = tolerance + (want.square() + resolved).sqrt() - want

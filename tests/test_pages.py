@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import shlex
 import socket
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,9 +60,12 @@ def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_python_of_a_page_runs(page: str, as_a_reader: None) -> None:
+def test_python_of_a_page_runs(page: str, as_a_reader: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first block to the last, as they stand; a cell tagged raises-exception raises."""
-    namespace: dict[str, Any] = {"__name__": "__main__", "get_ipython": Shell}
+    main = types.ModuleType("__main__")  # as a script: what it defines can be pickled
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    namespace: dict[str, Any] = vars(main)
+    namespace["get_ipython"] = Shell
     for block in pages.python(page):
         code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
         if "raises-exception" in block.tags:

@@ -320,7 +320,8 @@ class ByDistance(Tensorial):
             )
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
-        return replace(self, n_keys=grid.n_keys)
+        wide = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
+        return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
 
     def span(self, region: Region) -> slice:
         """Where the distances of a region lie: from its top right corner to its bottom left."""

@@ -91,8 +91,11 @@ class Call:
         for bias in given.biases:
             bias.check(grid)
         if mask is not None and (overrides(score, Score, "project") or isinstance(score, Pairwise)):
-            keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
-            q, k = _without_idle(q, k, mask, grid, queries=not keyed)
+            q, k = _without_idle(q, k, mask, grid, normalizer)
+        elif (
+            mask is not None and mask.band is None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        ):
+            q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
             random = dropout_p > 0 or _draws(normalizer)
@@ -273,9 +276,10 @@ def _draws(normalizer: Normalizer) -> bool:
     return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
 
 
-def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, *, queries: bool) -> tuple[Tensor, Tensor]:
+def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
     """Keys that nobody sees, and queries that see nothing, as 0 if they hold NaN or ∞: 0 · NaN would be a gradient."""
-    clean_q, clean_k = not queries or bool(q.sum().isfinite()), bool(k.sum().isfinite())
+    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
+    clean_q, clean_k = keyed or bool(q.sum().isfinite()), bool(k.sum().isfinite())
     if clean_q and clean_k:
         return q, k
     found = survey(mask, grid, 128)

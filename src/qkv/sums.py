@@ -37,7 +37,8 @@ class Statistics:
     Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
     logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
     `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
-    are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38).
+    are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38;
+    of float64 inputs, 1e-150).
     Where q had fewer than four dimensions, or was a NumPy array, so are the numbers here.
 
     >>> from qkv import measure
@@ -134,7 +135,7 @@ class Sums:
 
     def statistics(self, call: Call, rows: Rows) -> Statistics:
         lse = rows.level if call.given.normalizer.has_lse else None
-        seen = self.total != 0
+        seen = self.total.abs() > SMALLEST  # the squares of smaller weights are 0
         total = torch.where(seen, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None
@@ -182,6 +183,7 @@ def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor
     return place, place.square()
 
 
+SMALLEST = 1e-150  # mass of a row that counts
 TINY = 1e-15  # a norm below is of squares that may be no normal float32
 
 

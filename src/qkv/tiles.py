@@ -212,11 +212,12 @@ def heads_together(call: Call, most: int) -> int:
 
 
 def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
-    """Keys or values with zeros where no query may look, so that NaN in padding stays there."""
+    """Keys or values with zeros where no query that shares them may look, so that NaN in padding stays there."""
     if allowed is None:
         return x
-    unseen = ~allowed.any(2).any(1)
-    return x.masked_fill(unseen[:, None, :, None], 0) if unseen.any() else x
+    seen = allowed.any(2)
+    unseen = ~(seen if seen.shape[1] == 1 else seen.unflatten(1, (x.shape[1], -1)).any(2))
+    return x.masked_fill(unseen[..., None], 0) if unseen.any() else x
 
 
 def harmless(k: Tensor, v: Tensor) -> bool:

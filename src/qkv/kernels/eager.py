@@ -72,7 +72,7 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
     weights = weights_of(normalizer, scores, None)
     if normalizer.divide == "sum":
         total = weights.sum(-1, keepdim=True)
-        weights = weights / torch.where(total == 0, 1.0, total)
+        weights = weights / torch.where(total.abs() < torch.finfo(total.dtype).tiny, 1.0, total)
     if call.divisor is not None:
         weights = weights / call.divisor[..., None]
     return weights, None

@@ -97,7 +97,7 @@ def run(call: Call) -> Result:
         hidden = ~keys[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     assert isinstance(call.normalizer, Pointwise)
-    q = call.q if call.scale == 1 else call.q * call.scale
+    q = call.q if call.scale == 1 else call.q.to(at_least_float32(call.q.dtype)) * call.scale
     out, _ = attention(q, k, v, causal=is_causal, divided=call.normalizer.divide == "sum")
     if call.divisor is not None:
         out = out / call.divisor[..., None]
@@ -142,7 +142,9 @@ def attention(
 
 
 def _divided(out: Float[Tensor, "*n dv"], total: Float[Tensor, "*n"] | None) -> Float[Tensor, "*n dv"]:
-    return out if total is None else out / torch.where(total == 0, 1.0, total)[..., None]
+    if total is None:
+        return out
+    return out / torch.where(total.abs() < torch.finfo(total.dtype).tiny, 1.0, total)[..., None]
 
 
 def _segments(

@@ -191,7 +191,7 @@ def _forward(call: Call, *, training: bool = False) -> _Found:
         assert call.values is not None
         found.out += near.tensor @ call.values.to(near.tensor)
     if found.total is not None:
-        found.total.masked_fill_(found.total == 0, 1)
+        found.total.masked_fill_(found.total.abs() < torch.finfo(found.total.dtype).tiny, 1)
         found.out /= found.total[..., None]
     if call.divisor is not None:
         found.out /= call.divisor[..., None]
