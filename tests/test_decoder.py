@@ -510,7 +510,10 @@ def test_bad_input() -> None:
         ({"prefix": 3, "window": 5}, "prefix is 3 with window 5, expected at most one of them"),
         ({"score_scale": 0.0}, "score_scale is 0.0, expected a positive number"),
         ({"score_scale": math.inf}, "score_scale is inf"),
-        ({"sink": True, "normalizer": "sigmoid"}, "sink and key_bias belong to Softmax"),
+        (
+            {"sink": True, "normalizer": "sigmoid"},
+            "sink and key_bias belong to normalizers that sum to one, but this is Sigmoid",
+        ),
         ({"sink": True, "key_bias": True}, "sink and key_bias are both True"),
     ):
         with unchecked(), pytest.raises(qkv.InputError, match=message):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from qkv import masks, normalizers, reference, scores
-from qkv.profiler.edits import TemperedSigmoid
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -27,7 +26,7 @@ V = [[2, 0], [0, 2], [-1, -1]]
 NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
     "softmax": normalizers.Softmax,
     "off-by-one": lambda t: normalizers.Softmax(t, sink=0.0),
-    "sigmoid": lambda t: TemperedSigmoid(temperature=t),
+    "sigmoid": lambda t: normalizers.Sigmoid().with_temperature(t),
 }
 
 

@@ -203,9 +203,19 @@ def test_models_and_edits_that_do_not_fit_are_told_so() -> None:
     for temperature in (0.0, -1.0, float("nan"), float("inf"), 1e4):
         with pytest.raises(InputError, match="temperature is"):
             Edit(0, 0, "softmax", temperature)
-    relu = model_of(normalizer="relu")
-    with pytest.raises(InputError, match="ReLU"), edited(relu, [Edit(0, 0, AS_TRAINED, 2.0)]):
-        relu(ids_of())
+
+
+@pytest.mark.parametrize("normalizer", ["relu", "entmax", "sigmoid"])
+def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> None:
+    """As larger queries would, but for a head alone."""
+    model = model_of(normalizer=normalizer)
+    found = {}
+    for temperature in (1.0, 2.0, 1e3):
+        with edited(model, [Edit(0, 0, AS_TRAINED, temperature)]):
+            found[temperature] = model(ids_of())
+    assert torch.equal(found[1.0], model(ids_of()))
+    assert not torch.equal(found[2.0], found[1.0])
+    assert not torch.equal(found[1e3], found[2.0])
 
 
 def test_an_editor_may_replace_any_call_and_makes_its_own_calls_unedited() -> None:

@@ -56,7 +56,7 @@ def test_numpy_arrays_come_back_as_arrays(shape: tuple[int, ...]) -> None:
         assert isinstance(reference.attention(x, x, x).out, np.ndarray)
         with pytest.raises(InputError, match="all of one kind"):
             attend(x, x, torch.from_numpy(x))
-        with pytest.raises(InputError, match="same number of dimensions"):
+        with pytest.raises(InputError, match="expected"):
             attend(x, x[0], x)
 
 

@@ -116,7 +116,7 @@ SAID = {
     "length": r"process 1 passes q \(1, 2, 4, 4\).*but process 0 q \(1, 2, 6, 4\).*expected the same of all",
     "gradient": r"process 1 passes .* with gradient, but process 0 .* without gradient",
     "normalizer": "normalizer is Sigmoid, expected Softmax",
-    "bias": "bias is RelativePosition, which is not shared; expected one of SoftCap, ALiBi",
+    "bias": "bias is RelativePosition, of which no process can take a part; expected one with the method",
     "mask": r"Document: ids has shape \(1, 6\), expected \(1 or 1, (12|24)\)",
     "dropout": "dropout_p is 0.1 with a group, expected 0",
     "weights": "return_weights: with a group a row's weights lie on many processes",

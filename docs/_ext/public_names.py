@@ -22,6 +22,7 @@ MODULES = {
     "qkv.models": "models, checkpoints, generation",
     "qkv.huggingface": "transformers' models on these kernels",
     "qkv.ring": "sequences over many processes",
+    "qkv.testing": "checks of your own masks, scores, biases and normalizers",
     "qkv.profiler": "where a model attends",
     "qkv.lab.task": "what a task of the lab is, and how it is trained",
     "qkv.lab.tasks": "the tasks",

@@ -259,7 +259,7 @@ def _stock(
             return None
         scale = score.factor(q.shape[-1])
     if normalizer is not None:
-        if not normalizer.has_lse or not isinstance(normalizer, SumToOne):
+        if not isinstance(normalizer, SumToOne) or not normalizer.has_lse:
             return None
         if normalizer.sink is not None or normalizer.key is not None:
             return None

@@ -294,7 +294,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"{name} is {kind}, expected a float tensor (batch, heads, length, head_dim)")
         if x.ndim != 4:
-            raise InputError(f"{name} has shape {tuple(x.shape)}, expected (batch, heads, length, head_dim)")
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)}, expected (batch, heads, length, head_dim), or q, k and v of "
+                "(batch, length, head_dim) or (length, head_dim) alike"
+            )
         if 0 in x.shape:
             raise InputError(f"{name} has shape {tuple(x.shape)}, expected at least 1 in every dimension")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

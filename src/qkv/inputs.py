@@ -66,11 +66,8 @@ class Form:
         if any(arrays) and not all(arrays):
             raise InputError("q, k and v are tensors and NumPy arrays, expected all of one kind")
         tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
-        sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}  # what is no tensor is refused later
-        if len(sizes) > 1:
-            shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-            raise InputError(f"q, k and v have shapes {shapes}, expected the same number of dimensions")
-        (ndim,) = sizes
+        sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}
+        ndim = sizes.pop() if len(sizes) == 1 else 4  # what does not fit is refused when the call is checked
         if ndim == 3:
             tensors = [x[:, None] for x in tensors]
         elif ndim == 2:

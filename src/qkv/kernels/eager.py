@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qkv import noise
-from qkv.biases import clipped
+from qkv.biases.tensors import clipped
 from qkv.call import Call, Result
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from qkv import noise
-from qkv.biases import Additive, ByQuery, clipped
+from qkv.biases import Additive
+from qkv.biases.tensors import ByQuery, clipped
 from qkv.call import Call, Result, detached
-from qkv.contract import overrides
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
-from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.normalizers.base import checked_shape, unmasked, weights_of
-from qkv.normalizers.level import level_of_rows, solve
+from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers.base import checked_shape, weights_of
+from qkv.normalizers.level import level_of_rows
+from qkv.normalizers.tile import TileWeights, level_slopes, solved
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
 from qkv.tiles import HIDDEN, LOG2_E, PAIRS, ScoreTiles, harmless, heads_together, spans, without_unseen
@@ -341,16 +342,16 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
         if not (group.clean or seen.all()):
             values = torch.where(seen[:, None], values, 0.0)
         at_rows = group.at(rows)
-        level, weights = _solved(call, normalizer, scores, None if sink is None else sink[..., rows])
+        level, weights = solved(normalizer, scores, None if sink is None else sink[..., rows])
         found.level[at_rows] = level
         kept_all = torch.cat(kept, -1) if kept else None
         if found.mean is not None:
-            falls = weights if normalizer.has_lse else _level_slopes(normalizer, scores, level, weights)
+            falls = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
             total = falls.sum(-1, keepdim=True)
             if sink is not None:
                 column = sink[..., rows, None]
                 weight = weights_of(normalizer, column, level)
-                total = total + _level_slopes(normalizer, column, level, weight)
+                total = total + level_slopes(normalizer, column, level, weight)
             falls = falls / torch.where(total == 0, 1.0, total)
             soft = falls if kept_all is None else falls * kept_all
             found.mean[at_rows] = tiles.weigh(soft, values)
@@ -378,30 +379,6 @@ def _panel_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, desk
             table = tiles.of(call.values[None])
             assert table is not None
             found.mean[at_rows] += mean.tensor @ table[0].to(mean.tensor)
-
-
-def _solved(call: Call, normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Level and weights of whole rows, of whose scores a sink is one that has no value."""
-    together = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
-    if overrides(normalizer, SumToOne, "level_of"):
-        level = level_of_rows(normalizer, together)
-        return level, weights_of(normalizer, scores, level)
-    level, weights = solve(normalizer, together)
-    return level, weights if sink is None else weights[..., :-1]
-
-
-def _level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """−∂ weight / ∂ level of whole rows, 0 where scores are −inf."""
-    if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
-        return normalizer.slope_from_weights(weights)  # such weights depend on score − level
-    masked = scores == -torch.inf
-    with torch.enable_grad():
-        at = level[..., None].expand_as(scores).contiguous().requires_grad_()
-        made = normalizer.weight(unmasked(scores, masked, level[..., None]), at)
-    if not made.requires_grad:
-        return torch.zeros_like(scores)
-    (falls,) = torch.autograd.grad(made, at, -torch.ones_like(made), allow_unused=True)
-    return torch.zeros_like(scores) if falls is None else falls.masked_fill_(masked, 0)
 
 
 def _local(rows: slice, cols: slice) -> Region:
@@ -501,7 +478,7 @@ def _add_sink_gradients(call: Call, level: Tensor, inner: Tensor, totals: dict[s
     assert call.sink is not None
     column = call.sink.expand_as(level)[..., None].clone()  # a shortcut may work in place
     names = [name for name in call.own if name in totals and name.startswith("normalizer ")]
-    weigh = _Weigh(call.normalizer, [call.own[name] for name in names])
+    weigh = TileWeights(call.normalizer, [call.own[name] for name in names])
     hidden = column == -torch.inf
     weigh.weights(column, level, hidden if hidden.any() else None)
     slope, found = weigh.slopes(-inner[..., None])
@@ -510,56 +487,6 @@ def _add_sink_gradients(call: Call, level: Tensor, inner: Tensor, totals: dict[s
     for name, x in zip(names, found, strict=True):
         if x is not None:
             totals[name] += x
-
-
-class _Weigh:
-    """The weights of one tile, and then the slopes of its scores from those of its weights.
-
-    By a normalizer's shortcut where it has one, in the memory of the scores; else by autograd on its definition, at
-    the scores. The level of a row is held fixed.
-    """
-
-    def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
-        self.normalizer, self.learned = normalizer, learned
-        base = SumToOne if isinstance(normalizer, SumToOne) else Pointwise
-        self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
-        self.made: tuple[Tensor, Tensor] | Tensor
-
-    def weights(self, scores: Tensor, level: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Weights of scores, which are spoilt, at the level of their rows; 0 where hidden."""
-        normalizer = self.normalizer
-        if self.shortcut:
-            if isinstance(normalizer, Pointwise):
-                weights = normalizer.weight_(scores)
-            else:
-                assert isinstance(normalizer, SumToOne)
-                assert level is not None
-                weights = normalizer.weight_(scores, level[..., None])
-            self.made = weights if hidden is None else weights.masked_fill_(hidden, 0)
-            return self.made
-        row = level[..., None] if level is not None else None
-        s = (scores if hidden is None else unmasked(scores, hidden, row)).detach().requires_grad_()
-        with torch.enable_grad():
-            if isinstance(normalizer, SumToOne):
-                assert row is not None
-                made = normalizer.weight(s, row)
-            else:
-                assert isinstance(normalizer, Pointwise)
-                made = normalizer.weight(s)
-            made = checked_shape(normalizer, made, s)
-        self.made = s, made
-        return made.detach() if hidden is None else made.detach().masked_fill(hidden, 0)
-
-    def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Slopes of the scores and of the learned tensors, from those of the weights: 0 where hidden, and spoilt."""
-        if not isinstance(self.made, tuple):
-            assert isinstance(self.normalizer, Pointwise | SumToOne)
-            return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)
-        s, made = self.made
-        if not made.requires_grad:
-            return torch.zeros_like(s), [None] * len(self.learned)
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(made, (s, *self.learned), grad, allow_unused=True)
-        return torch.zeros_like(s) if found[0] is None else found[0], list(found[1:])
 
 
 @dataclass(eq=False)
@@ -611,7 +538,7 @@ class _Job:
         assert self.dv is not None
         one_key = isinstance(normalizer, SumToOne) and normalizer.one_key
         names = self._own("normalizer", state)
-        weigh = _Weigh(normalizer, [call.own[name] for name in names])
+        weigh = TileWeights(normalizer, [call.own[name] for name in names])
         for cols, kind in zip(group.columns, group.kinds[r], strict=True):
             if kind == EMPTY:
                 continue

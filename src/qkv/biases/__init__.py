@@ -1,0 +1,24 @@
+"""Biases: what happens to a score after query and key have met and before the mask.
+
+Each bias maps a tile of scores to a tile of scores (`apply`). Several are given as a tuple and apply in that order.
+An `Additive` bias adds a tensor (`tile`), which fused kernels can take. Before a kernel sees it, a bias is bound to its
+call (`bound`): ours then are tensors by pair, by distance, or by query and distance.
+"""
+
+from qkv.biases.base import Additive, Bias
+from qkv.biases.cap import SoftCap
+from qkv.biases.positions import ALiBi, RelativePosition, T5Bias, alibi_slopes, t5_bucket
+from qkv.biases.tensors import ByDistance, Dense
+
+__all__ = [
+    "ALiBi",
+    "Additive",
+    "Bias",
+    "ByDistance",
+    "Dense",
+    "RelativePosition",
+    "SoftCap",
+    "T5Bias",
+    "alibi_slopes",
+    "t5_bucket",
+]

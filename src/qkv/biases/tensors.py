@@ -1,0 +1,184 @@
+"""Biases made of a tensor: a number for each pair, for each distance, or for each query and distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkv.biases.base import Tensorial
+from qkv.errors import InputError
+from qkv.masks import Grid, Region
+from qkv.masks.base import unambiguous
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Tensorial):
+    """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
+
+    −inf hides a pair. Learnable if it requires a gradient.
+
+    >>> from qkv import attend
+    >>> q = k = torch.zeros(1, 1, 1, 8)
+    >>> v = torch.ones(1, 1, 1, 8)
+    >>> attend(q, k, v, bias=Dense(torch.tensor([[3.0]])), return_lse=True)[1].item()
+    3.0
+    """
+
+    tensor: Float[Tensor, "..."]
+    ndim: int = field(init=False, repr=False)  # of the tensor as it was given
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor) or not self.tensor.dtype.is_floating_point:
+            kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
+            raise InputError(
+                f"bias: got {kind}, expected a float tensor to add to the scores; "
+                "a boolean mask goes to mask=qkv.masks.Dense(tensor)"
+            )
+        if not 2 <= self.tensor.ndim <= 4:
+            raise InputError(
+                f"bias: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
+                "or (batch, heads, nq, nk)"
+            )
+        object.__setattr__(self, "ndim", self.tensor.ndim)
+        object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
+
+    def check(self, grid: Grid) -> None:
+        expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
+        unambiguous("bias", self.ndim, self.tensor, grid)
+        if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
+            raise InputError(
+                f"bias: shape {tuple(self.tensor.shape)} does not broadcast to "
+                f"(batch, heads, queries, keys) = {expected}"
+            )
+
+    def tile(self, region: Region) -> Tensor:
+        return region.of(self.tensor)
+
+    def part(self, region: Region) -> Dense:
+        return Dense(region.of(self.tensor))
+
+    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
+        inside = region.of(total)
+        inside += slope.sum_to_size(inside.shape)
+
+    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        where = (x if size > 1 else x * 0 for x, size in zip((b, h, i, j), self.tensor.shape, strict=True))
+        return score + self.tensor[tuple(where)]
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance(Tensorial):
+    """A number for each distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
+
+    Entry t is added at distance t − (nk − 1) + (nk − nq): row i, key j find theirs at i − j + nk − 1. O(n) memory;
+    what `ALiBi` and `T5Bias` become. Learnable.
+
+    >>> ByDistance(torch.arange(3.0)[None]).tile(Region(slice(0, 2), slice(0, 2)))[0, 0].tolist()
+    [[1.0, 0.0], [2.0, 1.0]]
+    """
+
+    tensor: Float[Tensor, "h distances"]
+    n_keys: int | None = None  # known once bound
+    by_query = False
+
+    @property
+    def by_distance(self) -> Tensor:  # type: ignore[override]
+        return self.tensor
+
+    def part(self, region: Region) -> ByDistance:
+        return ByDistance(self.tensor[:, self.span(region)], region.columns.stop - region.columns.start)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor) or self.tensor.ndim != 2 or not self.tensor.dtype.is_floating_point:
+            raise InputError("ByDistance: expected a float tensor (heads or 1, n_queries + n_keys − 1)")
+
+    def check(self, grid: Grid) -> None:
+        expected = (grid.heads, grid.n_queries + grid.n_keys - 1)
+        if self.tensor.shape[0] not in (1, grid.heads) or self.tensor.shape[1] != expected[1]:
+            raise InputError(
+                f"ByDistance: shape {tuple(self.tensor.shape)}, expected (1 or heads, n_queries + n_keys − 1) = "
+                f"{expected}"
+            )
+
+    def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
+        wide = torch.promote_types(torch.promote_types(q.dtype, self.tensor.dtype), torch.float32)
+        return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
+
+    def span(self, region: Region) -> slice:
+        """Where the distances of a region lie: from its top right corner to its bottom left."""
+        n_keys = (self.tensor.shape[1] + 1) // 2 if self.n_keys is None else self.n_keys
+        start = region.rows.start - (region.columns.stop - 1) + n_keys - 1
+        return slice(
+            start, start + region.rows.stop - region.rows.start + region.columns.stop - region.columns.start - 1
+        )
+
+    def _heads(self, region: Region) -> Tensor:
+        return self.tensor[region.heads] if len(self.tensor) > 1 else self.tensor
+
+    def hankel(self, region: Region) -> Float[Tensor, "1 h q k"]:
+        """The region with its columns reversed, as a view: entry (i, c) is that of row i and key stop − 1 − c."""
+        span = self._heads(region)[:, self.span(region)]
+        size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
+        return span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
+
+    def tile(self, region: Region) -> Tensor:
+        return self.hankel(region).flip(-1)
+
+    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
+        inside = total[region.heads] if len(total) > 1 else total
+        slope = slope.sum(0).sum_to_size(len(inside), *slope.shape[2:]).flip(-1)
+        _, rows, columns = slope.shape
+        # Row i moved i to the right: all of one distance then stand in one column.
+        skewed = (
+            torch.nn.functional.pad(slope, (0, rows)).flatten(1)[:, :-rows].unflatten(1, (rows, columns + rows - 1))
+        )
+        inside[:, self.span(region)] += skewed.sum(1)
+
+    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert self.n_keys is not None
+        return score + self.tensor[h if len(self.tensor) > 1 else h * 0, i - j + self.n_keys - 1]
+
+
+def distances(grid: Grid) -> Int[Tensor, " distances"]:
+    """p − j, query position minus key, in the order of `ByDistance`."""
+    return torch.arange(grid.n_queries + grid.n_keys - 1, device=grid.device) - (grid.n_keys - 1) + grid.offset
+
+
+@dataclass(frozen=True, eq=False)
+class ByQuery(Tensorial):
+    """A number for each query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), entry clip(j − p) + reach."""
+
+    tensor: Float[Tensor, "b h nq distances"]
+    offset: int
+
+    @property
+    def reach(self) -> int:
+        """The distance at which it is clipped."""
+        return self.tensor.shape[3] // 2
+
+    def _index(self, region: Region) -> Tensor:
+        rows = torch.arange(region.rows.start, region.rows.stop, device=self.tensor.device) + self.offset
+        columns = torch.arange(region.columns.start, region.columns.stop, device=self.tensor.device)
+        return clipped(rows[:, None], columns, self.reach)
+
+    def _rows(self, x: Tensor, region: Region) -> Tensor:
+        return x[region.batch, region.heads, region.rows]
+
+    def tile(self, region: Region) -> Tensor:
+        rows = self._rows(self.tensor, region)
+        return rows.gather(3, self._index(region).expand(*rows.shape[:3], -1))
+
+    def add_gradient(self, total: Tensor, region: Region, slope: Tensor) -> None:
+        inside = self._rows(total, region)
+        inside.scatter_add_(3, self._index(region).expand(*inside.shape[:3], -1), slope.to(inside.dtype))
+
+    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + self.tensor[b, h, i, clipped(i + self.offset, j, self.reach)]
+
+
+def clipped(position: Tensor, key: Tensor, reach: int) -> Tensor:
+    """Index of the clipped distance key − position in a table of 2 reach + 1 rows."""
+    return (key - position).clamp(-reach, reach) + reach
