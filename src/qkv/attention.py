@@ -197,14 +197,19 @@ def _general(
     score: Score | None, normalizer: Normalizer | None, dropout_p: float, dropout_seed: int | None,
     kernel: str, return_lse: bool, return_weights: bool,
 ) -> Any:  # fmt: skip
-    form, (q, k, v) = Form.of(q, k, v)
+    form = None
+    if not (isinstance(q, Tensor) and q.ndim == 4):
+        form, (q, k, v) = Form.of(q, k, v)
     dtype = autocast_dtype(q)
     if dtype is not None:
         with torch.autocast(q.device.type, enabled=False):
-            return _general(
+            found = _general(
                 q.to(dtype), k.to(dtype), v.to(dtype), mask, bias, score, normalizer, dropout_p, dropout_seed, kernel,
                 return_lse, return_weights,
             )  # fmt: skip
+        return (
+            found if form is None else form.back(found) if isinstance(found, Tensor) else tuple(map(form.back, found))
+        )
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
     if return_lse and not call.given.normalizer.has_lse:
         raise InputError(
@@ -213,7 +218,7 @@ def _general(
         )
     result = serve(call, kernel, weights=return_weights)
     if not (return_lse or return_weights):
-        return form.back(result.out)
+        return result.out if form is None else form.back(result.out)
     wanted = [result.out]
     if return_lse:
         assert result.lse is not None
@@ -221,7 +226,7 @@ def _general(
     if return_weights:
         assert result.weights is not None
         wanted.append(result.weights)
-    return tuple(form.back(x) for x in wanted)
+    return tuple(wanted if form is None else map(form.back, wanted))
 
 
 @opaque

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -90,12 +91,11 @@ class Call:
             mask.check(grid)
         for bias in given.biases:
             bias.check(grid)
-        if mask is not None and (overrides(score, Score, "project") or isinstance(score, Pairwise)):
-            q, k = _without_idle(q, k, mask, grid, normalizer)
-        elif (
-            mask is not None and mask.band is None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        ):
-            q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
+        if mask is not None and torch.is_grad_enabled():
+            if isinstance(score, Pairwise) or overrides(score, Score, "project"):
+                q, k = _without_idle(q, k, mask, grid, normalizer)
+            elif mask.band is None and (q.requires_grad or k.requires_grad):
+                q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
             random = dropout_p > 0 or _draws(normalizer)
@@ -279,7 +279,7 @@ def _draws(normalizer: Normalizer) -> bool:
 def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
     """Keys that nobody sees, and queries that see nothing, as 0 if they hold NaN or ∞: 0 · NaN would be a gradient."""
     keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
-    clean_q, clean_k = keyed or bool(q.sum().isfinite()), bool(k.sum().isfinite())
+    clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
     found = survey(mask, grid, 128)

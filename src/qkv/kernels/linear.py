@@ -71,13 +71,13 @@ def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:
     """Whether the mask is causal, and which keys (batch or 1, nk) it shows at all; None if there is more to it."""
     causal, shown = False, []
     for factor in () if mask is None else mask.factors():
-        keys = factor.key_mask(grid)
         if factor.band == (0, math.inf):
             causal = True
-        elif keys is not None:
-            shown.append(keys)
-        else:
+            continue
+        keys = factor.key_mask(grid)
+        if keys is None:
             return None
+        shown.append(keys)
     return causal, shown
 
 

@@ -25,7 +25,7 @@ from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import checked_shape, weights_of
 from qkv.normalizers.level import level_of_rows
-from qkv.normalizers.tile import TileWeights, level_slopes, solved
+from qkv.normalizers.tile import TileWeights, level_slopes, pointwise, solved
 from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
 from qkv.tiles import HIDDEN, LOG2_E, PAIRS, ScoreTiles, harmless, heads_together, spans, without_unseen
@@ -296,9 +296,9 @@ def _pointwise_rows(group: _Group, r: int, found: _Found, near: ByQuery | None, 
         scores, hidden = _tile(group, rows, cols, kind, desk)
         if hidden is not None and not ordinary:
             scores.masked_fill_(hidden, 0)  # what is masked may be NaN, or outside what the function is for
-        weights, values = checked_shape(normalizer, normalizer.weight_(scores), scores), tiles.v[:, cols]
+        weights, values = pointwise(normalizer, scores), tiles.v[:, cols]
         if hidden is not None:
-            weights = weights.masked_fill_(hidden, 0) if ordinary else weights.masked_fill(hidden, 0)
+            weights.masked_fill_(hidden, 0)
             values = _visible(group, values, hidden)
         if found.total is not None:
             found.total[group.at(rows)] += weights.sum(-1)

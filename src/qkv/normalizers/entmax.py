@@ -45,6 +45,11 @@ class Entmax(SumToOne):
     def weight(self, scores: Tensor, level: Tensor) -> Tensor:
         return _powers((self.alpha - 1) * (scores - level), 1 / (self.alpha - 1))
 
+    def weight_(self, scores: Tensor, level: Tensor) -> Tensor:
+        p = 1 / (self.alpha - 1)
+        above = scores.sub_(level).mul_(self.alpha - 1).relu_()
+        return above if p == 1 else above.square_() if p == 2 else _powers(above, p)
+
     def level_of(self, scores: Tensor) -> Tensor:
         """Newton on ‖[z − τ]₊‖_p = 1 with z = (α − 1) s, which is convex and decreasing in τ, from τ = max z − 1.
 
@@ -68,6 +73,8 @@ class Entmax(SumToOne):
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         if self.alpha == 2:
             return (weights > 0).to(weights)
+        if self.alpha == 1.5:
+            return weights.sqrt()
         return torch.where(weights > 0, weights.clamp(min=torch.finfo(weights.dtype).tiny) ** (2 - self.alpha), 0)
 
 

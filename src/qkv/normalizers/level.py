@@ -1,8 +1,8 @@
 """The level of a `SumToOne` row: the number at which its weights sum to one, and its derivative.
 
 The search works on log Σ w(s, level), which falls in the level; for a softmax it is a straight line. A secant method
-does the steps, and bisection takes over where these do not shrink the bracket. A strided sample of the keys gives the
-first guess. Rows that have converged stop moving, so a row's result does not depend on the others in the batch.
+does the steps, and bisection takes over where these do not shrink the bracket. A sample of the keys gives the first
+guess. Rows that have converged stop moving, so a row's result does not depend on the others in the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qkv.normalizers.base import Scores, SumToOne, checked_shape, weights_of
 Rows = Float[Tensor, "*n"]
 
 STEPS = 200  # of a search, at most: bisection alone needs fewer
-SAMPLE = 512  # keys of the sample that gives the first guess
+SAMPLE = 512  # groups of keys in the sample that gives the first guess
 JUMP = 0.01  # of log Σ w at a level to all its digits: more is a jump, not a rounding
 FARTHEST = 1e12  # how far a search goes from the largest score before it gives up, in units of 1 + |score|
 
@@ -46,44 +46,72 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
-    hidden = scores == -torch.inf if bool(scores.amin() == -torch.inf) else None
+    rows = _Masked(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
-    step = scores.shape[-1] // SAMPLE
-    if step > 1:
-        sample = torch.cat([scores[..., ::step], top[..., None]], -1)
-        sampled = None if hidden is None else torch.cat([hidden[..., ::step], empty[..., None]], -1)
+    size = scores.shape[-1] // SAMPLE
+    if size > 1:
+        sample = _sample(scores, size)
+        best = sample.amax(-1)
+        sampled = _Masked(normalizer, sample, best)
 
         def estimate(level: Tensor) -> Tensor:
-            weights = _weigh(normalizer, sample, level, sampled)
-            return step * weights[..., :-1].sum(-1) + weights[..., -1]  # the largest score always counts
+            largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
+            return largest.sum(-1) + (size - 1) * other.sum(-1)
 
-        start, fall = _root(normalizer, estimate, start, fall, empty, 1e-3)
+        found, slope, sure = _root(estimate, start, fall, best == -torch.inf, 1e-2)
+        start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
     kept: list[Tensor] = []
 
     def total(level: Tensor) -> Tensor:
-        kept[:] = [_weigh(normalizer, scores, level, hidden)]
-        return kept[0].sum(-1, dtype=torch.float64).to(scores.dtype)
+        kept[:] = [rows.weights(level)]
+        return kept[0].sum(-1)
 
-    level, _ = _root(normalizer, total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
+    level, _, sure = _root(total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
+    if not bool(sure.all()):
+        _refuse(normalizer, top, level, kept[0].sum(-1), sure)
     return level, kept[0]  # the last weights are those of the last level
 
 
-def _weigh(normalizer: SumToOne, scores: Scores, level: Rows, hidden: Bool[Tensor, "*n k"] | None) -> Scores:
-    row = level[..., None]
-    if hidden is None or normalizer.zero_at_minus_infinity:
-        return checked_shape(normalizer, normalizer.weight(scores, row), scores)
-    made = normalizer.weight(torch.where(hidden, row, scores), row)
-    return checked_shape(normalizer, made, scores).masked_fill(hidden, 0)
+class _Masked:
+    """Rows of scores some of which are −inf, and their weights, which are 0 there."""
+
+    def __init__(self, normalizer: SumToOne, scores: Scores, top: Rows) -> None:
+        self.normalizer, self.scores = normalizer, scores
+        self.hidden: Tensor | None = None
+        if normalizer.zero_at_minus_infinity:
+            return
+        hidden = scores == -torch.inf
+        where = hidden.flatten(0, -2).any(0).nonzero()[:, 0]
+        if len(where):  # most columns of a panel have nothing to hide
+            self.columns = slice(int(where[0]), int(where[-1]) + 1)
+            self.hidden = hidden[..., self.columns]
+            self.scores = scores.clone()
+            ordinary = top.masked_fill(top == -torch.inf, 0)[..., None]
+            self.scores[..., self.columns] = torch.where(self.hidden, ordinary, scores[..., self.columns])
+
+    def weights(self, level: Rows) -> Scores:
+        """Weights at a level of each row."""
+        made = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
+        if self.hidden is not None:
+            made = made.contiguous()
+            made[..., self.columns].masked_fill_(self.hidden, 0)
+        return made
+
+
+def _sample(scores: Scores, size: int) -> Float[Tensor, "*n sample"]:
+    """Of every `size` neighbouring keys the largest score, and then another of each, which stands for the others."""
+    groups = scores[..., : scores.shape[-1] // size * size].unflatten(-1, (-1, size))
+    largest = groups.amax(-1)
+    return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 
 
 def _root(
-    normalizer: SumToOne, total: Callable[[Tensor], Tensor], start: Rows, fall: Rows, empty: Bool[Tensor, "*n"],
-    tolerance: float,
-) -> tuple[Rows, Rows]:  # fmt: skip
-    """Where log `total` is 0 to within a tolerance, and how fast it falls there; `fall` is a guess of that.
+    total: Callable[[Tensor], Tensor], start: Rows, fall: Rows, empty: Bool[Tensor, "*n"], tolerance: float
+) -> tuple[Rows, Rows, Bool[Tensor, "*n"]]:
+    """Where log `total` is 0 to within a tolerance, how fast it falls there, and for which rows that was found.
 
-    Rows that are `empty` stay where they are.
+    `fall` is a guess of the second. Rows that are `empty` stay where they are.
     """
     eps, tiny = torch.finfo(start.dtype).eps, torch.finfo(start.dtype).tiny
     x, done = start, empty
@@ -96,13 +124,13 @@ def _root(
         low, high = torch.where(y > 0, x, low), torch.where(y < 0, x, high)
         gap = high - low
         # A level is known to a rounding of its own size, and log Σ w to as much times its slope, about 1.
-        done = done | (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | (gap <= 2 * eps * x.abs() + tiny)
+        near = (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | empty
+        done = done | near | (gap <= 2 * eps * x.abs() + tiny)
         known = (y_before - y) / (x - before)
         fall = torch.where(known.isfinite() & (known > 0) & ~done, known, fall)
-        if bool(done.all()):
-            if bool((y.abs() > JUMP).masked_fill(empty, False).any()):
-                break
-            return x, fall
+        lost = ~done & ((x - start).abs() > FARTHEST * (1 + start.abs()))
+        if bool((done | lost).all()):
+            break
         bracketed = gap.isfinite()
         move = y / (fall if number == 0 else known)  # the secant
         # Without a bracket the steps may grow; where the secant says nothing, they double.
@@ -114,27 +142,25 @@ def _root(
             inside &= gap <= span / 2
             span = gap
         new = torch.where(bracketed & ~inside, middle, beyond)
-        new = torch.where(done, x, new)
+        new = torch.where(done | lost, x, new)
         width = torch.where(done, width, (new - x).abs().clamp(min=tiny))
-        if bool(((new - start).abs() > FARTHEST * (1 + start.abs())).any()):
-            break
         before, y_before, x = x, y, new
-    _refuse(normalizer, y, low, high, done)
-    return x, fall
+    return x, fall, near | (done & (y.abs() <= JUMP))
 
 
-def _refuse(normalizer: SumToOne, y: Rows, low: Rows, high: Rows, done: Bool[Tensor, "*n"]) -> None:
+def _refuse(normalizer: SumToOne, top: Rows, level: Rows, total: Rows, sure: Bool[Tensor, "*n"]) -> None:
     """Raise `InputError` for rows whose weights no level makes sum to one."""
     name = type(normalizer).__name__
-    small, large = ~done & (low == -torch.inf), ~done & (high == torch.inf)
-    if bool(small.any()):
+    small, large = ~sure & (total < 1 - JUMP), ~sure & (total > 1 + JUMP)
+    far = (level - top).abs() > 1e6
+    if bool((small & far).any()):
         raise InputError(
-            f"{name}: the weights of a query sum to {y[small].exp().max().item():.3g} at the most, whatever the "
+            f"{name}: the weights of a query sum to {total[small & far].max().item():.3g} at the most, whatever the "
             "level; expected a weight(scores, level) whose sum passes 1 as the level falls, for one visible key, too"
         )
-    if bool(large.any()):
+    if bool((large & far).any()):
         raise InputError(
-            f"{name}: the weights of a query sum to {y[large].exp().min().item():.3g} at the least, whatever the "
+            f"{name}: the weights of a query sum to {total[large & far].min().item():.3g} at the least, whatever the "
             "level; expected a weight(scores, level) that falls to 0 as the level rises"
         )
     raise InputError(f"{name}: no level was found at which the weights of a query sum to 1; is its weight continuous?")

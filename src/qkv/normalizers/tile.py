@@ -10,6 +10,19 @@ from qkv.normalizers.base import Normalizer, Pointwise, SumToOne, checked_shape,
 from qkv.normalizers.level import level_of_rows, solve
 
 
+CACHED = 2**17  # scores whose weights are computed at once: what a user's function makes on the way stays in cache
+
+
+def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
+    """Weights of a tile, computed in the memory of its scores."""
+    if overrides(normalizer, Pointwise, "weight_"):
+        return checked_shape(normalizer, normalizer.weight_(scores), scores)
+    rows = max(1, CACHED * scores.shape[-2] // scores.numel())
+    for some in scores.split(rows, -2):
+        some.copy_(checked_shape(normalizer, normalizer.weight(some), some))
+    return scores
+
+
 def solved(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Level and weights of whole rows, of whose scores a sink is one that has no value."""
     together = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
