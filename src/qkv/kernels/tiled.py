@@ -23,7 +23,7 @@ from qkv.biases.tensors import ByQuery, clipped
 from qkv.call import Call, Result, detached
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.normalizers import Pointwise, SumToOne
-from qkv.normalizers.base import checked_shape, weights_of
+from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_of_rows
 from qkv.normalizers.tile import TileWeights, level_slopes, pointwise, solved
 from qkv.parallel import each
@@ -34,7 +34,7 @@ from qkv.weights import Rows
 
 TILE = 256
 HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
-PANEL = 2**19  # scores of whole rows held at once
+PANEL = 2**20  # scores of whole rows held at once
 
 
 def why_not(call: Call) -> str | None:

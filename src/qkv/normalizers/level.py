@@ -21,7 +21,8 @@ from qkv.normalizers.base import Scores, SumToOne, checked_shape, weights_of
 Rows = Float[Tensor, "*n"]
 
 STEPS = 200  # of a search, at most: bisection alone needs fewer
-SAMPLE = 512  # groups of keys in the sample that gives the first guess
+GROUP = 8  # neighbouring keys of which two stand for all in the first guess
+FEW = 512  # keys of which it takes no guess
 JUMP = 0.01  # of log Σ w at a level to all its digits: more is a jump, not a rounding
 FARTHEST = 1e12  # how far a search goes from the largest score before it gives up, in units of 1 + |score|
 
@@ -49,15 +50,14 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
     rows = _Masked(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
-    size = scores.shape[-1] // SAMPLE
-    if size > 1:
-        sample = _sample(scores, size)
+    if scores.shape[-1] > FEW:
+        sample = _sample(scores)
         best = sample.amax(-1)
         sampled = _Masked(normalizer, sample, best)
 
         def estimate(level: Tensor) -> Tensor:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
-            return largest.sum(-1) + (size - 1) * other.sum(-1)
+            return largest.sum(-1) + (GROUP - 1) * other.sum(-1)
 
         found, slope, sure = _root(estimate, start, fall, best == -torch.inf, 1e-2)
         start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
@@ -99,9 +99,9 @@ class _Masked:
         return made
 
 
-def _sample(scores: Scores, size: int) -> Float[Tensor, "*n sample"]:
-    """Of every `size` neighbouring keys the largest score, and then another of each, which stands for the others."""
-    groups = scores[..., : scores.shape[-1] // size * size].unflatten(-1, (-1, size))
+def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
+    """The largest score of every few neighbouring keys, and then another of each, which stands for the others."""
+    groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
     largest = groups.amax(-1)
     return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 

@@ -9,7 +9,6 @@ from qkv.contract import overrides
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne, checked_shape, unmasked, weights_of
 from qkv.normalizers.level import level_of_rows, solve
 
-
 CACHED = 2**17  # scores whose weights are computed at once: what a user's function makes on the way stays in cache
 
 
