@@ -99,7 +99,7 @@ def case(seed: int, number: int) -> Case:
     if trouble in ("far", "very far"):
         bias.append(parts.far(draw, shape, -60.0 if trouble == "far" else -200.0))
     above = draw.choice([30.0, 70.0, 150.0]) if trouble == "tiny mass" else None
-    normalizer = parts.normalizer(draw, shape, above)
+    normalizer = parts.normalizer(draw, shape, above, large=trouble == "large")
     mask_text, mask = masking.mask(draw, shape)
     if draw.chance(0.15):
         text, padding = masking.padding(draw, shape)

@@ -178,10 +178,15 @@ POINTWISE = ("sigmoid", "elu + 1", "relu", "identity", "square", "cauchy", "slop
 SUM_TO_ONE = ("softplus²", "heavy tail", "stretched", "sharp", "ratio")
 
 
-def normalizer(draw: Draw, shape: Shape, tiny_mass: float | None) -> Part:
-    """A normalizer; with `tiny_mass`, one whose sink is so far above the scores."""
+def normalizer(draw: Draw, shape: Shape, tiny_mass: float | None, *, large: bool) -> Part:
+    """A normalizer; with `tiny_mass`, one whose sink is so far above the scores; for `large` scores, none that waves.
+
+    The sine of a number that is known to a few units is not known at all.
+    """
     kinds = {"softmax": 8.0, "entmax": 2.0, "sparsemax": 0.8, "hard": 0.8}
     kinds |= dict.fromkeys(SUM_TO_ONE, 1.0) | dict.fromkeys(POINTWISE, 1.0)
+    if large:
+        del kinds["wave"]
     kind, temperature = draw.weighted(kinds), draw.choice([1.0, 1.0, 0.6, 1.9])
     if kind == "hard":
         return Part(f"Hard(temperature={temperature})", lambda t: normalizers.Hard(temperature=temperature))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import qkv
-from conftest import close, rand, triple
+from conftest import close, rand, set_tile, triple
 from own_objects import HEADS, Manhattan, Square
 from qkv import attend, biases, features, masks, measure, normalizers, scores
 from qkv.masks import Causal, Dense, Document, Padding
@@ -147,3 +147,13 @@ def test_masks_may_be_kept_only_while_they_are_what_they_were() -> None:
     attend(q, k, v, mask=mask, kernel="flash")
     mask.last = 3
     close(attend(q, k, v, mask=mask, kernel="flash"), attend(q, k[:, :, :3], v[:, :, :3]))
+
+
+def test_gathered_tiles_add_up_bfloat16_biases_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_tile(monkeypatch, 8)
+    q, k, v = (x.bfloat16() for x in triple(1, 2, 2, 29, 29, 8, 8))
+    mask = Document(torch.arange(29) * 7 % 5)
+    added = (biases.Dense(rand(29, 29, seed=4).bfloat16()), biases.Dense(torch.full((1, 1), -200.0).bfloat16()))
+    lse = attend(q, k, v, mask=mask, bias=added, kernel="flash", return_lse=True)[1]
+    want = attend(q.double(), k.double(), v.double(), mask=mask, bias=added, kernel="eager", return_lse=True)[1]
+    assert (lse - want).abs().max() < 2e-3

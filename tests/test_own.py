@@ -54,7 +54,9 @@ def results(tensors: tuple[Tensor, ...], asked: dict[str, Any], kernel: str) -> 
     learned = [x for part in asked.values() for one in (part if isinstance(part, tuple) else (part,))
                for x in learned_tensors(one).values()]  # fmt: skip
     out = attend(*inputs, kernel=kernel, **asked)
-    return [out.detach(), *torch.autograd.grad((out * rand(*out.shape, seed=9)).sum(), [*inputs, *learned])]
+    leaves = [*inputs, *learned]
+    grads = torch.autograd.grad((out * rand(*out.shape, seed=9)).sum(), leaves, allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
@@ -246,6 +248,15 @@ class NotSoftmax(normalizers.Softmax):
         return torch.relu(scores - level)
 
 
+class Rectified:
+    def weight(self, scores: Tensor, level: Tensor) -> Tensor:
+        return torch.relu(scores - level)
+
+
+class MixedIn(Rectified, normalizers.Softmax):
+    """Another definition that does not stand in the class itself."""
+
+
 class NotSigmoid(normalizers.Sigmoid):
     def weight(self, scores: Tensor) -> Tensor:
         return torch.tanh(scores) ** 2
@@ -271,6 +282,7 @@ def test_a_subclass_that_redefines_its_base_is_not_computed_as_its_base() -> Non
     tensor = nn.Parameter(rand(140, 150, seed=4))
     for asked, same in (
         ({"normalizer": NotSoftmax()}, {"normalizer": normalizers.Sparsemax()}),
+        ({"normalizer": MixedIn()}, {"normalizer": normalizers.Sparsemax()}),
         ({"mask": NotCausal()}, {"mask": masks.Predicate(lambda b, h, q, k: q <= k)}),
         ({"bias": NotSoftCap(2.0)}, {"score": scores.Dot(6**-0.5 / 2)}),
         ({"bias": NotDense(tensor)}, {"bias": biases.Dense(-tensor)}),
@@ -330,3 +342,30 @@ def test_modules_train_what_an_object_holds() -> None:
     named = {name: x.grad for name, x in layer.named_parameters() if "composition" in name}
     assert len(named) == 3
     assert all(grad is not None and grad.abs().max() > 0 for grad in named.values())
+
+
+class Constant(biases.Bias):
+    """It forgets the score, in another dtype."""
+
+    def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
+        return torch.ones_like(scores, dtype=torch.float64) * 0.5
+
+
+class DoubleSlope(biases.Bias):
+    """A float64 parameter in a float32 call."""
+
+    def __init__(self) -> None:
+        self.slope = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
+        return scores * self.slope * (region.queries - region.keys).abs().double().exp().reciprocal()
+
+
+@pytest.mark.parametrize("bias", [Constant, DoubleSlope])
+def test_a_function_of_nothing_and_one_of_another_dtype_have_gradients(bias: type[biases.Bias]) -> None:
+    tensors = tuple(x.float() for x in triple(2, HEADS, 2, 33, 37, 6, 5))
+    made = bias()
+    for x, y in zip(
+        results(tensors, {"bias": made}, "tiled"), results(tensors, {"bias": made}, "eager"), strict=True
+    ):  # fmt: skip
+        close(x, y, eps=512, dtype=torch.float32)

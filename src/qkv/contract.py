@@ -7,7 +7,7 @@ a shortcut. Kernels ask an object through its base class; they never look for a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,20 +38,19 @@ class Definition:
         super().__init_subclass__(**arguments)
         for base in cls.__mro__[1:]:
             for method, shortcuts in base.__dict__.get("definitions", {}).items():
-                if method in cls.__dict__:
-                    inherited = [name for name in shortcuts if name not in cls.__dict__]
-                    if any(_stale(cls, base, method, name) for name in inherited):
-                        for name in inherited:
-                            setattr(cls, name, base.__dict__[name])
+                inherited = [name for name in shortcuts if name not in cls.__dict__]
+                if any(_stale(cls, base, method, name) for name in inherited):
+                    for name in inherited:
+                        setattr(cls, name, base.__dict__[name])
 
 
 def _stale(cls: type, base: type, method: str, name: str) -> bool:
-    """Whether an inherited shortcut was given beside another version of the method.
+    """Whether an inherited shortcut was given beside another version of the method than that of the class.
 
     One that was given where the method was still undefined is for whatever defines it.
     """
     giver = next(kind for kind in cls.__mro__ if name in kind.__dict__)
-    return getattr(giver, method, None) is not base.__dict__.get(method)
+    return getattr(giver, method, None) not in (base.__dict__.get(method), getattr(cls, method))
 
 
 def overrides(thing: object, base: type, name: str) -> bool:
@@ -122,6 +121,13 @@ def _fields(x: object) -> list[tuple[str, object]]:
     if isinstance(x, nn.Module):
         named = {name: value for name, value in named.items() if name not in _OF_MODULES}
     return list(named.items())
+
+
+def gradients_of(result: Tensor, inputs: Sequence[Tensor], slope: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of Σ slope · result in each of `inputs`, None of those it does not depend on."""
+    if not result.requires_grad:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(result, list(inputs), slope.to(result.dtype), allow_unused=True)
 
 
 def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:

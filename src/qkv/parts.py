@@ -167,7 +167,8 @@ class Gathered:
         rows, keys = positions(self.row_tiles[:, None], self.tile), positions(self.key_tiles, self.tile)
         heads = torch.arange(self.grid.heads)[:, None, None]
         keys = keys.clamp(max=self.grid.n_keys - 1)[:, None, None]
-        return bias.at(torch.zeros((), dtype=dtype), torch.tensor(self.item), heads, rows[:, None, :, None], keys)
+        zero = torch.zeros(1, 1, 1, 1, dtype=dtype)  # of no dimension it would not make bfloat16 tensors wider
+        return bias.at(zero, torch.tensor(self.item), heads, rows[:, None, :, None], keys)
 
     def covers(self, batch: int) -> int:
         """How many of all queries in the batch it has."""

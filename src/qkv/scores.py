@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.contract import Definition, learned_tensors, overrides, require
+from qkv.contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 
 __all__ = [
@@ -136,8 +136,7 @@ class Pairwise(Score):
         """Gradients of Σ slope · scores in q, k and each of `learned`; a shortcut for autograd on `scores`."""
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
         with torch.enable_grad():
-            made = self.scores(q, k)
-            return torch.autograd.grad(made, (q, k, *learned), slope, allow_unused=True)
+            return gradients_of(self.scores(q, k), (q, k, *learned), slope)
 
 
 @dataclass(frozen=True)

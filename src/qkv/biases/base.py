@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.contract import Definition, learned_tensors, overrides, require
+from qkv.contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
 
@@ -78,7 +78,7 @@ class Bias(Definition):
         """Gradients of Σ slope · apply(before) in the scores `before` and each of `learned`."""
         before = before.detach().requires_grad_()
         with torch.enable_grad():
-            return torch.autograd.grad(self.apply(before, region), (before, *learned), slope, allow_unused=True)
+            return gradients_of(self.apply(before, region), (before, *learned), slope)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """The score of query i (its row, not its position) and key j with the bias in it, as in a ``score_mod``.
@@ -157,9 +157,7 @@ class Additive(Bias):
             return (slope,)
         with torch.enable_grad():
             added = self.added(region)
-            return slope, *torch.autograd.grad(
-                added, learned, slope.sum_to_size(added.shape).to(added), allow_unused=True
-            )
+            return slope, *gradients_of(added, learned, slope.sum_to_size(added.shape))
 
     at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
 
