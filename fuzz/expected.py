@@ -22,6 +22,7 @@ from qkv import normalizers
 SAMPLES = 3
 ROOM = 32
 """A kernel adds up many roundings, and in another order."""
+OF_WEIGHTS = tuple(f"measure {name}" for name in ("sink", "self_", "previous", "next_"))
 CLEAR = 16
 """How many times the error of a score it must be away from a kink or a tie, so that no rounding takes it there."""
 COARSEST = 2.0**-30
@@ -70,6 +71,7 @@ class Expected:
         samples = self._samples("eager")
         self.certain = _certain(self.exact, [x for x, _ in samples])
         self._error = _error(self.exact, [x for x, _ in samples])
+        self._absolute_error = _error(self.exact, [x for x, _ in samples], absolute=True)
         smooth = self.certain & _smooth(self.exact, [x for x, _ in samples])
         # Rows whose gradient rounding decides get none.
         self.grad = case.grad.masked_fill(~smooth[..., None], 0)
@@ -181,18 +183,22 @@ class Expected:
             change = torch.maximum(change, 0.1 * of_neighbours)
         wide = torch.promote_types(self.case.dtype, torch.float32)
         eps = torch.finfo(wide).eps
-        last = (
-            2 * torch.finfo(self.dtype(name)).eps
-        )  # of the result, when it is stored; and of sums, the formula's own, too
+        last = 2 * torch.finfo(self.dtype(name)).eps  # of the result as stored, and of sums, the formula's own, too
         tolerance = ROOM * change + torch.where(want.isfinite(), want.abs(), 0.0) * (last + 16 * eps)
         tolerance = tolerance + 100 * torch.finfo(wide).tiny
+        if name in OF_WEIGHTS:
+            # The level comes from one product of queries and keys, and the scores from another: no error cancels.
+            tolerance = tolerance + want.abs() * scale * ROOM * self._absolute_error
+        if name == "measure sink_mass":
+            tolerance = tolerance + scale * ROOM * self._absolute_error
+        if name.startswith("measure thumbnail"):
+            tolerance = tolerance + want.abs() * scale * ROOM * self._absolute_error.amax(-1)[..., None, None]
         if name == "measure entropy":
             # Logarithms of weights are differences of scores and the level, which cancel.
             tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + ROOM * scale * self._error
         if name == "measure distance":
-            tolerance = tolerance + 8 * eps * (
-                self.case.shape.nq + self.case.shape.nk
-            )  # moments about the middle of a tile, which cancel
+            # Moments about the middle of a tile cancel.
+            tolerance = tolerance + 8 * eps * (self.case.shape.nq + self.case.shape.nk)
         if name == "measure spread":
             resolved = SPREAD * eps / FLOAT32 + 16 * torch.finfo(torch.float64).eps * self.case.shape.nk**2
             tolerance = tolerance + (want.square() + resolved).sqrt() - want
@@ -215,12 +221,12 @@ class Expected:
         return torch.promote_types(self.case.dtype, torch.float32)
 
 
-def _error(exact: Run, samples: list[Run]) -> Tensor:
+def _error(exact: Run, samples: list[Run], *, absolute: bool = False) -> Tensor:
     """How far rounding moves the final scores of each row (b, h, nq), as seen from the level if there is one."""
 
     def seen(run: Run) -> Tensor:
         final, level = run.found.final.detach(), run.found.level
-        return final if level is None else final - level.detach()[..., None]
+        return final if level is None or absolute else final - level.detach()[..., None]
 
     here = seen(exact)
     off = [torch.where(here.isfinite(), (seen(run) - here).abs(), 0.0) for run in samples]
