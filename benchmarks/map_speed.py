@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from benchmarks.timing import THREADS, save
+from qkv._engine.call import Call
 from qkv.bench.timing import alone, alternating, median_ratio, resident, timed
-from qkv.call import Call
-from qkv.kernels import flash
-from qkv.maps import HeadMap
+from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal
-from qkv.measure import settled
+from qkv.statistics.maps import HeadMap
+from qkv.statistics.measure import settled
 
 TOKENS, DIM, SIZE = 100_000, 64, (1024, 1024)
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import THREADS
+from qkv._engine.row_state import Rows
 from qkv.bench.timing import resident
 from qkv.masks import Window
-from qkv.measure import sweep
-from qkv.profiler.capture import Observer, Seen, observe
-from qkv.profiler.models import random_gpt2
+from qkv.profiler.capture.models import random_gpt2
+from qkv.profiler.capture.observe import Observer, Seen, observe
 from qkv.profiler.run import profile
-from qkv.weights import Rows
+from qkv.statistics.measure import sweep
 
 HEADS = 6
 

@@ -11,7 +11,7 @@ from benchmarks.one_run import HEADS, inputs, plain, profiled, swept
 from benchmarks.timing import THREADS
 from qkv.bench.run import slope
 from qkv.bench.timing import alone, alternating, median_ratio
-from qkv.profiler.models import random_gpt2
+from qkv.profiler.capture.models import random_gpt2
 
 TOKENS, LAYERS = 8192, 6
 

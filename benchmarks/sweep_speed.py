@@ -9,9 +9,9 @@ import torch
 import qkv
 from benchmarks.attend_speed import tensors
 from benchmarks.timing import THREADS
+from qkv._engine.call import Call
 from qkv.bench.timing import alternating, median_ratio
-from qkv.call import Call
-from qkv.measure import sweep
+from qkv.statistics.measure import sweep
 
 
 def sweep_and_its_parts(n: int = 8192, repeats: int = 5) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from qkv._files import write_whole
 from qkv.bench.timing import machine
-from qkv.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 THREADS = 2

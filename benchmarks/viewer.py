@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.timing import THREADS, save
 from qkv.bench.timing import timed
-from qkv.profiler import explore
-from qkv.profiler.explore import Explorer
-from qkv.profiler.models import random_gpt2
-from qkv.profiler.pyramid import TILE, kept_tiles
+from qkv.profiler.capture.models import random_gpt2
+from qkv.profiler.explore import explorer as explore
+from qkv.profiler.explore.explorer import Explorer
+from qkv.profiler.explore.pyramid import TILE, kept_tiles
 
 LENGTHS, REPEATS, LAYER, HEADS = (16_384, 100_000), 15, 0, 4
 WIDE = 16_384  # tiles of more tokens a side take seconds: they are timed less often

@@ -24,7 +24,7 @@ import trained_models
 
 import qkv
 from qkv.bench import run, show
-from qkv.profiler.models import load
+from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
 
 DOCS = Path(__file__).parent

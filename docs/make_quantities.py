@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qkv.profiler.frames import COLUMNS
-from qkv.profiler.residual import MEANING
-from qkv.profiler.types import ROLES, TRAITS, Kind
-from qkv.profiler.variables import VARIABLES
+from qkv.profiler.capture.residual import MEANING
+from qkv.profiler.data.frames import COLUMNS
+from qkv.profiler.data.types import ROLES, TRAITS, Kind
+from qkv.profiler.data.variables import VARIABLES
 
 FILE = Path(__file__).parent / "quantities.md"
 

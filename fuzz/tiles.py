@@ -20,12 +20,12 @@ def tiles(size: int | None) -> Iterator[None]:
         return
     modules, linear = sys.modules, qkv.kernels.KERNELS["linear"]
     values: list[tuple[str, str, Any]] = [
-        *((name, "TILE", size) for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure")),
+        *((name, "TILE", size) for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.measure")),
         ("qkv.kernels.tiled", "PANEL", 2 * size * size),
-        ("qkv.cuts", "SPARSE_TILE", max(1, size // 2)),
-        ("qkv.cuts", "SPARSE_KEYS", 1),
-        ("qkv.cuts", "SMALL", 0),
-        ("qkv.cuts", "_KEPT", OrderedDict()),  # what was cut with other tiles
+        ("qkv.kernels.flash.decompose", "SPARSE_TILE", max(1, size // 2)),
+        ("qkv.kernels.flash.decompose", "SPARSE_KEYS", 1),
+        ("qkv.kernels.flash.decompose", "SMALL", 0),
+        ("qkv.kernels.flash.decompose", "_KEPT", OrderedDict()),  # what was cut with other tiles
         ("qkv.kernels", "FEW", 0),
         ("qkv.kernels.linear", "attention", functools.partial(linear.attention, chunk=size)),
     ]

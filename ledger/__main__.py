@@ -9,7 +9,7 @@ import torch
 from ledger.claim import CLAIMS
 from ledger.page import PAGES, pages
 from ledger.settled import load
-from qkv.files import write_whole
+from qkv._files import write_whole
 
 
 def main(ids: list[str]) -> int:

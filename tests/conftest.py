@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CORE = (
-    "errors", "contract", "inputs", "files", "masks", "biases", "positions", "scores", "normalizers", "features",
-    "partial", "noise", "parallel", "call", "transforms", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts",
-    "reference", "kernels", "linear",
-    "sums", "measure", "transposed", "maps", "choice", "cost",
-    "attention", "cache", "nn", "models",
+    "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
+    "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_cost", "attention",
+    "cache", "nn", "models",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
@@ -68,10 +66,10 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure", "qkv.transposed"):
+    for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.measure", "qkv.statistics.products"):
         monkeypatch.setattr(importlib.import_module(name), "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
-    cuts = sys.modules["qkv.cuts"]
+    cuts = sys.modules["qkv.kernels.flash.decompose"]
     monkeypatch.setattr(cuts, "SPARSE_TILE", max(1, size // 2))
     monkeypatch.setattr(cuts, "SPARSE_KEYS", 1)
     monkeypatch.setattr(cuts, "SMALL", 0)

@@ -19,8 +19,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import hf_models
 from hf_zoo_table import ALL, DROP, IMAGE, LENGTH, SAMPLES, SMALL, TARGET, VOCABULARY, Row
-from qkv.profiler.capture import Observer, Record, observe, unobserved
-from qkv.profiler.inputs import real_tokens, sequences_of
+from qkv.profiler.capture.inputs import real_tokens, sequences_of
+from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
 
 PADDED = 5  # tokens of padding in the second item of a padded batch
 RETURN_SCORES = ("squeezebert", "prophetnet")  # what they call their attentions is not yet normalized

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from qkv.profiler.data import Profile
+from qkv.profiler import Profile
 
 TEXT = (
     "The lighthouse keeper wrote a letter every evening, although no ship had carried post to the island "

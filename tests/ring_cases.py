@@ -269,16 +269,16 @@ def _profiled(group: dist.ProcessGroup) -> qkv.Profile:
 @contextlib.contextmanager
 def _tiles(size: int) -> Iterator[None]:
     """Tiles so small that a chunk is made of several."""
-    modules = [sys.modules[name] for name in ("qkv.cuts", "qkv.kernels.tiled", "qkv.measure")]
+    modules = [sys.modules[name] for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.measure")]
     before = [m.TILE for m in modules]  # type: ignore[attr-defined]
-    small = sys.modules["qkv.cuts"].SMALL  # type: ignore[attr-defined]
+    small = sys.modules["qkv.kernels.flash.decompose"].SMALL  # type: ignore[attr-defined]
     for m in modules:
         m.TILE = size  # type: ignore[attr-defined]
-    sys.modules["qkv.cuts"].SMALL = 0  # type: ignore[attr-defined]
+    sys.modules["qkv.kernels.flash.decompose"].SMALL = 0  # type: ignore[attr-defined]
     yield
     for m, tile in zip(modules, before, strict=True):
         m.TILE = tile  # type: ignore[attr-defined]
-    sys.modules["qkv.cuts"].SMALL = small  # type: ignore[attr-defined]
+    sys.modules["qkv.kernels.flash.decompose"].SMALL = small  # type: ignore[attr-defined]
 
 
 def main(rank: int, size: int, folder: Path) -> None:

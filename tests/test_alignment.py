@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conftest import MASKS, close, oracle, rand, triple, unchecked
 from qkv import InputError, attend, biases, measure
-from qkv.call import Call, Result
+from qkv._engine.call import Call, Result
 from qkv.kernels import KERNELS, watching
 from qkv.masks import Causal, Dense, Padding
 from qkv.nn.alignment import AdditiveAttention, LuongAttention

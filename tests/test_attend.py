@@ -14,7 +14,7 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_tile, triple
 from qkv import InputError, attend, biases, kernels, masks
-from qkv.kernels import flash
+from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Hard, Softmax
 from qkv.scores import Dot

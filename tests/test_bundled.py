@@ -15,7 +15,7 @@ from qkv.lab.tasks.translation import Translation
 from qkv.lab.translate import translate
 from qkv.models import DecoderLM, bundled
 from qkv.models.text import load_text_model
-from qkv.profiler.models import load
+from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
 
 FILES = {"config.json", "model.safetensors", "run.toml", "metrics.jsonl", "result.json"}

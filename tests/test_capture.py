@@ -16,7 +16,7 @@ import hf_models as hf
 from conftest import largest_tensor
 from qkv.errors import InputError
 from qkv.huggingface.masks import lazy_mask
-from qkv.profiler.capture import Observer, Record, observe, unobserved
+from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
 from qkv.profiler.run import profile
 from qkv.reference import statistics
 

@@ -16,7 +16,7 @@ import torch
 
 import qkv
 from qkv.cli import main
-from qkv.profiler import models
+from qkv.profiler.capture import models
 
 pytest.importorskip("transformers", reason="profiling models needs transformers")
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ import qkv
 from profile_fixture import dataset_from_weights, encoder_decoder, gpt, softmax
 from qkv.cli.compare import saved, show, write
 from qkv.errors import InputError
-from qkv.profiler.compare import Comparison, compare
-from qkv.profiler.data import Profile
+from qkv.profiler import Profile
+from qkv.profiler.comparison import Comparison, compare
 
 TEXT = "def mean(values):\n    return sum(values) / len(values)\n"
 
@@ -254,7 +254,7 @@ def test_a_saved_profile_is_compared_with(tmp_path: Path) -> None:
 
 
 def test_a_tuned_model_against_its_base() -> None:
-    loaded = qkv.profiler.models.load("qkv-mini")
+    loaded = qkv.profiler.capture.models.load("qkv-mini")
     with torch.no_grad():
         loaded.model.blocks[3].attention.out_proj.weight.mul_(0)  # the last layer's: no attention sees a difference
     after = qkv.profile(loaded.model, TEXT, tokenizer=loaded.tokenizer, progress=False)

@@ -10,12 +10,12 @@ import torch
 
 import qkv
 from qkv import models
-from qkv.call import Call
+from qkv._engine.call import Call
 from qkv.errors import InputError
 from qkv.kernels import eager, editing, watching
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Sigmoid, Softmax
-from qkv.profiler.edits import AS_TRAINED, Edit, attention_layers, edited, everywhere
+from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited, everywhere
 
 NAMES = {"softmax": "softmax", "off-by-one": "off_by_one", "sigmoid": "sigmoid"}
 

@@ -17,14 +17,14 @@ from conftest import enlarged, largest_tensor, oracle, set_tile
 from qkv.cache import HeavyHitters
 from qkv.cli import main
 from qkv.errors import InputError
+from qkv.figures.eviction import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.surprise import surprise
-from qkv.profiler.calls import calls_of
-from qkv.profiler.eviction import POLICIES, eviction, expiry, mass_lost
-from qkv.profiler.eviction_run import nats_of
-from qkv.profiler.models import load
-from qkv.view.eviction_plot import budget_figure, heads_figure
+from qkv.profiler.analyses.eviction import POLICIES, eviction, expiry, mass_lost
+from qkv.profiler.analyses.eviction_run import nats_of
+from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.models import load
 
 FIRST = 2
 

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 import qkv
 from conftest import MASKS, largest_tensor, oracle, rand, triple
 from hf_models import build, inputs
-from qkv import InputError, biases, maps, masks, normalizers
-from qkv.call import Call, as_biases
-from qkv.measure import settled
+from qkv import InputError, biases, masks, normalizers
+from qkv._engine.call import Call, as_biases
 from qkv.models import load
 from qkv.models.bundled import folder_of
-from qkv.profiler import explore, pyramid
-from qkv.profiler.explore import Cancelled, Explorer, Room
-from qkv.profiler.kept import Kept
-from qkv.profiler.pyramid import Pyramid, kept_tiles
+from qkv.profiler.explore import explorer as explore
+from qkv.profiler.explore import pyramid
+from qkv.profiler.explore.explorer import Cancelled, Explorer, Room
+from qkv.profiler.explore.pyramid import Pyramid, kept_tiles
+from qkv.profiler.explore.tile_cache import Kept
 from qkv.scores import Additive
+from qkv.statistics import maps
+from qkv.statistics.measure import settled
 from test_maps import by_loops
 
 SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(values)\n"

@@ -17,8 +17,8 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, close, fits, rand, triple, unchecked
 from qkv import InputError, biases, masks
+from qkv._engine.call import Call, Result
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
-from qkv.call import Call, Result
 from qkv.kernels import eager, flex
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.scores import Additive, Dot

@@ -14,16 +14,16 @@ from torch import Tensor
 import hf_models as hf
 from conftest import MASKS, close, enlarged, fits, largest_tensor, oracle, rand, set_tile, triple, unchecked
 from qkv import masks, normalizers
-from qkv.call import Call
+from qkv._engine.call import Call
 from qkv.cli import main
 from qkv.errors import InputError
-from qkv.measure import settled
+from qkv.figures.flow import flow_figure
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
-from qkv.profiler.calls import calls_of
-from qkv.profiler.flow import flow_to, rollout
-from qkv.transposed import column_sums, row_sums
-from qkv.view.flow_plot import flow_figure
+from qkv.profiler.analyses.flow import flow_to, rollout
+from qkv.profiler.capture.calls import calls_of
+from qkv.statistics.measure import settled
+from qkv.statistics.products import column_sums, row_sums
 
 NORMALIZERS: dict[str, Normalizer] = {
     "softmax": normalizers.Softmax(),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conftest import close, oracle, rand, triple, unchecked
 from qkv import biases, masks, normalizers, scores
-from qkv.kernels import flash
+from qkv.kernels.flash import kernel as flash
 
 CASES, AT_ONCE = 300, 50
 

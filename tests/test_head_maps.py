@@ -16,10 +16,11 @@ from matplotlib.figure import Figure
 from conftest import largest_tensor
 from hf_models import build, inputs
 from qkv import InputError
-from qkv import maps as core
 from qkv.cli import main
-from qkv.profiler import maps, pyramid
-from qkv.profiler.maps import AttentionMap
+from qkv.profiler.explore import attention_map as maps
+from qkv.profiler.explore import pyramid
+from qkv.profiler.explore.attention_map import AttentionMap
+from qkv.statistics import maps as core
 from test_maps import by_loops, edges
 from test_plots import all_text_is_on_the_page
 
@@ -84,7 +85,7 @@ def test_the_forward_ends_with_the_layer() -> None:
     assert len(heard) == 1
 
 
-@pytest.mark.parametrize("module", ["qkv.profiler.maps", "qkv.view.map_plot"])
+@pytest.mark.parametrize("module", ["qkv.profiler.explore.attention_map", "qkv.figures.map"])
 def test_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0 == result.failed
@@ -227,7 +228,7 @@ def test_memory_of_a_tile_is_that_of_the_call() -> None:
     ],
 )
 def test_figures(program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int) -> None:
-    from qkv.view.map_plot import map_figure
+    from qkv.figures.map import map_figure
 
     figure = map_figure(program, program.picture(rows, columns, size), pool=pool)
     assert isinstance(figure, Figure)
@@ -237,8 +238,8 @@ def test_figures(program: AttentionMap, rows: slice, columns: slice, size: int, 
 
 def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
     """Else a sink one bin wide might fall between two pixels."""
-    from qkv.view.map_plot import map_figure
-    from qkv.view.save import DPI
+    from qkv.figures.map import map_figure
+    from qkv.figures.save import DPI
 
     for size in (3, 7, 19, 31):
         picture = program.picture(size=size)
@@ -251,7 +252,7 @@ def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
 
 
 def test_titles_say_where_the_weight_goes(program: AttentionMap) -> None:
-    from qkv.view.map_plot import map_figure, sentence
+    from qkv.figures.map import map_figure, sentence
 
     picture = program.picture()
     mass = picture.mean.sum(0)
@@ -270,7 +271,7 @@ def test_titles_say_where_the_weight_goes(program: AttentionMap) -> None:
 def test_colours_are_logarithmic_where_weights_differ_much(program: AttentionMap) -> None:
     from matplotlib.colors import LogNorm
 
-    from qkv.view.map_plot import map_figure
+    from qkv.figures.map import map_figure
 
     picture = program.picture()
     flat = core.Picture(

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import hf_models as hf
 from qkv import kernels
-from qkv.call import Call, Result
+from qkv._engine.call import Call, Result
 from qkv.errors import InputError
 from qkv.huggingface import client, register, use
 from qkv.huggingface.attention import routes
 from qkv.huggingface.client import attend
-from qkv.profiler.capture import Observer, observe
+from qkv.profiler.capture.observe import Observer, observe
 
 MODELS = (*hf.ROUTED, *hf.PARTLY)
 CASES = [

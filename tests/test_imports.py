@@ -6,60 +6,88 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
+# Layers of the package, the lowest first. A dotted name is a package of its own inside another.
 ORDER = [
-    "errors", "contract", "inputs", "files", "masks", "biases", "positions", "scores", "normalizers", "features",
-    "partial", "noise", "parallel", "call", "transforms", "ring", "tiles", "weights", "weight_tiles", "parts", "cuts",
-    "reference", "kernels", "linear",
-    "sums", "measure", "transposed", "maps", "choice", "cost",
-    "attention", "testing", "cache", "nn", "models", "huggingface",
-    "profiler", "view", "bench", "lab", "server", "cli",
+    "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
+    "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_cost", "attention",
+    "testing", "cache", "nn", "models", "huggingface",
+    "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
+    "figures", "page", "report", "profiler", "bench", "lab", "server", "cli",
 ]  # fmt: skip
-FILES = sorted(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0].removesuffix(".py") in ORDER)
+FILES = {
+    ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in SOURCE.rglob("*.py")
+    if file.parent != SOURCE or file.name != "__init__.py"
+}
 
 
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """Modules of qkv that a file imports, dotted, without ``qkv.``; and whether it does so on use, in a function."""
+def imports(file: Path) -> Iterator[str]:
+    """Modules of qkv that a file imports, in functions too, but not for types alone; dotted, without ``qkv.``."""
     tree = ast.parse(file.read_text())
-    late = {x for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for x in ast.walk(f)}
-    never = {x for f in ast.walk(tree) if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test) for x in f.body}
+    never = {
+        x
+        for f in ast.walk(tree)
+        if isinstance(f, ast.If) and "TYPE_CHECKING" in ast.dump(f.test)
+        for b in f.body
+        for x in ast.walk(b)
+    }
     for node in ast.walk(tree):
         if node in never:
             continue
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative imports hide the order"
-            module = node.module or ""
-            names = [f"qkv.{a.name}" for a in node.names] if module == "qkv" else [module]
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("qkv.") in FILES else node.module or "" for name in full]
         elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
+            names = [alias.name for alias in node.names]
         else:
             continue
-        yield from ((name.removeprefix("qkv."), node in late) for name in names if name.startswith("qkv"))
+        # `import qkv` itself, and a name in it such as `attend`, is all of the core.
+        yield from (name.removeprefix("qkv.") if name != "qkv" else "attention" for name in names if name[:3] == "qkv")
 
 
-@pytest.mark.parametrize("file", FILES, ids=[str(f.relative_to(SOURCE)) for f in FILES])
-def test_a_module_imports_only_from_those_before(file: Path) -> None:
-    path = file.relative_to(SOURCE).with_suffix("").parts
-    for name, late in imports(file):
-        if late and (path[-1] == "__init__" or path in (("profiler", "data"), ("profiler", "compare"))):
-            continue  # conveniences that load on use
-        target = name.split(".")
-        # `import qkv` itself, and a name in it such as `InputError`, is all of the core.
-        core = target[0] not in ORDER
-        here, there = ORDER.index(path[0]), ORDER.index("attention" if core else target[0])
-        assert there < here or (there == here and len(path) > 1), f"imports qkv.{name}"
-        if path[0] == target[0] == "kernels":
-            assert path[1] == "__init__", f"one kernel imports another: qkv.{name}"
+IMPORTS = {name: set(imports(file)) for name, file in FILES.items()}
+
+
+def layer(module: str) -> int:
+    """The place in ORDER of the innermost package there that a module belongs to."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(ORDER.index(name) for name in names if name in ORDER)
+
+
+def test_every_import_goes_to_the_same_layer_or_a_lower_one() -> None:
+    upwards = [f"{a} -> {b}" for a, found in IMPORTS.items() for b in found if layer(b) > layer(a)]
+    assert not upwards
+
+
+def test_modules_do_not_import_one_another_in_a_circle() -> None:
+    """Imports inside functions count."""
+    TopologicalSorter({name: found - {name} for name, found in IMPORTS.items()}).prepare()
+
+
+def test_no_kernel_imports_another() -> None:
+    kernels = {name: found for name, found in IMPORTS.items() if name.startswith("kernels.") and name.count(".") == 1}
+    assert set(kernels) > {"kernels.tiled", "kernels.eager", "kernels.flex"}
+    assert not [(a, b) for a, found in kernels.items() for b in found if b.startswith("kernels") and b != "kernels"]
+
+
+def test_outside_of_the_core_the_engine_is_only_its_calls_and_row_states() -> None:
+    core = ORDER.index("attention")
+    used = {b for name, found in IMPORTS.items() if layer(name) > core for b in found if b.startswith("_engine")}
+    assert used == {"_engine.call", "_engine.row_state"}
 
 
 def test_the_walk_finds_imports() -> None:
-    names = {name for file in FILES for name, _ in imports(file)}
-    assert {"errors", "masks", "kernels", "tiles"} <= names
-    assert {f.relative_to(SOURCE).parts[0].removesuffix(".py") for f in FILES} >= set(ORDER[:11])
+    names = {name for found in IMPORTS.values() for name in found}
+    assert {"errors", "masks", "kernels", "_engine.tiles", "profiler.data.tables"} <= names
+    assert {name.split(".")[0] for name in IMPORTS} >= set(ORDER[:11])
 
 
 def python(code: str) -> str:

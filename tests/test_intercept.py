@@ -14,12 +14,12 @@ import hf_models as hf
 from conftest import close, largest_tensor, rand
 from qkv import Attention, InputError, biases
 from qkv.kernels import eager
-from qkv.measure import settled, sweep
 from qkv.nn import MultiHeadAttention
-from qkv.profiler.calls import calls_of
+from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.profiler.run import profile
-from qkv.profiler.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.reference import statistics
+from qkv.statistics.measure import settled, sweep
 
 F = nn.functional
 B, H, NQ, NK, D, DV = 2, 6, 5, 7, 3, 4

@@ -18,7 +18,7 @@ from qkv.lab.tasks.language import Language
 from qkv.models import DecoderConfig, checkpoint
 from qkv.models.generation import generate
 from qkv.models.text import load_text_model
-from qkv.profiler.models import load as load_profiled
+from qkv.profiler.capture.models import load as load_profiled
 
 SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 

@@ -14,8 +14,8 @@ import qkv
 from qkv.errors import InputError
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generate
 from qkv.models.text import load_text_model
-from qkv.profiler.edits import Edit, edited
-from qkv.profiler.models import Loaded, load
+from qkv.profiler.analyses.edits import Edit, edited
+from qkv.profiler.capture.models import Loaded, load
 from qkv.server.live import EXAMPLE, MOST_CHARACTERS, Live
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from conftest import MASKS, close, fits, largest_tensor, oracle, rand, triple, unchecked
-from qkv import InputError, attend, biases, maps, masks, normalizers
-from qkv.call import Call, as_biases
-from qkv.measure import settled
+from qkv import InputError, attend, biases, masks, normalizers
+from qkv._engine.call import Call, as_biases
 from qkv.scores import Additive, Dot
+from qkv.statistics import maps
+from qkv.statistics.measure import settled
 
 
 @pytest.fixture(autouse=True)

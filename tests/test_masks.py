@@ -12,9 +12,11 @@ from torch import Tensor
 
 import qkv
 from conftest import MASKS, fits, grids, mask_trees, set_tile, unchecked
-from qkv import InputError, cuts, parts
+from qkv import InputError
+from qkv._engine.call import Call
 from qkv.biases import Dense as Bias
-from qkv.call import Call
+from qkv.kernels.flash import blocks as parts
+from qkv.kernels.flash import decompose as cuts
 from qkv.masks import (
     EMPTY,
     FULL,

@@ -17,11 +17,11 @@ from torch import Tensor
 import qkv
 from conftest import MASKS, close, fits, largest_tensor, mask_trees, oracle, rand, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers, reference
-from qkv.call import Call
+from qkv._engine.call import Call
 from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
-from qkv.measure import Statistics, sweep
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
+from qkv.statistics.measure import Statistics, sweep
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
 LATER = ("mass", "sink_mass", "visible", "audience", "early", "thumbnail")  # have tests of their own

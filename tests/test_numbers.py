@@ -95,7 +95,7 @@ def test_what_no_query_sees_changes_no_number_and_no_gradient(name: str, kernel:
             for which in hit if poison else "":
                 tensors[which][:, :, 9:] = bad
             leaves = [x.requires_grad_() for x in tensors.values()]
-            learned = list(qkv.contract.learned_tensors(list(asked.values())).values())
+            learned = list(qkv._contract.learned_tensors(list(asked.values())).values())
             try:
                 out = attend(*leaves, mask=mask, kernel=kernel, **asked)
             except qkv.InputError:

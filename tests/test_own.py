@@ -26,7 +26,7 @@ from own_objects import (
     Tripled,
 )
 from qkv import InputError, attend, biases, masks, normalizers, scores
-from qkv.contract import learned_tensors
+from qkv._contract import learned_tensors
 
 COMPOSITIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "a weight that is not injective": lambda: {"normalizer": Square()},
@@ -123,9 +123,9 @@ def test_statistics_are_those_of_the_weights() -> None:
 
 
 def test_maps_of_one_head_are_those_of_all_heads() -> None:
-    from qkv.call import Call
-    from qkv.maps import pooled, rectangle
-    from qkv.measure import settled
+    from qkv._engine.call import Call
+    from qkv.statistics.maps import pooled, rectangle
+    from qkv.statistics.measure import settled
 
     q, k, v = triple(1, HEADS, 2, 40, 40, 6, 5)
     asked = COMPOSITIONS["everything"]()

@@ -14,11 +14,11 @@ from matplotlib.text import Text
 
 import profile_fixture as made
 from qkv.errors import InputError
-from qkv.profiler import tables
-from qkv.profiler.data import Profile
-from qkv.profiler.types import MIXED, ROLES
-from qkv.view import style
-from qkv.view.findings import findings, headline
+from qkv.figures import style
+from qkv.figures.findings import findings, headline
+from qkv.profiler import Profile
+from qkv.profiler.data import tables
+from qkv.profiler.data.types import MIXED, ROLES
 
 
 @pytest.fixture(autouse=True)

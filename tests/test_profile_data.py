@@ -13,8 +13,8 @@ import xarray as xr
 
 import profile_fixture as made
 from qkv.errors import InputError
-from qkv.profiler import tables
-from qkv.profiler.data import Profile
+from qkv.profiler import Profile
+from qkv.profiler.data import tables
 
 
 def weights_of(profile: Profile, text: int = 0, group: str | None = None) -> np.ndarray:

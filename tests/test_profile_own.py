@@ -32,8 +32,8 @@ from qkv.nn import EinsumAttention, LinearAttention, LinformerAttention, MultiHe
 from qkv.nn.alignment import AdditiveAttention, LuongAttention
 from qkv.positions import Rotary
 from qkv.profiler import Profile, profile
-from qkv.profiler.capture import Observer, observe
-from qkv.profiler.models import load
+from qkv.profiler.capture.models import load
+from qkv.profiler.capture.observe import Observer, observe
 
 LOCAL, VOCABULARY = 2, 50
 OWN_SEQUENCE = ("self", "previous", "next", "local", "distance")

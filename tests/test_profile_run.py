@@ -20,7 +20,7 @@ import hf_models as hf
 import qkv
 from qkv.errors import InputError
 from qkv.profiler import Profile, profile
-from qkv.profiler.models import ByteTokenizer, Loaded, load, random_gpt2
+from qkv.profiler.capture.models import ByteTokenizer, Loaded, load, random_gpt2
 from qkv.profiler.texts import default_text, library_text
 from qkv.reference import statistics
 

@@ -18,11 +18,11 @@ import pytest
 import profile_fixture as made
 import qkv
 from qkv.errors import InputError
-from qkv.profiler import tables
-from qkv.profiler.data import Profile
-from qkv.profiler.types import MIXED, ROLES
-from qkv.view import report
-from qkv.view.payload import binned, display, payload
+from qkv.profiler import Profile
+from qkv.profiler.data import tables
+from qkv.profiler.data.types import MIXED, ROLES
+from qkv.report import write as report
+from qkv.report.payload import binned, display, payload
 
 HOSTILE = [
     "</script><script>document.documentElement.dataset.pwned='1'</script>",

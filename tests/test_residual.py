@@ -13,9 +13,9 @@ from conftest import rand
 from hf_models import PADDED, ROUTED, build, inputs
 from qkv.errors import InputError
 from qkv.models import Classifier, ClassifierConfig, DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
-from qkv.profiler import residual
-from qkv.profiler.inputs import real_tokens, sequences_of
-from qkv.profiler.residual import Residuals, attending, follow, joined, layer_of
+from qkv.profiler.capture import residual
+from qkv.profiler.capture.inputs import real_tokens, sequences_of
+from qkv.profiler.capture.residual import Residuals, attending, follow, joined, layer_of
 
 Seen = dict[str, list[Tensor]]
 

@@ -24,7 +24,7 @@ from conftest import MASKS, close, fits, rand, unchecked
 from qkv import masks
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
-from qkv.profiler.calls import calls_of
+from qkv.profiler.capture.calls import calls_of
 from qkv.ring import Piece
 
 SIZES = (2, 4)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conftest import close, rand, unchecked
 from qkv import InputError
-from qkv.call import Call
+from qkv._engine.call import Call
 from qkv.kernels import watching
 from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 

@@ -24,9 +24,11 @@ import torch
 import qkv
 from qkv.errors import InputError
 from qkv.models import EncoderDecoder, EncoderDecoderConfig
-from qkv.profiler import models, run
-from qkv.profiler.explore import Explorer
-from qkv.profiler.kept import Cancelled
+from qkv.profiler import run
+from qkv.profiler.capture import models
+from qkv.profiler.explore.explorer import Explorer
+from qkv.profiler.explore.tile_cache import Cancelled
+from qkv.report.payload import payload, trimmed
 from qkv.server import data_routes, model_routes
 from qkv.server.app import create_app
 from qkv.server.connection import Connection
@@ -36,7 +38,6 @@ from qkv.server.jobs import Busy, Gone, Jobs
 from qkv.server.page_schema import Page
 from qkv.server.run import _socket, serve_in_thread
 from qkv.server.session import Session, twin
-from qkv.view.payload import payload, trimmed
 
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
 
@@ -486,7 +487,7 @@ def test_the_page_and_its_files(app: Guard) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     named = re.findall(r'(?:src|href)="(/?static/[\w.]+)"', page.text)
     assert named
-    folder = Path(qkv.__file__).parent / "view" / "static"
+    folder = Path(qkv.__file__).parent / "page"
     for name in [*named, "/static/charts.js"]:
         found = ask(app, "/" + name.lstrip("/"))
         assert found.status_code == 200, name

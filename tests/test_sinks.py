@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 import qkv
 from qkv import InputError, Profile
-from qkv.call import Call
+from qkv._engine.call import Call
 from qkv.masks import Causal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Softmax
-from qkv.profiler import models, types
-from qkv.profiler.geometry import geometry
-from qkv.profiler.sinks import drain, sink_summary, sink_tokens
-from qkv.profiler.types import sink_scores
+from qkv.profiler.capture import models
+from qkv.profiler.capture.geometry import geometry
+from qkv.profiler.data import types
+from qkv.profiler.data.sinks import drain, sink_summary, sink_tokens
+from qkv.profiler.data.types import sink_scores
 
 VOCABULARY = 96
 STOP, BEGIN = 90, 95  # a delimiter, and what every text begins with

@@ -16,7 +16,7 @@ import pytest
 
 import pages
 from qkv import biases, masks, normalizers, scores
-from qkv.contract import Definition
+from qkv._contract import Definition
 
 pytest.importorskip("myst_nb", reason="the site needs the docs extra")
 sys.path.insert(0, str(pages.DOCS / "_ext"))

@@ -27,13 +27,14 @@ import survey_process
 from conftest import rand
 from qkv.cli import main
 from qkv.errors import InputError
+from qkv.figures import survey as survey_plots
 from qkv.models.byte_tokenizer import ByteTokenizer
-from qkv.profiler import accumulators, corpus, profile, ranks, shard
-from qkv.profiler import survey as surveys
-from qkv.profiler.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
-from qkv.profiler.pieces import Batch, Piece, Special, batches_of, pieces
-from qkv.profiler.survey import Survey, survey
-from qkv.view import survey_plots
+from qkv.profiler import profile
+from qkv.profiler.surveys import accumulators, corpus, ranks, shard
+from qkv.profiler.surveys import run as surveys
+from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
+from qkv.profiler.surveys.pieces import Batch, Piece, Special, batches_of, pieces
+from qkv.profiler.surveys.run import Survey, survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 

@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qkv.profiler import tables
-from qkv.profiler.data import Profile
-from qkv.profiler.models import load
+from qkv.figures import style
+from qkv.profiler import Profile
+from qkv.profiler.capture.models import load
+from qkv.profiler.data import tables
+from qkv.report.payload import trimmed
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 from qkv.server.stored import Stored
-from qkv.view import style
-from qkv.view.payload import trimmed
 from viewer_fixture import (
     HOSTILE,
     OF_PROFILES,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import qkv
-from qkv.profiler import tables
+from qkv.profiler.data import tables
+from qkv.report.payload import trimmed
 from qkv.server.align import Aligners
 from qkv.server.live import Live
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
-from qkv.view.payload import trimmed
 from viewer_fixture import HOSTILE, LIVE_TEXT, PHONE, SEEN, Served, Tab, check_pictures, overflow, texts_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ SHOWN = 10
 @pytest.fixture(scope="module")
 def live() -> Live:
     """What the page must agree with."""
-    from qkv.profiler.models import load
+    from qkv.profiler.capture.models import load
 
     return Live(load("qkv-mini"))
 

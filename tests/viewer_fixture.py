@@ -27,7 +27,7 @@ import pytest
 from PIL import Image
 
 import profile_fixture as made
-from qkv.profiler.data import Profile
+from qkv.profiler import Profile
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request
@@ -162,7 +162,7 @@ def mini() -> Iterator[Served]:
     """The model that comes with qkv: exact maps, live answers, remedies."""
     pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
     pytest.importorskip("fastapi", reason="the viewer needs fastapi")
-    from qkv.profiler.models import load
+    from qkv.profiler.capture.models import load
     from qkv.server.run import serve_in_thread
     from qkv.server.session import Session
 

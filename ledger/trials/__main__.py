@@ -13,8 +13,8 @@ import torch
 import ledger.trials
 import qkv
 from ledger.settle import RESULTS
+from qkv._files import write_whole
 from qkv.bench.timing import machine
-from qkv.files import write_whole
 
 
 def names() -> list[str]:

@@ -16,8 +16,8 @@ from qkv.attention import Attention, Plan, attend, plan
 from qkv.choice import Choice, choose_keys
 from qkv.errors import InputError
 from qkv.linear import LinearState, linear_attend, linformer
-from qkv.measure import Statistics, measure
 from qkv.partial import Partial, merge
+from qkv.statistics.measure import Statistics, measure
 
 if TYPE_CHECKING:
     from qkv import testing

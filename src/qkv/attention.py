@@ -12,17 +12,18 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from qkv._cost import Cost, cost
+from qkv._engine.call import Call, as_biases, as_mask
+from qkv._engine.inputs import A, Form, autocast_dtype, refuse_unknown
 from qkv.biases import Bias
-from qkv.call import Call, as_biases, as_mask
-from qkv.cost import Cost, cost
 from qkv.errors import InputError
-from qkv.inputs import A, Form, autocast_dtype, refuse_unknown
-from qkv.kernels import choose, flash, opaque, serve, serve_shared, watched
+from qkv.kernels import choose, opaque, serve, serve_shared, watched
+from qkv.kernels.flash import kernel as flash
 from qkv.masks import Mask
-from qkv.measure import Statistics, measure
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
+from qkv.statistics.measure import Statistics, measure
 
 ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",

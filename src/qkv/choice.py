@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv._contract import overrides
+from qkv._engine.call import Call, as_biases, as_mask, at_least_float32, detached
 from qkv.biases import Bias
-from qkv.call import Call, as_biases, as_mask, at_least_float32, detached
-from qkv.contract import overrides
 from qkv.errors import InputError
 from qkv.kernels import eager, pick, serve, tiled
 from qkv.masks import Mask

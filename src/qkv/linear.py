@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv.call import Call, at_least_float32
+from qkv._engine.call import Call, at_least_float32
 from qkv.errors import InputError
 from qkv.features import elu_plus_one
 from qkv.kernels import serve

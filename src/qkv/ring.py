@@ -16,9 +16,9 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 
+from qkv._contract import overrides
+from qkv._engine.call import Call
 from qkv.biases import Bias
-from qkv.call import Call
-from qkv.contract import overrides
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
 from qkv.masks.base import Placed

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.contract import Definition, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 
 __all__ = [

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv._files import write_whole
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import alone, alternating, machine, timed
 from qkv.errors import InputError
-from qkv.files import write_whole
 
 ONCE = 5.0  # seconds of a first run beyond which a contender runs no more
 LEAST, MOST = 3, 15  # repeats

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.contract import Definition, gradients_of, learned_tensors, overrides, require
+from qkv._contract import Definition, gradients_of, learned_tensors, overrides, require
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkv._engine.call import as_mask
 from qkv.attention import Attention, attend
-from qkv.call import as_mask
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.positions import Rotary

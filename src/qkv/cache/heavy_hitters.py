@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qkv._engine.call import as_biases, at_least_float32
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, at_least_one, by_distance_alone, composed, turned
-from qkv.call import as_biases, at_least_float32
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qkv._engine.call import as_biases
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Track, at_least_one, by_distance_alone, composed, turned
-from qkv.call import as_biases
 from qkv.errors import InputError
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne

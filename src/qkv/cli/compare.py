@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.compare import Comparison
-    from qkv.profiler.data import Profile
+    from qkv.profiler.comparison import Comparison
+    from qkv.profiler.profiles import Profile
 
 
 def saved(name: str) -> Profile | None:
     """The profile in a file that `Profile.save` wrote; None if `name` is not a file, but perhaps a model."""
-    from qkv.profiler.data import Profile
+    from qkv.profiler.profiles import Profile
 
     if Path(name).is_file():
         return Profile.load(name)
@@ -44,8 +44,8 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
     """comparison.csv with every head of every group, and a figure of each: compare.png, and compare-cross.png …"""
     import pandas as pd
 
-    from qkv.files import write_whole
-    from qkv.view.save import save_figure
+    from qkv._files import write_whole
+    from qkv.figures.save import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
     files = [out / "comparison.csv"]

@@ -12,7 +12,7 @@ from qkv.cli.inputs import given_text, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.eviction import Eviction
+    from qkv.profiler.analyses.eviction import Eviction
 
 MINI_TOKENS = 512  # of qkv-mini, which has positions for no more
 
@@ -60,9 +60,9 @@ def evict(
         out: Folder to write to; made if it is not there.
     """
 
-    from qkv.profiler.eviction import eviction
-    from qkv.view.eviction_plot import budget_figure, heads_figure
-    from qkv.view.save import save_figure
+    from qkv.figures.eviction import budget_figure, heads_figure
+    from qkv.figures.save import save_figure
+    from qkv.profiler.analyses.eviction import eviction
 
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):

@@ -42,7 +42,7 @@ def experiment(
         jobs: Runs at a time, each a process on one core.
         redraw: Conclude and draw once more from the numbers that DIR has; nothing is trained.
     """
-    from qkv.files import write_whole
+    from qkv._files import write_whole
     from qkv.lab import experiments
 
     if not names:

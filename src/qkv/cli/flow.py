@@ -59,11 +59,11 @@ def flow(
     from rich.console import Console
     from rich.markup import escape
 
-    from qkv.files import write_whole
-    from qkv.profiler.flow import flow_to, rollout
-    from qkv.profiler.progress import bar
-    from qkv.view.flow_plot import flow_figure
-    from qkv.view.save import save_figure
+    from qkv._files import write_whole
+    from qkv.figures.flow import flow_figure
+    from qkv.figures.save import save_figure
+    from qkv.profiler.analyses.flow import flow_to, rollout
+    from qkv.profiler.capture.progress import bar
 
     back, forth = from_ if from_ or to else (-1,), to
     passage = given_text(model, text, file, tokens)

@@ -9,7 +9,7 @@ from qkv.cli.files import read
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.models import Loaded
+    from qkv.profiler.capture.models import Loaded
 
 
 def numbers(text: str) -> list[int]:
@@ -44,7 +44,7 @@ def ready(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool
     from rich.console import Console
     from rich.markup import escape
 
-    from qkv.profiler import models
+    from qkv.profiler.capture import models
 
     with Console(stderr=True).status(f"loading {escape(name)}"):
         loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)

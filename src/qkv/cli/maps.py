@@ -13,8 +13,8 @@ from qkv.cli.inputs import given_text, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.maps import Picture
-    from qkv.profiler.maps import AttentionMap
+    from qkv.profiler.explore.attention_map import AttentionMap
+    from qkv.statistics.maps import Picture
 
 
 def head_map(
@@ -70,12 +70,12 @@ def head_map(
     from rich.console import Console
     from rich.markup import escape
 
-    from qkv.files import write_whole
-    from qkv.maps import span
-    from qkv.profiler import maps
-    from qkv.profiler.progress import bar
-    from qkv.view.map_plot import map_figure, sentence
-    from qkv.view.save import save_figure
+    from qkv._files import write_whole
+    from qkv.figures.map import map_figure, sentence
+    from qkv.figures.save import save_figure
+    from qkv.profiler.capture.progress import bar
+    from qkv.profiler.explore import attention_map as maps
+    from qkv.statistics.maps import span
 
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
     if size < 1:

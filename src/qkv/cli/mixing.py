@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import xarray as xr
 
-    from qkv.profiler.models import Loaded
+    from qkv.profiler.capture.models import Loaded
 
 
 def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
     """The response to other tokens at `position`."""
     from rich.console import Console
 
-    from qkv.profiler.mixing import mixing
+    from qkv.profiler.analyses.mixing import mixing
 
     if isinstance(inputs, dict):  # of --tokens
         inputs = inputs["input_ids"]
@@ -25,9 +25,9 @@ def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
 
 def write(data: xr.Dataset, name: str, out: Path) -> list[Path]:
     """mixing.png and mixing.csv: mean response by depth and token."""
-    from qkv.files import write_whole
-    from qkv.view.mixing_plot import mixing_figure
-    from qkv.view.save import save_figure
+    from qkv._files import write_whole
+    from qkv.figures.mixing import mixing_figure
+    from qkv.figures.save import save_figure
 
     figure, table = out / "mixing.png", out / "mixing.csv"
     save_figure(mixing_figure(data, name=name), figure)

@@ -15,7 +15,7 @@ from qkv.cli.inputs import given_text, numbers, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.data import Profile
+    from qkv.profiler.profiles import Profile
 
 FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
 
@@ -74,7 +74,8 @@ def profile(
         partial: Go on even if some attention of the model cannot be observed.
     """
 
-    from qkv.profiler import models, run
+    from qkv.profiler import run
+    from qkv.profiler.capture import models
 
     wanted = None if layers is None else numbers(layers)
     if perturb is not None and perturb < 0:
@@ -118,7 +119,7 @@ def profile(
 def _figures(result: Profile, out: Path) -> list[Path]:
     from rich.console import Console
 
-    from qkv.view.save import save_figure
+    from qkv.figures.save import save_figure
 
     with Console().status("drawing figures"):
         for name in FIGURES:
@@ -146,7 +147,7 @@ def _show(result: Profile) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from qkv.view.findings import headline
+    from qkv.figures.findings import headline
 
     console = Console()
     for group, data in result.groups.items():
@@ -162,7 +163,7 @@ def _show(result: Profile) -> None:
 def _title(result: Profile, group: str) -> str:
     from rich.markup import escape
 
-    from qkv.profiler.data import counted, layers_and_heads
+    from qkv.profiler.data.words import counted, layers_and_heads
 
     sizes = result.groups[group].sizes
     parts = [] if len(result.groups) == 1 else [group]
@@ -173,8 +174,8 @@ def _title(result: Profile, group: str) -> str:
 
 def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
     """What the sink scores, the kinds of heads and the hidden states say, a sentence each."""
-    from qkv.profiler.sinks import sink_summary
-    from qkv.profiler.types import MIXED
+    from qkv.profiler.data.sinks import sink_summary
+    from qkv.profiler.data.types import MIXED
 
     found = sink_summary(result.groups[group])
     said = {

@@ -15,8 +15,8 @@ import tyro
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.corpus import Corpus
-    from qkv.profiler.survey_data import Survey
+    from qkv.profiler.surveys.corpus import Corpus
+    from qkv.profiler.surveys.data import Survey
 
 
 def survey(
@@ -72,8 +72,8 @@ def survey(
     import torch
 
     from qkv.cli.files import folder
-    from qkv.profiler import models
-    from qkv.profiler import survey as surveys
+    from qkv.profiler.capture import models
+    from qkv.profiler.surveys import run as surveys
 
     if threads is not None:
         if threads < 1:
@@ -115,7 +115,7 @@ def survey(
 def _corpus(names: tuple[str, ...]) -> Corpus:
     """What the names stand for: files and folders, or one corpus that the lab knows."""
     from qkv.lab import corpora
-    from qkv.profiler import corpus
+    from qkv.profiler.surveys import corpus
 
     known = [n for n in names if n in corpora.NAMES or n.startswith("hf:")]
     if not known:
@@ -151,7 +151,7 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        from qkv.profiler.survey import finished
+        from qkv.profiler.surveys.run import finished
 
         raise KeyboardInterrupt(
             f"stopped with {len(finished(out))} of {shards} shards done; the same command goes on"
@@ -172,7 +172,7 @@ def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callabl
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from qkv.profiler.survey import finished
+    from qkv.profiler.surveys.run import finished
 
     parts = corpus.shards(shards)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -265,9 +265,9 @@ def _number(value: float) -> str:
 def _write(result: Survey, out: Path) -> None:
     from rich.console import Console
 
-    from qkv.files import write_whole
-    from qkv.view.save import save_figure
-    from qkv.view.survey_plots import FIGURES
+    from qkv._files import write_whole
+    from qkv.figures.save import save_figure
+    from qkv.figures.survey import FIGURES
 
     names = []
     try:
@@ -281,7 +281,7 @@ def _write(result: Survey, out: Path) -> None:
         raise InputError(f"cannot write tables and figures to {out} ({error.strerror}); the data is there") from error
     console = Console(highlight=False)
     for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.survey.Survey.load)",
+        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.run.Survey.load)",
         f"Heads    {out / 'heads.csv'}",
         f"Figures  {', '.join(names)}",
     ):

@@ -17,7 +17,7 @@ from qkv.cli.inputs import given_text, ready
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.profiler.data import Profile
+    from qkv.profiler.profiles import Profile
 
 PROFILE = "profile.qkv.zip"  # what `qkv profile` calls it in its folder
 
@@ -70,7 +70,7 @@ def view(
     from rich.console import Console
     from rich.markup import escape
 
-    from qkv.profiler.inputs import batches
+    from qkv.profiler.capture.inputs import batches
     from qkv.server.guard import EVERYWHERE
     from qkv.server.run import serve
     from qkv.server.session import Session
@@ -108,7 +108,7 @@ def view(
 
 def _saved(name: str, called: str) -> Profile | None:
     """The profile in a file, or in a folder that `qkv profile` has written; None if `name` may be a model."""
-    from qkv.profiler.data import Profile
+    from qkv.profiler.profiles import Profile
 
     if not os.path.exists(name):
         if name.endswith(".zip"):

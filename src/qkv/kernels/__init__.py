@@ -16,9 +16,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from qkv.call import Call, Result
+from qkv._engine.call import Call, Result
 from qkv.errors import InputError
-from qkv.kernels import eager, flash, flex, linear, loops, ring, tiled
+from qkv.kernels import eager, flex, linear, loops, ring, tiled
+from qkv.kernels.flash import kernel as flash
 from qkv.ring import Shared
 
 KERNELS: dict[str, ModuleType] = {

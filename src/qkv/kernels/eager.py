@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv import noise
+from qkv._engine import noise
+from qkv._engine.call import Call, Result
+from qkv._engine.tiles import ScoreTiles, without_unseen
+from qkv._engine.transforms import mapped, transformed
 from qkv.biases.tensors import clipped
-from qkv.call import Call, Result
 from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import differentiable_level
 from qkv.normalizers.softmax import log_sum_exp
-from qkv.tiles import ScoreTiles, without_unseen
-from qkv.transforms import mapped, transformed
 
 
 def why_not(call: Call) -> str | None:

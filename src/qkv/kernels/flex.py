@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from qkv._contract import overrides
+from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias
-from qkv.call import Call, Result, at_least_float32, detached
-from qkv.contract import overrides
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, survey
 from qkv.partial import Partial
-from qkv.transforms import REASON, transformed
 
 BLOCK = 128  # queries and keys of a block of the mask: what FlexAttention's kernels are tuned for
 SMALLEST_HEAD = 16  # of Triton's matrix product

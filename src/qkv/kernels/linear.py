@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.call import Call, Result, at_least_float32
+from qkv._engine.call import Call, Result, at_least_float32
+from qkv._engine.transforms import REASON, transformed
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
-from qkv.transforms import REASON, transformed
 
 CHUNK = 128
 SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence makes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from qkv import reference
-from qkv.call import Call, Result, at_least_float32
+from qkv._engine.call import Call, Result, at_least_float32
+from qkv._engine.transforms import REASON, transformed
 from qkv.normalizers import SumToOne
-from qkv.transforms import REASON, transformed
 
 
 def why_not(call: Call) -> str | None:

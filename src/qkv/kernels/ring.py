@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qkv.call import Call, Result, at_least_float32, detached
+from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv._engine.transforms import once
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.ring import Shared, part_of
-from qkv.transforms import once
 
 Choose = Callable[[Call, set[str]], ModuleType]
 """The kernel for a piece, of which the tensors of these names want gradients (none: going forward)."""

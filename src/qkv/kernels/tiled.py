@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv import noise
+from qkv._engine import noise
+from qkv._engine.call import Call, Result, detached
+from qkv._engine.row_state import Rows
+from qkv._engine.threads import each
+from qkv._engine.tiles import HIDDEN, LOG2_E, PAIRS, ScoreTiles, harmless, heads_together, spans, without_unseen
+from qkv._engine.transforms import REASON, once, transformed
 from qkv.biases import Additive
 from qkv.biases.tensors import ByQuery, clipped
-from qkv.call import Call, Result, detached
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_of_rows
 from qkv.normalizers.tile import TileWeights, level_slopes, pointwise, solved
-from qkv.parallel import each
 from qkv.partial import Partial, sink_gradient
-from qkv.tiles import HIDDEN, LOG2_E, PAIRS, ScoreTiles, harmless, heads_together, spans, without_unseen
-from qkv.transforms import REASON, once, transformed
-from qkv.weights import Rows
 
 TILE = 256
 HEADS = 8  # heads worked on together: a tile of all of them should stay in cache

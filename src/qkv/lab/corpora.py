@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.files import write_whole
 from qkv.models.config import nearest
 
 NAMES = ("library", "shakespeare")

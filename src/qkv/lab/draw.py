@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from qkv.view.save import save_figure
-from qkv.view.style import HAIRLINE, INK, MUTED, RAMP
+from qkv.figures.save import save_figure
+from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP
 
 __all__ = ["COLOURS", "MARKERS", "WEIGHTS", "by_seed", "curves", "heatmap", "panels", "plain", "save_figure"]
 

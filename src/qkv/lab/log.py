@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.files import write_whole
 
 
 class Log:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.files import write_whole
 from qkv.lab import log, resume, settings
 from qkv.lab.progress import Bar
 from qkv.lab.task import Batch, Task, Training

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from qkv.errors import InputError
-from qkv.masks.base import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
+
+if TYPE_CHECKING:
+    from qkv.masks.base import Mask
 
 PAIRS = 512  # up to this many tokens a cell is a pair
 SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # apart for every kind of colour vision

@@ -10,9 +10,9 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from qkv._contract import Definition
+from qkv._engine.call import as_mask
 from qkv.attention import Attention
-from qkv.call import as_mask
-from qkv.contract import Definition
 from qkv.errors import InputError
 from qkv.masks import Mask
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from qkv._engine.call import as_mask
 from qkv.attention import Attention
-from qkv.call import as_mask
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.nn.composition import Composition

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv.contract import Definition, learned_tensors, require
+from qkv._contract import Definition, learned_tensors, require
 from qkv.errors import InputError
 
 N = TypeVar("N", bound="Normalizer")

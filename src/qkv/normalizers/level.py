@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv.contract import overrides
+from qkv._contract import overrides
 from qkv.errors import InputError
 from qkv.normalizers.base import Scores, SumToOne, checked_shape, weights_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.contract import overrides
+from qkv._contract import overrides
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne, checked_shape, unmasked, weights_of
 from qkv.normalizers.level import level_of_rows, solve
 

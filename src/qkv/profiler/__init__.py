@@ -1,11 +1,29 @@
 """Profile models: observe their attention, keep exact statistics, save, plot and report them."""
 
-from qkv.profiler.data import Profile
-from qkv.profiler.edits import Edit, edited
-from qkv.profiler.eviction import Eviction
-from qkv.profiler.explore import Explorer
-from qkv.profiler.maps import AttentionMap
+from qkv.profiler.analyses.edits import Edit, edited, everywhere
+from qkv.profiler.analyses.eviction import Eviction, eviction
+from qkv.profiler.comparison import Comparison, compare
+from qkv.profiler.explore.attention_map import AttentionMap
+from qkv.profiler.explore.explorer import Explorer
+from qkv.profiler.profiles import Profile
 from qkv.profiler.run import profile
-from qkv.profiler.survey_data import Survey
+from qkv.profiler.surveys.data import Survey
+from qkv.profiler.surveys.run import survey
+from qkv.profiler.texts import default_text
 
-__all__ = ["AttentionMap", "Edit", "Eviction", "Explorer", "Profile", "Survey", "edited", "profile"]
+__all__ = [
+    "AttentionMap",
+    "Comparison",
+    "Edit",
+    "Eviction",
+    "Explorer",
+    "Profile",
+    "Survey",
+    "compare",
+    "default_text",
+    "edited",
+    "everywhere",
+    "eviction",
+    "profile",
+    "survey",
+]

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.errors import InputError
-from qkv.profiler import probes
-from qkv.profiler.capture import Observer, observe, unobserved
-from qkv.profiler.data import Profile
-from qkv.profiler.datasets import datasets
-from qkv.profiler.inputs import batches, real_tokens, sequences_of
-from qkv.profiler.models import load
-from qkv.profiler.progress import bar
-from qkv.profiler.residual import Residuals, attending, by_stack, follow
-from qkv.profiler.tokens import special_ids
+from qkv.profiler.capture import probes
+from qkv.profiler.capture.datasets import datasets
+from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.models import load
+from qkv.profiler.capture.observe import Observer, observe, unobserved
+from qkv.profiler.capture.progress import bar
+from qkv.profiler.capture.residual import Residuals, attending, by_stack, follow
+from qkv.profiler.capture.tokens import special_ids
+from qkv.profiler.profiles import Profile
 
 
 def profile(
@@ -55,7 +55,7 @@ def profile(
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
             ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module that calls
-            itself attention; or a name for `qkv.profiler.models.load`: a folder, a hub name, ``"minilm"`` or
+            itself attention; or a name for `qkv.profiler.capture.models.load`: a folder, a hub name, ``"minilm"`` or
             ``"random-gpt2"``.
         inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
             takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
@@ -76,7 +76,7 @@ def profile(
         command: what was typed, kept in the attributes.
 
     Returns:
-        `Profile`, one data set for each kind of attention: see `qkv.profiler.groups`. ``lse`` is NaN where the
+        `Profile`, one data set for each kind of attention: see `qkv.profiler.capture.groups`. ``lse`` is NaN where the
         normalizer has none. A module that attends step by step, with one query at a time, is one layer.
         ``attrs["sources"]`` says of every module where its numbers come from: ``"interface"`` (transformers' attention
         interface), ``"qkv"`` and ``"sdpa"`` are whole calls, in linear memory; ``"softmax"`` are the scores that the

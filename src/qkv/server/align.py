@@ -22,7 +22,7 @@ from qkv.lab.translate import SPECIAL, Vocabulary, read_vocabulary, translate
 from qkv.lab.translate import START as BEGIN
 from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
 from qkv.models.config import nearest
-from qkv.profiler.edits import edited
+from qkv.profiler.analyses.edits import edited
 
 if TYPE_CHECKING:
     from qkv.server.schemas import AlignRequest, CaptionRequest

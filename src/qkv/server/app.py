@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 import qkv
 from qkv.errors import InputError
+from qkv.report.payload import looks
 from qkv.server import data_routes, model_routes
 from qkv.server.asking import not_there
 from qkv.server.data_routes import KEPT
@@ -25,7 +26,6 @@ from qkv.server.guard import Guard
 from qkv.server.jobs import Busy, Gone, Lanes
 from qkv.server.page_schema import Looks
 from qkv.server.schemas import Alignment, Failed, LiveModel, SessionState, SourceState
-from qkv.view.payload import looks
 
 if TYPE_CHECKING:
     from qkv.server.session import Session
@@ -74,7 +74,7 @@ def create_app(
 
 
 def _pages(app: FastAPI) -> None:
-    folder = files("qkv.view") / "static"
+    folder = files("qkv.page")
     # Only what was there at the start, by name: what a client sends never becomes a path.
     known = {x.name: x.read_bytes() for x in folder.iterdir() if _type_of(x.name)}
     packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from qkv.profiler.kept import Stopped
-from qkv.profiler.pyramid import TILE
+from qkv.profiler.explore.pyramid import TILE
+from qkv.profiler.explore.tile_cache import Stopped
 from qkv.server.asking import ask, not_there
 from qkv.server.jobs import Work
 from qkv.server.page_schema import Page

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qkv.profiler.kept import Cancelled, Stopped
+from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 
 MOST = 64  # waiting jobs: more than the pages of one person ask for at a time
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluating
-from qkv.profiler.edits import AS_TRAINED, Edit, attention_layers, edited
-from qkv.profiler.models import Loaded
-from qkv.profiler.tokens import as_read
+from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
+from qkv.profiler.capture.models import Loaded
+from qkv.profiler.capture.tokens import as_read
 
 if TYPE_CHECKING:
     from qkv.server.schemas import LiveRequest, StepRequest
@@ -46,7 +46,7 @@ class Live:
     """Answers about one model; see `described` for whether it can.
 
     >>> from types import SimpleNamespace
-    >>> from qkv.profiler.models import load
+    >>> from qkv.profiler.capture.models import load
     >>> live = Live(load("qkv-mini"))
     >>> edit = SimpleNamespace(layer=0, head=0, normalizer="off-by-one", temperature=1.0)
     >>> answer = live.answer(SimpleNamespace(text="import os", edits=[edit], layer=0, head=0, k=3, ids=None))

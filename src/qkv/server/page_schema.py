@@ -1,4 +1,4 @@
-"""The JSON of a source's page as types, to read about at /docs; `qkv.view.payload` makes it."""
+"""The JSON of a source's page as types, to read about at /docs; `qkv.report.payload` makes it."""
 
 from __future__ import annotations
 

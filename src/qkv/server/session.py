@@ -19,18 +19,21 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
-from qkv.profiler import edits, explore, models, run
-from qkv.profiler.inputs import batches
-from qkv.profiler.kept import Cancelled, Stopped
-from qkv.profiler.residual import attending
+from qkv.profiler import run
+from qkv.profiler.analyses import edits
+from qkv.profiler.capture import models
+from qkv.profiler.capture.inputs import batches
+from qkv.profiler.capture.residual import attending
+from qkv.profiler.explore import explorer as explore
+from qkv.profiler.explore.tile_cache import Cancelled, Stopped
+from qkv.report.payload import payload
 from qkv.server.align import Aligners
 from qkv.server.live import Live
 from qkv.server.stored import Stored
-from qkv.view.payload import payload
 
 if TYPE_CHECKING:
-    from qkv.profiler.data import Profile
-    from qkv.profiler.models import Loaded
+    from qkv.profiler.capture.models import Loaded
+    from qkv.profiler.profiles import Profile
 
 M = TypeVar("M", bound=nn.Module)
 Maker = Callable[["Source"], None]
@@ -54,7 +57,7 @@ class Source:
     maps: dict[str, explore.Explorer | Stored] = field(default_factory=dict)
     """What answers for the weights of each group."""
     page: bytes = b""
-    """`qkv.view.payload.payload`'s JSON."""
+    """`qkv.report.payload.payload`'s JSON."""
     curves: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Its 16-bit planes by group and text."""
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Source:
 class Session:
     """The sources, in the order they were added. `start` makes them ready, one after another, in a thread.
 
-    >>> from qkv.profiler.models import load
+    >>> from qkv.profiler.capture.models import load
     >>> session = Session("qkv-mini")
     >>> source = session.add_model(load("qkv-mini"), "def one():\\n    return 1")
     >>> session.prepare()

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from qkv.errors import InputError
-from qkv.maps import Picture
-from qkv.profiler.kept import Stopped, never
-from qkv.profiler.pyramid import OnProgress, deepest, edges
-from qkv.view.payload import trimmed
-from qkv.view.stored_map import StoredMap
+from qkv.figures.stored_map import StoredMap
+from qkv.profiler.explore.pyramid import OnProgress, deepest, edges
+from qkv.profiler.explore.tile_cache import Stopped, never
+from qkv.report.payload import trimmed
+from qkv.statistics.maps import Picture
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from qkv.profiler.data import Profile
+    from qkv.profiler.profiles import Profile
 
 
 class Shape(NamedTuple):
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Stored:
-    """Tiles, rows and columns from the data of a profile, with the same methods as `qkv.profiler.explore.Explorer`."""
+    """Tiles, rows and columns from the data of a profile, with the same methods as `qkv.profiler.Explorer`."""
 
     def __init__(self, profile: Profile, why: str | None = None) -> None:
         """`why` maps are not computed instead, if not because there is no model."""
@@ -67,7 +67,7 @@ class Stored:
         self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int,
         *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None,
     ) -> Picture | None:  # fmt: skip
-        """A tile as in `qkv.profiler.pyramid.Pyramid.tile`; None if its keys all lie after its queries, unseen."""
+        """A tile as in `Pyramid.tile`; None if its keys all lie after its queries, unseen."""
         shape, one = self.shape(group, text), self._texts[group, text]
         if shape.kind == "small":
             if (zoom, i, j) != (0, 0, 0):

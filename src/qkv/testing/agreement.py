@@ -11,8 +11,8 @@ from torch import Tensor
 from qkv.attention import attend
 from qkv.errors import InputError
 from qkv.kernels import KERNELS
-from qkv.measure import measure
 from qkv.normalizers import SumToOne
+from qkv.statistics.measure import measure
 from qkv.testing.definition import Composition, Found, attention, seen
 from qkv.testing.inputs import Size, converted, normal, shortcuts, triple
 from qkv.testing.report import calling, difference, fail, number

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from qkv._contract import overrides
 from qkv.biases import Additive, Bias
-from qkv.contract import overrides
 from qkv.masks import Region
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.testing import definition

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qkv.contract import learned_tensors
+from qkv._contract import learned_tensors
 from qkv.testing.agreement import run
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import Size, can_be_copied, converted, triple

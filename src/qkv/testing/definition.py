@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv._contract import learned_tensors
 from qkv.biases import Additive, Bias
-from qkv.contract import learned_tensors
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Score

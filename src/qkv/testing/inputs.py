@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv.contract import learned_tensors
+from qkv._contract import learned_tensors
 from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
 
 Sizes = Sequence[tuple[int, int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qkv.contract import overrides
+from qkv._contract import overrides
 from qkv.normalizers import SumToOne
 from qkv.testing.inputs import normal
 from qkv.testing.report import calling, check_returned, difference, fail, number

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qkv.contract import require
+from qkv._contract import require
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Padding, Tiles
 from qkv.normalizers import Identity, Sigmoid

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv.contract import overrides
+from qkv._contract import overrides
 from qkv.normalizers import Identity, Softmax
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing import definition

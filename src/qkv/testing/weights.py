@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.contract import overrides
+from qkv._contract import overrides
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.testing.inputs import Size, converted, normal, parts
 from qkv.testing.report import calling, check_returned, difference, fail, number

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.files import write_whole
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
 from qkv.lab.experiments.registry import experiment, names

@@ -165,8 +165,8 @@ class Language:
 
 def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
     """Layers downwards, heads to the right; the mean weight of the first token as colour and number."""
+    from qkv.figures.style import percent
     from qkv.lab.draw import heatmap, panels
-    from qkv.view.style import percent
 
     layers, heads = weight.shape
     sinks = int((weight > track.THRESHOLD).sum())

@@ -1,0 +1,431 @@
+"""One attention call, checked and made ready for a kernel."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkv._contract import overrides, unlisted_tensor
+from qkv.biases import Additive, Bias
+from qkv.errors import InputError
+from qkv.masks import Dense, Grid, Mask, Region
+from qkv.masks.convert import survey
+from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
+from qkv.scores import Dot, Pairwise, Score
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the user passed, as definitions speak of it."""
+
+    q: Float[Tensor, "b h nq dq"]
+    k: Float[Tensor, "b hkv nk dk"]
+    v: Float[Tensor, "b hkv nk dv"]
+    mask: Mask | None
+    biases: tuple[Bias, ...]
+    score: Score
+    normalizer: Normalizer
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a kernel works on: queries and keys where they are compared, and everything else as plain tensors.
+
+    The final score of a pair is bias(factor · q·k) / temperature, or bias(pairwise score) / temperature.
+    """
+
+    q: Float[Tensor, "b h nq d"]
+    k: Float[Tensor, "b hkv nk d"]
+    v: Float[Tensor, "b hkv nk dv"]
+    mask: Mask | None
+    biases: tuple[Bias, ...]
+    """Bound to this call."""
+    factor: float
+    pairwise: Pairwise | None
+    """The score, if it is no product."""
+    normalizer: Normalizer
+    sink: Float[Tensor, "#b h #nq"] | None
+    """Logit of the part of the weights that no key owns."""
+    shift: Float[Tensor, "#b #h #nq"] | None
+    """Added to final scores before a pointwise normalizer."""
+    divisor: Float[Tensor, "#b #h nq"] | None
+    """What pointwise weights are divided by, where it is known beforehand."""
+    values: Float[Tensor, "#h distances dv"] | None
+    """Vectors added to the values by clipped distance."""
+    dropout_p: float
+    seed: int
+    """Of dropout and draws."""
+    given: Given
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    """Learned tensors that the methods of the score and of the normalizer use, by name."""
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        biases: Sequence[Bias] = (),
+        score: Score | None = None,
+        normalizer: Normalizer | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
+    ) -> Call:
+        """Check the arguments and make them ready."""
+        score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
+        given = Given(q, k, v, mask, tuple(biases), score, normalizer)
+        _check_tensors(q, k, v)
+        _check_kinds(given, dropout_p)
+        batch, heads, n_queries, _ = q.shape
+        grid = Grid(batch, heads, n_queries, k.shape[2], k.shape[2] - n_queries, q.device)
+        if mask is not None:
+            mask.check(grid)
+        for bias in given.biases:
+            bias.check(grid)
+        if mask is not None and torch.is_grad_enabled():
+            if isinstance(score, Pairwise) or overrides(score, Score, "project"):
+                q, k = _without_idle(q, k, mask, grid, normalizer)
+            elif mask.band is None and (q.requires_grad or k.requires_grad):
+                q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
+        projected, keys = score.project(q, k)
+        if seed is None:
+            random = dropout_p > 0 or _draws(normalizer)
+            seed = int(torch.randint(2**31, ())) if random else 0
+        factor = score.factor(projected.shape[3])
+        biases = tuple(bias.bound(projected, grid, factor) for bias in given.biases)
+        for bias in biases:
+            bias.require()
+        shift, divisor = _shift_and_divisor(normalizer, mask, grid, q)
+        if _by_logarithms(normalizer):
+            assert isinstance(normalizer, Pointwise)
+            biases, normalizer = (*biases, LogWeight(normalizer)), Softmax()
+        own = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
+        if isinstance(score, Pairwise):
+            own |= {f"score {name}": x for name, x in score.tensors().items()}
+        return Call(
+            projected,
+            keys,
+            v,
+            mask,
+            biases,
+            factor,
+            score if isinstance(score, Pairwise) else None,
+            normalizer,
+            _sink(given, projected),
+            shift,
+            divisor,
+            _values(given),
+            dropout_p,
+            seed,
+            given,
+            own,
+        )
+
+    @property
+    def grid(self) -> Grid:
+        batch, heads, n_queries, _ = self.q.shape
+        n_keys = self.k.shape[2]
+        return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries, self.q.device)
+
+    @property
+    def scale(self) -> float:
+        """What q·k is multiplied by before any bias; the temperature is in it when no bias comes between."""
+        return self.factor if self.biases else self.factor / self.normalizer.temperature
+
+    @property
+    def reshaped(self) -> Bias | None:
+        """A bias that does more to a score than add to it, if there is one."""
+        return next((bias for bias in self.biases if not isinstance(bias, Additive)), None)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether a user's method may use numbers of each head, so that its tiles have all query heads."""
+        scores = self.pairwise is not None and self.pairwise.by_head
+        return scores or self.normalizer.by_head or any(bias.by_head for bias in self.biases)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that may want a gradient, by name."""
+        named = {name: getattr(self, name) for name in PLAIN}
+        for i, bias in enumerate(self.biases):
+            named |= {f"bias {i} {name}": x for name, x in bias.tensors().items()}
+        return {name: x for name, x in (named | dict(self.own)).items() if isinstance(x, Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Call:
+        """The same call made of other tensors; those that users' objects hold stay."""
+        biases = []
+        for i, bias in enumerate(self.biases):
+            start = f"bias {i} "
+            inside = {name[len(start) :]: x for name, x in tensors.items() if name.startswith(start)}
+            biases.append(bias.with_tensors(inside) if inside else bias)
+        plain = {name: x for name, x in tensors.items() if name in PLAIN}
+        return replace(self, biases=tuple(biases), **plain)  # type: ignore[arg-type]
+
+    @cached_property
+    def untracked(self) -> str | None:
+        """Why gradients need autograd through all scores, if so: a kernel cannot see a tensor in a closure."""
+        if not torch.is_grad_enabled() or not any(map(_foreign, (self.normalizer, self.pairwise, *self.biases))):
+            return None
+        like = torch.zeros(1, self.q.shape[1], 1, 1, dtype=at_least_float32(self.q.dtype), device=self.q.device)
+        region = Region(
+            slice(0, 1), slice(0, 1), slice(0, 1), slice(0, self.q.shape[1]), self.grid.offset, self.q.device
+        )
+        found = None
+        with torch.enable_grad():
+            if isinstance(self.normalizer, Pointwise) and _foreign(self.normalizer):
+                found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
+            elif isinstance(self.normalizer, SumToOne) and _foreign(self.normalizer):
+                found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
+            if self.pairwise is not None and _foreign(self.pairwise):
+                q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
+                k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+                found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
+            for bias in self.biases:
+                if _foreign(bias):
+                    found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
+        return found
+
+    @property
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors().values())
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a kernel gives."""
+
+    out: Float[Tensor, "b h nq dv"]
+    lse: Float[Tensor, "b h nq"] | None
+    """Where the normalizer has one."""
+    weights: Float[Tensor, "b h nq nk"] | None = None
+    """Where the kernel forms them."""
+
+
+PLAIN = ("q", "k", "v", "sink", "shift", "values")
+"""Fields of a call that are tensors and may want a gradient."""
+
+
+def detached(call: Call, *, own: bool = False) -> Call:
+    """The same call with nothing that wants a gradient, but, if asked for, the tensors that users' objects hold."""
+    made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
+    return made if own else replace(made, own={})
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores, weights and statistics of `dtype` inputs are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class LogWeight(Bias):
+    """ln w(s) of a pointwise normalizer: divided by their sum its weights are a softmax of these."""
+
+    normalizer: Pointwise
+    by_score = True
+    by_head = False
+
+    def apply(self, scores: Tensor, region: Region) -> Tensor:
+        return self.normalizer.log_weight(scores / self.normalizer.temperature)
+
+    def gradients(
+        self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        temperature = self.normalizer.temperature
+        return (slope * self.normalizer.slope_of_log(before / temperature) / temperature,)
+
+    def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.normalizer.log_weight(score / self.normalizer.temperature)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+def _by_logarithms(normalizer: Normalizer) -> bool:
+    """Whether weights divided by their sum can be a softmax of their logarithms, which nothing underflows."""
+    return (
+        isinstance(normalizer, Pointwise)
+        and normalizer.divide == "sum"
+        and all(overrides(normalizer, Pointwise, name) for name in ("log_weight", "slope_of_log"))
+        and not (overrides(normalizer, Pointwise, "shift") or normalizer.tensors())
+    )
+
+
+def _foreign(thing: object) -> bool:
+    """Whether an object is of a class outside this package, whose methods may use tensors it does not list."""
+    return thing is not None and not type(thing).__module__.startswith("qkv.")
+
+
+def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) -> str | None:
+    if not unlisted_tensor(result, listed):
+        return None
+    return (
+        f"{type(thing).__name__} uses a tensor that requires a gradient and is not among its attributes; "
+        "only autograd through all scores finds it"
+    )
+
+
+def _draws(normalizer: Normalizer) -> bool:
+    return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
+
+
+def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
+    """Keys that nobody sees, and queries that see nothing, as 0 if they hold NaN or ∞: 0 · NaN would be a gradient."""
+    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
+    clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
+    if clean_q and clean_k:
+        return q, k
+    found = survey(mask, grid, 128)
+    if not clean_q:
+        q = q.masked_fill(~found.queries.expand(*q.shape[:2], -1)[..., None], 0)
+    return q, k if clean_k else k.masked_fill(~found.keys[:, None, :, None], 0)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{name} is {kind}, expected a float tensor (batch, heads, length, head_dim)")
+        if x.ndim != 4:
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)}, expected (batch, heads, length, head_dim), or q, k and v of "
+                "(batch, length, head_dim) or (length, head_dim) alike"
+            )
+        if 0 in x.shape:
+            raise InputError(f"{name} has shape {tuple(x.shape)}, expected at least 1 in every dimension")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+        raise InputError(f"q, k and v differ in batch size: {shapes}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise InputError(f"k and v differ in heads or length: {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise InputError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: {shapes}")
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
+        raise InputError(f"q, k and v differ in dtype or device: {kinds}")
+
+
+def _check_kinds(given: Given, dropout_p: float) -> None:
+    if not isinstance(given.score, Score):
+        raise InputError(f"score is {given.score!r}, expected an instance from qkv.scores such as Dot()")
+    given.score.check()
+    if not isinstance(given.normalizer, Normalizer):
+        raise InputError(
+            f"normalizer is {given.normalizer!r}, expected an instance from qkv.normalizers such as Softmax()"
+        )
+    given.normalizer.check(given.q.shape[1])
+    if not 0 <= dropout_p < 1:
+        raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
+    if dropout_p and isinstance(given.normalizer, SumToOne) and given.normalizer.one_key:
+        name = type(given.normalizer).__name__
+        raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight a query; expected 0")
+    if sum(bias.value_table is not None for bias in given.biases) > 1:
+        raise InputError("bias has several RelativePosition with values, expected at most one")
+
+
+def _sink(given: Given, projected: Tensor) -> Tensor | None:
+    if not isinstance(given.normalizer, SumToOne):
+        return None
+    heads, wide = projected.shape[1], at_least_float32(projected.dtype)
+    if given.normalizer.key is None:
+        return given.normalizer.sink_of(projected[..., 0].to(wide))
+    key = given.normalizer.key
+    if key.shape != (heads, given.k.shape[3]):
+        raise InputError(
+            f"{type(given.normalizer).__name__}: key has shape {tuple(key.shape)}, "
+            f"expected (heads, head_dim) = {(heads, given.k.shape[3])}"
+        )
+    # The learned keys of query heads that share a key head are projected as several keys of that head.
+    keys = key.to(given.k).unflatten(0, (given.k.shape[1], -1)).expand(len(given.q), -1, -1, -1)
+    key = given.score.project(given.q, keys)[1].flatten(1, 2)[:, :, None]
+    q, key = projected.to(wide), key.to(wide)
+    if isinstance(given.score, Pairwise):
+        logit = given.score.scores(q, key)[..., 0]
+    else:
+        logit = given.score.factor(q.shape[3]) * (q @ key.transpose(-1, -2))[..., 0]
+    return logit / given.normalizer.temperature
+
+
+def _shift_and_divisor(
+    normalizer: Normalizer, mask: Mask | None, grid: Grid, q: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    wide = at_least_float32(q.dtype)
+
+    def visible() -> Tensor:
+        if mask is None:
+            return torch.full((1, 1, grid.n_queries), grid.n_keys, dtype=wide, device=q.device)
+        return mask.visible_keys(grid).clamp(min=1).to(wide)
+
+    if not isinstance(normalizer, Pointwise):
+        return None, None
+    shift = normalizer.shift(visible, q.new_empty(0, dtype=wide))
+    return shift, visible() if normalizer.divide == "keys" else None
+
+
+def _values(given: Given) -> Tensor | None:
+    for bias in given.biases:
+        if bias.value_table is not None:
+            if bias.value_table.shape[-1] != given.v.shape[3]:
+                raise InputError(
+                    f"{type(bias).__name__}: values have {bias.value_table.shape[-1]} entries, "
+                    f"but v has {given.v.shape[3]}"
+                )
+            table = bias.value_table.to(given.v.device, at_least_float32(given.v.dtype))
+            return table if table.ndim == 3 else table[None]
+    return None
+
+
+def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
+    """A tuple of biases of what users pass for `bias`."""
+    if bias is None:
+        return ()
+    biases = (bias,) if isinstance(bias, Bias) else bias
+    if not isinstance(biases, Sequence) or not all(isinstance(b, Bias) for b in biases):
+        raise InputError(
+            f"bias is {type(bias).__name__}, expected one of qkv.biases or several in a tuple; "
+            "wrap a float tensor in qkv.biases.Dense"
+        )
+    return tuple(biases)
+
+
+def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
+    """A mask object of what users pass for `mask`."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
+    tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
+    made = Dense(tensor)
+    if _strictly_upper(made.tensor):
+        warnings.warn(
+            "mask is True strictly above the diagonal: each query sees only what comes after it. True means may attend "
+            "here; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if it is meant",
+            UserWarning,
+            stacklevel=_user_frame(),
+        )
+    return made
+
+
+def _strictly_upper(mask: Tensor) -> bool:
+    """Whether a square boolean mask shows all that is above the diagonal, and nothing else: torch's causal mask."""
+    n = mask.shape[-1]
+    if mask.shape[-2] != n or n < 2 or mask.device.type != "cpu":
+        return False
+    if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # most masks end here
+        return False
+    return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
+
+
+def _user_frame() -> int:
+    """How many frames up the first one outside this package is, as `warnings.warn` counts them."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("qkv."):
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return level

@@ -1,0 +1,238 @@
+"""The score matrix of one attention call, tile by tile, and how its scores become weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkv._engine.call import Call, at_least_float32
+from qkv.biases import Bias
+from qkv.errors import InputError
+from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
+from qkv.normalizers.base import checked_shape, weights_of
+from qkv.scores import Pairwise
+
+LOG2_E = math.log2(math.e)
+PAIRS = 2**20  # numbers that a pairwise score makes of a tile before it sums them up
+MOST_PAIRS = 2**22  # the same, where the size of the tile is not its to choose
+HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
+
+
+class ScoreTiles:
+    """The score matrix of some heads of a call, tile by tile, in float32 or better; never the whole.
+
+    Heads that share keys are folded into the rows of one product, so a tile costs one batched product whatever the
+    grouping, and keys are not repeated.
+    """
+
+    def __init__(self, call: Call, batch: slice = slice(None), key_heads: slice = slice(None)) -> None:
+        self.call = call
+        self.dtype = at_least_float32(call.q.dtype)
+        self.group = call.q.shape[1] // call.k.shape[1]
+        start, stop, _ = key_heads.indices(call.k.shape[1])
+        self.batch, self.heads, self.key_heads = batch, slice(start * self.group, stop * self.group), slice(start, stop)
+        q, k = call.q[batch, self.heads], call.k[batch, start:stop]
+        self.shape = q.shape[:2]  # (batch, query heads)
+        self.q = (q.to(self.dtype) * (call.scale if call.pairwise is None else 1)).reshape(-1, self.group, *q.shape[2:])
+        self.k = k.to(self.dtype).flatten(0, 1)
+        self.v = call.v[batch, start:stop].to(self.dtype).flatten(0, 1)
+        self._patterns: dict[tuple[int, int, int], Tensor] = {}
+
+    def of(self, x: Tensor | None) -> Tensor | None:
+        """The part of x (b, h, …), where dimensions of size 1 stand for all, that belongs to these heads."""
+        if x is None:
+            return None
+        return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
+
+    def of_head(self, head: int) -> ScoreTiles:
+        """Those of one query head alone, counted from the first of these."""
+        key_head, within = divmod(head, self.group)
+        b, key_heads = self.shape[0], self.shape[1] // self.group
+        one = copy(self)
+        one.group, one.shape = 1, torch.Size((b, 1))
+        one.heads = slice(self.heads.start + head, self.heads.start + head + 1)
+        one.key_heads = slice(self.key_heads.start + key_head, self.key_heads.start + key_head + 1)
+        one.q, one.k, one.v = (
+            self.q[key_head::key_heads, within : within + 1],
+            self.k[key_head::key_heads],
+            self.v[key_head::key_heads],
+        )
+        one._patterns = {}
+        return one
+
+    def region(self, rows: slice, columns: slice) -> Region:
+        return Region(rows, columns, self.batch, self.heads, self.call.grid.offset, self.call.q.device)
+
+    @property
+    def linear(self) -> bool:
+        """Whether the final scores are a product, with nothing after it."""
+        return self.call.pairwise is None and not self.call.biases
+
+    def with_all_heads(self, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """What a user's method makes of tiles (b, h, …) of every query head, of which these have some: its part.
+
+        The heads that are missing get the numbers of the first that is here.
+        """
+        heads = self.call.q.shape[1]
+        if self.shape[1] == heads:
+            return method(*tensors)
+        here = torch.zeros(heads, dtype=torch.long, device=self.q.device)
+        here[self.heads] = torch.arange(self.shape[1], device=self.q.device)
+        return method(*(x[:, here] for x in tensors))[:, self.heads]
+
+    def queries_and_keys(
+        self, rows: slice, columns: slice
+    ) -> tuple[Float[Tensor, "b h q d"], Float[Tensor, "b h k d"]]:
+        """Those of a tile for a pairwise score: keys of grouped heads are repeated."""
+        q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
+        return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
+
+    def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+        """scale · q·k of the tile, or its pairwise scores, before any bias; made in `out` if given."""
+        if self.call.pairwise is not None:
+            return self._pairwise(self.call.pairwise, rows, columns)
+        q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
+        if out is None:
+            return torch.bmm(q, k).view(*self.shape, rows.stop - rows.start, -1)
+        torch.bmm(q, k, out=out.view(len(k), -1, out.shape[3]))
+        return out
+
+    def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
+        """Some rows at a time, so that what the score makes before it sums up stays small."""
+        heads = self.call.q.shape[1] if score.by_head else self.shape[1]
+        numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
+        parts = []
+        for some in spans(rows.stop - rows.start, max(1, MOST_PAIRS // numbers)):
+            q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
+            made = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
+            expected = torch.Size((*q.shape[:3], k.shape[2]))
+            if not isinstance(made, Tensor) or made.shape != expected:
+                got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+                raise InputError(
+                    f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
+                    f"expected {tuple(expected)}; a parameter for each head has shape (heads, 1, 1)"
+                )
+            parts.append(made.to(self.dtype))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
+        """Final scores of a product: biased, divided by the temperature; not masked."""
+        for bias in self.call.biases:
+            product = self.apply(bias, product, rows, columns)
+        divided = self.call.normalizer.temperature != 1 and not self.linear
+        return product / self.call.normalizer.temperature if divided else product
+
+    def apply(
+        self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice
+    ) -> Float[Tensor, "b h q k"]:
+        """One bias on the scores of a tile."""
+        region = self.region(rows, columns)
+        if not bias.by_head:
+            return bias.apply(scores, region)
+        region = replace(region, heads=slice(0, self.call.q.shape[1]))
+        made = self.with_all_heads(lambda x: bias.apply(x, region), scores)
+        return checked_shape(bias, made, scores, "apply")
+
+    def weights(
+        self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None
+    ) -> Float[Tensor, "b h q k"]:
+        """Weights of final scores by the normalizer's definition, 0 where these are −inf; not yet divided."""
+        normalizer = self.call.normalizer
+        if not normalizer.by_head:
+            return weights_of(normalizer, scores, level)
+        if level is None:
+            return self.with_all_heads(lambda s: weights_of(normalizer, s, None), scores)
+        return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
+
+    def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
+        """Final scores of the tile; not masked. Made in `out`, if given, when nothing but a product is asked for."""
+        return self.biased(self.product(rows, columns, out), rows, columns)
+
+    def log2_weights(
+        self, rows: slice, columns: slice, lse: Float[Tensor, "b h q"], out: Float[Tensor, "b h q k"]
+    ) -> Float[Tensor, "b h q k"]:
+        """(Final score − `lse`) / ln 2, whose exp2 is the weight; not masked. Without a bias it is made in `out`.
+
+        Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
+        """
+        if not self.linear:
+            return self.scores(rows, columns).sub_(lse[..., None]).mul_(LOG2_E)
+        q = self.q[:, :, rows].flatten(1, 2)
+        folded = out.view(len(self.k), -1, out.shape[3])
+        lse = lse.reshape(*folded.shape[:2], 1)
+        keys = self.k[:, columns].transpose(1, 2)
+        torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
+        return out
+
+    def classes(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
+        """EMPTY, PARTIAL or FULL for each tile of rows × columns (square unless given), over all these heads."""
+        columns = rows if columns is None else columns
+        kinds = classes(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
+        everything = slice(None)
+        kinds = Region(everything, everything, self.batch, self.heads).of(kinds)
+        low, high = kinds.amin((0, 1)), kinds.amax((0, 1))
+        return torch.where(low == high, low, PARTIAL).tolist()
+
+    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
+        """Which pairs of a tile are not visible; the pattern of a band depends on the offset only and is kept."""
+        mask = self.call.mask
+        assert mask is not None
+        key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
+        if key in self._patterns:
+            return self._patterns[key]
+        hidden = ~mask.allowed(self.region(rows, columns), self.call.grid)
+        if mask.band is not None:
+            self._patterns[key] = hidden
+        return hidden
+
+    def weigh(
+        self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
+    ) -> Float[Tensor, "b h q d"]:
+        """weights @ v, where v has its batch and key heads folded: (b · key heads, k, d)."""
+        folded = weights.reshape(len(v), -1, weights.shape[3])
+        if out is not None:
+            torch.bmm(folded, v, out=out.view(*folded.shape[:2], -1))
+            return out
+        return torch.bmm(folded, v).view(*weights.shape[:3], -1)
+
+    def weigh_back(self, weights: Float[Tensor, "b h q k"], x: Float[Tensor, "b h q d"]) -> Float[Tensor, "n k d"]:
+        """weightsᵀ @ x summed over the query heads that share a key head: (b · key heads, k, d)."""
+        n = len(self.k)
+        return torch.bmm(weights.reshape(n, -1, weights.shape[3]).transpose(1, 2), x.reshape(n, -1, x.shape[3]))
+
+
+def heads_together(call: Call, most: int) -> int:
+    """How many key heads to work on together: those of `most` query heads, or all if a user's method needs all."""
+    return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
+
+
+def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
+    """Keys or values with zeros where no query that shares them may look, so that NaN in padding stays there."""
+    if allowed is None:
+        return x
+    seen = allowed.any(2)
+    unseen = ~(seen if seen.shape[1] == 1 else seen.unflatten(1, (x.shape[1], -1)).any(2))
+    return x.masked_fill(unseen[..., None], 0) if unseen.any() else x
+
+
+def harmless(k: Tensor, v: Tensor) -> bool:
+    """Whether certainly no key or value can do harm where it is hidden: weights there are 0, but 0 times NaN is not."""
+    return bool((k.sum() + v.sum()).isfinite())
+
+
+def classes(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
+    """EMPTY, PARTIAL or FULL for each tile; without a mask everything is full."""
+    if mask is None:
+        return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), FULL, dtype=torch.int8)
+    return mask.classify(tiles, grid)
+
+
+def spans(length: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of `size` that cover `length`; the last may be shorter."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

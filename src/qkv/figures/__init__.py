@@ -1,0 +1,1 @@
+"""Matplotlib figures of profiles, surveys, maps and analyses."""

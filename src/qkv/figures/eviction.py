@@ -1,0 +1,130 @@
+"""What eviction policies cost, as pictures: by budget, and head by head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from qkv.errors import InputError
+from qkv.figures.layout import PERCENT, Drawing, colour_bar, layer_by_head, place, plain, titled
+from qkv.figures.style import INK, MUTED, WARM, percent
+from qkv.profiler.data.words import layers_and_heads
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qkv.profiler.analyses.eviction import Eviction
+
+LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
+
+
+def budget_figure(found: Eviction) -> Figure:
+    """Cost by budget, a line for each policy: the rise of the loss, where the model was run, and attention lost."""
+    mean = found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
+    panels = [(mean, "mass_lost", "Attention on keys let go, mean of all heads")]
+    if found.loss is not None:
+        panels.insert(0, (found.loss[found.loss["policy"] != "full"], "delta_nats", "Rise of the loss, nats a token"))
+    wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
+    figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
+    whole = "" if found.loss is None else f" · loss with all keys {found.loss['nats'].iloc[0]:.2f} nats"
+    titled(figure, _sentence(found, mean), _subtitle(found) + whole)
+    for index, (table, column, label) in enumerate(panels):
+        axes = place(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75)
+        plain(axes)
+        axes.set_title(label, loc="left", fontsize=9, color=INK, pad=7)
+        _lines(axes, table, column, found.attrs["first"])
+        if column == "mass_lost":
+            axes.yaxis.set_major_formatter(PERCENT)
+        if index == 0:
+            axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", borderaxespad=0.1)
+    return figure
+
+
+def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
+    """Attention that each head loses at one budget, the smallest if None, a layer × head map for each policy.
+
+    Raises:
+        InputError: for a budget that was not studied.
+    """
+    budgets = sorted(set(found.mass["budget"]))
+    budget = budgets[0] if budget is None else budget
+    if budget not in budgets:
+        raise InputError(f"budget is {budget}, expected one of {', '.join(map(str, budgets))}")
+    table = found.mass[found.mass["budget"] == budget]
+    policies = list(dict.fromkeys(table["policy"]))
+    layers, heads = table["layer"].nunique(), table["head"].nunique()
+    cell = min(0.46, 3.4 / heads, 4.6 / layers)
+    wide, tall, gap = cell * heads, cell * layers, 0.45
+    width = max(0.65 + len(policies) * (wide + gap) + 0.5, 7.4)
+    figure = Drawing(figsize=(width, 1.1 + tall + 0.5))
+    worst = table.loc[table["mass_lost"].idxmax()]
+    title = (
+        f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
+        f"of its attention to “{worst['policy']}”"
+    )
+    titled(figure, title, f"share of each head's attention on keys let go · {_subtitle(found)}")
+    norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
+    for index, policy in enumerate(policies):
+        axes = place(figure, 0.65 + index * (wide + gap), 1.1, wide, tall)
+        values = table[table["policy"] == policy].pivot(index="layer", columns="head", values="mass_lost")
+        image = layer_by_head(axes, values, norm, ticks=12, written=lambda value: f"{100 * value:.0f}")
+        mean = values.to_numpy().mean()
+        axes.set_title(f"{policy}, mean {percent(mean)}", loc="left", fontsize=9, color=INK, pad=5)
+        axes.set_xlabel("head", fontsize=8, color=MUTED)
+        if index == 0:
+            axes.set_ylabel("layer", fontsize=8, color=MUTED)
+    right = 0.65 + len(policies) * (wide + gap) - gap + 0.1
+    colour_bar(place(figure, right, 1.1, 0.08, tall), image, "%")
+    return figure
+
+
+def _lines(axes: Axes, table: pd.DataFrame, column: str, first: int) -> None:
+    names = {
+        "window": "window: the last keys",
+        "sinks": f"sinks: the first {first} and the last",
+        "heavy": "heavy: half the last, half most attended",
+    }
+    budgets = sorted(int(b) for b in set(table["budget"]))
+    for policy, rows in table.groupby("policy", sort=False):
+        colour, marker = LINES[str(policy)]
+        axes.plot(
+            rows["budget"].astype(float), rows[column], color=colour, marker=marker, ms=5, lw=1.6, label=names[policy],
+            clip_on=False, zorder=3,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(budgets))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("keys held in each layer", fontsize=8, color=MUTED)
+    low, high = float(table[column].min()), float(table[column].max())
+    axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
+    axes.axhline(0, color=MUTED, lw=0.6)
+
+
+def _sentence(found: Eviction, mean: pd.DataFrame) -> str:
+    """The cheapest policy and the dearest at the smallest budget."""
+    if found.loss is None:
+        table, column = mean, "mass_lost"
+    else:
+        table, column = found.loss[found.loss["policy"] != "full"], "delta_nats"
+    least = table[table["budget"] == table["budget"].min()].sort_values(column)
+
+    def said(row: Any) -> str:
+        return percent(row[column]) if column == "mass_lost" else f"{row[column]:.2f} nats"
+
+    best, worst = least.iloc[0], least.iloc[-1]
+    verb = "loses" if column == "mass_lost" else "costs"
+    what = " of the attention" if column == "mass_lost" else " a token"
+    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {said(best)}{what}"
+    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {said(worst)}"
+
+
+def _subtitle(found: Eviction) -> str:
+    attrs = found.attrs
+    layers, heads = found.mass["layer"].nunique(), found.mass["head"].nunique()
+    texts = f"{attrs['tokens']:,} tokens" + (f" in {attrs['texts']} texts" if attrs["texts"] > 1 else "")
+    return f"{attrs['model']} · {layers_and_heads(layers, heads)} · {texts}"

@@ -1,0 +1,187 @@
+"""What all figures share: where things stand, titles, axes along a text, colours."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP, WARM
+from qkv.profiler.data import tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
+LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
+ROOM = 0.2399  # inches a side of a cell in which a number can be read
+
+
+class Drawing(Figure):
+    """A figure on white whose vector files hold text as text: it can be searched, copied and set in another font.
+
+    >>> import io
+    >>> drawing, file = Drawing(figsize=(3, 2)), io.StringIO()
+    >>> _ = drawing.text(0.5, 0.5, "entropy")
+    >>> drawing.savefig(file, format="svg")
+    >>> ">entropy</text>" in file.getvalue()
+    True
+    """
+
+    def __init__(self, *, figsize: tuple[float, float]) -> None:
+        super().__init__(figsize=figsize, facecolor="white")
+        self.set_layout_engine("none")  # everything is placed by inches, whatever the settings say
+
+    def _repr_png_(self) -> bytes:
+        """In a notebook, where pyplot does not know of it."""
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=150)
+        return file.getvalue()
+
+    def savefig(self, *args: Any, **options: Any) -> None:
+        """As `Figure.savefig`. The font settings are matplotlib's global ones, so they hold only while it writes."""
+        with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
+            super().savefig(*args, **options)
+
+
+def titled(figure: Figure, title: str, subtitle: str) -> None:
+    """A finding in bold, and below it what was measured; figures leave one inch for two lines and one."""
+    width, height = figure.get_size_inches()
+    lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
+    place = {"x": 0.3 / width, "va": "top"}
+    figure.text(y=1 - 0.2 / height, s="\n".join(lines), fontsize=11.5, color=INK, weight="bold", **place)
+    below = 0.25 + 0.2 * len(lines)
+    figure.text(y=1 - below / height, s=subtitle.replace("$", r"\$"), fontsize=8.5, color=MUTED, **place)
+
+
+def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes by their distance from the figure's left and top edges, in inches."""
+    wide, tall = figure.get_size_inches()
+    return figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall))
+
+
+def plain(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(HAIRLINE)
+    axes.tick_params(which="both", colors=MUTED, labelsize=7.5, length=2.5, color=HAIRLINE)
+    axes.set_axisbelow(True)
+
+
+def note(axes: Axes, y: float, text: str) -> None:
+    """Name a horizontal line in the margin on its right."""
+    axes.annotate(
+        text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points",
+        fontsize=7, color=MUTED, va="center", linespacing=1.1, annotation_clip=False,
+    )  # fmt: skip
+
+
+def colour_bar(bar: Axes, image: Any, unit: str) -> None:
+    figure = bar.figure
+    drawn = figure.colorbar(image, cax=bar)
+    drawn.outline.set_visible(False)
+    drawn.locator = MaxNLocator(3)
+    drawn.update_ticks()
+    if unit == "%":
+        bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
+    bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
+
+
+def layer_by_head(
+    axes: Axes,
+    values: pd.DataFrame,
+    norm: Normalize,
+    *,
+    colours: Colormap = COLOURS,
+    ticks: int = 6,
+    written: Callable[[float], str] | None = None,
+) -> AxesImage:
+    """One map of all heads: a row a layer, a column a head.
+
+    Args:
+        axes: where, of the size they will have.
+        values: by layer (index) and head (columns); NaN where there is none.
+        norm: of the colours.
+        colours: from little to much.
+        ticks: about so many ids are printed on each side.
+        written: how a value is printed in its cell, where cells have room for it; None for none.
+    """
+    image = axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
+        step = max(1, round(len(ids) / ticks))
+        axis.set_ticks(np.arange(0, len(ids), step), [str(i) for i in ids[::step]])
+        axis.set_ticks(np.arange(len(ids) + 1) - 0.5, minor=True)
+    rows, columns = values.shape
+    cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
+    axes.grid(which="minor", color="white", lw=min(1.0, 3 * cell))
+    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
+    if written is None or cell < ROOM:
+        return image
+    for (layer, head), value in np.ndenumerate(values.to_numpy()):
+        if np.isfinite(value):
+            axes.text(
+                head, layer, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
+                color="white" if norm(value) > 0.55 else INK,
+            )  # fmt: skip
+    return image
+
+
+def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:
+    """Ticks along a text: the tokens themselves where they fit, positions otherwise."""
+    axis = axes.yaxis if vertical else axes.xaxis
+    if len(tokens) <= LABELLED_TOKENS:
+        axis.set_ticks(np.arange(len(tokens)), [token_label(token) for token in tokens])
+        axis.set_tick_params(
+            labelsize=max(5.5, min(8.0, 330 / len(tokens))), labelrotation=0 if vertical else 90, length=0
+        )
+    else:
+        axis.set_major_locator(MaxNLocator(8, integer=True))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.set_tick_params(labelsize=7.5)
+        if labels:
+            axis.set_label_text(f"{what or ('query' if vertical else 'key')} position", fontsize=8, color=MUTED)
+    if vertical:
+        axes.set_ylim(len(tokens) - 0.5, -0.5)
+    else:
+        axes.set_xlim(-0.5, len(tokens) - 0.5)
+        axes.tick_params(labelbottom=labels)
+
+
+def token_label(token: str) -> str:
+    """A token fit for a label: short, visible, and with nothing that matplotlib would read as mathematics."""
+    plain = tables.readable(str(token))
+    plain = plain if len(plain) <= 14 else plain[:13] + "…"
+    return (plain if any(map(str.isalnum, plain)) else f"“{plain}”").replace("$", r"\$")
+
+
+def bins(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Means over at most `most` equal bins of the last axis, and the bins' edges."""
+    length = values.shape[-1]
+    edges = np.unique(np.linspace(0, length, min(length, most) + 1).astype(int))
+    return np.add.reduceat(values, edges[:-1], axis=-1) / np.diff(edges), edges
+
+
+def name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) -> None:
+    """Print the tokens of the largest values, as many as keep clear of one another."""
+    chosen: list[int] = []
+    for position in np.argsort(values, kind="stable")[::-1][:200]:
+        if len(chosen) < most and all(abs(position - other) > 0.065 * len(values) for other in chosen):
+            chosen.append(int(position))
+            axes.annotate(
+                token_label(tokens[position]), (position, values[position]), xytext=(0, 3),
+                textcoords="offset points", ha="left" if position < 0.03 * len(values) else "center",
+                va="bottom", fontsize=7.5, color=WARM,
+            )  # fmt: skip

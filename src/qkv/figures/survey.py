@@ -1,0 +1,166 @@
+"""Figures of a survey: every head at a glance, how texts differ, and where sinks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from qkv.errors import InputError
+from qkv.figures.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
+from qkv.figures.style import ACCENT, INK, MUTED, WARM, percent
+from qkv.profiler.surveys.accumulators import EARLY_THRESHOLD, QUANTITIES, edges
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from qkv.profiler.surveys.data import Survey
+
+LEAST = 0.005  # a quantity that no head exceeds is not drawn
+SMALL_MULTIPLES = ("sink_score", "previous", "self", "local", "distance", "entropy_ratio", "special", "delimiter")
+NAMES = {
+    "sink_score": "Sink score of the first token",
+    "previous": "Previous token",
+    "self": "Self",
+    "local": "Local window",
+    "distance": "Distance, tokens",
+    "entropy_ratio": "Entropy / uniform",
+    "special": "Special tokens",
+    "delimiter": "Delimiters",
+}
+
+
+def heads(survey: Survey, group: str | None = None) -> Figure:
+    """Layer × head maps of means over the corpus, one for each quantity that says something here."""
+    table = survey.heads(group)
+    names = [name for name in SMALL_MULTIPLES if table[name].max() > LEAST]
+    layers, columns = table["layer"].nunique(), table["head"].nunique()
+    across = min(4, len(names))
+    down = -(-len(names) // across)
+    cell = min(0.34, 2.1 / columns, 4.6 / layers)
+    wide, tall = max(cell * columns, 1.2), max(cell * layers, 0.8)
+    left, top, gap_x, gap_y = 0.62, 1.15, 0.95, 0.75
+    figure = Drawing(figsize=(max(left + across * (wide + gap_x), 7.2), top + down * (tall + gap_y)))
+    caught = int((table["sink_score"] > EARLY_THRESHOLD).sum())
+    titled(
+        figure,
+        f"{caught:,} of {len(table):,} heads have a sink at the first token, on average",
+        f"{_about(survey)} · means over all queries; a sink is a score above {EARLY_THRESHOLD}",
+    )
+    for at, name in enumerate(names):
+        x, y = left + at % across * (wide + gap_x), top + at // across * (tall + gap_y)
+        axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.08, y, 0.08, tall)
+        _map(axes, table, name)
+        colour = figure.colorbar(axes.images[0], cax=bar)
+        colour.outline.set_visible(False)
+        bar.tick_params(labelsize=7, colors=MUTED, length=2)
+        bar.yaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlabel("head" if at // across == down - 1 else "", fontsize=8, color=MUTED)
+        axes.set_ylabel("" if at % across else "layer", fontsize=8, color=MUTED)
+    return figure
+
+
+def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = None) -> Figure:
+    """How much a head differs from text to text: the middle 90 % of the sequences' means, around their median."""
+    _check(quantity)
+    table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
+    low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
+    spread = high - low
+    figure = Drawing(figsize=(8.2, 4.5))
+    title = f"In the median head the {NAMES.get(quantity, quantity).lower()} of nine texts in ten lies within "
+    titled(figure, f"{title}{spread.median():.2g}", f"{_about(survey)} · the middle 90 % of sequences and their median")
+    axes = place(figure, 0.75, 1.05, 7.2, 2.85)
+    plain(axes)
+    axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
+    axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
+    axes.set_xlabel("heads, in order of their median", fontsize=8, color=MUTED)
+    axes.set_ylabel(f"{quantity.replace('_', ' ')} ({_unit(quantity)})", fontsize=8, color=MUTED)
+    return figure
+
+
+def distribution(survey: Survey, quantity: str = "distance", group: str | None = None) -> Figure:
+    """The histogram of a quantity over all queries, a row a head: exact counts."""
+    _check(quantity)
+    q = list(QUANTITIES).index(quantity)
+    layers = [layer for _, layer in sorted(survey.group(group).layers.items())]
+    counts = np.concatenate([layer.added["histogram"][q] for layer in layers]).astype(float)
+    counts = counts[:, : min(counts.shape[1], int(np.flatnonzero(counts.sum(0)).max(initial=0)) + 2)]
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    tall = min(8.0, max(1.6, 0.1 * len(share)))
+    figure = Drawing(figsize=(8.2, tall + 1.75))
+    means = survey.heads(group)[quantity]
+    title = (
+        f"Mean {quantity.replace('_', ' ')} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(quantity)}"
+    )
+    titled(figure, title, f"{_about(survey)} · share of each head's queries, a row a head")
+    axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
+    picture = axes.imshow(np.sqrt(share), aspect="auto", cmap=COLOURS, interpolation="nearest", vmin=0)
+    borders = edges(quantity)
+    ticks = np.linspace(0, counts.shape[1], 6).round().astype(int)
+    axes.set_xticks(ticks - 0.5, [f"{borders[t]:.2g}" if borders[t] < 10 else f"{borders[t]:,.0f}" for t in ticks])
+    ends = np.cumsum([layer.heads for layer in layers])
+    axes.set_yticks(
+        ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
+    )
+    axes.set_xlabel(f"{quantity.replace('_', ' ')} ({_unit(quantity)})", fontsize=8, color=MUTED)
+    axes.set_ylabel("layer, its heads below one another", fontsize=8, color=MUTED)
+    plain(axes)
+    figure.colorbar(picture, cax=bar, format=FuncFormatter(lambda v, _: f"{100 * v * v:.0f} %")).outline.set_visible(
+        False
+    )
+    bar.tick_params(labelsize=7, colors=MUTED, length=2)
+    return figure
+
+
+def sinks(survey: Survey, group: str | None = None) -> Figure:
+    """How often each of the first 64 keys is a sink, over texts and heads."""
+    table = survey.sinks(group)
+    known = table["share"].notna().any()
+    figure = Drawing(figsize=(8.2, 4.2))
+    title = "No text has 64 tokens"
+    if known:
+        first = table["share"].iloc[0]
+        title = f"The first token is a sink in {percent(first)} of texts × heads, no other in more than "
+        title += percent(table["share"].iloc[1:].max())
+    titled(figure, title, f"{_about(survey)} · sink score above {EARLY_THRESHOLD} over the first 64 tokens")
+    axes = place(figure, 0.75, 1.05, 7.2, 2.5)
+    plain(axes)
+    if known:
+        axes.bar(table["key"], table["share"], color=WARM, width=0.8)
+        axes.yaxis.set_major_formatter(PERCENT)
+    axes.set_xlabel("key, counted from the beginning of the text", fontsize=8, color=MUTED)
+    axes.set_ylabel("of texts × heads", fontsize=8, color=MUTED)
+    return figure
+
+
+FIGURES: dict[str, Callable[..., Figure]] = {
+    "heads": heads,
+    "texts": texts,
+    "distribution": distribution,
+    "sinks": sinks,
+}
+
+
+def _map(axes: Axes, table: pd.DataFrame, name: str) -> None:
+    grid = table.pivot(index="layer", columns="head", values=name)
+    layer_by_head(axes, grid, Normalize(0, float(grid.max(axis=None))))
+    axes.set_title(NAMES[name], loc="left", fontsize=8.5, color=INK, pad=5)
+
+
+def _check(quantity: str) -> None:
+    if quantity not in QUANTITIES:
+        raise InputError(f"quantity: got {quantity!r}; expected one of {', '.join(QUANTITIES)}")
+
+
+def _unit(quantity: str) -> str:
+    unit = QUANTITIES[quantity].unit
+    return "share of the weight" if unit == "share" else "1 is uniform" if unit == "1" else unit
+
+
+def _about(survey: Survey) -> str:
+    return f"{survey.definition['model']} on {survey.record['tokens']:,} tokens"

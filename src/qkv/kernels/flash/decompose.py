@@ -1,0 +1,327 @@
+"""A mask cut into pieces for a dense kernel.
+
+Full rectangles need no mask tensor; a repeated pattern (a sliding window) is many tiles over strided views; a sparse
+mask is many tiles of rows, each with the tiles of keys it sees gathered side by side. Results of pieces merge exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from qkv._contract import overrides
+from qkv._engine.call import Call, at_least_float32
+from qkv._engine.tiles import classes
+from qkv.biases import Bias, ByDistance
+from qkv.kernels.flash.blocks import Gathered, Part, positions
+from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
+
+TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
+CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
+KEPT_MASKS = 8
+KEPT_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
+SPARSE_TILE = 64  # of masks that show little of any row
+SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have them gathered
+SPARSE_KEYS = 1024  # with fewer keys it is not worth while
+GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
+ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
+SMALL = 2**14  # pairs of query and key; with no more, one mask tensor is cheaper than cutting
+MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
+
+
+Block = Sequence[Part | Gathered]  # parts that share their rows; their results merge
+Cover = Iterable[Block]  # blocks of rows that do not overlap; results of several covers merge
+
+
+def covers(call: Call, *, training: bool) -> list[Cover]:
+    """The calls of a dense kernel that cover what the mask of a call shows."""
+    mask, grid = call.mask, call.grid
+    band = (-math.inf, math.inf) if mask is None else mask.band
+    if band is None:
+        assert mask is not None
+        if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles need it
+            return [_tile_blocks(mask, grid, 0, grid.n_queries)]
+        near = None if call.biases or grid.n_keys < SPARSE_KEYS else _near(mask, grid)
+        if near is not None:  # a sliding window and something else: the window has no need of gathering
+            return [_band_blocks(near[0], call, training=training), _kept(near[1], grid)]
+        return [_kept(mask, grid)]
+    if call.biases:
+        by_distance = _by_distance(call)
+        if by_distance is None:
+            return [_tile_blocks(mask, grid, 0, grid.n_queries)]
+        return [_biased_band_blocks(by_distance, band, mask, call, training=training)]
+    if mask is None or band == (-math.inf, math.inf):
+        return [[[Part(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
+    if band[0] == 0 and band[1] >= grid.n_keys - 1:
+        return [[_causal_block(grid.n_queries, grid.offset)]]
+    if math.isfinite(band[0]) and math.isfinite(band[1]):
+        return [_band_blocks(mask, call, training=training)]
+    return [_tile_blocks(mask, grid, 0, grid.n_queries)]
+
+
+def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
+    """A union as its narrow band and the rest, if it has one."""
+    either = mask.alternatives()
+    if len(either) != 2:
+        return None
+    for window, other in (either, either[::-1]):
+        band = window.band
+        if band is not None and band[1] - band[0] < grid.n_keys * SPARSE_SHARE:
+            return window, other & ~window
+    return None
+
+
+_KEPT: OrderedDict[tuple[Mask, Grid], list[Block]] = OrderedDict()  # what the last few masks were cut into
+
+
+def _kept(mask: Mask, grid: Grid) -> Iterable[Block]:
+    """`_sparse_blocks`, kept for the next call if the mask is the same whenever it looks the same, and is not large."""
+    if not mask.by_value:
+        return _sparse_blocks(mask, grid)
+    cut = _KEPT.get((mask, grid))
+    if cut is None:
+        cut = list(_sparse_blocks(mask, grid))
+        held = sum(part.allowed.numel() for block in cut for part in block if part.allowed is not None)
+        if held <= KEPT_ELEMENTS:
+            _KEPT[mask, grid] = cut
+        while len(_KEPT) > KEPT_MASKS:
+            _KEPT.popitem(last=False)
+    return cut
+
+
+def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
+    """All biases as one number a head and distance, over the temperature, if that is what they are and it is finite."""
+    tensors = [bias.by_distance for bias in call.biases]
+    known = [tensor for tensor in tensors if tensor is not None]
+    if len(known) < len(tensors):
+        return None
+    total = sum(known[1:], known[0]).detach().to(at_least_float32(call.q.dtype)) / call.normalizer.temperature
+    return total if total.isfinite().all() else None
+
+
+def _causal_block(n_queries: int, offset: int) -> Block:
+    """Causal over the first `n_queries`: keys before query 0 are a full rectangle, the rest the kernel's own square."""
+    rows = slice(max(0, -offset), n_queries)
+    if rows.stop - rows.start == 1:  # decoding: the last query sees everything
+        return [Part(rows, slice(0, n_queries + offset))]
+    lead = max(0, offset)
+    square = Part(rows, slice(lead, n_queries + offset), causal=True)
+    return [Part(rows, slice(0, lead)), square] if lead else [square]
+
+
+def _band_blocks(
+    mask: Mask, call: Call, bias: Float[Tensor, "h distances"] | None = None, *, training: bool
+) -> Iterator[Block]:
+    """Few calls for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
+    assert mask.band is not None
+    grid, shares, dtype = call.grid, 4 if training else 8, at_least_float32(call.q.dtype)
+    low, high = map(int, mask.band)
+    # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
+    # more: an eighth of the band was fastest forward, a quarter both ways.
+    step = min(TILE, max(TILE // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
+    spare = -(step + high - low) % ALIGN  # hidden keys at the end of each tile
+    first = max(0, high - grid.offset)  # queries before it would see keys before key 0
+    last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
+    count = (min(last, grid.n_keys - grid.offset + low - spare) - first) // step
+    rest = last - first - count * step
+    if count < 2:
+        yield from _tile_blocks(mask, grid, 0, grid.n_queries)
+        return
+    if low == 0 and bias is None:
+        if first > max(0, -grid.offset):
+            yield _causal_block(first, grid.offset)
+    else:
+        yield from _tile_blocks(mask, grid, 0, first)
+    together = max(1, CALL_ROWS // (grid.batch * grid.heads * step))
+    calls = [(first + t * step, step, min(together, count - t), spare) for t in range(0, count, together)]
+    for start, size, repeats, more in (*calls, (last - rest, rest, 1, 0)):
+        if size:
+            keys = slice(start + grid.offset - high, start + grid.offset + size - low + more)
+            pattern = _band_pattern(low, high, size, keys.stop - keys.start, dtype)
+            if bias is not None:
+                added = ByDistance(bias, grid.n_keys).tile(Region(slice(start, start + size), keys))
+                pattern = (pattern + added).repeat(1, grid.batch if repeats > 1 and len(bias) > 1 else 1, 1, 1)
+            yield [Part(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
+    yield from _tile_blocks(mask, grid, last, grid.n_queries)
+
+
+@functools.lru_cache(maxsize=16)
+def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dtype) -> Float[Tensor, "1 1 q k"]:
+    """0 where low ≤ q − k ≤ high and −inf elsewhere; the first query stands `high` keys after the first key."""
+    back = high + torch.arange(queries)[:, None] - torch.arange(keys)
+    return torch.zeros(back.shape, dtype=dtype).masked_fill_((back < low) | (back > high), -torch.inf)[None, None]
+
+
+def _biased_band_blocks(
+    bias: Float[Tensor, "h distances"], band: tuple[float, float], mask: Mask | None, call: Call, *, training: bool
+) -> Iterator[Block]:
+    """Rows of tiles whose bias is a view of one vector a head: what depends on i − j needs no matrix.
+
+    With the rows in reverse the bias of row i and key j stands at i + j of the reversed vector, and a view with both
+    strides 1 is that matrix. A band mask is −inf in the vector.
+    """
+    low, high = band
+    if math.isfinite(low) and math.isfinite(high):
+        assert mask is not None
+        yield from _band_blocks(mask, call, bias, training=training)
+        return
+    grid = call.grid
+    back = torch.arange(bias.shape[1]) - (grid.n_keys - 1) + grid.offset
+    vector = bias.masked_fill((back < low) | (back > high), -torch.inf).flip(-1)
+    first = 0 if math.isinf(low) else max(0, int(low) - grid.offset)  # rows before it see nothing, nor those after last
+    last = grid.n_queries if math.isinf(high) else min(grid.n_queries, grid.n_keys + int(high) - grid.offset)
+    size = min(4, max(1, grid.n_queries // (8 * TILE))) * TILE
+    for start in range(first, last, size):
+        stop = min(start + size, last)
+        left = 0 if math.isinf(high) else max(0, start + grid.offset - int(high))
+        right = grid.n_keys if math.isinf(low) else min(grid.n_keys, stop + grid.offset - int(low))
+        shape, stride = (1, len(vector), stop - start, right - left), vector.stride(0)
+        view = vector.as_strided(shape, (0, stride, 1, 1), vector.storage_offset() + grid.n_queries - stop + left)
+        yield [Part(slice(start, stop), slice(left, right), pattern=view, flipped=True)]
+
+
+def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
+    """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
+    if grid.n_queries * grid.n_keys <= SMALL:
+        all_pairs = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
+        yield [Part(all_pairs.rows, all_pairs.columns, allowed=mask.allowed(all_pairs, grid))]
+        return
+    if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12 or not _seems_sparse(mask, grid):
+        yield from _tile_blocks(mask, grid, 0, grid.n_queries)
+        return
+    kinds = classes(mask, Tiles.of(grid, SPARSE_TILE, SPARSE_TILE), grid)
+    low, high = kinds.amin(1), kinds.amax(1)
+    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    shared = _shared_keys(kinds)
+    if shared is not None:
+        yield from _shared_blocks(mask, grid, kinds, shared)
+        return
+    kinds = kinds.expand(grid.batch, -1, -1)
+    seen = (kinds != EMPTY).sum(-1)
+    sparse = seen * SPARSE_TILE <= grid.n_keys * SPARSE_SHARE
+    sparse[:, grid.n_queries // SPARSE_TILE :] = False  # a last short tile
+    if sparse.double().mean() < 0.5:
+        yield from _tile_blocks(mask, grid, 0, grid.n_queries)
+        return
+    whole = ~sparse.all(0)
+    for start, stop in _stretches(whole.tolist()):
+        yield from _tile_blocks(mask, grid, start * SPARSE_TILE, min(stop * SPARSE_TILE, grid.n_queries))
+    partial = (kinds == PARTIAL).any(-1)
+    pattern = 2 * seen + partial
+    for item in range(grid.batch):
+        for key in sorted(set(pattern[item, ~whole].tolist()) - {0, 1}):
+            rows = ((pattern[item] == key) & ~whole).nonzero()[:, 0]
+            together = max(1, GATHERED // (SPARSE_TILE * (key // 2) * grid.heads))
+            for some in rows.split(together):
+                columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
+                allowed = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
+                yield [Gathered(item, grid, SPARSE_TILE, some, columns, allowed)]
+
+
+def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
+    """Whether half of a few tiles of rows see few tiles of keys: to classify all of them is work."""
+    tiles = Tiles.of(grid, SPARSE_TILE, SPARSE_TILE)
+    some = slice(None, None, -(-len(tiles.q_first) // probes))
+    kinds = classes(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
+    share = (kinds != EMPTY).double().mean(-1)
+    return bool((share <= SPARSE_SHARE).double().mean() >= 0.5)
+
+
+def _shared_keys(kinds: Tensor) -> slice | None:
+    """The keys of one or two neighbouring tiles, if half of the rows or more see no others."""
+    row = kinds[0, len(kinds[0]) // 2] != EMPTY
+    columns = row.nonzero()[:, 0]
+    if not 1 <= len(columns) <= 2 or columns[-1] - columns[0] != len(columns) - 1:
+        return None
+    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    if alike.double().mean() < 0.5:
+        return None
+    return slice(int(columns[0]) * SPARSE_TILE, (int(columns[-1]) + 1) * SPARSE_TILE)
+
+
+def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[Block]:
+    """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
+    row = torch.zeros(kinds.shape[2], dtype=torch.bool)
+    row[keys.start // SPARSE_TILE : keys.stop // SPARSE_TILE] = True
+    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    at = 0
+    for same, group in itertools.groupby(alike.tolist()):
+        start, at = at, min(at + len(list(group)) * SPARSE_TILE, grid.n_queries)
+        if not same:
+            yield from _tile_blocks(mask, grid, start, at)
+            continue
+        rows, columns = slice(start, at), slice(keys.start, min(keys.stop, grid.n_keys))
+        allowed = mask.allowed(Region(rows, columns), grid)
+        some = allowed.any(2).any(1).any(0).nonzero()[:, 0]
+        if len(some):
+            first = columns.start + int(some[0]) // ALIGN * ALIGN
+            last = min(columns.start + int(some[-1]) // ALIGN * ALIGN + ALIGN, columns.stop)
+            inside = slice(first - columns.start, last - columns.start)
+            yield [Part(rows, slice(first, last), allowed=allowed[..., inside].contiguous())]
+
+
+def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """Runs of True: where each starts and ends."""
+    at = 0
+    for flag, group in itertools.groupby(flags):
+        size = len(list(group))
+        if flag:
+            yield at, at + size
+        at += size
+
+
+def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Tensor) -> Bool[Tensor, "tiles h q k"]:
+    keys = positions(columns, SPARSE_TILE)[:, None, None]
+    inside = keys < grid.n_keys
+    heads = torch.arange(grid.heads)[:, None, None]
+    queries = positions(rows[:, None], SPARSE_TILE)[:, None, :, None] + grid.offset
+    seen = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
+    return seen.expand(len(rows), *seen.shape[1:])
+
+
+def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterator[Block]:
+    """Queries `start` to `stop` of any mask: runs of full and of partial tiles, equal rows of tiles together."""
+    if start >= stop:
+        return
+    size = max(TILE, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # keeps the table of classes small
+    kinds = classes(mask, Tiles.of(grid, size, size, start, stop), grid)
+    low, high = kinds.amin(1), kinds.amax(1)
+    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    for item, table in enumerate(kinds.tolist()):
+        batch = slice(None) if len(kinds) == 1 else slice(item, item + 1)
+        row = 0
+        while row < len(table):
+            most = max(1, MASK_ELEMENTS // max(1, table[row].count(PARTIAL) * size * size))
+            end = row + 1
+            while end < len(table) and table[end] == table[row] and end - row < most:
+                end += 1
+            rows = slice(start + row * size, min(start + end * size, stop))
+            parts = list(_runs(mask, grid, table[row], rows, size, batch))
+            if parts:
+                yield parts
+            row = end
+
+
+def _runs(mask: Mask | None, grid: Grid, kinds: list[int], rows: slice, size: int, batch: slice) -> Iterator[Part]:
+    """Consecutive tiles of one class are one part; a partial one carries its mask unless it proves full or empty."""
+    column = 0
+    for kind, group in itertools.groupby(kinds):
+        first, column = column, column + len(list(group))
+        keys = slice(first * size, min(column * size, grid.n_keys))
+        if kind == FULL:
+            yield Part(rows, keys, batch)
+        elif kind == PARTIAL:
+            assert mask is not None
+            seen = mask.allowed(Region(rows, keys, batch), grid)
+            if seen.all():
+                yield Part(rows, keys, batch)
+            elif seen.any():
+                yield Part(rows, keys, batch, allowed=seen)

@@ -1,0 +1,330 @@
+"""Flash attention of torch's own CPU kernel, folded over the parts of a mask that are not empty.
+
+The stock kernel does dense, causal and tensor-masked attention and returns the log-sum-exp. A mask is cut into few
+rectangular calls of it: full rectangles need no mask tensor, repeated patterns (a sliding window) become one call over
+strided views, and the results merge exactly. The backward is the same fold: a part's gradient is exact when the stock
+backward gets the *global* output and log-sum-exp. (Dao 2023, arXiv:2307.08691; the identities are in docs/design.md.)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from qkv._engine.call import Call, Result, at_least_float32
+from qkv._engine.tiles import harmless, without_unseen
+from qkv._engine.transforms import REASON, once, transformed, transforming
+from qkv.biases import Additive
+from qkv.kernels.flash.blocks import Gathered, Part, Room
+from qkv.kernels.flash.decompose import Block, covers
+from qkv.masks import Grid
+from qkv.partial import Partial, merge, sink_gradient
+
+SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN or infinite
+
+
+def why_not(call: Call) -> str | None:
+    """Why this kernel cannot serve the call, or None if it can."""
+    if call.q.device.type != "cpu":
+        return f"tensors are on {call.q.device.type}; the stock kernel it folds is torch's CPU one"
+    if not _stock_kernel_works():
+        return f"torch {torch.__version__} lacks the flash kernel for CPU that it folds"
+    if call.dropout_p:
+        return "dropout acts on weights, which it never forms"
+    if not call.normalizer.has_lse:
+        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
+    if call.q.dtype != call.v.dtype:
+        return f"the score makes {call.q.dtype} of queries whose values are {call.v.dtype}"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+    if call.reshaped is not None:
+        return f"the bias {type(call.reshaped).__name__} does more to a score than add to it"
+    if call.values is not None:
+        return "it has no room for values that depend on the distance"
+    if torch.is_grad_enabled() and any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
+        return "the stock kernel has no gradient for a bias"
+    if transformed(call):
+        return REASON
+    return call.untracked
+
+
+def run(call: Call) -> Result:
+    """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
+    d, dv = call.q.shape[3], call.v.shape[3]
+    q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
+    if call.factor <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
+        q, call = q * _sign(call), replace(call, factor=abs(call.factor) or 1.0)
+    sink = call.sink
+    if call.needs_grad:
+        part = Partial(*_Flash.apply(q, k, v, sink, call))
+    else:
+        part, _ = _forward(q, k, v, sink, call, training=False)
+    return Result(part.out[..., :dv], part.lse)
+
+
+def _sign(call: Call) -> int:
+    """Of what q·k is multiplied by: −1, 0 or 1, by which queries can be multiplied without rounding."""
+    return (call.factor > 0) - (call.factor < 0)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
+    """Dot-product softmax attention by one call of torch, or None where `run` has more to do than that call.
+
+    It checks no more than whether it can serve: what is wrong with arguments is for `Call.of` to say.
+    """
+    if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type == "cpu" for x in (q, k, v)):
+        return None
+    (b, h, n_queries, d), (_, hkv, n_keys, _) = q.shape, k.shape
+    fits = k.shape == v.shape and k.shape[0] == b and k.shape[3] == d and h % max(hkv, 1) == 0
+    if not fits or 0 in q.shape or 0 in k.shape or not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        return None
+    if (causal and n_queries not in (1, n_keys)) or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    compiling = torch.compiler.is_compiling()
+    if not compiling and transforming():
+        return None
+    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and not q.isfinite().all())):
+        return None
+    causal = causal and n_queries > 1
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if n_queries == 1 and h != hkv:  # the heads that share a key head are as many queries of it
+        return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
+    return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+# --- the stock kernel: the only place that touches torch's private operators -----------------------------------------
+
+
+@functools.cache
+def _stock_kernel_works() -> bool:
+    """Whether this build of torch has the operators and they do what this file relies on."""
+    try:
+        q, k = torch.ones(1, 1, 2, 8), torch.arange(32.0).view(1, 1, 4, 8) / 32
+        out, lse = _stock(q, k, k, causal=False, scale=1.0, added=None)
+        grads = _stock_backward(out, q, k, k, out, lse, causal=False, scale=1.0, added=None)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return bool(torch.allclose(lse, k.sum(-1).logsumexp(-1, keepdim=True).expand(1, 1, 2))) and len(grads) == 3
+
+
+def _stock(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(*map(_dense, (q, k, v)), 0.0, causal, attn_mask=added, scale=scale)
+    return out, lse
+
+
+def _stock_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *, causal: bool, scale: float, added: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return op(*map(_dense, (grad, q, k, v, out)), lse, 0.0, causal, attn_mask=added, scale=scale)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The same with the entries of a vector side by side in memory, as the operators take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# --- forward and backward ---------------------------------------------------------------------------------------------
+
+
+class _Flash(torch.autograd.Function):
+    """out and lse, the sink included, of q, k, v with equal head sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+        part, cut = _forward(q, k, v, sink, call, training=True)
+        ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
+        ctx.cut, ctx.call = cut, call
+        ctx.set_materialize_grads(False)
+        return part.out, part.lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        if grad is None and grad_lse is None:
+            return None, None, None, None, None
+        with torch.no_grad():
+            slope = torch.zeros_like(out) if grad is None else grad
+            grad_sink = None
+            if sink is not None:
+                grad_sink = sink_gradient(sink, Partial(out, lse), slope, grad_lse)
+            grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
+            given = (*(g.to(q.dtype) for g in grads), grad_sink)
+        return *once("flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]), None
+
+
+def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+    """Gradients of q, k and v of a call that is part of a larger one, whose out and lse are `whole`; at least float32.
+
+    `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` holds no other names.
+    """
+    d, dv = call.q.shape[3], call.v.shape[3]
+    q, k, v, out, grad = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v, whole.out, grad))
+    turned = _sign(call)  # as in `run`
+    if turned != 1:
+        q, call = q * turned, replace(call, factor=abs(call.factor) or 1.0)
+    cut = [list(cover) for cover in covers(call, training=True)]
+    dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
+    return {"q": dq[..., :d] * turned, "k": dk[..., :d], "v": dv_[..., :dv]}
+
+
+def _gradients(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[Block]],
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of q, k and v with equal head sizes, in float32 or better."""
+    d, out = q.shape[3], whole.out
+    if grad_lse is not None:
+        # One more dimension turns the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly what
+        # a gradient of the log-sum-exp adds; q, k and v are 0 there.
+        q, k, v = (_pad(x, d + 1) for x in (q, k, v))
+        out = torch.cat([out, -torch.ones_like(out[..., :1])], -1)
+        grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
+    dq, dk, dv = _fold_backward(grad, q, k, v, out, whole.lse, cut, call)
+    return dq[..., :d], dk[..., :d], dv[..., :d]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
+) -> tuple[Partial, list[list[Block]]]:
+    """Attention of all parts, the sink included, and the parts."""
+    cut = [list(cover) for cover in covers(call, training=training)]
+    part = _fold(q, k, v, cut, call)
+    return (part if sink is None else _with_sink(part, sink)), cut
+
+
+def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -> Partial:
+    clean, rooms = _clean(cut, k, v), (Room(), Room())
+    if any(isinstance(block[0], Gathered) for cover in cut for block in cover):
+        k, v = k.contiguous(), v.contiguous()
+    first = cut[0]
+    if len(cut) == len(first) == 1 and _covers(first[0], call.grid):
+        return merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in first[0]])
+    covered = sum(block[0].covers(len(q)) for block in first)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
+    if covered < len(q) * q.shape[2]:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    for cover in cut:
+        for block in cover:
+            whole = merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in block])
+            if cover is not first:
+                whole = _merged(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole)
+            block[0].put(out, whole.out)
+            block[0].put(lse, whole.lse)
+    return Partial(out, lse)
+
+
+def _with_sink(part: Partial, sink: Tensor) -> Partial:
+    """`Partial.with_sink` without a gradient, in the memory of the output."""
+    share = torch.sigmoid(part.lse - sink).nan_to_num_(0.0)  # ∞ − ∞: neither a key nor the sink has weight
+    return Partial(part.out.mul_(share[..., None].to(part.out.dtype)), torch.logaddexp(part.lse, sink))
+
+
+def _merged(a: Partial, b: Partial) -> Partial:
+    """`merge` of two without a gradient, in one pass over the outputs."""
+    nothing = (a.lse == -torch.inf) & (b.lse == -torch.inf)
+    share = torch.sigmoid(b.lse - a.lse).masked_fill_(nothing, 0)
+    return Partial(torch.lerp(a.out, b.out, share[..., None].to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
+
+
+def _clean(cut: list[list[Block]], k: Tensor, v: Tensor) -> bool:
+    """Whether no part has to mind what is in the keys and values that it hides."""
+    parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
+    return all(part.allowed is None for part in parts) or harmless(k, v)
+
+
+def _covers(block: Block, grid: Grid) -> bool:
+    part = block[0]
+    return (
+        isinstance(part, Part)
+        and part.count == 1
+        and not part.flipped
+        and part.batch == slice(None)
+        and part.rows == slice(0, grid.n_queries)
+    )
+
+
+def _attend(
+    part: Part | Gathered, q: Tensor, k: Tensor, v: Tensor, call: Call, rooms: tuple[Room, Room], *, clean: bool
+) -> Partial:
+    added, hidden = _added(part, call)
+    k, v = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
+    rows = part.rows_of(q)
+    out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
+    if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
+        lse = lse.masked_fill(lost, torch.nan)
+        out = out.masked_fill(lost[..., None], torch.nan)
+    if hidden is not None:  # the stock kernel says lse = 0 where nothing is visible
+        lse = lse.masked_fill(hidden, -torch.inf)
+        out = out.masked_fill(hidden[..., None], 0)
+    return Partial(out, lse)
+
+
+def _fold_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cut: list[list[Block]], call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = at_least_float32(q.dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # such rows see nothing, so e^(−∞ − 0) = 0 is their weight
+    clean, rooms = _clean(cut, k, v), (Room(), Room())
+    for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
+        added, _ = _added(part, call)
+        keys, values = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
+        slope, queries, known, level = (part.rows_of(x) for x in (grad, q, out, lse))
+        grads = _stock_backward(
+            slope, queries, keys, values, known, level, causal=part.causal, scale=_scale(call), added=added
+        )
+        part.add_rows(dq, grads[0])
+        part.add_keys(dk, grads[1])
+        part.add_keys(dv, grads[2])
+    return dq, dk, dv
+
+
+def _seen(part: Part | Gathered, x: Tensor, room: Room, *, clean: bool) -> Tensor:
+    """Keys or values of a part, zero where none of its queries may look unless that does not matter."""
+    x = part.keys_of(x, room)
+    return x if clean else without_unseen(x, part.allowed)
+
+
+def _scale(call: Call) -> float:
+    return call.factor / call.normalizer.temperature
+
+
+def _added(part: Part | Gathered, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
+    """The additive mask of a part (0 or a bias where visible, −inf where not), and the rows it hides entirely."""
+    if part.pattern is not None:
+        return part.pattern, None
+    dtype = at_least_float32(call.q.dtype)
+    added = None
+    for bias in call.biases:
+        assert isinstance(bias, Additive)
+        tile = part.bias(bias, call.grid, dtype)
+        added = tile if added is None else added + tile
+    if added is not None and call.normalizer.temperature != 1:
+        added = added / call.normalizer.temperature
+    if part.allowed is not None:
+        zero = torch.zeros((), dtype=dtype) if added is None else added
+        added = torch.where(part.allowed, zero, -torch.inf)
+    if added is None:
+        return None, None
+    if call.biases:  # they may hide pairs, too
+        none = (added == -torch.inf).all(-1)
+        hidden = none if none.any() else None
+    else:
+        hidden = part.hidden_rows
+    return added.expand(*added.shape[:2], *part.size), hidden

@@ -1,0 +1,1 @@
+"""Pages of the report and of the viewer: HTML, style sheets, scripts."""

@@ -1,0 +1,1 @@
+"""Questions asked of a model: attention flow, mixing of values, eviction, interventions."""

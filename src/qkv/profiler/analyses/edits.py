@@ -1,0 +1,217 @@
+"""Interventions: what a model does when some of its heads normalise otherwise than they were trained to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from qkv._engine.call import Call, Result
+from qkv.errors import InputError
+from qkv.kernels import editing, serve
+from qkv.models import Classifier, DecoderLM
+from qkv.models.config import one_of
+from qkv.nn import MultiHeadAttention
+from qkv.normalizers import Normalizer, Sigmoid, Softmax
+
+AS_TRAINED = "as trained"
+NORMALIZERS = (AS_TRAINED, "softmax", "off-by-one", "sigmoid")
+"""``softmax``, without any sink; ``off-by-one``, a softmax with one more logit, 0, that no key owns; ``sigmoid``, with
+the library's bias of −ln of the keys a query sees."""
+COLDEST, HOTTEST = 1e-3, 1e3
+"""Temperatures that an edit may have."""
+
+Told = Callable[[int, Float[Tensor, "b h nq nk"]], None]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What one head does instead: its normalizer, and what its final scores are divided by.
+
+    With ``"as trained"`` the head keeps its own normalizer, and the temperature multiplies its own.
+
+    >>> Edit(0, 3, "off-by-one")
+    Edit(layer=0, head=3, normalizer='off-by-one', temperature=1.0)
+    """
+
+    layer: int
+    """Counted from 0 in the order in which a forward comes to them."""
+    head: int
+    normalizer: str = AS_TRAINED
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("edit: normalizer", self.normalizer, NORMALIZERS)
+        if not COLDEST <= self.temperature <= HOTTEST:  # beyond, scores overflow, or differ by rounding alone
+            raise InputError(f"edit: temperature is {self.temperature}, expected {COLDEST} to {HOTTEST:g}")
+
+
+def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
+    """The attention layers whose heads can be edited, in the order in which a forward comes to them.
+
+    Raises:
+        InputError: for a model that is not of this package, or has attention of several kinds, so that a number does
+            not say which layer is meant.
+
+    >>> from qkv.models import DecoderConfig
+    >>> len(attention_layers(DecoderLM(DecoderConfig(d_model=32, layers=3, heads=2))))
+    3
+    """
+    if not isinstance(model, DecoderLM | Classifier):
+        raise InputError(
+            f"edits: model is {type(model).__name__}, whose heads cannot be edited; expected qkv's own DecoderLM, such "
+            "as qkv-mini, or Classifier"
+        )
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+
+
+def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> list[Edit]:
+    """The same edit of all heads of a model.
+
+    >>> import qkv
+    >>> from qkv.profiler.capture.models import load
+    >>> mini = load("qkv-mini")
+    >>> with edited(mini.model, everywhere(mini.model, "off-by-one")):
+    ...     found = qkv.profile(mini.model, "import os", tokenizer=mini.tokenizer, probe=False, progress=False)
+    >>> bool(found.data["weights"].sum("key").min() < 0.9)  # the rest went to no key
+    True
+    """
+    layers = enumerate(attention_layers(model))
+    return [Edit(layer, head, normalizer, temperature) for layer, module in layers for head in range(module.heads)]
+
+
+@contextmanager
+def edited(model: nn.Module, edits: Iterable[Edit], *, told: Told | None = None) -> Iterator[None]:
+    """Inside, heads of the model do as `edits` say; its weights stay as they are, and nothing is trained.
+
+    Only calls of this thread are edited, and only those of this model. Of nested ones the innermost holds.
+    `qkv.profile` works inside if all heads of a layer are edited alike.
+
+    Args:
+        model: a `DecoderLM` or `Classifier`.
+        edits: at most one for each head; heads without one stay as they are.
+        told: hears of every layer, as it is computed, its number and the weights its heads end up with, (b, h, nq, nk).
+            They are formed for it, which takes quadratic memory.
+
+    Raises:
+        InputError: for another model, a layer or head that it does not have, or two edits of one head.
+
+    >>> from qkv.models import DecoderConfig
+    >>> model, ids = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), torch.tensor([[1, 2, 3]])
+    >>> before = model(ids)
+    >>> with edited(model, [Edit(0, 3, "sigmoid"), Edit(1, 0, temperature=0.5)]):
+    ...     after = model(ids)
+    >>> torch.equal(model(ids), before), torch.equal(after, before)
+    (True, False)
+    """
+    layers = attention_layers(model)
+    editor = _Editor(_by_layer(layers, edits), told)
+    with ExitStack() as stack:
+        for number, module in enumerate(layers):
+            for handle in editor.follow(number, module):
+                stack.callback(handle.remove)
+        stack.enter_context(editing(editor))
+        token = _AT_WORK.set(editor)
+        stack.callback(_AT_WORK.reset, token)
+        yield
+
+
+class _Editor:
+    """Knows which layer is computing, and makes what its heads are to do of the call that they make."""
+
+    def __init__(self, edits: dict[int, dict[int, Edit]], told: Told | None) -> None:
+        self.edits, self.told = edits, told
+        self.layer: int | None = None
+
+    def follow(self, number: int, module: nn.Module) -> Iterator[Any]:
+        """Hooks that note when a layer begins and ends."""
+
+        def begins(*_: object) -> None:
+            if _AT_WORK.get() is self:  # the same model may run in another thread, which is none of ours
+                self.layer = number
+
+        def ends(*_: object) -> None:
+            if _AT_WORK.get() is self:
+                self.layer = None
+
+        yield module.register_forward_pre_hook(begins)
+        yield module.register_forward_hook(ends, always_call=True)
+
+    def __call__(self, call: Call, weights: bool) -> Call | Result:
+        if self.layer is None:
+            return call
+        edits = self.edits.get(self.layer, {})
+        alike: dict[tuple[str, float], list[int]] = {}
+        for head in range(call.q.shape[1]):
+            edit = edits.get(head)
+            kind = (AS_TRAINED, 1.0) if edit is None else (edit.normalizer, edit.temperature)
+            alike.setdefault(kind, []).append(head)
+        calls = {kind: _changed(call, *kind) for kind in alike}
+        if len(calls) == 1 and self.told is None:
+            return next(iter(calls.values()))
+        # Masks and biases may be of heads, too: each kind serves all heads, and its own are taken.
+        forms = weights or self.told is not None
+        found = {kind: serve(changed, weights=forms) for kind, changed in calls.items()}
+        result = _joined([(heads, found[kind]) for kind, heads in alike.items()])
+        if self.told is not None:
+            assert result.weights is not None
+            self.told(self.layer, result.weights)
+        return result
+
+
+_AT_WORK: ContextVar[_Editor | None] = ContextVar("qkv editor of a model", default=None)
+
+
+def _by_layer(layers: list[MultiHeadAttention], edits: Iterable[Edit]) -> dict[int, dict[int, Edit]]:
+    found: dict[int, dict[int, Edit]] = {}
+    for edit in edits:
+        if not 0 <= edit.layer < len(layers):
+            raise InputError(f"edit: layer is {edit.layer}, expected 0 to {len(layers) - 1}")
+        heads = layers[edit.layer].heads
+        if not 0 <= edit.head < heads:
+            raise InputError(f"edit: head is {edit.head}, expected 0 to {heads - 1}")
+        of_layer = found.setdefault(edit.layer, {})
+        if edit.head in of_layer:
+            raise InputError(f"edit: layer {edit.layer}, head {edit.head} is edited twice, expected one edit a head")
+        of_layer[edit.head] = edit
+    return found
+
+
+def _changed(call: Call, normalizer: str, temperature: float) -> Call:
+    if (normalizer, temperature) == (AS_TRAINED, 1):
+        return call
+    given = call.given
+    return Call.of(
+        given.q, given.k, given.v, given.mask, given.biases, given.score,
+        _made(given.normalizer, normalizer, temperature), call.dropout_p, call.seed,
+    )  # fmt: skip
+
+
+def _made(own: Normalizer, name: str, temperature: float) -> Normalizer:
+    match name:
+        case "softmax":
+            return Softmax(temperature)
+        case "off-by-one":
+            return Softmax(temperature, sink=0.0)
+        case "sigmoid":
+            return Sigmoid().with_temperature(temperature)
+    return own.with_temperature(own.temperature * temperature)
+
+
+def _joined(parts: list[tuple[list[int], Result]]) -> Result:
+    """One result of those of several calls, of which each has its own heads."""
+    order = torch.tensor([head for heads, _ in parts for head in heads]).argsort()
+
+    def together(tensors: list[Tensor | None]) -> Tensor | None:
+        kept = [x[:, heads] for x, (heads, _) in zip(tensors, parts, strict=True) if x is not None]
+        return torch.cat(kept, 1)[:, order] if len(kept) == len(parts) else None
+
+    out = together([result.out for _, result in parts])
+    assert out is not None
+    return Result(out, together([result.lse for _, result in parts]), together([r.weights for _, r in parts]))

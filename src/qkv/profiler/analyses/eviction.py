@@ -1,0 +1,265 @@
+"""What a model loses when a cache lets keys go: the attention mass each head would miss, and the model's own loss.
+
+Policies at a budget of B keys a layer and key head:
+
+- ``window``: the last B keys, the query's own included (`qkv.cache.Sliding`).
+- ``sinks``: the first few and the last B − few (Xiao et al. 2024, arXiv:2309.17453; `qkv.cache.Sinks`).
+- ``heavy``: the last ⌈B/2⌉ and, of the older ones, the ⌊B/2⌋ that have received most attention (H2O: Zhang et al. 2023,
+  arXiv:2306.14048; `qkv.cache.HeavyHitters`).
+
+Two estimates that answer different questions:
+
+**From the profile.** ``mass_lost`` is the weight that a query of the undisturbed model puts on keys the policy would no
+longer hold, averaged over queries. It knows nothing of how the model goes on from there. For ``heavy`` it ranks keys by
+what they have received at the *end* of the text from all queries of the undisturbed model, summed over the query heads
+that share a key head: an oracle, since a cache knows at query i only what has come by then, from queries that already
+missed keys.
+
+**By running.** ``delta_nats`` is how much the model's loss on the next token rises when every layer attends through the
+cache; ``heavy`` is then H2O's own online rule.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkv._files import write_whole
+from qkv.errors import InputError
+from qkv.masks import Mask, Predicate
+from qkv.profiler.analyses.eviction_run import held, nats_of, runner
+from qkv.profiler.capture.calls import calls_of, without_values
+from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
+from qkv.profiler.capture.models import load
+from qkv.profiler.capture.observe import Seen
+from qkv.profiler.capture.progress import Step, bar
+from qkv.statistics.measure import settled, sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+POLICIES = ("window", "sinks", "heavy")
+
+
+@dataclass(frozen=True, eq=False)
+class Eviction:
+    """What `eviction` found.
+
+    >>> from qkv.profiler.capture.models import load
+    >>> mini = load("qkv-mini")
+    >>> ids = mini.tokenizer("for name in names: seen.append(name)", return_tensors="pt")["input_ids"]
+    >>> found = eviction(mini.model, ids, policies=["window"], budgets=[4], run=False)
+    >>> len(found.mass), found.mass["mass_lost"].between(0, 1).all().item()
+    (24, True)
+    """
+
+    mass: pd.DataFrame
+    """A row for each policy, budget, layer and head: ``mass_lost``, the mean weight of a query on keys let go."""
+    loss: pd.DataFrame | None
+    """A row for each policy and budget: ``nats`` of the next token and ``delta_nats``, its rise over the policy "full",
+    which keeps all keys; None where the model was not run."""
+    attrs: dict[str, Any]
+    """Model, tokens, texts, first, and how it was run."""
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write mass.csv, loss.csv and eviction.json, which has everything but the heads; returns their paths."""
+        by_policy = self.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
+        summary = {**self.attrs, "mass_lost": by_policy.to_dict("records")}
+        files = {"mass.csv": self.mass.to_csv(index=False)}
+        if self.loss is not None:
+            files["loss.csv"] = self.loss.to_csv(index=False)
+            summary["loss"] = json.loads(self.loss.to_json(orient="records", double_precision=15))
+        files["eviction.json"] = json.dumps(summary, indent=2, ensure_ascii=False)
+        for name, content in files.items():
+            write_whole(folder / name, content.encode())
+        return [folder / name for name in files]
+
+
+def eviction(
+    model: nn.Module | str,
+    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
+    *,
+    budgets: Sequence[int] = (32, 64, 128, 256),
+    policies: Sequence[str] = POLICIES,
+    first: int = 4,
+    run: bool = True,
+    tokenizer: Any = None,
+    name: str = "",
+    progress: bool = True,
+) -> Eviction:
+    """What each eviction policy costs at each budget, estimated from attention and by running the model.
+
+    Models of qkv (`DecoderLM`) are run through the caches themselves; ``sinks`` then turns keys by their slot in the
+    cache, as StreamingLLM does. Causal language models of Hugging Face are run with ``window`` and ``sinks`` as masks
+    on their own attention: the same keys, but ``sinks`` without the turn by slot. ``heavy`` depends on weights as they
+    come and runs in qkv's models only.
+
+    Args:
+        model: a causal language model as in `qkv.profile`, or a name for `qkv.profiler.capture.models.load`.
+        inputs: as in `qkv.profile`. Every text is read by itself, without its padding.
+        budgets: keys held in each layer, at least 2 and more than `first`.
+        policies: of ``window``, ``sinks`` and ``heavy``.
+        first: how many first keys ``sinks`` keeps.
+        run: whether to run the model, too.
+        tokenizer: for text; loaded with the model if that is a name.
+        name: of the model, kept in the attributes.
+        progress: show a progress bar while it runs, if standard error is a terminal.
+
+    Raises:
+        InputError: for a model that is not causal, or cannot be run with a policy; budgets or policies that cannot be.
+
+    >>> found = eviction("qkv-mini", "def f(x):\\n    return x", budgets=[6], policies=["window"], progress=False)
+    >>> found.mass.shape, found.loss["policy"].tolist()
+    ((24, 5), ['full', 'window'])
+    """
+    _check(budgets, policies, first)
+    if isinstance(model, str):
+        loaded = load(model, head=run)
+        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    runs = runner(model, policies) if run else None  # refuses before anything is computed
+    texts = list(_texts(model, inputs, tokenizer))
+    settings = [(policy, budget) for policy in policies for budget in budgets]
+    lengths = [ids.shape[1] for ids in texts]
+    lost: dict[tuple[str, int, int], Tensor] = {}
+    nats = dict.fromkeys([("full", 0), *settings], 0.0)
+    with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
+        for ids in texts:
+            _add_lost(lost, model, ids, settings, first, step)
+            for (policy, budget), so_far in nats.items() if runs else ():
+                assert runs is not None
+                found = nats_of(runs, model, ids, policy, budget, first, step)
+                nats[policy, budget] = so_far + found
+    attrs = {
+        "model": name or type(model).__name__, "texts": len(texts), "tokens": sum(lengths),
+        "longest": max(lengths), "first": first, "run": runs,
+    }  # fmt: skip
+    predicted = sum(lengths) - len(lengths)
+    loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
+    return Eviction(_mass_table(lost, sum(lengths)), loss, attrs)
+
+
+def _check(budgets: Sequence[int], policies: Sequence[str], first: int) -> None:
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown or not policies:
+        raise InputError(f"policies is {list(policies)}, expected some of {', '.join(POLICIES)}")
+    if first < 1:
+        raise InputError(f"first is {first}, expected at least 1 key")
+    least = max(2, first + 1) if "sinks" in policies else 2
+    if not budgets or min(budgets) < least:
+        why = f" ({first} of them the first of the text)" if "sinks" in policies else ""
+        raise InputError(f"budgets is {list(budgets)}, expected numbers of keys of at least {least}{why}")
+
+
+def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "1 n"]]:
+    """Ids of each text, without padding."""
+    for batch in batches(model, inputs, tokenizer, None):
+        sequences = sequences_of(model, batch)
+        if sequences.source is None or sequences.two:
+            raise InputError(f"{type(model).__name__} does not read one sequence of tokens, expected a language model")
+        real, _ = real_tokens(model, batch, sequences)
+        for item, ids in enumerate(sequences.source):
+            keep = real.get(len(ids))
+            kept = ids if keep is None else ids[keep[item]]
+            if len(kept) < 2:
+                raise InputError(f"inputs: a text has {len(kept)} token, expected at least 2: the last is predicted")
+            yield kept[None]
+
+
+# --- from the profile -------------------------------------------------------------------------------------------------
+
+
+def _add_lost(
+    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: list[tuple[str, int]],
+    first: int, step: Step,
+) -> None:  # fmt: skip
+    """Add what the queries of one text lose, summed, to `lost`: (heads,) for each policy, budget and layer."""
+    [batch] = batches(model, ids, None, None)
+    calls = [without_values(seen) for seen in calls_of(model, batch)]
+    calls = [seen for seen in calls if seen.causal and seen.call.q.shape[2] == seen.call.k.shape[2]]
+    if not calls:
+        raise InputError(f"{type(model).__name__} has no causal self-attention, whose keys a cache would hold")
+    for seen in calls:
+        for (policy, budget), mass in mass_lost(seen, settings, first).items():
+            key = policy, budget, seen.layer
+            lost[key] = lost.get(key, 0) + mass[0].double().sum(-1).cpu()
+        step(ids.shape[1] / len(calls))
+
+
+def mass_lost(
+    seen: Seen, settings: Sequence[tuple[str, int]], first: int
+) -> dict[tuple[str, int], Float[Tensor, "b h nq"]]:
+    """The weight every query puts on keys that each policy, at a budget, would not hold for it."""
+    names = {f"{policy} {budget}": (policy, budget) for policy, budget in settings}
+    fixed = {name: ~held(policy, budget, first) for name, (policy, budget) in names.items() if policy != "heavy"}
+    rows = settled(seen.call, seen.lse)
+    found = sweep(seen.call, rows, mass=fixed)
+    masses = dict(found.mass)
+    ranked = {name: _let_go(found.received, seen, budget) for name, (p, budget) in names.items() if p == "heavy"}
+    if ranked:
+        masses |= sweep(seen.call, rows, mass=ranked).mass
+    return {names[name]: mass for name, mass in masses.items()}
+
+
+def _let_go(received: Float[Tensor, "b h nk"], seen: Seen, budget: int) -> Mask:
+    """The pairs of a query and a key that heavy hitters at this budget no longer hold for it."""
+    group = received.shape[1] // seen.call.k.shape[1]
+    shared = received.double().unflatten(1, (-1, group)).sum(2)
+    ends = expiry(shared, budget // 2, budget - budget // 2).repeat_interleave(group, 1)
+    return Predicate(lambda b, h, q, k: q >= ends[b, h, k])
+
+
+def expiry(received: Float[Tensor, "b hkv nk"], heavy: int, recent: int) -> Int[Tensor, "b hkv nk"]:
+    """The first query that does not find each key, where the last `recent` stay and the `heavy` that received most.
+
+    A key that leaves the window stays while fewer than `heavy` keys that left it before or after have received more (of
+    equals the oldest goes). One that is never let go has n_keys.
+
+    >>> expiry(torch.tensor([[[5.0, 1, 3, 2, 1]]]), heavy=1, recent=2).tolist()
+    [[[5, 3, 4, 5, 5]]]
+    """
+    b, heads, n = received.shape
+    ends = torch.full((b, heads, n), n)
+    for item, head in ((i, h) for i in range(b) for h in range(heads)):
+        kept: list[tuple[float, int]] = []
+        for key, value in enumerate(received[item, head, : max(0, n - recent)].tolist()):
+            heapq.heappush(kept, (value, key))
+            if len(kept) > heavy:
+                ends[item, head, heapq.heappop(kept)[1]] = key + recent
+    return ends.to(received.device)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = [
+        {"policy": policy, "budget": budget, "layer": layer, "head": head, "mass_lost": value / queries}
+        for (policy, budget, layer), values in lost.items()
+        for head, value in enumerate(values.tolist())
+    ]
+    order = {policy: at for at, policy in enumerate(POLICIES)}
+    return pd.DataFrame(rows).sort_values(
+        ["policy", "budget", "layer", "head"], key=lambda x: x.map(order) if x.name == "policy" else x,
+        ignore_index=True,
+    )  # fmt: skip
+
+
+def _loss_table(nats: dict[tuple[str, int], float]) -> pd.DataFrame:
+    import pandas as pd
+
+    full = nats["full", 0]
+    rows = [
+        {"policy": policy, "budget": budget or None, "nats": value, "delta_nats": value - full}
+        for (policy, budget), value in nats.items()
+    ]
+    return pd.DataFrame(rows).astype({"budget": "Int64"})

@@ -1,0 +1,287 @@
+"""Attention rollout: what reaches a token's final state from which tokens, through all layers, in linear memory.
+
+(Abnar & Zuidema 2020, arXiv:2005.00928, section 3.) Each layer is taken as Ã = ρ I + (1 − ρ) Ā, its rows divided by
+their sums: Ā is the mean of its heads' weights and ρ what the residual connection keeps. The rollout is
+R = Ã_L ⋯ Ã_1. It is never formed: a chosen row of R is wᵀ Ã_L ⋯ Ã_1, one product from the left a layer, and a chosen
+column Ã_L ⋯ Ã_1 c, one from the right (see `qkv.statistics.products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qkv._engine.row_state import Rows
+from qkv.errors import InputError
+from qkv.profiler.capture.calls import calls_of, without_values
+from qkv.profiler.capture.inputs import batches, sequences_of
+from qkv.profiler.capture.models import load
+from qkv.profiler.capture.observe import Seen
+from qkv.profiler.capture.tokens import Tokens
+from qkv.statistics.measure import settled
+from qkv.statistics.products import column_sums, row_sums
+
+Inputs = str | Sequence[str] | Tensor | Mapping[str, Tensor]
+DEFINITIONS = {
+    "queries": "share of the chosen token's final state that comes from each token's state at this depth",
+    "keys": "share of each token's state at this depth that comes from the chosen token's embedding",
+}
+
+
+def rollout(
+    model: nn.Module | str,
+    inputs: Inputs,
+    queries: Sequence[int] = (-1,),
+    *,
+    tokenizer: Any = None,
+    target: str | None = None,
+    group: str | None = None,
+    residual: float = 0.5,
+    name: str = "",
+    on_layer: Callable[[], None] = lambda: None,
+) -> xr.DataArray:
+    """Where the final states of chosen tokens come from: rows of the attention rollout, layer by layer.
+
+    Memory is linear in the text: queries and keys of every layer, and one column a chosen token.
+
+    Args:
+        model: as in `qkv.profile`, or a name for `qkv.profiler.capture.models.load`.
+        inputs: as in `qkv.profile`. Padding is no token.
+        queries: positions of the chosen tokens among the real ones of each text; −1 is the last.
+        tokenizer: for text and for the names of tokens; loaded with the model if that is a name.
+        target: the text the decoder of an encoder-decoder reads.
+        group: kind of attention, for a model that has several: ``"encoder"`` or ``"decoder"``. A rollout stays within
+            one text, so cross-attention is left out.
+        residual: ρ, what the residual connection keeps of a state; 0.5 in the paper.
+        name: of the model, kept in the attributes; its own if not given.
+        on_layer: called after each layer.
+
+    Returns:
+        Over (text, chosen, depth, token), in float64: the share of the chosen token's final state that comes from each
+        token's state at `depth`, the number of layers below that state: 0 is the embeddings and holds the rollout
+        itself. Each (text, chosen, depth) sums to 1, where every token attends to something. Coordinates
+        ``token_name`` (text, token), ``chosen_position`` and ``chosen_name`` (text, chosen), ``n_tokens`` (text); NaN
+        beyond a text's end.
+
+    Raises:
+        InputError: for inputs the model cannot take, a position outside of a text, attention between two texts, or
+            layers of different lengths.
+
+    >>> found = rollout("qkv-mini", "def f(x):\\n    return x", [-1])
+    >>> found.sizes["depth"], round(float(found.sel(depth=0).sum()), 6)
+    (5, 1.0)
+    """
+    return _traced(_backward, model, inputs, queries, "queries", tokenizer, target, group, residual, name, on_layer)
+
+
+def flow_to(
+    model: nn.Module | str,
+    inputs: Inputs,
+    keys: Sequence[int] = (0,),
+    *,
+    tokenizer: Any = None,
+    target: str | None = None,
+    group: str | None = None,
+    residual: float = 0.5,
+    name: str = "",
+    on_layer: Callable[[], None] = lambda: None,
+) -> xr.DataArray:
+    """How much of every token's state comes from chosen input tokens: columns of the attention rollout, layer by layer.
+
+    Args:
+        model: as in `rollout`; so are all that follow but `keys`.
+        inputs: as there.
+        keys: positions of the chosen input tokens among the real ones of each text; −1 is the last.
+        tokenizer: as there.
+        target: as there.
+        group: as there.
+        residual: as there.
+        name: as there.
+        on_layer: as there.
+
+    Returns:
+        Over (text, chosen, depth, token) as in `rollout`: the share of each token's state after `depth` layers that
+        comes from the chosen token's embedding. Depth 0 is 1 at the chosen token and 0 elsewhere; the last depth is
+        a column of the rollout.
+
+    Raises:
+        InputError: as in `rollout`.
+
+    >>> found = flow_to("qkv-mini", "def f(x):\\n    return x", [0])
+    >>> found.sel(depth=0).values[0, 0, :3].tolist()
+    [1.0, 0.0, 0.0]
+    """
+    return _traced(_forward, model, inputs, keys, "keys", tokenizer, target, group, residual, name, on_layer)
+
+
+def _traced(
+    walk: Callable[[list[_Layer], Tensor, Callable[[], None]], list[Tensor]], model: nn.Module | str, inputs: Inputs,
+    chosen: Sequence[int], called: str, tokenizer: Any, target: str | None, group: str | None, residual: float,
+    name: str, on_layer: Callable[[], None],
+) -> xr.DataArray:  # fmt: skip
+    if not 0 <= residual < 1:
+        raise InputError(f"residual is {residual}, expected a share from 0 to less than 1")
+    if not chosen:
+        raise InputError(f"{called} is empty, expected at least one position")
+    if isinstance(model, str):
+        loaded = load(model)
+        model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    found = []
+    for batch in batches(model, inputs, tokenizer, target):
+        calls = [without_values(seen) for seen in calls_of(model, batch)]
+        stack = _one_stack(calls, group)
+        real = _real(stack[0])
+        names = Tokens(sequences_of(model, batch), tokenizer, stack[0].group)
+        places = _places(real, chosen, called)
+        start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
+        start.scatter_(1, places[:, None], 1.0)
+        steps = walk([_Layer.of(seen, residual) for seen in stack], start, on_layer)
+        found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
+    attributes = {"model": name or type(model).__name__, "group": stack[0].group, "residual": residual}
+    attributes |= {"of": called, "definition": DEFINITIONS[called], "units": "1"}
+    return _array(found, attributes)
+
+
+def _one_stack(calls: list[Seen], group: str | None) -> list[Seen]:
+    """The layers of one kind of attention of a text to itself."""
+    kinds = list(dict.fromkeys(seen.group for seen in calls))
+    own = [kind for kind in kinds if kind != "cross"]
+    if group is None and len(own) == 1:
+        group = own[0]
+    if group not in own:
+        what = "a rollout stays within one text" if group == "cross" else f"expected one of {', '.join(map(repr, own))}"
+        raise InputError(f"group is {group!r}, and the model has attention of the kinds {', '.join(kinds)}; {what}")
+    stack = [seen for seen in calls if seen.group == group]
+    for seen in stack:
+        n_queries, n_keys = seen.call.q.shape[2], seen.call.k.shape[2]
+        if len(seen.call.q) != len(stack[0].call.q):  # windows of an image, say
+            raise InputError(
+                f"{seen.module} attends in pieces that {stack[0].module} does not have; a rollout needs one text"
+            )
+        if n_queries != n_keys or n_keys != stack[0].call.k.shape[2]:
+            raise InputError(
+                f"{seen.module} attends with {n_queries} queries to {n_keys} keys and {stack[0].module} to "
+                f"{stack[0].call.k.shape[2]}; a rollout needs layers that all read the same tokens"
+            )
+    return stack
+
+
+def _real(seen: Seen) -> Bool[Tensor, "b n"]:
+    shape = seen.call.q.shape[0], seen.call.q.shape[2]
+    found = seen.keys if seen.queries is None else seen.queries
+    return torch.ones(shape, dtype=torch.bool, device=seen.call.q.device) if found is None else found.expand(shape)
+
+
+def _places(real: Tensor, chosen: Sequence[int], called: str) -> Tensor:
+    """Where the chosen tokens of each batch item stand, padding counted: (b, m)."""
+    rows = []
+    for row in real:
+        positions = row.nonzero()[:, 0]
+        for at in chosen:
+            if not -len(positions) <= at < len(positions):
+                raise InputError(f"{called} holds {at}, expected positions in a text of {len(positions)} tokens")
+        rows.append(positions[list(chosen)])
+    return torch.stack(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Ã of one layer: what it takes to multiply with it."""
+
+    seen: Seen
+    rows: Rows
+    queries: Bool[Tensor, "b n"]
+    residual: float
+    divisor: Float[Tensor, "b n 1"]  # of each row: 1, unless weights add up to less, as with a learned sink
+
+    @staticmethod
+    def of(seen: Seen, residual: float) -> _Layer:
+        rows, queries = settled(seen.call, seen.lse), _real(seen)
+        if seen.call.normalizer.has_lse and seen.call.sink is None:
+            assert rows.level is not None
+            mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]
+        else:
+            ones = seen.call.q.new_ones(*queries.shape, 1)[:, None]
+            mass = row_sums(seen.call, rows, ones, queries=queries).double().mean(1)
+        total = residual + (1 - residual) * mass
+        return _Layer(seen, rows, queries, residual, torch.where(total == 0, 1.0, total))
+
+    def before(self, w: Tensor) -> Tensor:
+        """Ãᵀ w, (b, n, m)."""
+        w = w / self.divisor
+        given = column_sums(self.seen.call, self.rows, w[:, None], queries=self.queries).double().mean(1)
+        return self.residual * w + (1 - self.residual) * given
+
+    def after(self, c: Tensor) -> Tensor:
+        """Ã c, (b, n, m)."""
+        taken = row_sums(self.seen.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
+        return (self.residual * c + (1 - self.residual) * taken) / self.divisor
+
+
+def _backward(layers: list[_Layer], w: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
+    """wᵀ at every depth, the lowest first."""
+    steps = [w]
+    for layer in reversed(layers):
+        steps.append(layer.before(steps[-1]))
+        on_layer()
+    return steps[::-1]
+
+
+def _forward(layers: list[_Layer], c: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
+    """c at every depth, the lowest first."""
+    steps = [c]
+    for layer in layers:
+        steps.append(layer.after(steps[-1]))
+        on_layer()
+    return steps
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    values: np.ndarray  # (chosen, depth, token)
+    names: list[str]
+    positions: np.ndarray  # of the chosen, among the real tokens
+
+
+def _items(steps: np.ndarray, real: np.ndarray, places: np.ndarray, tokens: Tokens) -> list[_Item]:
+    """Each text of a batch, without its padding; `steps` is (b, depth, n, m)."""
+    found = []
+    for item, keep in enumerate(real):
+        rank = np.cumsum(keep) - 1
+        values = steps[item][:, keep].transpose(2, 0, 1)
+        found.append(_Item(values, tokens.names(tokens.queries, item, keep), rank[places[item]]))
+    return found
+
+
+def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:
+    """Texts side by side, NaN and empty names beyond the end of each."""
+    longest = max(len(item.names) for item in items)
+    chosen, depth = items[0].values.shape[:2]
+    values = np.full((len(items), chosen, depth, longest), np.nan)
+    names = np.full((len(items), longest), "", object)
+    for row, item in enumerate(items):
+        values[row, ..., : len(item.names)] = item.values
+        names[row, : len(item.names)] = item.names
+    return xr.DataArray(
+        values,
+        dims=("text", "chosen", "depth", "token"),
+        coords={
+            "depth": np.arange(depth),
+            "token_name": (("text", "token"), names),
+            "chosen_position": (("text", "chosen"), np.stack([item.positions for item in items])),
+            "chosen_name": (
+                ("text", "chosen"),
+                np.array([[item.names[at] for at in item.positions] for item in items], object),
+            ),
+            "n_tokens": ("text", [len(item.names) for item in items]),
+        },
+        name="flow",
+        attrs=attributes,
+    )

@@ -1,0 +1,1 @@
+"""Run a model and observe its attention: hooks, calls, probes, hidden states."""

@@ -1,0 +1,155 @@
+"""What was recorded in the runs of a model as labelled data sets, one a kind of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from qkv.profiler.capture.observe import EARLY, STREAMING_FIRST, STREAMING_LAST, Observer, Record
+from qkv.profiler.capture.tokens import Tokens
+from qkv.profiler.data.variables import BIN, HEAD, VARIABLES
+
+ATTRIBUTE = {"self": "self_", "next": "next_"}  # of `Statistics`, where they are called otherwise than in a profile
+PADDED = ("query", "key", "query_bin", "key_bin")  # as long as the longest text needs
+OWN_SEQUENCE = {  # say nothing between different texts
+    "self", "previous", "next", "distance", "local", "streaming", "early",
+}  # fmt: skip
+
+
+def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
+    """One data set a group, runs side by side along `text`."""
+    parts: dict[str, list[xr.Dataset]] = {}
+    for observer in observers:
+        for group, records in grouped(observer.records).items():
+            tokens = Tokens(observer.sequences, tokenizer, group, observer.group)
+            parts.setdefault(group, []).append(_dataset(records, tokens, local_window))
+    return {group: _joined(found) for group, found in parts.items()}
+
+
+def grouped(records: list[Record]) -> dict[str, list[Record]]:
+    """Records by group; where shapes differ within one (towers, hybrid models) it splits: text, text-2 …"""
+    groups: dict[str, list[Record]] = {}
+    shapes: dict[str, list[Any]] = {}
+    for record in records:
+        shape = (record.statistics.entropy.shape, record.statistics.received.shape)
+        seen = shapes.setdefault(record.group, [])
+        if shape not in seen:
+            seen.append(shape)
+        n = seen.index(shape)
+        groups.setdefault(record.group if n == 0 else f"{record.group}-{n + 1}", []).append(record)
+    return groups
+
+
+def _dataset(records: list[Record], tokens: Tokens, local_window: int) -> xr.Dataset:
+    first = records[0]
+    b, _, n_queries = first.statistics.entropy.shape
+    n_keys = first.statistics.received.shape[2]
+    real_q = _real(first.queries, b, n_queries)
+    real_k = _real(first.keys, b, n_keys)
+    cross = first.group == "cross"
+
+    def stack(values: list[Tensor], *real: np.ndarray) -> np.ndarray:
+        """(text, layer, head, …) with each text's real tokens at the start and NaN after."""
+        x = torch.stack([v.float().cpu() for v in values], 1).numpy()
+        for axis, keep in enumerate(real, start=x.ndim - len(real)):
+            if not keep.all():
+                x = np.stack([_packed(one, axis - 1, k) for one, k in zip(x, keep, strict=True)])
+        return x
+
+    real = {"query": real_q, "key": real_k}
+    variables: dict[str, Any] = {}
+    for name, (dims, units, definition, always) in VARIABLES.items():
+        found = [_found(record, name) for record in records]
+        if dims == HEAD or not (always or all(x is not None for x in found)):
+            continue
+        if dims == BIN and not (real_q.all() and real_k.all()):
+            continue  # bins are of positions, padding among them
+        missing = torch.full_like(first.statistics.entropy, torch.nan)  # no log-sum-exp where the normalizer has none
+        values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
+        if cross and name in OWN_SEQUENCE:
+            values = values * np.nan
+        if name == "early":
+            values = np.where(np.arange(EARLY) < real_k.sum(1)[:, None, None, None], values, np.nan)
+        variables[name] = (dims, values, {"units": units, "definition": definition})
+    small = first.statistics.thumbnail if "map_max" in variables else None
+    bins = (0, 0) if small is None else (small.query_bin, small.key_bin)
+    query_names = [tokens.names(tokens.queries, i, keep) for i, keep in enumerate(real_q)]
+    key_names = [tokens.names(tokens.keys, i, keep) for i, keep in enumerate(real_k)]
+    return xr.Dataset(
+        variables,
+        coords={
+            "layer": [r.layer for r in records],
+            "head": np.arange(first.statistics.entropy.shape[1]),
+            "module": ("layer", [r.module for r in records]),
+            "query_token": (("text", "query"), _table(query_names, n_queries)),
+            "key_token": (("text", "key"), _table(key_names, n_keys)),
+            "n_queries": ("text", real_q.sum(1)),
+            "n_keys": ("text", real_k.sum(1)),
+            "bin_queries": ("text", np.full(b, bins[0])),
+            "bin_keys": ("text", np.full(b, bins[1])),
+        },
+        attrs={
+            "causal": all(r.causal for r in records),
+            "local_window": local_window,
+            "streaming_first": STREAMING_FIRST,
+            "streaming_last": STREAMING_LAST,
+            "special_tokens": [t for t in tokens.special if any(t in names for names in key_names)],
+        },
+    )
+
+
+def _found(record: Record, name: str) -> Tensor | None:
+    """A variable of one layer, if it was measured."""
+    statistics = record.statistics
+    if name in ("map_max", "map_mean"):
+        small = statistics.thumbnail
+        return None if small is None else small.maximum if name == "map_max" else small.mean
+    if name == "weights":
+        return record.weights
+    for kept in (statistics.mass, record.geometry):
+        if name in kept:
+            return kept[name]
+    return getattr(statistics, ATTRIBUTE.get(name, name), None)
+
+
+def _real(mask: Tensor | None, batch: int, length: int) -> np.ndarray:
+    return np.ones((batch, length), bool) if mask is None else mask.expand(batch, length).cpu().numpy()
+
+
+def _packed(x: np.ndarray, axis: int, keep: np.ndarray) -> np.ndarray:
+    """What is kept along an axis moved to its start, NaN after it."""
+    kept = np.compress(keep, x, axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, x.shape[axis] - kept.shape[axis])
+    return np.pad(kept, widths, constant_values=np.nan)
+
+
+def _table(names: list[list[str]], length: int) -> np.ndarray:
+    table = np.full((len(names), length), "", dtype=object)
+    for row, row_names in zip(table, names, strict=True):
+        row[: len(row_names)] = row_names
+    return table
+
+
+def _joined(datasets: list[xr.Dataset]) -> xr.Dataset:
+    """Runs of different lengths along `text`, the shorter ones filled with NaN and empty tokens."""
+    if len(datasets) == 1:
+        return datasets[0]
+    common = set.intersection(*({str(name) for name in d.data_vars} for d in datasets))
+    datasets = [d.drop_vars([name for name in d.data_vars if name not in common]) for d in datasets]
+    longest = {dim: max(d.sizes[dim] for d in datasets) for dim in datasets[0].dims if dim in PADDED}
+    empty = {"query_token": "", "key_token": ""}
+    padded = [
+        d.reset_coords(list(empty)).pad(
+            {dim: (0, longest[dim] - d.sizes[dim]) for dim in longest},
+            constant_values=dict.fromkeys(d.data_vars, np.nan) | empty,
+        )
+        for d in datasets
+    ]
+    specials = {t: None for d in datasets for t in d.attrs["special_tokens"]}
+    joined = xr.concat(padded, "text", data_vars="all", coords="minimal", compat="override", join="exact")
+    return joined.set_coords(list(empty)).assign_attrs(datasets[0].attrs | {"special_tokens": list(specials)})

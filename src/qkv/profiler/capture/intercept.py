@@ -1,0 +1,140 @@
+"""Attention that a model computes neither by transformers' interface nor by a kernel of ours, seen as it happens.
+
+Two things are looked for, in modules of the model: torch's own attention functions, whose arguments are the whole call
+(linear memory, our kernel computes); and, in modules that call themselves attention, one softmax of scores. Its weights
+are the model's own and it forms them, so those are quadratic whoever looks. What cannot be read (several softmaxes in
+one forward, a layout in blocks or bands) is noted as outside and never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkv._engine.call import Call, Result
+from qkv.kernels import serve, watching
+from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
+
+SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
+SOFTMAX = (nn.functional.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "nhead", "heads")
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+_SOFTMAX = re.compile("softmax", re.IGNORECASE)
+
+Found = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "softmax"), call, result
+
+
+class Intercept(TorchFunctionMode):
+    """Inside, `found` hears of every call that was recognised; names of other attention modules go to `outside`.
+
+    Args:
+        model: whose modules are meant.
+        names: of its modules, by id.
+        expected: modules that ask transformers' interface, which is watched elsewhere.
+        found: what to tell.
+        outside: where to note modules whose attention cannot be read.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: dict[int, str], expected: Collection[str], found: Found, outside: set[str]
+    ) -> None:
+        super().__init__()
+        self.model, self.names, self.expected = model, names, frozenset(expected)
+        self.found, self.outside = found, outside
+        self.scores: dict[int, list[Tensor | None]] = {}  # of modules whose forward is at work; None: not readable
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for module in self.model.modules():
+            if _calls_itself_attention(module):
+                self.handles.append(module.register_forward_pre_hook(self._begins))
+                self.handles.append(module.register_forward_hook(self._ends))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self.handles:
+            handle.remove()
+        for module in self.scores:  # softmaxes that no forward came to answer for
+            self.outside.add(self.names[module])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is SDPA:
+            module = self._module()
+            if module is not None and args and args[0].ndim == 3 and _heads(module) is None:
+                self.outside.add(self.names[id(module)])  # heads may be folded into the batch: nobody says
+            elif module is not None:
+                call, shape = of_sdpa(_heads(module), *args, **kwargs)
+                return self._serve(module, call).reshape(shape)
+        elif func is MULTI_HEAD:
+            module = self._module()
+            if module is not None:
+                multi_head = of_multi_head(*args, **kwargs)
+                if multi_head is None:
+                    self.outside.add(self.names[id(module)])
+                else:
+                    self._serve(module, multi_head)
+        elif func in SOFTMAX:
+            self._softmax(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _serve(self, module: nn.Module, call: Call) -> Tensor:
+        with watching(None):  # told here, where the module is known for certain
+            result = serve(call)
+        self.found(self.names[id(module)], "sdpa", call, result)
+        return result.out
+
+    def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        """Keep the scores until the module is done: only then is it known that they are all of its attention."""
+        if not isinstance(input, Tensor) or input.ndim < 3:
+            return
+        if input.shape[-1] == 1 != input.shape[-2]:  # of one number each: a convolution's
+            return
+        module = self._module()
+        if module is not None and _calls_itself_attention(module):
+            over_keys = dim in (-1, input.ndim - 1)
+            scores = as_scores(input, _heads(module)) if over_keys else None
+            self.scores.setdefault(id(module), []).append(scores)
+
+    def _begins(self, module: nn.Module, inputs: Any) -> None:
+        self.scores.pop(id(module), None)
+
+    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        kept = self.scores.pop(id(module), [])
+        if not kept:
+            return
+        scores = kept[0]
+        if len(kept) > 1 or scores is None:
+            self.outside.add(self.names[id(module)])
+            return
+        call = of_scores(scores)
+        with watching(None):
+            self.found(self.names[id(module)], "softmax", call, serve(call))
+
+    def _module(self) -> nn.Module | None:
+        """The module of the model whose method is running, if it is neither our kernels' work nor the interface's."""
+        frame = sys._getframe(2)
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("qkv.kernels"):
+            module = frame.f_locals.get("self")
+            known = isinstance(module, nn.Module) and id(module) in self.names
+            if known and not _SOFTMAX.search(type(module).__name__):  # a softmax that is a module belongs to its owner
+                return None if self.names[id(module)] in self.expected else module
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+
+def _calls_itself_attention(module: nn.Module) -> bool:
+    return _ATTENTION.search(type(module).__name__) is not None
+
+
+def _heads(module: nn.Module) -> int | None:
+    """How many heads a module says it has, or its configuration."""
+    owners = (module, getattr(module, "config", None))
+    return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)

@@ -1,0 +1,197 @@
+"""Two profiles of the same texts side by side: which heads changed, by how much, and where their weight goes now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from qkv.errors import InputError
+from qkv.profiler.data import tables
+from qkv.profiler.data.words import went
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from qkv.profiler.profiles import Profile
+
+NOT_QUANTITIES = {"layer", "head", "top_key"}  # numbers in the table of heads that name something
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Differences between two profiles of the same heads and tokens, always `b` − `a`.
+
+    Args:
+        a: what is compared with: the base model, float32, without the remedy.
+        b: the other.
+        groups: per-query and per-key differences of each group, as in `Profile.groups`.
+    """
+
+    a: Profile
+    b: Profile
+    groups: dict[str, xr.Dataset]
+
+    @property
+    def data(self) -> xr.Dataset:
+        """The main group's differences, with the variables and dimensions of `Profile.data`; `change` by head."""
+        return self.groups[self.a.main]
+
+    def heads(self, group: str | None = None) -> pd.DataFrame:
+        """One row per layer and head.
+
+        Columns: layer, head, module; change (the total variation distance between the shares of weight that keys
+        receive, mean over texts: 0 is none, 1 is that no key receives weight in both); goes_to_a, goes_to_b and
+        moved (whether the target is another); and for each quantity x of `Profile.heads` x_a, x_b and x_difference.
+        """
+        name = self._name(group)
+        a, b = (profile.heads(name) for profile in (self.a, self.b))
+        table = a[["layer", "head", "module"]].copy()
+        table["change"] = self.groups[name]["change"].values.mean(0).ravel()
+        table["goes_to_a"], table["goes_to_b"] = a["goes_to"], b["goes_to"]
+        table["moved"] = a["target"] != b["target"]
+        numbers = [x for x in a.select_dtypes("number").columns if x in b and x not in NOT_QUANTITIES]
+        for x in numbers:
+            table[f"{x}_a"], table[f"{x}_b"], table[f"{x}_difference"] = a[x], b[x], b[x] - a[x]
+        return table
+
+    def summary(self, group: str | None = None) -> list[str]:
+        """What changed, in sentences."""
+        name = self._name(group)
+        heads, data = self.heads(name), self.groups[name]
+        if all(not np.nan_to_num(x.values).any() for x in data.data_vars.values()):
+            return [f"Nothing changed: all {len(heads):,} heads attend exactly as before."]
+        most, moved = heads.loc[heads["change"].idxmax()], int(heads["moved"].sum())
+        return [
+            f"{moved:,} of {len(heads):,} heads {'has' if moved == 1 else 'have'} another target.",
+            f"In the median head {_percent(heads['change'].median())} of the weight lands on other tokens than before; "
+            f"most in layer {most['layer']}, head {most['head']}: {_percent(most['change'])} "
+            f"({went(most['goes_to_a'], most['goes_to_b'])}).",
+            *_entropies(heads),
+            *_sinks(heads),
+        ]
+
+    def plot(self, group: str | None = None) -> Figure:
+        """Layer × head maps of the differences in entropy, sink and local weight, and the heads that changed most."""
+        from qkv.figures.comparison import comparison_figure
+
+        return comparison_figure(self, self._name(group))
+
+    def __repr__(self) -> str:
+        names = (repr(p.attrs.get("model", "unnamed model")) for p in (self.a, self.b))
+        return f"Comparison({' → '.join(names)}, {', '.join(self.groups)})"
+
+    def _name(self, group: str | None) -> str:
+        self.a.group(group)
+        return self.a.main if group is None else group
+
+
+def compare(a: Profile, b: Profile) -> Comparison:
+    """What differs between two profiles of the same texts, head by head and query by query.
+
+    For a base model and one tuned from it, the same model in two dtypes, or with and without a remedy for sinks.
+    Variables that only one of them holds (whole maps, a learned sink) are left out and named in the attributes.
+
+    Args:
+        a: what is compared with.
+        b: the other; differences are ``b − a``.
+
+    Raises:
+        InputError: if they have other groups, layers, heads, texts or tokens, or "local" means another window. The
+            first difference is named.
+
+    >>> import qkv
+    >>> profile = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
+    >>> compare(profile, profile).summary()
+    ['Nothing changed: all 72 heads attend exactly as before.']
+    """
+    for own, other, x, y in ((a, b, "a", "b"), (b, a, "b", "a")):
+        missing = next((name for name in own.groups if name not in other.groups), None)
+        if missing is not None:
+            raise InputError(
+                f"profiles: {x} has a group {missing!r} and {y} has not ({', '.join(other.groups)}), expected the same"
+            )
+    for name in a.groups:
+        difference = next(_mismatches(a.groups[name], b.groups[name]), None)
+        if difference is not None:
+            raise InputError(f"profiles: group {name!r} {difference}; expected two profiles of the same")
+    return Comparison(a, b, {name: _differences(a.groups[name], b.groups[name]) for name in a.groups})
+
+
+def _mismatches(a: xr.Dataset, b: xr.Dataset) -> Iterator[str]:
+    """What keeps two groups from being compared, most general first."""
+    if a.sizes["text"] != b.sizes["text"]:
+        yield f"has {a.sizes['text']} texts in a and {b.sizes['text']} in b"
+        return
+    for dim in ("layer", "head"):
+        if a[dim].values.tolist() != b[dim].values.tolist():
+            yield f"has the {dim}s {_brief(a[dim].values)} in a and {_brief(b[dim].values)} in b"
+    for length, token in (("n_queries", "query_token"), ("n_keys", "key_token")):
+        for text, (n, m) in enumerate(zip(a[length].values, b[length].values, strict=True)):
+            what = f"{token.partition('_')[0]} tokens"
+            if n != m:
+                yield f"has {n} {what} of text {text} in a and {m} in b"
+                continue
+            ours, theirs = a[token].values[text, :n], b[token].values[text, :n]
+            for at in np.flatnonzero(ours != theirs):
+                yield f"has {ours[at]!r} in a and {theirs[at]!r} in b among the {what} of text {text}, at {at}"
+    if a.attrs["local_window"] != b.attrs["local_window"]:
+        yield f"has local_window {a.attrs['local_window']} in a and {b.attrs['local_window']} in b"
+
+
+def _differences(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
+    by_head = ("text", "layer", "head")
+    shared = [v for v in a.data_vars if v in b and a[v].dims[:3] == by_head == b[v].dims[:3]]
+    shared = [v for v in shared if a[v].shape == b[v].shape]
+    variables: dict[Any, Any] = {}
+    for name in shared:
+        ours, theirs = a[name].values, b[name].values
+        with np.errstate(invalid="ignore"):  # two −inf, of queries that see nothing
+            variables[name] = (a[name].dims, theirs - ours, a[name].attrs)
+        if np.isneginf(ours).any():
+            variables[name][1][np.isneginf(ours) & np.isneginf(theirs)] = 0
+    change = 0.5 * np.abs(_shares(b) - _shares(a)).sum(-1)
+    variables["change"] = (by_head, change, {"units": "1", "definition": "total variation of the received shares"})
+    only = {f"only_in_{x}": [str(v) for v in own.data_vars if v not in shared] for x, own in (("a", a), ("b", b))}
+    return xr.Dataset(variables, coords=a.coords, attrs=a.attrs | only)
+
+
+def _shares(data: xr.Dataset) -> np.ndarray:
+    """Share of the weight that each key receives, and last what none does: a learned sink's. It adds up to 1.
+
+    Weights of normalizers that do not add up to 1 are scaled down to it where they are more.
+    """
+    received = tables.received_share(data)
+    share: np.ndarray = received / np.maximum(received.sum(-1, keepdims=True), 1)
+    return np.concatenate([share, 1 - share.sum(-1, keepdims=True)], -1)
+
+
+def _entropies(heads: pd.DataFrame) -> list[str]:
+    before, after = heads["entropy_a"].mean(), heads["entropy_b"].mean()
+    if np.isnan(after - before):
+        return []
+    way = "rises" if after > before else "falls"
+    if abs(after - before) < 0.005:  # nats: less than is written
+        return [f"Mean entropy stays at {before:.2f} nats."]
+    return [f"Mean entropy {way} by {abs(after - before):.2f} nats, from {before:.2f} to {after:.2f}."]
+
+
+def _sinks(heads: pd.DataFrame) -> list[str]:
+    before, after = (int((heads[f"sink_{x}"] > tables.SINK_THRESHOLD).sum()) for x in ("a", "b"))
+    share = f"more than {100 * tables.SINK_THRESHOLD:.0f} % of their weight on the first token"
+    if before == after:
+        return [f"{before} heads put {share}, as before."] if before else []
+    return [f"{after} heads put {share}; {before} did before."]
+
+
+def _percent(share: float) -> str:
+    digits = 0 if share >= 0.095 or share == 0 else 1 if share >= 0.00095 else 3
+    return f"{100 * share:.{digits}f} %"
+
+
+def _brief(values: np.ndarray) -> str:
+    return f"{values[0]}..{values[-1]} ({len(values)})"

@@ -1,0 +1,1 @@
+"""The numbers of a profile: variables, tables, types of heads, sinks, files."""

@@ -1,0 +1,151 @@
+"""Tables of a profile as other programs like them: polars frames, Parquet and CSV files, zarr folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv._files import write_whole
+from qkv.errors import InputError
+from qkv.profiler.data.types import ROLES, TRAITS
+from qkv.profiler.data.variables import VARIABLES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qkv.profiler.profiles import Profile
+
+FRAMES = ("pandas", "polars")
+SCORE = " score"  # added to a kind's name where tables are side by side
+ENDINGS = (".parquet", ".csv", ".zarr")
+_SHARE = "share of the weight"
+
+# Unit and definition of every column of `Profile.heads`, `.sinks` and `.types`.
+COLUMNS: dict[str, tuple[str, str]] = {
+    "layer": ("1", "number of the layer, from 0"),
+    "head": ("1", "number of the head, from 0"),
+    "module": ("1", "name of the module that attends"),
+    "entropy_ratio": ("1", "mean over queries of entropy / ln(visible keys): 1 is uniform"),
+    "sink_share": ("1", "share of the queries after the first with more than the threshold on the first token"),
+    "top_key": ("tokens", "position of the key that receives most"),
+    "top_key_token": ("1", "the token there"),
+    "top_key_share": ("1", f"its {_SHARE} of the head"),
+    "target": ("1", "where the head sends most of its weight"),
+    "target_share": ("1", f"its {_SHARE} of the head"),
+    "goes_to": ("1", "the same in words"),
+    "type": ("1", "first of the roles whose score reaches its threshold"),
+    "traits": ("1", "all traits whose score reaches its threshold"),
+    "alpha_first": ("1", "sink score α₁: weight on the first token, averaged over the first 64 queries"),
+    "alpha_random": ("1", "the same on random tokens"),
+    "alpha_repeated": ("1", "the same on one token repeated"),
+    "alpha_best": ("1", "the largest sink score of any token, over all queries that may see it"),
+    "best_text": ("1", "number of the text that token is in"),
+    "best_key": ("tokens", "its position"),
+    "best_token": ("1", "the token itself"),
+    "learned_sink": ("1", "mean weight on the learned sink"),
+    "key_norm_first": ("1", "length of the first token's key / mean length of the others"),
+    "key_norm_best": ("1", "length of that token's key / mean length of the others"),
+    "value_norm_first": ("1", "length of the first token's value / mean length of the others"),
+    "value_norm_best": ("1", "length of that token's value / mean length of the others"),
+}
+COLUMNS |= {
+    name: (VARIABLES[name].units, f"mean over queries: {VARIABLES[name].definition}")
+    for name in ("entropy", "sink", "self", "previous", "next", "local", "distance", "spread", "participation")
+}
+COLUMNS |= {
+    name: (VARIABLES[name].units, VARIABLES[name].definition)
+    for name in ("cosine_first", "cosine_others", "first_key_angle", "key_bias_cosine")
+}
+
+
+def described(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with unit and definition of each column in its ``attrs``."""
+    about = {name: _about(name) for name in table.columns}
+    table.attrs = {"units": {n: a[0] for n, a in about.items()}, "definitions": {n: a[1] for n, a in about.items()}}
+    return table
+
+
+def _about(column: str) -> tuple[str, str]:
+    if column in COLUMNS:
+        return COLUMNS[column]
+    kind = (ROLES | TRAITS)[column.removesuffix(SCORE)]
+    bound = "at most" if kind.below else "at least"
+    unit = "keys" if column.startswith("sparse") else "1"
+    return unit, f"{kind.definition}; of the kind if {bound} {kind.threshold:g}"
+
+
+def as_frame(table: pd.DataFrame, frame: str) -> Any:
+    """The table as a pandas or a polars frame."""
+    if frame not in FRAMES:
+        raise InputError(f"frame is {frame!r}, expected one of {', '.join(map(repr, FRAMES))}")
+    if frame == "pandas":
+        return table
+    _need("polars")
+    import polars
+
+    return polars.DataFrame({name: column.tolist() for name, column in table.items()})
+
+
+def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
+    """Everything told of each head in one table: `heads`, `types` and `sinks` side by side."""
+    sinks, types = profile.sinks(group=group), profile.types(group)
+    types = types.rename(columns={name: name + SCORE for name in (*ROLES, *TRAITS)})
+    table = profile.heads(group).join(types.drop(columns=["layer", "head"]))
+    return described(table.join(sinks.drop(columns=["layer", "head", "sink_share"])))
+
+
+def export(profile: Profile, path: Path, group: str | None) -> Path:
+    """Write a profile for other programs, by the ending of `path`; whole or not at all."""
+    if path.suffix == ".zarr":
+        _zarr(profile, path)
+    elif path.suffix == ".parquet":
+        write_whole(path, _parquet(all_of_heads(profile, group)))
+    elif path.suffix == ".csv":
+        write_whole(path, all_of_heads(profile, group).to_csv(index=False))
+    else:
+        raise InputError(f"path is {str(path)!r}, expected a name that ends in {', '.join(ENDINGS)}")
+    return path
+
+
+def _parquet(table: pd.DataFrame) -> memoryview:
+    _need("pyarrow")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    made = pa.table({name: pa.array(column.tolist()) for name, column in table.items()})
+    about = table.attrs
+    fields = [
+        made.schema.field(name).with_metadata({"units": about["units"][name], "definition": about["definitions"][name]})
+        for name in made.column_names
+    ]
+    file = io.BytesIO()
+    parquet.write_table(made.cast(pa.schema(fields, metadata={"qkv": json.dumps(about)})), file)
+    return file.getbuffer()
+
+
+def _zarr(profile: Profile, path: Path) -> None:
+    """A folder in place of none, or of an older one of its kind."""
+    import zarr
+
+    if path.exists() and not (path / "zarr.json").exists():
+        raise InputError(f"path: {str(path)!r} is no zarr folder, so it is not replaced; expected another name")
+    if not path.parent.is_dir():
+        raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:100]}.") as folder:
+        made = Path(folder) / "new"
+        zarr.open_group(made, mode="w", zarr_format=3).attrs.update({"profile": profile.attrs})
+        for part, datasets in (("groups", profile.groups), ("residual", profile.residual)):
+            for name, data in datasets.items():
+                data.to_zarr(made, group=f"{part}/{name}", mode="a", consolidated=False, zarr_format=3)
+        if path.exists():
+            path.rename(Path(folder) / "old")
+        made.rename(path)
+
+
+def _need(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise InputError(f"this needs {module}: pip install 'qkv[frames]'")

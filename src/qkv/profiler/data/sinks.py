@@ -1,0 +1,147 @@
+"""Attention sinks: which tokens many queries look at whatever they are about, and what these tokens are like."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from qkv.errors import InputError
+from qkv.profiler.data import tables
+from qkv.profiler.data.types import early_sinks, sink_scores
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+EPSILON = 0.3  # a head has a sink where α is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
+
+
+def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
+    """One row per layer and head; `Profile.sinks` documents the columns."""
+    import pandas as pd
+
+    _check(data, threshold)
+    layers, heads = data.sizes["layer"], data.sizes["head"]
+    table = pd.DataFrame(
+        {"layer": np.repeat(data["layer"].values, heads), "head": np.tile(data["head"].values, layers)}
+    )
+    sink = data["sink"].values
+    later = tables.valid_queries(data) & (np.arange(data.sizes["query"]) >= 1)
+    entries = np.where(np.isnan(sink), np.nan, sink > threshold)
+    early, score = early_sinks(data), sink_scores(data)
+    assert score is not None
+    columns = {
+        "sink_share": tables.over_texts(tables.mean_over_queries(entries, later)),
+        "alpha_first": None if early is None else early[..., 0],
+    }
+    columns |= {f"alpha_{kind}": _values(data, f"probe_sink_{kind}") for kind in ("random", "repeated")}
+    best, text, key = _best(score)
+    columns |= {"alpha_best": best, "best_text": text, "best_key": key}
+    table = table.assign(**{name: _flat(x, layers * heads) for name, x in columns.items()})
+    table.insert(table.columns.get_loc("best_key") + 1, "best_token", data["key_token"].values[text, key].ravel())
+    if "sink_mass" in data:
+        taken = tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data))
+        table["learned_sink"] = tables.over_texts(taken).ravel()
+    for name in ("key", "value"):
+        if f"{name}_norm" in data:
+            ratio = drain(data[f"{name}_norm"].values)
+            table[f"{name}_norm_first"] = tables.over_texts(ratio[..., 0]).ravel()
+            table[f"{name}_norm_best"] = np.take_along_axis(
+                np.moveaxis(ratio, 0, 2).reshape(layers, heads, -1), (text * ratio.shape[-1] + key)[..., None], -1
+            ).ravel()
+    for name in ("cosine_first", "cosine_others", "first_key_angle", "key_bias_cosine"):
+        if name in data:
+            table[name] = tables.over_texts(data[name].values).ravel()
+    return table
+
+
+def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
+    """One row per token that is a sink of some head; `Profile.sink_tokens` documents the columns."""
+    import pandas as pd
+
+    _check(data, threshold)
+    score = sink_scores(data)
+    assert score is not None
+    with np.errstate(invalid="ignore"):
+        caught = score > threshold
+    text, key = np.nonzero(caught.any((1, 2)))
+    alphas = np.nan_to_num(score[text, :, :, key])
+    rows = {
+        "text": text,
+        "position": key,
+        "token": data["key_token"].values[text, key],
+        "heads": caught[text, :, :, key].sum((1, 2)),
+        "share_of_heads": caught[text, :, :, key].mean((1, 2)),
+        "alpha": alphas.max((1, 2), initial=0),
+        "layers": [_ranges(data["layer"].values[one.any(1)]) for one in caught[text, :, :, key]],
+    }
+    for name in ("key", "value"):
+        if f"{name}_norm" in data:
+            found = np.where(caught, drain(data[f"{name}_norm"].values), np.nan)[text, :, :, key]
+            known = [one[~np.isnan(one)] for one in found]  # of a text of one token there are no others
+            rows[f"{name}_norm"] = np.array([one.mean() if len(one) else np.nan for one in known])
+    return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
+
+
+def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, float]:
+    """The scores of a whole group, each between 0 and 1; those that were not measured are left out.
+
+    ``entries`` is the share of (head, query from the second) with more than the threshold on the first token.
+    ``natural``, ``random`` and ``repeated`` are the share of heads whose α of the first token over 64 such tokens
+    exceeds it, ``anywhere`` that of the heads with a sink at any token; ``learned`` is the mean weight on the learned
+    sink.
+    """
+    table = sink_table(data, threshold)
+    found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
+    for name, column in (("natural", "first"), ("random", "random"), ("repeated", "repeated"), ("anywhere", "best")):
+        alpha = table[f"alpha_{column}"].to_numpy()
+        if not np.isnan(alpha).all():
+            found[name] = float((alpha[~np.isnan(alpha)] > threshold).mean())
+    if "learned_sink" in table:
+        found["learned"] = float(table["learned_sink"].mean())
+    return found
+
+
+def drain(norm: np.ndarray) -> np.ndarray:
+    """Each vector's length divided by the mean of the others of its text and head: (text, layer, head, key)."""
+    count = (~np.isnan(norm)).sum(-1, keepdims=True)
+    others = (np.nansum(norm, -1, keepdims=True) - norm) / np.maximum(count - 1, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio: np.ndarray = np.where(count > 1, norm / others, np.nan)
+    return ratio
+
+
+def _check(data: xr.Dataset, threshold: float) -> None:
+    if not 0 < threshold < 1:
+        raise InputError(f"threshold is {threshold}, expected a weight between 0 and 1")
+    if "audience" not in data:
+        raise InputError("this profile has no 'audience' (it is of an older qkv, or made by hand): profile again")
+
+
+def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The largest sink score of each head, and of which text and key it is; NaN, of the first, where none is told."""
+    flat = np.nan_to_num(np.moveaxis(score, 0, 2), nan=0.0).reshape(*score.shape[1:3], -1)
+    at = flat.argmax(-1)
+    text, key = np.divmod(at, score.shape[-1])
+    best = np.take_along_axis(flat, at[..., None], -1)[..., 0]
+    return np.where(np.isnan(score).all((0, 3)), np.nan, best), text, key
+
+
+def _values(data: xr.Dataset, name: str) -> np.ndarray | None:
+    return data[name].values if name in data else None
+
+
+def _flat(x: np.ndarray | None, length: int) -> np.ndarray:
+    return np.full(length, np.nan) if x is None else x.ravel()
+
+
+def _ranges(numbers: np.ndarray) -> str:
+    """0–3, 5 of 0, 1, 2, 3, 5."""
+    parts: list[list[int]] = []
+    for n in numbers.tolist():
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)

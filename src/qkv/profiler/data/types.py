@@ -1,0 +1,173 @@
+"""What kind of head a head is: scores with stated thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from qkv.profiler.data import tables
+from qkv.profiler.data.delimiters import is_delimiter
+from qkv.profiler.data.tables import over_texts, received_share, valid_keys
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Kind(NamedTuple):
+    """A kind of head: its score is told as (layer, head), and a head is of the kind from the threshold on."""
+
+    definition: str
+    threshold: float
+    score: Callable[[xr.Dataset], np.ndarray | None]
+    below: bool = False  # of the kind is what does not exceed the threshold
+
+
+def _variable(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
+    return lambda data: data[name].values if name in data else None
+
+
+def _column(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
+    def score(data: xr.Dataset) -> np.ndarray:
+        column = tables.head_table(data)[name].to_numpy(np.float64)
+        return column.reshape(data.sizes["layer"], data.sizes["head"])
+
+    return score
+
+
+def early_sinks(data: xr.Dataset) -> np.ndarray | None:
+    """α_k of the first 64 tokens, averaged over texts: (layer, head, key)."""
+    return over_texts(data["early"].values) if "early" in data else None
+
+
+def _first(data: xr.Dataset) -> np.ndarray | None:
+    score = early_sinks(data)
+    return None if score is None else score[..., 0]
+
+
+def sink_scores(data: xr.Dataset) -> np.ndarray | None:
+    """Weight on each key, averaged over the queries that may see it, (text, layer, head, key).
+
+    NaN where fewer than an eighth of the queries, or fewer than eight, see the key: the last tokens of a causal text.
+    (Where a window is so short that no key has more, those with most count.)
+    """
+    if "audience" not in data:
+        return None
+    audience = data["audience"].values
+    most = np.nanmax(audience, -1, keepdims=True, initial=0)
+    least = np.minimum(np.maximum(8, data["n_queries"].values / 8)[:, None, None, None], most)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((audience >= least) & (audience > 0), data["received"].values / audience, np.nan)
+
+
+def _other_sink(data: xr.Dataset) -> np.ndarray | None:
+    score = sink_scores(data)
+    if score is None:
+        return None
+    others = score[..., 1:]
+    best = np.where(np.isnan(others).all(-1), np.nan, np.nan_to_num(others).max(-1, initial=0))
+    return over_texts(best)
+
+
+def _delimiters(data: xr.Dataset) -> np.ndarray | None:
+    """Share of the weight on delimiters, less what their number explains: 0 if no more than their share of the keys."""
+    chosen = delimiter_keys(data)
+    chosen[:, 0] = False
+    share = received_share(data)
+    taken = (np.nan_to_num(share) * chosen[:, None, None]).sum(-1)
+    expected = (chosen.sum(-1) / np.maximum(valid_keys(data).sum(-1), 1))[:, None, None]
+    return over_texts(np.where(taken >= 2 * expected, taken, 0))
+
+
+def delimiter_keys(data: xr.Dataset) -> np.ndarray:
+    """Which keys are special tokens, punctuation, or white space alone: (text, key)."""
+    special = set(data.attrs["special_tokens"])
+    tokens = data["key_token"].values
+    known = {token: token in special or is_delimiter(str(token)) for token in set(tokens.ravel())}
+    chosen = np.array([[known[str(token)] for token in row] for row in tokens], bool)
+    return chosen & valid_keys(data)
+
+
+def _local(data: xr.Dataset) -> np.ndarray:
+    near = _column("local")(data)
+    assert near is not None
+    return np.where(near >= 1.5 * tables.uniform_local(data), near, 0)
+
+
+def _streaming(data: xr.Dataset) -> np.ndarray | None:
+    """Weight on what a streaming cache keeps, of the queries that see at least four times as many keys."""
+    if "streaming" not in data or "streaming_first" not in data.attrs:
+        return None
+    kept = data.attrs["streaming_first"] + data.attrs["streaming_last"]
+    long = data["visible"].values >= 4 * kept
+    if not long.any():
+        return None
+    values = np.where(long, data["streaming"].values, np.nan)
+    return over_texts(tables.mean_over_queries(values, tables.valid_queries(data)))
+
+
+def _retrieval(data: xr.Dataset) -> np.ndarray | None:
+    """What is neither kept nor on a learned sink; only of weights that add up to 1, those of a softmax."""
+    kept = _streaming(data)
+    if kept is None or np.isnan(data["lse"].values).all():
+        return None
+    if "sink_mass" in data:
+        kept = kept + over_texts(tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data)))
+    return np.clip(1 - kept, 0, 1)
+
+
+ROLES = {  # what a head does: the first that holds is its type
+    "induction": Kind(
+        "on random tokens that come twice, weight on the token after the first occurrence (Olsson et al. 2022)",
+        0.3, _variable("probe_induction"),
+    ),
+    "duplicate token": Kind(
+        "there, weight on the first occurrence (Wang et al. 2023)", 0.3, _variable("probe_duplicate")
+    ),
+    "previous token": Kind("weight on the token before", 0.4, _column("previous")),
+    "self": Kind("weight on the query's own token", 0.4, _column("self")),
+    "first token": Kind("sink score α of the first token over the first 64 (Gu et al. 2025)", 0.3, _first),
+    "other sink": Kind("the largest sink score α of any other token", 0.3, _other_sink),
+    "delimiter": Kind(
+        "weight on punctuation, white space and special tokens but the first, if at least twice their share",
+        0.4, _delimiters,
+    ),
+    "local": Kind("weight on the nearest tokens, if clearly more than uniform attention puts there", 0.5,
+                  _local),
+    "uniform": Kind("entropy divided by that of uniform attention", 0.9, _column("entropy_ratio")),
+}  # fmt: skip
+TRAITS = {  # how it does it: none excludes another
+    "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("participation"), below=True),
+    "streaming": Kind("weight on the first and last keys, as a streaming cache keeps them", 0.95, _streaming),
+    "retrieval": Kind("weight on the keys that a streaming cache loses (after Xiao et al. 2024, DuoAttention)",
+                      0.3, _retrieval),
+    "positional": Kind("1 − total variation between the weights on the text and on its tokens shuffled", 0.8,
+                       _variable("probe_positional")),
+    "content": Kind("the same, of weights that change with the tokens", 0.4, _variable("probe_positional"), below=True),
+}  # fmt: skip
+MIXED = "mixed"
+
+
+def type_table(data: xr.Dataset) -> pd.DataFrame:
+    """One row per layer and head; `Profile.types` documents the columns."""
+    import pandas as pd
+
+    layers, heads = data.sizes["layer"], data.sizes["head"]
+    table = pd.DataFrame(
+        {"layer": np.repeat(data["layer"].values, heads), "head": np.tile(data["head"].values, layers)}
+    )
+    holds = {}
+    for name, kind in (ROLES | TRAITS).items():
+        score = kind.score(data)
+        table[name] = np.full(layers * heads, np.nan) if score is None else np.asarray(score, np.float64).ravel()
+        with np.errstate(invalid="ignore"):
+            holds[name] = (table[name] <= kind.threshold) if kind.below else (table[name] >= kind.threshold)
+    found = pd.DataFrame(holds)
+    roles = found[list(ROLES)].to_numpy()
+    first = np.where(roles.any(1), roles.argmax(1), len(ROLES))
+    table.insert(2, "type", np.array([*ROLES, MIXED], object)[first])
+    traits = [", ".join(name for name in TRAITS if row[name]) for row in found.to_dict("records")]
+    table.insert(3, "traits", traits)
+    return table

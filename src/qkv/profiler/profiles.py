@@ -1,0 +1,254 @@
+"""`Profile`: the saved result of profiling a model, one labelled data set per kind of attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from qkv.errors import InputError
+from qkv.profiler.data import archive, frames, sinks, tables, types
+from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
+from qkv.profiler.data.words import size_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from qkv.figures.plots import Plots
+    from qkv.profiler.comparison import Comparison
+    from qkv.report.notebook import View
+
+
+class Profile:
+    """Exact attention statistics of a model on some texts, head by head and token by token.
+
+    Args:
+        groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
+            "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
+            `lse`, `sink` (weight on the text's first token), `self`, `previous`, `next`, `local` (mass within
+            `attrs["local_window"]` tokens), `distance` and `spread` (tokens), `participation` (effective
+            number of keys), `visible` (how many keys the query may attend to); over (text, layer, head, key):
+            `received` (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts,
+            and `sink_mass` for learned sinks.
+            Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `previous`, `next`,
+            `local` and `distance` where queries and keys are different texts. `qkv.profiler.data.variables` defines
+            all of them; each carries its ``units`` and ``definition``.
+        attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
+        residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.capture.residual`.
+
+    Raises:
+        InputError: a data set that lacks a variable, a coordinate or an attribute, or has wrong dimensions;
+            attributes that JSON cannot hold.
+
+    Example:
+        >>> import qkv
+        >>> profile = qkv.Profile.load("bert.qkv.zip")                      # doctest: +SKIP
+        >>> profile.heads().sort_values("sink", ascending=False).head(5)    # doctest: +SKIP
+        >>> profile.data["entropy"].sel(layer=0, head=3)                    # doctest: +SKIP
+        >>> profile.report("bert.html")                                     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        groups: dict[str, xr.Dataset],
+        attrs: dict[str, Any] | None = None,
+        residual: dict[str, xr.Dataset] | None = None,
+    ) -> None:
+        if not groups:
+            raise InputError("groups: got no data set; expected at least one, such as {'self': dataset}")
+        self.groups: dict[str, xr.Dataset] = {name: _checked(name, data) for name, data in groups.items()}
+        self.residual: dict[str, xr.Dataset] = dict(residual or {})
+        self.attrs: dict[str, Any] = dict(attrs or {})
+        _check_json("attrs", self.attrs)
+
+    @property
+    def main(self) -> str:
+        """The name of the main group: the only one, else "decoder" where there is one, else the first."""
+        return "decoder" if "decoder" in self.groups else next(iter(self.groups))
+
+    @property
+    def data(self) -> xr.Dataset:
+        """The main group's data set."""
+        return self.groups[self.main]
+
+    def group(self, name: str | None = None) -> xr.Dataset:
+        """The data set of one group; the main one when `name` is None."""
+        name = self.main if name is None else name
+        if name not in self.groups:
+            raise InputError(f"group: got {name!r}; this profile has {', '.join(map(repr, self.groups))}")
+        return self.groups[name]
+
+    def heads(self, group: str | None = None, *, frame: str = "pandas") -> pd.DataFrame:
+        """One row per layer and head, averaged over each text's queries and then over the texts.
+
+        Columns: layer, head, module; entropy (nats), entropy_ratio (mean of entropy / ln of the number of
+        visible keys; 1 is uniform), sink, self, previous, next, local (shares of a query's weight),
+        distance, spread (tokens), participation (keys); sink_share (share of the queries after the first
+        with more than 0.3 on the first token); top_key, top_key_token, top_key_share (the key that receives
+        most, in whichever text its share is largest); target, target_share and goes_to (where the head
+        sends its weight, in words).
+
+        In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself. Unit and
+        definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
+        """
+        return frames.as_frame(frames.described(tables.head_table(self.group(group))), frame)
+
+    def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
+        """The `k` most attended tokens, all occurrences of a token together.
+
+        Columns: token; share (of all attention, averaged over texts, layers and heads); count (occurrences);
+        lift (share divided by the token's share of the keys); text and position of the occurrence that
+        receives most.
+        """
+        if k < 1:
+            raise InputError(f"k: got {k}; expected a positive number of tokens")
+        return tables.token_table(self.group(group)).head(k)
+
+    def sinks(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
+        """Attention sinks of every head: one row per layer and head, averaged over texts.
+
+        Columns: layer, head; sink_share (share of the queries from the second with more than `threshold` on the first
+        token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: weight on the first token, averaged
+        over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
+        repeated); alpha_best (the largest α of any token, over all queries that may see it), with its best_text,
+        best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
+        key_norm_best and value_norm_best (length of that token's vector divided by the mean of the others);
+        cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),
+        first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. What was not
+        measured is NaN, or has no column.
+
+        Raises:
+            InputError: for a threshold outside of 0 to 1, or a profile without the numbers.
+        """
+        return frames.described(sinks.sink_table(self.group(group), threshold))
+
+    def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
+        """Tokens that are a sink of some head, those of most heads first.
+
+        Columns: text, position, token; heads and share_of_heads (whose sink score α of it, over all queries that may
+        see it, is larger than `threshold`); alpha (the largest); layers of these heads; key_norm and value_norm
+        (length of its vectors divided by the mean of the others, in these heads).
+        """
+        return sinks.sink_tokens(self.group(group), threshold)
+
+    def types(self, group: str | None = None) -> pd.DataFrame:
+        """What kind of head each is: one row per layer and head.
+
+        Columns: layer, head; type (the first of `qkv.profiler.data.types.ROLES` whose score reaches its threshold, else
+        "mixed"); traits (those of `TRAITS` that hold); and all scores by name, NaN where they were not measured.
+        """
+        return frames.described(types.type_table(self.group(group)))
+
+    def export(self, path: str | os.PathLike[str], group: str | None = None) -> Path:
+        """Write for other programs, by the ending of `path`, whole or not at all; returns the path.
+
+        ``.parquet`` and ``.csv``: everything told of each head, one row a head, of one group (in Parquet with unit and
+        definition in the metadata of every column). ``.zarr``: all data sets, a folder that
+        ``xarray.open_zarr(path, group="groups/self")`` opens.
+
+        Raises:
+            InputError: for another ending, a folder that is not there, or a library that is not installed.
+        """
+        return frames.export(self, Path(path), group)
+
+    def compare(self, other: Profile) -> Comparison:
+        """What differs in `other`, of the same shape on the same tokens: see `qkv.profiler.comparison.compare`."""
+        from qkv.profiler.comparison import compare
+
+        return compare(self, other)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile to one file (a zip of zarr arrays; `.qkv.zip` is the customary ending).
+
+        The file appears whole or not at all. Returns its path.
+        """
+        target = Path(path)
+        archive.write_archive(target, {"groups": self.groups, "residual": self.residual}, self.attrs)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile written by `save`.
+
+        Raises:
+            InputError: the file is missing, not a profile, cut short, damaged, or written by a newer qkv.
+        """
+        parts, attrs = archive.read_archive(Path(path))
+        return cls(parts["groups"], attrs, parts["residual"])
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile as one HTML file that works offline, and return its path."""
+        from qkv.report.html import write_report
+
+        return write_report(self, path)
+
+    def view(self, height: int = 720) -> View:
+        """The interactive report in a notebook's cell, `height` pixels high; it needs no server and no network."""
+        from qkv.report.notebook import View
+
+        return View(self, height)
+
+    @property
+    def plot(self) -> Plots:
+        """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
+        from qkv.figures.plots import Plots
+
+        return Plots(self)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {size_of(data)}" for name, data in self.groups.items())
+        return f"Profile({self.attrs.get('model', 'unnamed model')!r}, {sizes})"
+
+    def _repr_html_(self) -> str:
+        from qkv.report.notebook import card
+
+        return card(self)
+
+
+def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
+    """The data set with plain string tokens, once it is known to keep the contract."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise InputError(f"groups: got the name {name!r}; expected letters, digits, '-' and '_' only")
+    where = f"groups[{name!r}]"
+    if not isinstance(data, xr.Dataset):
+        raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
+    for variable, (expected, _, _, always) in VARIABLES.items():
+        if variable in data and data[variable].dims != expected:
+            raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")
+        if always and variable not in data:
+            raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
+    for coordinate, dims in COORDINATES.items():
+        if coordinate not in data.coords:
+            raise InputError(f"{where}: the coordinate {coordinate!r} is missing; expected it over {dims}")
+        if data[coordinate].dims != dims:
+            raise InputError(f"{where}: {coordinate!r} has dims {data[coordinate].dims}; expected {dims}")
+    for attribute in ATTRIBUTES:
+        if attribute not in data.attrs:
+            raise InputError(f"{where}: the attribute {attribute!r} is missing; expected {ATTRIBUTES}")
+    _check_json(f"{where}.attrs", data.attrs)
+    for length, dim in (("n_queries", "query"), ("n_keys", "key")):
+        if int(data[length].min()) < 1 or int(data[length].max()) > data.sizes[dim]:
+            raise InputError(f"{where}: {length!r} must lie between 1 and the {data.sizes[dim]} of {dim!r}")
+    return data.assign_coords(
+        {name: (COORDINATES[name], _strings(data[name].values)) for name in ("module", "query_token", "key_token")}
+    )
+
+
+def _strings(values: np.ndarray) -> np.ndarray:
+    """Strings as objects: NumPy's fixed-width strings drop trailing NULs."""
+    strings = np.empty(values.shape, object)
+    for index, value in np.ndenumerate(values):
+        strings[index] = str(value)
+    return strings
+
+
+def _check_json(name: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: got something that JSON cannot hold ({error})") from error

@@ -1,0 +1,1 @@
+"""Statistics of a model over a corpus, in shards that merge."""

@@ -1,0 +1,267 @@
+"""`Survey`: what a survey of a corpus found, on disk and as tables; surveys of the same definitions merge."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv._files import write_whole
+from qkv.errors import InputError
+from qkv.profiler.surveys.accumulators import EARLY, LIMB, QUANTITIES, Group, Layer, joined, number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT, VERSION = "qkv-survey", 1
+QUANTILES = (0.05, 0.5, 0.95)
+EXAMPLES = 20
+"""As many names of texts that were left out are kept."""
+_DATE = (1980, 1, 1, 0, 0, 0)  # the same survey is the same bytes, whenever it is written
+DAMAGE = (  # what reading a file with wrong bytes in it may raise
+    zipfile.BadZipFile, zlib.error, KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+
+
+class Survey:
+    """Accumulated attention of a model over a corpus, head by head.
+
+    Args:
+        definition: what was measured, how and of which model: `qkv.profiler.survey` makes it. Only surveys with
+            the same one merge.
+        groups: the accumulators, one `qkv.profiler.surveys.accumulators.Group` for each kind of attention.
+        record: what it was measured on: ``documents``, ``sequences`` and ``tokens`` (numbers), ``shards`` (their
+            names), ``skipped`` (texts left out, by reason), ``examples`` (names of some of them), ``names`` (of the
+            tokens that received most) and ``sources`` (where each module's numbers come from: see `qkv.profile`).
+
+    >>> import tempfile
+    >>> from qkv.profiler.surveys.run import survey
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
+    >>> found, len(found.heads())
+    (Survey('qkv-mini', 2 documents, 6 tokens), 24)
+    """
+
+    def __init__(self, definition: dict[str, Any], groups: dict[str, Group], record: dict[str, Any]) -> None:
+        self.definition, self.groups, self.record = definition, groups, record
+
+    def __repr__(self) -> str:
+        tokens, documents = self.record["tokens"], self.record["documents"]
+        return f"Survey({self.definition['model']!r}, {documents:,} documents, {tokens:,} tokens)"
+
+    @property
+    def main(self) -> str:
+        """The name of the main group: "decoder" where there is one, else the first."""
+        return "decoder" if "decoder" in self.groups else next(iter(self.groups))
+
+    def group(self, name: str | None = None) -> Group:
+        """The accumulators of one kind of attention; the main one if None."""
+        name = self.main if name is None else name
+        if name not in self.groups:
+            raise InputError(f"group: got {name!r}; this survey has {', '.join(map(repr, self.groups))}")
+        return self.groups[name]
+
+    def heads(self, group: str | None = None) -> pd.DataFrame:
+        """One row per layer and head, over all counted queries of the corpus; NaN where a quantity says nothing.
+
+        Columns: layer, head, module, queries; of each quantity of ``definition["quantities"]``, in its unit, the mean
+        by its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to a
+        bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (over the means of sequences, from t-digests);
+        special and delimiter (shares of the weight on such keys); sink_score (mean α
+        of the first key) and sink_texts (share of texts in which α > 0.3; of texts of 64 tokens or more).
+        """
+        import pandas as pd
+
+        frames = []
+        for at, layer in sorted(self.group(group).layers.items()):
+            columns: dict[str, Any] = {"layer": at, "head": np.arange(layer.heads), "module": layer.module}
+            columns["queries"] = layer.added["queries"]
+            found = {"": layer.mean(), "_std": layer.deviation()}
+            seen = layer.added["count"] > 0
+            found["_min"], found["_max"] = (np.where(seen, x, np.nan) for x in (layer.minimum, layer.maximum))
+            found |= {f"_p{100 * rank:.0f}": layer.quantile(rank) for rank in QUANTILES}
+            found |= {f"_text_p{100 * rank:.0f}": layer.quantile_of_texts(rank) for rank in QUANTILES}
+            for q, name in enumerate(QUANTITIES):
+                columns |= {f"{name}{suffix}": x[q] for suffix, x in found.items()}
+            _, special, delimiter = number(layer.added["received"]) / np.maximum(layer.added["queries"], 1)
+            columns |= {"special": special, "delimiter": delimiter}
+            with np.errstate(divide="ignore", invalid="ignore"):
+                columns["sink_score"] = number(layer.added["early_sum"])[:, 0] / layer.added["early_count"]
+                columns["sink_texts"] = layer.added["early_sinks"][:, 0] / layer.added["early_count"]
+            frames.append(pd.DataFrame(columns))
+        return pd.concat(frames, ignore_index=True)
+
+    def sinks(self, group: str | None = None) -> pd.DataFrame:
+        """One row for each of the first 64 keys of a text.
+
+        Columns: key; score (mean sink score α over texts and heads: the weight on the key, averaged over those of the
+        text's first 64 queries that see it) and share (of texts × heads with α > 0.3: Sink_k^ε of Gu et al. 2025,
+        arXiv:2410.10781, section 3). NaN if no text has 64 tokens.
+        """
+        import pandas as pd
+
+        layers = self.group(group).layers.values()
+        pairs = sum(int(x.added["early_count"].sum()) for x in layers)
+        total = sum(number(x.added["early_sum"].sum(0)) for x in layers)
+        sinks = sum(x.added["early_sinks"].sum(0) for x in layers)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return pd.DataFrame({"key": np.arange(EARLY), "score": total / pairs, "share": sinks / pairs})
+
+    def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
+        """The `k` tokens of the vocabulary that received most.
+
+        Columns: id; token (its name, "" if it is not kept); share (of all weight on keys, averaged over layers and
+        heads); lift (share divided by the token's share of the keys); count (how often it stood as a key).
+        """
+        import pandas as pd
+
+        if k < 1:
+            raise InputError(f"k: got {k}; expected a positive number of tokens")
+        found = self.group(group)
+        weight, count = number(found.token_weight), found.token_count
+        best = np.argsort(-weight, kind="stable")[:k]
+        best = best[count[best] > 0]
+        share = weight[best] / weight.sum()
+        return pd.DataFrame(
+            {
+                "id": best,
+                "token": [self.record["names"].get(str(i), "") for i in best],
+                "share": share,
+                "lift": share / (count[best] / count.sum()),
+                "count": count[best] // len(found.layers),
+            }
+        )
+
+    def merge(self, other: Survey) -> Survey:
+        """Both together; neither is changed. Sums, counts and histograms are exact whatever the order.
+
+        Raises:
+            InputError: if they measured different things, or both hold the same part of a corpus.
+        """
+        difference = differing(self.definition, other.definition)
+        if difference is not None:
+            name, mine, theirs = difference
+            raise InputError(f"other: surveys of different definitions cannot be merged: {name} is {mine} and {theirs}")
+        twice = sorted({*self.record["shards"]} & {*other.record["shards"]})
+        if twice:
+            raise InputError(f"other: both surveys hold {twice[0]}, which would count twice")
+        cut = {name.rpartition(" ")[2]: name.split()[3] for name in self.record["shards"]}
+        for name in other.record["shards"]:
+            corpus, number = name.rpartition(" ")[2], name.split()[3]
+            if cut.get(corpus, number) != number:
+                raise InputError(
+                    f"other: the corpus {corpus} is cut into {cut[corpus]} shards here and {number} there, so nobody "
+                    "knows which texts would count twice"
+                )
+        groups = dict(self.groups)
+        for name, group in other.groups.items():
+            groups[name] = groups[name].merge(group) if name in groups else group
+        return Survey(self.definition, groups, _merged(self.record, other.record))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the survey to one file, whole or not at all (a zip of JSON and NumPy arrays). Returns its path."""
+        target = Path(path)
+        write_whole(target, self.packed())
+        return target
+
+    def packed(self) -> bytes:
+        """The file that `save` writes; equal surveys are equal bytes."""
+        layers = {name: {n: x.module for n, x in g.layers.items()} for name, g in self.groups.items()}
+        head = {
+            "format": FORMAT, "format_version": VERSION, "definition": self.definition, "record": self.record,
+            "groups": layers,
+        }  # fmt: skip
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            _put(archive, "survey.json", json.dumps(head, indent=1).encode())
+            for name, group in self.groups.items():
+                seen = np.flatnonzero(group.token_count)
+                weight = group.token_weight[seen]
+                tokens = {"id": seen, "count": group.token_count[seen]}
+                tokens |= {"high": (weight >> LIMB).astype(np.int64), "low": (weight & (2**LIMB - 1)).astype(np.int64)}
+                for what, x in tokens.items():
+                    _put_array(archive, f"{name}/tokens/{what}", x)
+                for at, layer in group.layers.items():
+                    for what, x in layer.arrays():
+                        _put_array(archive, f"{name}/{at}/{what}", x)
+        return file.getvalue()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Survey:
+        """Read what `save` wrote; anything else is refused with one sentence."""
+        target = Path(path)
+        try:
+            with zipfile.ZipFile(target) as archive:
+                head = json.loads(archive.read("survey.json"))
+                if head.get("format") != FORMAT or head.get("format_version") != VERSION:
+                    raise InputError(
+                        f"path: {str(target)!r} has format {head.get('format')} {head.get('format_version')}; "
+                        f"expected {FORMAT} {VERSION}"
+                    )
+                groups = {name: _read_group(archive, name, layers, head) for name, layers in head["groups"].items()}
+        except OSError as error:
+            raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
+        except DAMAGE as error:
+            raise InputError(f"path: {str(target)!r} is not a survey, or is damaged") from error
+        return cls(head["definition"], groups, head["record"])
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> tuple[str, Any, Any] | None:
+    """The first entry in which two nested mappings differ: its dotted name and both values; None if they are equal."""
+    for name in [*a, *(n for n in b if n not in a)]:
+        mine, theirs = a.get(name), b.get(name)
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            found = differing(mine, theirs, f"{where}{name}.")
+            if found is not None:
+                return found
+        elif mine != theirs:
+            return f"{where}{name}", mine, theirs
+    return None
+
+
+def _merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    skipped = {r: a["skipped"].get(r, 0) + b["skipped"].get(r, 0) for r in sorted({*a["skipped"], *b["skipped"]})}
+    return {
+        **{name: a[name] + b[name] for name in ("documents", "sequences", "tokens", "shards")},
+        "skipped": skipped,
+        "examples": (a["examples"] + b["examples"])[:EXAMPLES],
+        "names": a["names"] | b["names"],
+        "sources": a["sources"] | b["sources"],
+    }
+
+
+def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    member = zipfile.ZipInfo(name, _DATE)
+    member.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(member, data)
+
+
+def _put_array(archive: zipfile.ZipFile, name: str, x: np.ndarray) -> None:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.ascontiguousarray(x), allow_pickle=False)
+    _put(archive, f"{name}.npy", file.getvalue())
+
+
+def _read_group(archive: zipfile.ZipFile, name: str, layers: dict[str, str], head: dict[str, Any]) -> Group:
+    def array(member: str) -> np.ndarray:
+        return np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
+
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for member in archive.namelist():
+        if member.startswith(f"{name}/"):
+            _, part, what = member.removesuffix(".npy").split("/")
+            found.setdefault(part, {})[what] = array(member)
+    group = Group(head["definition"]["vocabulary"])
+    tokens = found.pop("tokens")
+    group.token_weight[tokens["id"]] = joined(tokens["high"], tokens["low"])
+    group.token_count[tokens["id"]] = tokens["count"]
+    group.layers = {int(n): Layer.of_arrays(module, found[n]) for n, module in layers.items()}
+    return group

@@ -1,0 +1,94 @@
+"""The report: a profile as one HTML file that needs no network, no server and no installation."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qkv._files import write_whole
+from qkv.report.payload import payload
+
+if TYPE_CHECKING:
+    from qkv.profiler.profiles import Profile
+
+STYLES = ("base.css", "report.css")
+IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
+# Characters that could end a script element, start a comment in it, or break a line of JavaScript.
+UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
+    """Write `profile` as one self-contained HTML page, and return its path.
+
+    The page holds the numbers of every head exactly as `Profile.heads` gives them (to six digits), curves
+    along the text in 16 bits (binned for long texts), and dense maps, where kept, in steps of 1/255. Tokens
+    are data, never markup; a content security policy lets nothing run but the page's own script.
+
+    Raises:
+        InputError: the folder of `path` does not exist, or `path` is a folder.
+    """
+    target = Path(path)
+    write_whole(target, render(profile).encode("utf-8", "replace"))
+    return target
+
+
+def render(profile: Profile) -> str:
+    """The page as a string."""
+    page, blobs = payload(profile)
+    style = "\n".join(asset(name) for name in STYLES)
+    script = bundled("report.js")
+    parts = {
+        "title": html.escape(f"{profile.attrs.get('model', 'Model')} · attention profile"),
+        "policy": (
+            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "style": style,
+        "script": script,
+        "page": _json(page),
+        "blobs": "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items()),
+    }
+    # One pass, so that no inserted text is searched for placeholders.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
+
+
+def asset(name: str) -> str:
+    """A file of the pages, by its name."""
+    return (files("qkv.page") / name).read_text("utf-8")
+
+
+def bundled(entry: str) -> str:
+    """A module and all it imports as one script: each after those it imports, its imports and exports taken away.
+
+    The modules share one scope, so their top-level names differ, and they import and export by name alone.
+    """
+    scripts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in scripts:
+            return
+        scripts[name] = ""  # begun: modules may import one another
+        source = asset(name)
+        for imported in IMPORT.findall(source):
+            add(imported)
+        del scripts[name]  # it stands after its imports
+        scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", source), flags=re.MULTILINE)
+
+    add(entry)
+    return '"use strict";\n' + "\n".join(scripts.values())
+
+
+def _hash(content: str) -> str:
+    """How a content security policy names an inline element that may take effect."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode("ascii")

@@ -1,0 +1,172 @@
+"""A profile in a notebook: a card without any script, and the report in a frame of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qkv._files import write_whole
+from qkv.errors import InputError
+from qkv.figures import style
+from qkv.figures.findings import headline
+from qkv.profiler.data import tables
+from qkv.profiler.data.words import size_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+    from qkv.profiler.profiles import Profile
+
+INK = "#2f86a3"  # of cells: laid thinly over light pages and dark ones, more is further from the page on both
+FAINT = 'style="opacity:.75"'
+LEAST_SINK = 0.1  # where no head puts so much on the first token, sinks are not what to show
+HINT = (
+    ("profile.view()", "the interactive page, here"),
+    ("profile.heads()", "every number of every head"),
+    ("profile.plot.overview()", "figures"),
+    ('profile.report("report.html")', "one file to send"),
+)
+TOLD = 288  # heads of which the grid says where they go, for its size
+LONGEST = 4000  # pixels that a notebook's frame may be high
+
+
+def card(profile: Profile) -> str:
+    """What a notebook shows of a profile: HTML without scripts, for light and dark pages alike.
+
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
+    >>> "<script" in card(profile), "4 layers × 6 heads" in card(profile)
+    (False, True)
+    """
+    data = profile.data
+    heads = tables.head_table(data)
+    statistic = _telling(heads)
+    sizes = "".join(
+        f'<div><b style="font-weight:600">{text(name)}</b> <span {FAINT}>{text(size_of(group))}</span></div>'
+        for name, group in profile.groups.items()
+    )
+    hints = " · ".join(f'<span title="{text(what)}"><code>{text(call)}</code></span>' for call, what in HINT)
+    return (
+        '<div style="display:flex;flex-wrap:wrap;gap:12px 32px;align-items:flex-start;margin:6px 0;'
+        'font-family:system-ui,sans-serif;font-size:13px;line-height:1.45">'
+        '<div style="flex:1 1 300px;max-width:560px">'
+        f"<div {FAINT}><bdi>{text(profile.attrs.get('model', 'unnamed model'))}</bdi> · attention profile</div>"
+        f'<div style="font-size:17px;line-height:1.3;margin:2px 0 8px"><bdi>{text(headline(data, heads))}</bdi></div>'
+        f'{sizes}<div style="margin-top:8px;opacity:.75">{hints}</div></div>'
+        f"{_grid(data, heads, statistic)}</div>"
+    )
+
+
+def text(value: object) -> str:
+    """Anything as text that can be nothing but text, in an element or an attribute.
+
+    Characters that are not seen, or that turn the text around them, stand as their numbers.
+
+    >>> text("<b>a\\u202eb")
+    '&lt;b&gt;a‹U+202E›b'
+    """
+    shown = "".join(f"‹U+{ord(c):04X}›" if _unseen(c) else c for c in str(value))
+    return escape(shown, quote=True)
+
+
+def _unseen(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200d"
+
+
+def _telling(heads: pd.DataFrame) -> str:
+    """The statistic to show: sinks where there are any, else how spread the weight is."""
+    if heads["sink"].max() >= LEAST_SINK:
+        return "sink"
+    return "entropy_ratio" if heads["entropy_ratio"].notna().any() else "entropy"
+
+
+def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
+    """Layer × head as an SVG; each cell tells its number to a pointer."""
+    label, unit, _ = style.STATISTICS[statistic]
+    layers, columns = data.sizes["layer"], data.sizes["head"]
+    cell = max(3, min(22, 320 // columns, 200 // layers))
+    gap = 1 if cell > 5 else 0
+    values = heads[statistic].to_numpy(np.float64)
+    top = 1.0 if unit == "ratio" else max(float(np.nanmax(values, initial=0)), 0.1)
+    left, above = 22, 16
+    cells = []
+    for place, (layer, head, value, goes) in enumerate(
+        zip(heads["layer"], heads["head"], values, heads["goes_to"], strict=True)
+    ):
+        row, column = divmod(place, columns)
+        share = float(np.clip(np.nan_to_num(value) / top, 0, 1))
+        said = f"L{layer} · H{head}: {style.written(float(value), unit)}" + (f"; {goes}" if len(values) <= TOLD else "")
+        cells.append(
+            f'<rect x="{left + column * cell}" y="{above + row * cell}" width="{cell - gap}" height="{cell - gap}" '
+            f'fill="{INK}" fill-opacity="{0.08 + 0.92 * share:.3f}"><title>{text(said)}</title></rect>'
+        )
+    every = max(1, -(-14 // cell))
+    ids = "".join(
+        f'<text x="{left - 5}" y="{above + (row + 0.5) * cell + 3:g}" text-anchor="end">{text(name)}</text>'
+        for row, name in enumerate(data["layer"].values)
+        if row % every == 0
+    )
+    wide, tall = left + columns * cell, above + layers * cell
+    caption = f"{label}, 0 to {style.written(top, unit)} · layers ↓ heads →"
+    wide = max(wide, left + 210)  # room for the caption
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
+        f'viewBox="0 0 {wide} {tall}" role="img" aria-label="{text(caption)}" '
+        'style="flex:none;max-width:100%" font-family="system-ui,sans-serif" font-size="10" fill="currentColor">'
+        f'<text x="{left}" y="10" fill-opacity=".75">{text(caption)}</text>'
+        f'<g fill-opacity=".75">{ids}</g>{"".join(cells)}</svg>'
+    )
+
+
+class View:
+    """The interactive report of a profile as a notebook shows it: in a frame that can reach nothing outside itself.
+
+    It needs no server and no network, and it stays with a notebook that is saved. `Profile.view` makes it.
+
+    Args:
+        profile: what to show.
+        height: of the frame, in pixels.
+
+    Raises:
+        InputError: for a height that is no whole number from 100 to 4,000.
+
+    >>> import qkv
+    >>> view = View(qkv.profile("qkv-mini", "for name in names:", progress=False), height=400)
+    >>> view
+    View of 'qkv-mini', 400 pixels high: a notebook shows it, .save("view.html") writes it
+    """
+
+    def __init__(self, profile: Profile, height: int = 720) -> None:
+        from qkv.report.html import render
+
+        if isinstance(height, bool) or not isinstance(height, int) or not 100 <= height <= LONGEST:
+            raise InputError(f"height is {height!r}, expected a whole number of pixels from 100 to {LONGEST:,}")
+        self.height = height
+        self.html = render(profile)
+        """The whole page."""
+        self._model = str(profile.attrs.get("model", "unnamed model"))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page as one file, whole or not at all, and return its path."""
+        target = Path(path)
+        write_whole(target, self.html.encode("utf-8", "replace"))
+        return target
+
+    def __repr__(self) -> str:
+        return f'View of {self._model!r}, {self.height} pixels high: a notebook shows it, .save("view.html") writes it'
+
+    def _repr_html_(self) -> str:
+        # Lone surrogates have no bytes; a notebook that held them could not be saved.
+        page = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", self.html)
+        return (
+            f'<iframe title="{text(self._model)}: attention profile" sandbox="allow-scripts allow-downloads" '
+            f'style="width:100%;height:{self.height}px;border:1px solid #8884;border-radius:6px" '
+            f'loading="lazy" srcdoc="{escape(page, quote=True)}"></iframe>'
+        )

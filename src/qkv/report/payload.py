@@ -1,0 +1,264 @@
+"""What a report embeds: exact summaries as JSON, long curves and maps as deflated integers in base64."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qkv.figures import style
+from qkv.figures.findings import findings, headline
+from qkv.profiler.data import sinks, tables
+from qkv.profiler.data.types import MIXED, ROLES, type_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+    from qkv.profiler.profiles import Profile
+
+RECEIVED_CELLS = 1_200_000  # received attention per head: this many values in all, binned when there are more
+CURVE_CELLS = 600_000  # entropy, distance and sink along the text, together
+CURVE_BINS = 256  # no chart is wider
+MAP_CELLS = 48_000_000  # dense maps at one byte a weight, before compression
+SINK_TOKENS = 12  # that are named, those of most heads
+RESIDUAL = (  # what is told of hidden states, if a profile has it all
+    *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive", "norm"),
+    *("massive_above", "massive_times_median"),
+)
+CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
+HEAD_COLUMNS = (
+    *("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread"),
+    *("participation", "sink_share", "top_key", "top_key_token", "top_key_share", "target_share", "goes_to"),
+)
+
+
+def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
+    """The page's JSON, and its base64 blobs by element id."""
+    views = sum(data.sizes["text"] for data in profile.groups.values())
+    maps_left, blobs, groups = MAP_CELLS, dict[str, str](), list[dict[str, Any]]()
+    for name, data in profile.groups.items():
+        texts = []
+        for text in range(data.sizes["text"]):
+            place = f"{len(groups)}-{text}"
+            one = trimmed(data, text)
+            view, curves = _view(one, views)
+            blobs[f"curves-{place}"] = curves
+            maps = one["weights"] if "weights" in one and np.isfinite(one["weights"].values).all() else None
+            view["maps"] = "none" if maps is None else "left out" if maps.size > maps_left else "kept"
+            if maps is not None and view["maps"] == "kept":
+                maps_left -= maps.size
+                blobs[f"maps-{place}"] = json.dumps([_map(w) for w in maps.values.reshape(-1, *maps.shape[3:])])
+            texts.append(view)
+        groups.append(
+            {
+                "name": name,
+                "causal": bool(data.attrs["causal"]),
+                "window": int(data.attrs["local_window"]),
+                "layers": data["layer"].values.tolist(),
+                "heads": data["head"].values.tolist(),
+                "modules": data["module"].values.tolist(),
+                "texts": texts,
+                **_of_heads(data),
+                **_residual(profile, name),
+            }
+        )
+    present = {kind for group in groups for kind in group["types"]["type"]}
+    page = {
+        "attrs": profile.attrs,
+        "main": list(profile.groups).index(profile.main),
+        "groups": groups,
+        "roles": [
+            {
+                "name": name,
+                "definition": ROLES[name].definition if name in ROLES else "no one thing: none of the kinds holds",
+                "light": style.KINDS[name],
+                "dark": style.KINDS_DARK[name],
+            }
+            for name in (*ROLES, MIXED)
+            if name in present
+        ],
+        **looks(),
+    }
+    return page, blobs
+
+
+def looks() -> dict[str, Any]:
+    """Words and colours, the same for all pages."""
+    return {
+        "statistics": {name: statistic._asdict() for name, statistic in style.STATISTICS.items()},
+        "destinations": [
+            {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
+            for name, (label, colour) in style.DESTINATIONS.items()
+        ],
+        "ramp": {"light": style.RAMP, "dark": style.RAMP_DARK},
+    }
+
+
+def trimmed(data: xr.Dataset, text: int) -> xr.Dataset:
+    """One text, without the padding after its last query and key: a view, not a copy."""
+    lengths = int(data["n_queries"][text]), int(data["n_keys"][text])
+    return data.isel(text=slice(text, text + 1), query=slice(lengths[0]), key=slice(lengths[1]))
+
+
+def display(tokens: list[str]) -> list[str]:
+    """Tokens as text that can be set in a row: tokenizers' marks become spaces and line breaks."""
+    if any(token.startswith(("Ġ", "▁")) for token in tokens):
+        return [token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for token in tokens]
+    if any(token.startswith((" ", "\n")) for token in tokens):
+        return list(tokens)
+    return [_piece(token) for token in tokens]
+
+
+def _piece(token: str) -> str:
+    """A token of a tokenizer that marks the inside of words ("##") and drops the spaces between them."""
+    if token.startswith("##") and len(token) > 2:
+        return token[2:]
+    return token if token in CLOSING else f" {token}"
+
+
+def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
+    """One text of one group."""
+    heads = tables.head_table(one)
+    n_heads = len(heads)
+    n_queries, n_keys = one.sizes["query"], one.sizes["key"]
+    received = tables.received_share(one)[0]
+    bins = {
+        "received": min(n_keys, max(64, RECEIVED_CELLS // (views * n_heads))),
+        "curve": min(n_queries, CURVE_BINS, max(32, CURVE_CELLS // (3 * views * n_heads))),
+    }
+    packed = _Packed()
+    packed.add("received", binned(received, bins["received"]), "log")
+    packed.add("layers", received.mean(1), "log")
+    packed.add("mean", received.mean((0, 1)), "log")
+    for name in ("entropy", "distance", "sink"):
+        values = one[name].values[0]
+        if np.isfinite(values).any():
+            packed.add(name, binned(values, bins["curve"]), "linear")
+    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # a mask is the same for all heads of a layer
+    packed.add("uniform", binned(uniform, bins["curve"]), "linear")
+    keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
+    tokens = tables.token_table(one).head(25)
+    view = {
+        "n_queries": n_queries,
+        "n_keys": n_keys,
+        "headline": headline(one, heads),
+        "findings": [found._asdict() for found in findings(one, heads)],
+        "heads": {name: _plain(heads[name].tolist()) for name in HEAD_COLUMNS},
+        "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
+        "keys": keys,
+        "queries": None if keys == queries else queries,
+        "tokens": {name: _plain(tokens[name].tolist()) for name in ("token", "share", "count", "lift")},
+        "bins": bins,
+        "arrays": packed.index,
+    }
+    return view, packed.base64()
+
+
+def _of_heads(data: xr.Dataset) -> dict[str, Any]:
+    """What kind each head is, and its sinks, layer by layer, over all texts; what was not measured is not there."""
+    kinds = type_table(data)
+    found = {"types": _columns(kinds) | {"traits": [row.split(", ") if row else [] for row in kinds["traits"]]}}
+    if "audience" in data:
+        found["sinks"] = _columns(sinks.sink_table(data))
+        found["sink_tokens"] = _columns(sinks.sink_tokens(data).head(SINK_TOKENS), every=True)
+    return found
+
+
+def _columns(table: pd.DataFrame, *, every: bool = False) -> dict[str, list[Any]]:
+    """The columns of a table but the ids of heads; those that hold nothing only if `every` is asked for."""
+    told = [name for name in table if name not in ("layer", "head") and (every or table[name].notna().any())]
+    return {str(name): _plain(table[name].tolist()) for name in told}
+
+
+def _residual(profile: Profile, name: str) -> dict[str, Any]:
+    """Hidden states by depth of the stack in which a group attends: the largest |x|, and the norms of tokens.
+
+    Where there are several texts, the largest is that of any, and the median that of the same text.
+    """
+    data = profile.groups[name]
+    stack = next(
+        (s for s in profile.residual.values() if str(data["module"].values[0]).startswith(f"{s.attrs.get('stack')}.")),
+        None,
+    )
+    if stack is None or not {*RESIDUAL} <= {*stack.variables, *stack.attrs} or name.startswith("cross"):
+        return {}
+    if (stack["n_tokens"].values != data["n_queries"].values).any():
+        return {}
+    text = stack["largest"].values[..., 0].argmax(0)
+    at = {one: stack[one].values[text, np.arange(len(text))] for one in stack.data_vars if one != "norm"}
+    position = at["largest_token"][:, 0]
+    norm = stack["norm"].values.astype(np.float64)
+    told = {
+        "largest": at["largest"][:, 0],
+        "median": at["median"],
+        "massive": stack["massive"].values.max(0),
+        "position": position,
+        "dimension": at["largest_dimension"][:, 0],
+        "token": data["query_token"].values[text, position],
+        "norm_first": norm[..., 0].mean(0),
+    }
+    if norm.shape[-1] > 1:
+        told["norm_others"] = np.nanmean(norm[..., 1:], (0, 2))
+    above = {"above": float(stack.attrs["massive_above"]), "times": float(stack.attrs["massive_times_median"])}
+    return {"residual": {key: _plain(values.tolist()) for key, values in told.items()} | above}
+
+
+class _Packed:
+    """Arrays of 16-bit integers, end to end; each remembers how to read its integers as numbers."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, dict[str, Any]] = {}
+        self._parts: list[np.ndarray] = []
+
+    def add(self, name: str, values: np.ndarray, scale: str) -> None:
+        """Codes 1 to 65534 span the values (their logarithms for "log"); 0 is zero or less, 65535 is NaN."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            numbers = np.log(values) if scale == "log" else np.asarray(values, np.float64)
+        finite = np.isfinite(numbers)
+        low, high = (float(numbers[finite].min()), float(numbers[finite].max())) if finite.any() else (0.0, 0.0)
+        step = (high - low) / 65533 or 1.0
+        codes = np.where(finite, np.rint((np.where(finite, numbers, low) - low) / step) + 1, 0)
+        codes[np.isnan(values)] = 65535
+        self.index[name] = {
+            "shape": values.shape, "start": sum(map(len, self._parts)), "scale": scale, "low": low, "step": step,
+        }  # fmt: skip
+        self._parts.append(codes.astype(np.uint16).ravel())
+
+    def base64(self) -> str:
+        """All low bytes, then all high bytes: the high ones repeat, and deflate well."""
+        codes = np.concatenate(self._parts)
+        planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
+        return _deflated(planes)
+
+
+def binned(values: np.ndarray, bins: int) -> np.ndarray:
+    """Means over `bins` bins of the last axis, bin b from ⌊b·n/bins⌋; NaN only where a whole bin is."""
+    length = values.shape[-1]
+    if bins >= length:
+        return values
+    starts = np.arange(bins) * length // bins
+    finite = np.isfinite(values)
+    total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), starts, axis=-1)
+    count = np.add.reduceat(finite, starts, axis=-1, dtype=np.int64)
+    return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+
+
+def _map(weights: np.ndarray) -> str:
+    return _deflated(np.rint(np.clip(weights, 0, 1) * 255).astype(np.uint8))
+
+
+def _deflated(values: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 6)).decode("ascii")
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    """Numbers to six digits, for size; None for what JSON has no word for."""
+    return [
+        (float(f"{value:.6g}") if math.isfinite(value) else None) if isinstance(value, float) else value
+        for value in values
+    ]

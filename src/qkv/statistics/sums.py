@@ -1,0 +1,255 @@
+"""Statistics of attention, and the sums over tiles of weights that they are made of."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkv._engine.call import Call, at_least_float32
+from qkv._engine.row_state import Rows
+from qkv.masks import Mask
+from qkv.normalizers import SumToOne
+
+
+@dataclass(frozen=True, eq=False)
+class Thumbnail:
+    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller."""
+
+    maximum: Float[Tensor, "b h qb kb"]
+    """The largest weight in the bin."""
+    mean: Float[Tensor, "b h qb kb"]
+    """The average over all pairs of the bin; those the mask hides have weight 0."""
+    query_bin: int
+    key_bin: int
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Exact statistics of the weights A of one call, a number for each query or key of each head.
+
+    Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
+    logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
+    `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
+    are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38;
+    of float64 inputs, 1e-150).
+    Where q had fewer than four dimensions, or was a NumPy array, so are the numbers here.
+
+    >>> from qkv import measure
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = measure(x, x)
+    >>> found.entropy[0, 0, 0].item() == torch.log(torch.tensor(4.0)).item(), found.received[0, 0].tolist()
+    (True, [1.0, 1.0, 1.0, 1.0])
+    """
+
+    lse: Float[Tensor, "b h nq"] | None
+    """Log-sum-exp of the scores, a sink logit included; None where the normalizer has none."""
+    entropy: Float[Tensor, "b h nq"]
+    """−Σ a ln a, in nats."""
+    sink: Float[Tensor, "b h nq"]
+    """Weight on the first key (of the text: see `first` of `measure`)."""
+    self_: Float[Tensor, "b h nq"]
+    """Weight on the key at the query's own position."""
+    previous: Float[Tensor, "b h nq"]
+    """Weight on the key one position before."""
+    next_: Float[Tensor, "b h nq"]
+    """Weight on the key one position after."""
+    distance: Float[Tensor, "b h nq"]
+    """Σ a · distance, the distance of a pair being `|p − j|` tokens."""
+    spread: Float[Tensor, "b h nq"]
+    """Standard deviation of j under a, in tokens; float32 inputs resolve its square to 0.002."""
+    participation: Float[Tensor, "b h nq"]
+    """1 / Σ a²: the effective number of keys (Rényi-2 perplexity, participation ratio)."""
+    received: Float[Tensor, "b h nk"]
+    """Σ_i A_ij: what each key gets from all queries."""
+    visible: Float[Tensor, "b h nq"]
+    """How many keys each query may attend to."""
+    audience: Float[Tensor, "b h nk"]
+    """How many queries may attend to each key: `received` / `audience` is what one that sees the key gives it."""
+    early: Float[Tensor, "b h early"] | None = None
+    """Sink score of the first keys of the text: the weight on each, averaged over those of as many first queries of the
+    text that see it. For causal masks it is what the first tokens alone would have (α_k of Gu et al. 2025,
+    arXiv:2410.10781, section 3)."""
+    thumbnail: Thumbnail | None = None
+    """The whole map, small."""
+    sink_mass: Float[Tensor, "b h nq"] | None = None
+    """Weight on the learned sink logit, where the normalizer has one."""
+    mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
+    """Weight inside each sub-mask asked for."""
+
+    def __repr__(self) -> str:
+        sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
+        named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
+        return f"Statistics({named}, keys={self.received.shape[-1]})"
+
+
+class Sums:
+    """What the sweep has added up so far, float64 so that ten thousand tiles add up without loss."""
+
+    OF_QUERIES = (
+        "total", "bits", "squares", "offset", "offset2", "distance", "sink", "self_", "previous", "next_", "visible",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, mass: Mapping[str, Mask], early: int | None, bins: int | None) -> None:
+        b, h, n_queries, _ = call.q.shape
+        n_keys = call.k.shape[2]
+        zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
+        self.total, self.bits, self.squares = (torch.zeros_like(zeros) for _ in range(3))
+        self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
+        self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
+        self.mass = {name: torch.zeros_like(zeros) for name in mass}
+        self.visible = torch.zeros_like(zeros)
+        self.received, self.audience = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
+        self.early = None if early is None else zeros.new_zeros(2, b, h, early)  # weights, and how many
+        self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
+        self.pooled: Tensor | None = None  # maxima and sums
+        if self.bins is not None:
+            sides = [-(-n // size) for n, size in zip((n_queries, n_keys), self.bins, strict=True)]
+            self.pooled = call.q.new_zeros(2, b, h, *sides, dtype=at_least_float32(call.q.dtype))
+
+    def of(self, queries: slice, keys: slice, received: Tensor, audience: Tensor) -> Sums:
+        """The sums of some queries, and of some of other keys: views, so what is added to them is added to all."""
+        part = copy(self)
+        for name in self.OF_QUERIES:
+            setattr(part, name, getattr(self, name)[:, :, queries])
+        part.mass = {name: x[:, :, queries] for name, x in self.mass.items()}
+        part.received, part.audience = received[:, :, keys], audience[:, :, keys]
+        return part
+
+    def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
+        if self.bins is None or self.pooled is None:
+            return None
+        sizes = [
+            torch.full((-(-n // size),), size, dtype=self.pooled.dtype, device=self.pooled.device)
+            for n, size in zip((n_queries, n_keys), self.bins, strict=True)
+        ]
+        for x, n in zip(sizes, (n_queries, n_keys), strict=True):
+            x[-1] -= len(x) * x[0].item() - n  # the last bin is what is left
+        return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
+
+    def statistics(self, call: Call, rows: Rows) -> Statistics:
+        lse = rows.level if call.given.normalizer.has_lse else None
+        seen = self.total.abs() > SMALLEST  # the squares of smaller weights are 0
+        total = torch.where(seen, self.total, 1.0)
+        mean = self.offset / total
+        sink_mass = None
+        if call.sink is not None:
+            sink_mass = _sink_mass(call, rows)
+        entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
+        squares = torch.where(seen, self.squares, 1.0)
+        dtype = at_least_float32(call.q.dtype)
+        return Statistics(
+            lse=lse,
+            entropy=entropy.to(dtype),
+            sink=self.sink.to(dtype),
+            self_=self.self_.to(dtype),
+            previous=self.previous.to(dtype),
+            next_=self.next_.to(dtype),
+            distance=(self.distance / total).to(dtype),
+            spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
+            participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
+            received=self.received.to(dtype),
+            visible=self.visible.to(dtype),
+            audience=self.audience.to(dtype),
+            early=None if self.early is None else (self.early[0] / self.early[1].clamp(min=1)).to(dtype),
+            thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
+            sink_mass=sink_mass,
+            mass={name: value.to(dtype) for name, value in self.mass.items()},
+        )
+
+
+def _sink_mass(call: Call, rows: Rows) -> Tensor:
+    """The weight of the sink, 0 in rows that do not count."""
+    assert call.sink is not None
+    assert rows.level is not None
+    normalizer = call.normalizer
+    assert isinstance(normalizer, SumToOne)
+    out = rows.level == -torch.inf
+    level = rows.level.masked_fill(out, 0)
+    weight = normalizer.weight(call.sink.expand_as(level)[..., None], level[..., None])[..., 0]
+    return weight.masked_fill(out | (call.sink == -torch.inf), 0)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of a tile's columns from its middle, and their squares."""
+    place = torch.arange(size, dtype=dtype, device=device) - size // 2
+    return place, place.square()
+
+
+SMALLEST = 1e-150  # mass of a row that counts
+TINY = 1e-15  # a norm below is of squares that may be no normal float32
+
+
+class RowSums:
+    """Sums over keys for one block of queries.
+
+    Each tile leaves a few float32 numbers a query; every `ROOM` tiles they are added up in float64 together, because
+    many small additions would take as long as the products.
+    """
+
+    ROOM = 64
+
+    def __init__(self, weights: Tensor) -> None:
+        b, h, rows, _ = weights.shape
+        self.pieces = weights.new_empty(self.ROOM, 5, b, h, rows)
+        self.places: list[tuple[int, int]] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
+        self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
+
+    def add(self, weights: Tensor, log2: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
+        """Add a tile, whose middle is `middle` keys from the first query of the block; returns its row totals.
+
+        Moments are taken about the middle: float32 products then lose nothing to large positions.
+        """
+        total, one, two, norm, minus_bits = self.pieces[len(self.places)]
+        size = weights.shape[-1]
+        place, square = _places(size, weights.dtype, weights.device)
+        torch.sum(weights, -1, out=total)
+        flat = weights.view(-1, size)
+        torch.mv(flat, place, out=one.view(-1))
+        torch.mv(flat, square, out=two.view(-1))
+        torch.linalg.vector_norm(weights, dim=-1, out=norm)
+        if bool(((norm < TINY) & (total > 0)).any()):  # squares that float32 does not hold
+            norm.copy_(torch.linalg.vector_norm(weights, dim=-1, dtype=torch.float64))
+        torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
+        self.places.append((middle, sign))
+        if len(self.places) == self.ROOM:
+            total = total.clone()
+            self.flush()
+        return total
+
+    def flush(self) -> None:
+        """Add what the tiles left to the sums."""
+        if not self.places:
+            return
+        total, one, two, norm, minus_bits = self.pieces[: len(self.places)].double().unbind(1)
+        places = torch.tensor(self.places, dtype=torch.float64, device=total.device)
+        middle, sign = (x[:, None, None, None] for x in places.unbind(1))
+        offset = one + middle * total
+        offset2 = two + middle * (one + offset)
+        parts = (total, offset, offset2, norm.square(), minus_bits, sign * total, sign * offset)
+        self.sums += torch.stack([x.sum(0) for x in parts])
+        self.places.clear()
+
+    def put(self, sums: Sums, at: tuple[slice, ...]) -> None:
+        """Add to `sums`; offsets so far are from the block's first query, now from each query itself."""
+        self.flush()
+        total, offset, offset2, squares, minus_bits, signed, signed_offset = self.sums
+        row = torch.arange(total.shape[-1], dtype=torch.float64, device=total.device)
+        sums.total[at] += total
+        sums.squares[at] += squares
+        sums.bits[at] -= minus_bits
+        sums.offset[at] += offset - row * total
+        sums.offset2[at] += offset2 - row * (2 * offset - row * total)
+        sums.distance[at] += signed_offset - row * signed
+
+
+def _bin(length: int, bins: int) -> int:
+    """The least power of two that cuts a length into no more than so many pieces."""
+    return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))
