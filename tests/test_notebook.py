@@ -14,7 +14,7 @@ import pytest
 import profile_fixture as made
 from qkv.errors import InputError
 from qkv.profiler import Profile
-from qkv.report import write as report
+from qkv.report import html as report
 from qkv.report.notebook import text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -21,7 +21,7 @@ from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
-from qkv.report import write as report
+from qkv.report import html as report
 from qkv.report.payload import binned, display, payload
 
 HOSTILE = [

@@ -1,0 +1,1 @@
+"""The report: a profile as one HTML file, and in a notebook."""
