@@ -85,7 +85,7 @@ def test_masks_and_heads(heads: str, name: str, nq: int, nk: int, monkeypatch: p
     assert torch.equal(got.visible, seen.sum(-1).to(got.visible).expand_as(got.visible))
     for tile, together in ((4, 1), (8, 4)):
         set_tile(monkeypatch, tile)
-        monkeypatch.setattr(sys.modules["qkv.measure"], "HEADS", together)
+        monkeypatch.setattr(sys.modules["qkv.statistics.measure"], "HEADS", together)
         tiles = qkv.measure(q, k, mask=mask)
         compare(tiles, want)
         assert torch.equal(tiles.visible, got.visible)
@@ -162,7 +162,7 @@ def test_random_compositions(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, nk - 1))
     with pytest.MonkeyPatch.context() as patch:
         set_tile(patch, data.draw(st.sampled_from([2, 4])))
-        patch.setattr(sys.modules["qkv.measure"], "HEADS", data.draw(st.sampled_from([1, 4])))
+        patch.setattr(sys.modules["qkv.statistics.measure"], "HEADS", data.draw(st.sampled_from([1, 4])))
         got = qkv.measure(q, k, mask=mask, normalizer=Softmax(sink=sink), mass={"part": part}, first=first)
     compare(got, wanted(weights, lse, first))
     inside = part.dense(nq, nk, batch=b, heads=heads)
