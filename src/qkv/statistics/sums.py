@@ -135,7 +135,7 @@ class Sums:
 
     def statistics(self, call: Call, rows: Rows) -> Statistics:
         lse = rows.level if call.given.normalizer.has_lse else None
-        seen = self.total.abs() > SMALLEST  # the squares of smaller weights are 0
+        seen = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights are 0; NaN is not nothing
         total = torch.where(seen, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None
