@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jaxtyping
@@ -31,7 +30,13 @@ CORE = (
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
 
+from fuzz.tiles import small  # noqa: E402
+
 from qkv import masks, reference  # noqa: E402
+from qkv._engine import workspace  # noqa: E402
+from qkv._engine.sizes import BY_DEVICE  # noqa: E402
+from qkv.kernels import linear  # noqa: E402
+from qkv.kernels.flash import decompose  # noqa: E402
 from qkv.normalizers import Normalizer  # noqa: E402
 from qkv.scores import Score  # noqa: E402
 
@@ -65,18 +70,15 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure", "qkv.statistics.products"):
-        monkeypatch.setattr(importlib.import_module(name), "TILE", size)
-    monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
-    cuts = sys.modules["qkv.kernels.flash.decompose"]
-    monkeypatch.setattr(cuts, "SPARSE_TILE", max(1, size // 2))
-    monkeypatch.setattr(cuts, "SPARSE_KEYS", 1)
-    monkeypatch.setattr(cuts, "SMALL", 0)
-    monkeypatch.setattr(sys.modules["qkv.kernels"], "FEW", 0)
-    monkeypatch.setattr(cuts, "_KEPT", OrderedDict())  # what was cut with other tiles
-    linear = sys.modules["qkv.kernels.linear"]
+    """Tiles of `size` everywhere, panels of few rows, and chunks of `size`."""
+    monkeypatch.setitem(BY_DEVICE, "cpu", small(size))
+    monkeypatch.setattr(decompose, "_KEPT", OrderedDict())  # what was cut with other tiles
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
+
+
+def set_sizes(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    """Other numbers in the table of sizes."""
+    monkeypatch.setitem(BY_DEVICE, "cpu", replace(BY_DEVICE["cpu"], **changed))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -151,7 +153,8 @@ class _Largest(TorchDispatchMode):
 
 
 def largest_tensor(run: Callable[[], object]) -> int:
-    """Numbers in the largest storage that any operation in `run` returns."""
+    """Numbers in the largest storage that any operation in `run` returns, starting with no memory kept."""
+    workspace._FREE.clear()
     with _Largest() as seen:
         run()
     return seen.numel

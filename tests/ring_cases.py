@@ -10,10 +10,11 @@ import contextlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import qkv
 from qkv import masks
+from qkv._engine.sizes import BY_DEVICE
 from qkv.biases import ALiBi, ByDistance, Dense, SoftCap, T5Bias
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Cosine
@@ -266,21 +268,6 @@ def _profiled(group: dist.ProcessGroup) -> qkv.Profile:
     return qkv.profile(Reader(group), {"input_ids": ids, "positions": positions}, progress=False)
 
 
-@contextlib.contextmanager
-def _tiles(size: int) -> Iterator[None]:
-    """Tiles so small that a chunk is made of several."""
-    modules = [sys.modules[name] for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure")]
-    before = [m.TILE for m in modules]  # type: ignore[attr-defined]
-    small = sys.modules["qkv.kernels.flash.decompose"].SMALL  # type: ignore[attr-defined]
-    for m in modules:
-        m.TILE = size  # type: ignore[attr-defined]
-    sys.modules["qkv.kernels.flash.decompose"].SMALL = 0  # type: ignore[attr-defined]
-    yield
-    for m, tile in zip(modules, before, strict=True):
-        m.TILE = tile  # type: ignore[attr-defined]
-    sys.modules["qkv.kernels.flash.decompose"].SMALL = small  # type: ignore[attr-defined]
-
-
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -306,6 +293,13 @@ def main(rank: int, size: int, folder: Path) -> None:
     if rank == 0:
         torch.save(found, folder / f"found-{size}.pt")
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _tiles(size: int) -> Iterator[None]:
+    """Tiles so small that a chunk is made of several."""
+    with patch.dict(BY_DEVICE, cpu=replace(BY_DEVICE["cpu"], tile=size, whole_mask=0)):
+        yield
 
 
 if __name__ == "__main__":

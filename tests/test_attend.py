@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_tile, triple
-from qkv import InputError, attend, biases, kernels, masks
+from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_sizes, set_tile, triple
+from qkv import InputError, attend, biases, masks
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Hard, Softmax
@@ -513,7 +513,7 @@ def test_plan_says_what_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     few = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))
     assert (few.kernel, few.rejected["tiled"]) == ("eager", "slower")
     assert "so few scores" in few.reason
-    monkeypatch.setattr(kernels, "FEW", 0)
+    set_sizes(monkeypatch, few_scores=0)
     plan = qkv.plan(q, k, v)
     assert plan.kernel == "flash"
     assert "fused" in plan.reason

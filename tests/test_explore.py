@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, largest_tensor, oracle, rand, triple
+from conftest import MASKS, largest_tensor, oracle, rand, set_sizes, triple
 from hf_models import build, inputs
 from qkv import InputError, biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
@@ -39,8 +39,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 × 4 pixels; those of zooms with more than 256 in all are made of weights, in smaller pieces."""
     monkeypatch.setattr(pyramid, "TILE", 4)
     monkeypatch.setattr(pyramid, "FAR", 256)
-    monkeypatch.setattr(maps, "ROWS", 3)
-    monkeypatch.setattr(maps, "COLUMNS", 5)
+    set_sizes(monkeypatch, picture=(3, 5))
 
 
 def tiles_of(pyramid_: Pyramid, zoom: int) -> Iterator[tuple[int, int, maps.Picture | None]]:
@@ -497,7 +496,7 @@ def test_weights_that_are_nan_are_said_so() -> None:
             ask()
 
 
-@pytest.mark.parametrize("module", ["kept", "pyramid", "explore"])
+@pytest.mark.parametrize("module", ["explore.tile_cache", "explore.pyramid", "explore.explorer"])
 def test_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"qkv.profiler.{module}"))
     assert result.attempted > 0 == result.failed

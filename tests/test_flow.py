@@ -23,7 +23,7 @@ from qkv.normalizers import Normalizer
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.capture.calls import calls_of
 from qkv.statistics.measure import settled
-from qkv.statistics.products import column_sums, row_sums
+from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 
 NORMALIZERS: dict[str, Normalizer] = {
     "softmax": normalizers.Softmax(),
@@ -46,8 +46,8 @@ def test_products_with_every_mask(name: str, tile4: None) -> None:
     weights = oracle(q, k, v, mask=mask)[2]
     call = Call.of(q, k, v, mask)
     w, x = rand(2, 6, 11, 3, seed=1), rand(2, 1, 13, 3, seed=2)
-    close(column_sums(call, settled(call), w), weights.transpose(2, 3) @ w)
-    close(row_sums(call, settled(call), x), weights @ x)
+    close(weights_transposed_matmul(call, settled(call), w), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, settled(call), x), weights @ x)
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
@@ -57,11 +57,11 @@ def test_products_with_every_normalizer(name: str, tile: int) -> None:
     weights = oracle(q, k, v, mask=mask, normalizer=normalizer)[2]
     call = Call.of(q, k, v, mask, (), None, normalizer)
     w, x = rand(2, 1, 11, 2, seed=1), rand(2, 10, 13, 7, seed=2)
-    close(column_sums(call, settled(call), w), weights.transpose(2, 3) @ w)
-    close(row_sums(call, settled(call), x), weights @ x)
+    close(weights_transposed_matmul(call, settled(call), w), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, settled(call), x), weights @ x)
 
 
-def test_column_sums_are_a_transposed_attention() -> None:
+def test_weights_transposed_matmul_are_a_transposed_attention() -> None:
     """Keys query the queries, each with a bias −lse_i: e to the lse of that pass is what each key has received."""
     q, k, v = triple(hkv=6, nq=13)
     call = Call.of(q, k, v)
@@ -70,7 +70,7 @@ def test_column_sums_are_a_transposed_attention() -> None:
     scores = (k @ q.transpose(2, 3)) * call.scale - rows.level[:, :, None]
     w = rand(2, 6, 13, 2, seed=1)
     flash = torch.softmax(scores, -1) @ w * torch.logsumexp(scores, -1).exp()[..., None]
-    close(column_sums(call, rows, w), flash)
+    close(weights_transposed_matmul(call, rows, w), flash)
 
 
 def test_queries_that_do_not_count_may_hold_nan(tile4: None) -> None:
@@ -85,8 +85,8 @@ def test_queries_that_do_not_count_may_hold_nan(tile4: None) -> None:
             weights = oracle(clean, k, v, mask=masks.Causal(), normalizer=normalizer)[2] * counted[:, None, :, None]
         call = Call.of(q, k, v, masks.Causal(), (), None, normalizer)
         w, x = rand(2, 1, 13, 2, seed=1), rand(2, 1, 13, 2, seed=2)
-        close(column_sums(call, settled(call), w, queries=counted), weights.transpose(2, 3) @ w)
-        close(row_sums(call, settled(call), x, queries=counted), weights @ x)
+        close(weights_transposed_matmul(call, settled(call), w, queries=counted), weights.transpose(2, 3) @ w)
+        close(weights_matmul(call, settled(call), x, queries=counted), weights @ x)
 
 
 def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call.of(q, k, v, masks.Causal())
     rows = settled(call)
     w = rand(1, 1, 211, 2)
-    for product in (column_sums, row_sums):
+    for product in (weights_transposed_matmul, weights_matmul):
         assert largest_tensor(lambda product=product: product(call, rows, w)) < 211 * 20  # type: ignore[misc]
 
 
@@ -105,11 +105,11 @@ def test_what_does_not_fit_is_refused() -> None:
     rows = settled(call)
     with unchecked():
         with pytest.raises(InputError, match=r"w is torch.float64 of shape \(2, 1, 13, 1\), expected floats"):
-            column_sums(call, rows, rand(2, 1, 13, 1))
+            weights_transposed_matmul(call, rows, rand(2, 1, 13, 1))
         with pytest.raises(InputError, match=r"x is torch.float64 of shape \(2, 5, 13, 1\)"):
-            row_sums(call, rows, rand(2, 5, 13, 1))
+            weights_matmul(call, rows, rand(2, 5, 13, 1))
         with pytest.raises(InputError, match=r"queries is torch.bool of shape \(2, 13\), expected bool of shape"):
-            row_sums(call, rows, rand(2, 1, 13, 1), queries=torch.ones(2, 13, dtype=torch.bool))
+            weights_matmul(call, rows, rand(2, 1, 13, 1), queries=torch.ones(2, 13, dtype=torch.bool))
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from conftest import largest_tensor
+from conftest import largest_tensor, set_sizes
 from hf_models import build, inputs
 from qkv import InputError
 from qkv.cli import main
@@ -132,8 +132,7 @@ def test_weights_that_are_nan_are_said_so() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> AttentionMap:
     """Tiles of 4 × 4 pixels over 37 tokens, made of smaller tiles of weights."""
     monkeypatch.setattr(pyramid, "TILE", 4)
-    monkeypatch.setattr(core, "ROWS", 3)
-    monkeypatch.setattr(core, "COLUMNS", 5)
+    set_sizes(monkeypatch, picture=(3, 5))
     return maps.of(build("llama"), inputs("llama"), layer=1, head=2)
 
 

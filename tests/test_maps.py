@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import MASKS, close, fits, largest_tensor, oracle, rand, triple, unchecked
+from conftest import MASKS, close, fits, largest_tensor, oracle, rand, set_sizes, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
+from qkv._engine.sizes import BY_DEVICE
 from qkv.scores import Additive, Dot
 from qkv.statistics import maps
 from qkv.statistics.measure import settled
@@ -20,8 +22,7 @@ from qkv.statistics.measure import settled
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a handful of tokens crosses many of them, and that some bins are wider than a tile."""
-    monkeypatch.setattr(maps, "ROWS", 4)
-    monkeypatch.setattr(maps, "COLUMNS", 6)
+    set_sizes(monkeypatch, picture=(4, 6))
     monkeypatch.setattr(maps, "FEW", 0)
 
 
@@ -155,7 +156,8 @@ def test_hidden_pairs_are_larger_than_negative_weights(mask: masks.Mask) -> None
 
 def test_tiles_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    nq, nk = 2 * maps.ROWS + 37, maps.COLUMNS + 101
+    rows, columns = BY_DEVICE["cpu"].picture
+    nq, nk = 2 * rows + 37, columns + 101
     q, k, v = triple(b=1, h=2, hkv=1, nq=nq, nk=nk)
     mask = masks.Causal()
     _, weights = attend(q, k, v, mask=mask, kernel="eager", return_weights=True)
@@ -232,7 +234,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = settled(call)
     for size in ((64, 64), (7, 1024)):
         largest = largest_tensor(lambda s=size: maps.pooled(call, rows, head=1, size=s))
-        assert largest <= max(2 * n * d, maps.ROWS * maps.COLUMNS), largest
+        assert largest <= max(2 * n * d, math.prod(BY_DEVICE["cpu"].picture)), largest
     small = largest_tensor(lambda: maps.HeadMap(call, rows, head=1).pooled(slice(50, 60), slice(0, 20)))
     assert small <= 2 * n * d
 

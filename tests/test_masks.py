@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, fits, grids, mask_trees, set_tile, unchecked
+from conftest import MASKS, fits, grids, mask_trees, set_sizes, set_tile, unchecked
 from qkv import InputError
 from qkv._engine.call import Call
 from qkv.biases import Dense as Bias
@@ -435,7 +435,7 @@ def test_calls_of_the_flash_kernel_cover_each_visible_pair_once(data: st.DataObj
     mask = data.draw(mask_trees(grid.n_queries, grid.n_keys, grid.batch, grid.heads))
     with pytest.MonkeyPatch.context() as patch:
         set_tile(patch, data.draw(st.sampled_from([4, 8])))
-        patch.setattr(cuts, "SPARSE_KEYS", data.draw(st.sampled_from([1, 1000])))
+        set_sizes(patch, sparse_keys=data.draw(st.sampled_from([1, 1000])))
         patch.setattr(cuts, "SPARSE_SHARE", data.draw(st.sampled_from([0.3, 0.8])))
         patch.setattr(cuts, "GATHERED", data.draw(st.sampled_from([1, 100])))
         patch.setattr(cuts, "MASK_ELEMENTS", data.draw(st.sampled_from([1, 100, 2**22])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import qkv
-from conftest import MASKS, close, fits, largest_tensor, mask_trees, oracle, rand, set_tile, triple, unchecked
+from conftest import (
+    MASKS,
+    close,
+    fits,
+    largest_tensor,
+    mask_trees,
+    oracle,
+    rand,
+    set_sizes,
+    set_tile,
+    triple,
+    unchecked,
+)
 from qkv import InputError, attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
 from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
@@ -85,7 +96,7 @@ def test_masks_and_heads(heads: str, name: str, nq: int, nk: int, monkeypatch: p
     assert torch.equal(got.visible, seen.sum(-1).to(got.visible).expand_as(got.visible))
     for tile, together in ((4, 1), (8, 4)):
         set_tile(monkeypatch, tile)
-        monkeypatch.setattr(sys.modules["qkv.statistics.measure"], "HEADS", together)
+        set_sizes(monkeypatch, heads=together)
         tiles = qkv.measure(q, k, mask=mask)
         compare(tiles, want)
         assert torch.equal(tiles.visible, got.visible)
@@ -162,7 +173,7 @@ def test_random_compositions(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, nk - 1))
     with pytest.MonkeyPatch.context() as patch:
         set_tile(patch, data.draw(st.sampled_from([2, 4])))
-        patch.setattr(sys.modules["qkv.statistics.measure"], "HEADS", data.draw(st.sampled_from([1, 4])))
+        set_sizes(patch, heads=data.draw(st.sampled_from([1, 4])))
         got = qkv.measure(q, k, mask=mask, normalizer=Softmax(sink=sink), mass={"part": part}, first=first)
     compare(got, wanted(weights, lse, first))
     inside = part.dense(nq, nk, batch=b, heads=heads)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from qkv._engine.call import Call, at_least_float32
+from qkv._engine.sizes import sizes
 from qkv._engine.tiles import classes
-from qkv.kernels import FORM_WEIGHTS, linear, tiled
+from qkv.kernels import FORM_WEIGHTS, linear
 from qkv.masks import EMPTY, FULL, Tiles
 
 
@@ -50,8 +51,12 @@ def cost(kernel: str, call: Call) -> Cost:
     elif kernel == "reference":
         peak = result + 8 * b * h * n_queries * n_keys
     elif kernel == "tiled":
-        heads = min(tiled.HEADS, h)
-        peak = result + wide * (inputs + 2 * out) + torch.get_num_threads() * 3 * wide * heads * tiled.TILE**2
+        table = sizes(call.q.device)
+        peak = (
+            result
+            + wide * (inputs + 2 * out)
+            + torch.get_num_threads() * 3 * wide * min(table.heads, h) * table.tile**2
+        )
     else:  # flash, flex
         padded = b * h * n_queries * max(d, dv) + b * call.k.shape[1] * n_keys * 2 * max(d, dv) if d != dv else 0
         peak = result + own * padded + torch.get_num_threads() * wide * 2 * 256 * (512 + dv)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
+from qkv._engine.sizes import sizes
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Grid, Mask, Region, Tiles
@@ -19,8 +20,6 @@ from qkv.normalizers.base import checked_shape, weights_of
 from qkv.scores import Pairwise
 
 LOG2_E = math.log2(math.e)
-PAIRS = 2**20  # numbers that a pairwise score makes of a tile before it sums them up
-MOST_PAIRS = 2**22  # the same, where the size of the tile is not its to choose
 HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
 
 
@@ -108,7 +107,7 @@ class ScoreTiles:
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
         parts = []
-        for some in spans(rows.stop - rows.start, max(1, MOST_PAIRS // numbers)):
+        for some in spans(rows.stop - rows.start, max(1, sizes(self.q.device).most_pairs // numbers)):
             q, k = self.queries_and_keys(slice(rows.start + some.start, rows.start + some.stop), columns)
             made = self.with_all_heads(score.scores, q, k) if score.by_head else score.scores(q, k)
             expected = torch.Size((*q.shape[:3], k.shape[2]))

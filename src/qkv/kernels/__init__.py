@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 import torch
 
 from qkv._engine.call import Call, Result
+from qkv._engine.sizes import sizes
 from qkv.errors import InputError
 from qkv.kernels import eager, flex, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
@@ -39,7 +40,6 @@ PREFERENCE = {  # in this order, with the reason each is worth having
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }
 FORM_WEIGHTS = ("eager", "reference")
-FEW = 2**14  # scores a head: fewer, or those of one query, are formed sooner than cut into tiles
 FEW_REASON = "so few scores that forming the weights is the fastest"
 
 
@@ -52,7 +52,7 @@ def _preferred(call: Call) -> tuple[str, ...]:
 
 def _few(call: Call) -> bool:
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
-    return n_queries == 1 or n_queries * n_keys <= FEW
+    return n_queries == 1 or n_queries * n_keys <= sizes(call.q.device).few_scores
 
 
 F = TypeVar("F", bound=Callable[..., object])

@@ -6,10 +6,9 @@ picture costs is the pairs it shows, and what it holds is its pixels and a tile.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,15 +18,16 @@ from torch import Tensor
 
 from qkv._engine.call import Call, detached
 from qkv._engine.row_state import Rows
-from qkv._engine.threads import each
+from qkv._engine.sizes import sizes
+from qkv._engine.sweep import Block, Group, Reducer, Tile, reduce_tiles
 from qkv._engine.tiles import ScoreTiles, classes
 from qkv._engine.weight_tiles import WeightTiles
+from qkv._engine.workspace import Workspace
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.masks.base import Placed
 
-ROWS, COLUMNS = 128, 1024  # of a tile at most: it should stay in cache
 FEW = 2**19  # pairs that are not worth starting threads for
 
 
@@ -94,7 +94,7 @@ def pooled(
 
     >>> import torch
     >>> from qkv.masks import Causal
-    >>> from qkv.measure import settled
+    >>> from qkv.statistics.measure import settled
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k, Causal())
     >>> picture = pooled(call, settled(call), size=(2, 2))
@@ -146,75 +146,120 @@ class HeadMap:
     ) -> Picture:
         """The picture with bins between any increasing edges."""
         device = self.grid.device
-        down, across = _strips(row_edges, ROWS, device), _strips(column_edges, COLUMNS, device)
-        rows, columns = ([piece for strip in strips for piece in strip.pieces] for strips in (down, across))
-        kinds = self._kinds([piece.span for piece in rows], [piece.span for piece in columns])
-        desk = _Desk(self._tiles.q, max(x.length for x in rows) * max(x.length for x in columns))
+        rows, columns = sizes(device).picture
+        down, across = _strips(row_edges, rows, device), _strips(column_edges, columns, device)
         shape, dtype = (len(row_edges) - 1, len(column_edges) - 1), self._tiles.dtype
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
         edges = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
         picture = Picture(maximum, mean, visible, *edges)
-
-        def work(strip: _Strip) -> None:
-            for other in across:
-                self._paint(strip, other, kinds, picture, desk)
-            on_rows(sum(piece.length for piece in strip.pieces))
-
         few = (row_edges[-1] - row_edges[0]) * (column_edges[-1] - column_edges[0]) <= FEW
-        each(work, down[::-1], device, little=few)  # of a causal mask the longest first: the threads then end together
+        paint = _Paint(picture, self._weights, self._uncounted, down, across, on_rows)
+        reduce_tiles([self._group(down, across)], paint, device, little=few)
         return picture
 
-    def _kinds(self, rows: Sequence[slice], columns: Sequence[slice]) -> list[list[int]]:
-        """EMPTY, PARTIAL or FULL for each tile."""
+    def _group(self, down: Sequence[_Strip], across: Sequence[_Strip]) -> Group:
+        """The tiles of the picture; a thread does a strip of queries at a time."""
+        rows, columns = ([piece.span for strip in strips for piece in strip.pieces] for strips in (down, across))
         q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
         every = classes(self._tiles.call.mask, tiles, self.grid)
         kinds: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
-        return kinds
+        # Under a causal mask the last strips are the longest: they come first, so that the threads end together.
+        return Group(self._tiles, rows, columns, kinds, [[x.index for x in strip.pieces] for strip in down[::-1]])
 
-    def _paint(self, down: _Strip, across: _Strip, kinds: list[list[int]], picture: Picture, desk: _Desk) -> None:
-        """Put the bins of two strips on the picture, where nothing is not drawn yet."""
-        sums = shown = tops = None
-        empty = False
-        for rows in down.pieces:
-            for cols in across.pieces:
-                kind = kinds[rows.index][cols.index]
-                if kind == EMPTY:
-                    empty = True
-                elif sums is None or shown is None or tops is None:
-                    sums, shown, tops = self._tile(rows, cols, kind, desk)
-                else:  # of a wide bin: float64, so that many parts add up without loss
-                    more, too, others = self._tile(rows, cols, kind, desk)
-                    sums, shown, tops = sums.double() + more, shown.double() + too, torch.maximum(tops, others)
-        if sums is None or shown is None or tops is None:
-            return
-        at, pairs = (down.bins, across.bins), down.widths[:, None] * across.widths
-        torch.div(sums, pairs, out=picture.mean[at])
-        torch.div(shown, pairs, out=picture.visible[at])
-        picture.maximum[at] = tops.clamp(min=0) if empty else tops
 
-    def _tile(self, rows: _Piece, cols: _Piece, kind: int, desk: _Desk) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each bin of a tile: the sum of its weights, how many of its pairs are visible, its largest weight."""
-        hidden = self._hidden(rows.span, cols.span, kind)
-        weights = desk.buffer[: rows.length * cols.length].view(1, 1, rows.length, cols.length)
-        self._weights.fill(rows.span, cols.span, hidden, weights, weights)  # nobody wants their logarithms
-        sums, tops = rows.pool(weights[0, 0])
-        if hidden is None:
-            shown = rows.widths[:, None] * cols.widths
+@dataclass(eq=False)
+class _Bins:
+    """The bins where two strips cross: sums of weights, numbers of visible pairs, largest weights."""
+
+    sums: Tensor
+    visible: Tensor
+    tops: Tensor
+    tiles: int = 1
+    """How many tiles have been added."""
+
+
+@dataclass(eq=False)
+class _Drawing:
+    """A strip of queries: the bins so far by the number of the strip of keys, and the piece that is worked on."""
+
+    strip: _Strip
+    bins: dict[int, _Bins] = field(default_factory=dict)
+    piece: _Piece | None = None
+
+
+class _Paint(Reducer[_Drawing, _Drawing]):
+    """Draw all bins of a picture. It starts at zero, so empty tiles are skipped."""
+
+    def __init__(
+        self,
+        picture: Picture,
+        weights: WeightTiles,
+        uncounted: Tensor | None,
+        down: Sequence[_Strip],
+        across: Sequence[_Strip],
+        on_rows: Callable[[int], None],
+    ) -> None:
+        self.picture, self.weights, self.uncounted, self.on_rows = picture, weights, uncounted, on_rows
+        self.rows = [(strip, piece) for strip in down for piece in strip.pieces]
+        self.columns = [(number, piece) for number, strip in enumerate(across) for piece in strip.pieces]
+        self.across = across
+
+    def start(self, group: Group, shared: None, rows: Sequence[int]) -> _Drawing:
+        return _Drawing(self.rows[rows[0]][0])
+
+    def begin(self, job: _Drawing, block: Block) -> _Drawing:
+        job.piece = self.rows[block.index][1]
+        return job
+
+    def tile(self, drawing: _Drawing, tile: Tile) -> None:
+        number, cols = self.columns[tile.index]
+        assert drawing.piece is not None
+        found = self._pooled(drawing.piece, cols, tile)
+        known = drawing.bins.get(number)
+        if known is not None:  # of a wide bin: float64, so that many parts add up without loss
+            sums, visible = known.sums.double() + found.sums, known.visible.double() + found.visible
+            found = _Bins(sums, visible, torch.maximum(known.tops, found.tops), known.tiles + 1)
+        if len(drawing.strip.pieces) == len(self.across[number].pieces) == 1:
+            self._draw(drawing.strip, self.across[number], found)
         else:
-            shown = cols.sums(rows.sums((~hidden[0, 0]).to(weights)).T).T
-        return cols.sums(sums.T).T, shown, cols.tops(tops.T).T
+            drawing.bins[number] = found
 
-    def _hidden(self, rows: slice, cols: slice, kind: int) -> Bool[Tensor, "1 1 q k"] | None:
-        """Which pairs of a tile do not count; not `ScoreTiles.hidden`, which keeps a pattern for every place."""
-        hidden, mask = None, self._tiles.call.mask
-        if kind == PARTIAL:
-            assert mask is not None
-            hidden = ~mask.allowed(self._tiles.region(rows, cols), self.grid)
-        if self._uncounted is not None and self._uncounted[rows].any():
-            out = self._uncounted[None, None, rows, None].expand(1, 1, -1, cols.stop - cols.start)
-            hidden = out if hidden is None else hidden | out
-        return hidden
+    def end(self, drawing: _Drawing, space: Workspace) -> None:
+        assert drawing.piece is not None
+        if drawing.piece is drawing.strip.pieces[-1]:
+            for number, found in drawing.bins.items():
+                self._draw(drawing.strip, self.across[number], found)
+        self.on_rows(drawing.piece.length)
+
+    def _draw(self, down: _Strip, across: _Strip, found: _Bins) -> None:
+        at, pairs = (down.bins, across.bins), down.widths[:, None] * across.widths
+        torch.div(found.sums, pairs, out=self.picture.mean[at])
+        torch.div(found.visible, pairs, out=self.picture.visible[at])
+        empty = found.tiles < len(down.pieces) * len(across.pieces)
+        self.picture.maximum[at] = found.tops.clamp(min=0) if empty else found.tops
+
+    def _pooled(self, rows: _Piece, cols: _Piece, tile: Tile) -> _Bins:
+        """The bins of one tile."""
+        masked, weights = self._masked(tile), tile.buffer("weights")
+        self.weights.fill(rows.span, cols.span, masked, weights, weights)  # nobody wants their logarithms
+        sums, tops = rows.pool(weights[0, 0])
+        if masked is None:
+            visible = rows.widths[:, None] * cols.widths
+        else:
+            visible = cols.sums(rows.sums((~masked[0, 0]).to(weights)).T).T
+        return _Bins(cols.sums(sums.T).T, visible, cols.tops(tops.T).T)
+
+    def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
+        """Which pairs do not count; not `Tile.masked`, which keeps a pattern for every place."""
+        masked, call = None, tile.group.tiles.call
+        if tile.kind == PARTIAL:
+            assert call.mask is not None
+            masked = ~call.mask.allowed(tile.region, call.grid)
+        if self.uncounted is not None and self.uncounted[tile.rows].any():
+            out = self.uncounted[None, None, tile.rows, None].expand(1, 1, -1, tile.shape[3])
+            masked = out if masked is None else masked | out
+        return masked
 
 
 @torch.no_grad()
@@ -242,7 +287,7 @@ def rectangle(
 
     >>> import torch
     >>> from qkv.masks import Causal
-    >>> from qkv.measure import settled
+    >>> from qkv.statistics.measure import settled
     >>> q = k = torch.zeros(1, 2, 4, 8)
     >>> call = Call.of(q, k, k, Causal())
     >>> rectangle(call, settled(call), slice(1, 2), slice(None))[:, 0].tolist()
@@ -422,10 +467,3 @@ def _strips(edges: Sequence[int], limit: int, device: torch.device) -> list[_Str
         strips.append(_Strip(slice(first, last), widths, pieces))
         index, first = index + len(cuts), last
     return strips
-
-
-class _Desk(threading.local):
-    """Room of one thread for a tile: fresh memory for each would cost as much as its arithmetic."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.buffer = like.new_empty(size)

@@ -7,11 +7,8 @@ A x, queries gather from the keys, as in attention itself.
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,18 +16,13 @@ from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32, detached
 from qkv._engine.row_state import Rows
-from qkv._engine.threads import each
-from qkv._engine.tiles import ScoreTiles, heads_together, spans
+from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
 from qkv._engine.weight_tiles import WeightTiles
 from qkv.errors import InputError
-from qkv.masks import EMPTY, PARTIAL
-
-TILE = 256
-HEADS = 8  # heads worked on together: a tile of all of them should stay in cache
 
 
 @torch.no_grad()
-def column_sums(
+def weights_transposed_matmul(
     call: Call, rows: Rows, w: Float[Tensor, "b #h nq m"], *, queries: Bool[Tensor, "b nq"] | None = None
 ) -> Float[Tensor, "b h nk m"]:
     """Aᵀw: for each key Σ_i A_ij w_i, exactly, for m columns at once. No gradients.
@@ -49,26 +41,20 @@ def column_sums(
     Raises:
         InputError: if `w` does not fit the call.
 
-    >>> from qkv.measure import settled
+    >>> from qkv.statistics.measure import settled
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)  # every query gives each of four keys 1/4
-    >>> column_sums(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> weights_transposed_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:2], call.k.shape[2], w.shape[3], dtype=torch.float64)
-    for part in _parts(call, rows, queries):
-        factors = part.tiles.of(w)
-        assert factors is not None
-        shares: list[Tensor] = []
-        desk = _Desk(part, shares, w.shape[3])
-        each(partial(_add_columns, part, factors, desk), part.longest_first, call.q.device)
-        out[part.tiles.batch, part.tiles.heads] = sum(shares)
+    reduce_tiles(groups(call), _Transposed(rows, w, queries, out), call.q.device)
     return out.to(at_least_float32(call.q.dtype))
 
 
 @torch.no_grad()
-def row_sums(
+def weights_matmul(
     call: Call, rows: Rows, x: Float[Tensor, "b #h nk m"], *, queries: Bool[Tensor, "b nq"] | None = None
 ) -> Float[Tensor, "b h nq m"]:
     """A x: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
@@ -87,19 +73,15 @@ def row_sums(
     Raises:
         InputError: if `x` does not fit the call.
 
-    >>> from qkv.measure import settled
+    >>> from qkv.statistics.measure import settled
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)
-    >>> row_sums(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> weights_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:3], x.shape[3], dtype=torch.float64)
-    for part in _parts(call, rows, queries):
-        values = part.tiles.of(x)
-        assert values is not None
-        sums = out[part.tiles.batch, part.tiles.heads]
-        each(partial(_add_rows, part, values, _Desk(part, [], 0), sums), part.longest_first, call.q.device)
+    reduce_tiles(groups(call), _Product(rows, x, queries, out), call.q.device)
     return out.to(at_least_float32(call.q.dtype))
 
 
@@ -120,56 +102,60 @@ def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None
     return call, x.to(call.q.device, at_least_float32(call.q.dtype))
 
 
-class _Part:
-    """One batch item and some heads of it."""
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """Weights of a group, and its part of the factor."""
 
-    def __init__(self, tiles: ScoreTiles, rows: Rows, queries: Tensor | None) -> None:
-        grid = tiles.call.grid
-        self.tiles, self.weights = tiles, WeightTiles(tiles, rows, queries)
-        self.kinds = tiles.classes(tiles.call.mask, TILE)
-        self.rows, self.columns = list(spans(grid.n_queries, TILE)), list(spans(grid.n_keys, TILE))
-        self.longest_first = range(len(self.rows) - 1, -1, -1)  # of a causal mask: the threads then end together
-
-    def row(self, r: int, desk: _Desk, wanted: list[bool] | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The tiles of weights of block r of the queries, but empty and unwanted ones; each good until the next."""
-        rows = self.rows[r]
-        for c, columns in enumerate(self.columns):
-            if self.kinds[r][c] == EMPTY or (wanted is not None and not wanted[c]):
-                continue
-            shape = (*self.tiles.shape, rows.stop - rows.start, columns.stop - columns.start)
-            weights, scratch = (x[: math.prod(shape)].view(shape) for x in desk.buffers)
-            hidden = self.tiles.hidden(rows, columns) if self.kinds[r][c] == PARTIAL else None
-            self.weights.fill(rows, columns, hidden, weights, scratch)
-            yield columns, weights
+    weights: WeightTiles
+    factor: Tensor
 
 
-class _Desk(threading.local):
-    """What one thread works with: buffers for tiles, and its own share of sums that all queries add to, float64 so
-    that ten thousand tiles add up without loss."""
-
-    def __init__(self, part: _Part, shares: list[Tensor], columns: int) -> None:
-        tiles = part.tiles
-        self.buffers = tiles.k.new_empty(2, math.prod(tiles.shape) * TILE * TILE)
-        self.sums = tiles.k.new_zeros(*tiles.shape, tiles.k.shape[1], columns, dtype=torch.float64)
-        shares.append(self.sums)
+@dataclass(eq=False)
+class _Job:
+    heads: _Heads
+    sums: Tensor
+    """float64, so that ten thousand tiles add up without loss."""
 
 
-def _add_columns(part: _Part, factors: Tensor, desk: _Desk, r: int) -> None:
-    """What block r of the queries gives to all keys."""
-    these = factors[:, :, part.rows[r]]
-    if these.any():
-        for columns, weights in part.row(r, desk):
-            desk.sums[:, :, columns] += weights.transpose(2, 3) @ these
+class _Factor(Reducer[_Job, _Job]):
+    """Weights of a call times a factor."""
+
+    def __init__(self, rows: Rows, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
+        self.rows, self.factor, self.queries, self.out = rows, factor, queries, out
+
+    def prepare(self, group: Group) -> _Heads:
+        factor = group.tiles.of(self.factor)
+        assert factor is not None
+        return _Heads(WeightTiles(group.tiles, self.rows, self.queries), factor)
 
 
-def _add_rows(part: _Part, values: Tensor, desk: _Desk, sums: Tensor, r: int) -> None:
-    """What block r of the queries gets from all keys."""
-    wanted = [bool(values[:, :, columns].any()) for columns in part.columns]
-    for columns, weights in part.row(r, desk, wanted):
-        sums[:, :, part.rows[r]] += weights @ values[:, :, columns]
+class _Transposed(_Factor):
+    over_queries = True
+
+    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
+        tiles = group.tiles
+        size = (*tiles.shape, tiles.k.shape[1], self.factor.shape[3])
+        return _Job(shared, tiles.k.new_zeros(*size, dtype=torch.float64))
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        factor = block.group.tiles.of(self.factor)
+        assert factor is not None
+        if factor[:, :, block.rows].any():
+            yield block
+
+    def tile(self, job: _Job, tile: Tile) -> None:
+        weights = tile.weights(job.heads.weights)[0]
+        job.sums[:, :, tile.columns] += weights.transpose(2, 3) @ job.heads.factor[:, :, tile.rows]
+
+    def finish(self, group: Group, job: _Job) -> None:
+        self.out[group.tiles.batch, group.tiles.heads] += job.sums
 
 
-def _parts(call: Call, rows: Rows, queries: Tensor | None) -> Iterator[_Part]:
-    for item in range(len(call.q)):
-        for heads in spans(call.k.shape[1], heads_together(call, HEADS)):
-            yield _Part(ScoreTiles(call, slice(item, item + 1), heads), rows, queries)
+class _Product(_Factor):
+    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
+        return _Job(shared, self.out[group.tiles.batch, group.tiles.heads])
+
+    def tile(self, job: _Job, tile: Tile) -> None:
+        values = job.heads.factor[:, :, tile.columns]
+        if values.any():
+            job.sums[:, :, tile.rows] += tile.weights(job.heads.weights)[0] @ values

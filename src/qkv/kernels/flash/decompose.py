@@ -19,26 +19,27 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, at_least_float32
+from qkv._engine.sizes import BY_DEVICE, Sizes
 from qkv._engine.tiles import classes
 from qkv.biases import Bias, ByDistance
 from qkv.kernels.flash.blocks import Gathered, Part, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 
-TILE = 256  # rows and columns of a tile: small enough to skip much, large for the stock kernel's own blocks
 CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
 KEPT_MASKS = 8
 KEPT_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
-SPARSE_TILE = 64  # of masks that show little of any row
 SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have them gathered
-SPARSE_KEYS = 1024  # with fewer keys it is not worth while
 GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
-SMALL = 2**14  # pairs of query and key; with no more, one mask tensor is cheaper than cutting
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
-
 
 Block = Sequence[Part | Gathered]  # parts that share their rows; their results merge
 Cover = Iterable[Block]  # blocks of rows that do not overlap; results of several covers merge
+
+
+def _sizes() -> Sizes:
+    """Those of the stock kernel's only device."""
+    return BY_DEVICE["cpu"]
 
 
 def covers(call: Call, *, training: bool) -> list[Cover]:
@@ -49,7 +50,7 @@ def covers(call: Call, *, training: bool) -> list[Cover]:
         assert mask is not None
         if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles need it
             return [_tile_blocks(mask, grid, 0, grid.n_queries)]
-        near = None if call.biases or grid.n_keys < SPARSE_KEYS else _near(mask, grid)
+        near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _near(mask, grid)
         if near is not None:  # a sliding window and something else: the window has no need of gathering
             return [_band_blocks(near[0], call, training=training), _kept(near[1], grid)]
         return [_kept(mask, grid)]
@@ -126,7 +127,7 @@ def _band_blocks(
     low, high = map(int, mask.band)
     # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
     # more: an eighth of the band was fastest forward, a quarter both ways.
-    step = min(TILE, max(TILE // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
+    step = min(_sizes().tile, max(_sizes().tile // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
     spare = -(step + high - low) % ALIGN  # hidden keys at the end of each tile
     first = max(0, high - grid.offset)  # queries before it would see keys before key 0
     last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
@@ -178,7 +179,7 @@ def _biased_band_blocks(
     vector = bias.masked_fill((back < low) | (back > high), -torch.inf).flip(-1)
     first = 0 if math.isinf(low) else max(0, int(low) - grid.offset)  # rows before it see nothing, nor those after last
     last = grid.n_queries if math.isinf(high) else min(grid.n_queries, grid.n_keys + int(high) - grid.offset)
-    size = min(4, max(1, grid.n_queries // (8 * TILE))) * TILE
+    size = min(4, max(1, grid.n_queries // (8 * _sizes().tile))) * _sizes().tile
     for start in range(first, last, size):
         stop = min(start + size, last)
         left = 0 if math.isinf(high) else max(0, start + grid.offset - int(high))
@@ -190,14 +191,16 @@ def _biased_band_blocks(
 
 def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
     """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
-    if grid.n_queries * grid.n_keys <= SMALL:
+    sizes = _sizes()
+    size = sizes.sparse_tile
+    if grid.n_queries * grid.n_keys <= _sizes().whole_mask:
         all_pairs = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
         yield [Part(all_pairs.rows, all_pairs.columns, allowed=mask.allowed(all_pairs, grid))]
         return
-    if grid.n_keys < SPARSE_KEYS or grid.n_keys > SPARSE_TILE * 2**12 or not _seems_sparse(mask, grid):
+    if grid.n_keys < sizes.sparse_keys or grid.n_keys > size * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
-    kinds = classes(mask, Tiles.of(grid, SPARSE_TILE, SPARSE_TILE), grid)
+    kinds = classes(mask, Tiles.of(grid, size, size), grid)
     low, high = kinds.amin(1), kinds.amax(1)
     kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
     shared = _shared_keys(kinds)
@@ -206,29 +209,29 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
         return
     kinds = kinds.expand(grid.batch, -1, -1)
     seen = (kinds != EMPTY).sum(-1)
-    sparse = seen * SPARSE_TILE <= grid.n_keys * SPARSE_SHARE
-    sparse[:, grid.n_queries // SPARSE_TILE :] = False  # a last short tile
+    sparse = seen * size <= grid.n_keys * SPARSE_SHARE
+    sparse[:, grid.n_queries // size :] = False  # a last short tile
     if sparse.double().mean() < 0.5:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
     whole = ~sparse.all(0)
     for start, stop in _stretches(whole.tolist()):
-        yield from _tile_blocks(mask, grid, start * SPARSE_TILE, min(stop * SPARSE_TILE, grid.n_queries))
+        yield from _tile_blocks(mask, grid, start * size, min(stop * size, grid.n_queries))
     partial = (kinds == PARTIAL).any(-1)
     pattern = 2 * seen + partial
     for item in range(grid.batch):
         for key in sorted(set(pattern[item, ~whole].tolist()) - {0, 1}):
             rows = ((pattern[item] == key) & ~whole).nonzero()[:, 0]
-            together = max(1, GATHERED // (SPARSE_TILE * (key // 2) * grid.heads))
+            together = max(1, GATHERED // (size * (key // 2) * grid.heads))
             for some in rows.split(together):
                 columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
                 allowed = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
-                yield [Gathered(item, grid, SPARSE_TILE, some, columns, allowed)]
+                yield [Gathered(item, grid, size, some, columns, allowed)]
 
 
 def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
     """Whether half of a few tiles of rows see few tiles of keys: to classify all of them is work."""
-    tiles = Tiles.of(grid, SPARSE_TILE, SPARSE_TILE)
+    tiles = Tiles.of(grid, _sizes().sparse_tile, _sizes().sparse_tile)
     some = slice(None, None, -(-len(tiles.q_first) // probes))
     kinds = classes(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
     share = (kinds != EMPTY).double().mean(-1)
@@ -244,17 +247,17 @@ def _shared_keys(kinds: Tensor) -> slice | None:
     alike = ((kinds != EMPTY) <= row).all(-1).all(0)
     if alike.double().mean() < 0.5:
         return None
-    return slice(int(columns[0]) * SPARSE_TILE, (int(columns[-1]) + 1) * SPARSE_TILE)
+    return slice(int(columns[0]) * _sizes().sparse_tile, (int(columns[-1]) + 1) * _sizes().sparse_tile)
 
 
 def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[Block]:
     """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
     row = torch.zeros(kinds.shape[2], dtype=torch.bool)
-    row[keys.start // SPARSE_TILE : keys.stop // SPARSE_TILE] = True
+    row[keys.start // _sizes().sparse_tile : keys.stop // _sizes().sparse_tile] = True
     alike = ((kinds != EMPTY) <= row).all(-1).all(0)
     at = 0
     for same, group in itertools.groupby(alike.tolist()):
-        start, at = at, min(at + len(list(group)) * SPARSE_TILE, grid.n_queries)
+        start, at = at, min(at + len(list(group)) * _sizes().sparse_tile, grid.n_queries)
         if not same:
             yield from _tile_blocks(mask, grid, start, at)
             continue
@@ -279,10 +282,10 @@ def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Tensor) -> Bool[Tensor, "tiles h q k"]:
-    keys = positions(columns, SPARSE_TILE)[:, None, None]
+    keys = positions(columns, _sizes().sparse_tile)[:, None, None]
     inside = keys < grid.n_keys
     heads = torch.arange(grid.heads)[:, None, None]
-    queries = positions(rows[:, None], SPARSE_TILE)[:, None, :, None] + grid.offset
+    queries = positions(rows[:, None], _sizes().sparse_tile)[:, None, :, None] + grid.offset
     seen = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
     return seen.expand(len(rows), *seen.shape[1:])
 
@@ -291,7 +294,7 @@ def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterat
     """Queries `start` to `stop` of any mask: runs of full and of partial tiles, equal rows of tiles together."""
     if start >= stop:
         return
-    size = max(TILE, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # keeps the table of classes small
+    size = max(_sizes().tile, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # keeps the table of classes small
     kinds = classes(mask, Tiles.of(grid, size, size, start, stop), grid)
     low, high = kinds.amin(1), kinds.amax(1)
     kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)

@@ -26,7 +26,7 @@ from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Seen
 from qkv.profiler.capture.tokens import Tokens
 from qkv.statistics.measure import settled
-from qkv.statistics.products import column_sums, row_sums
+from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 
 Inputs = str | Sequence[str] | Tensor | Mapping[str, Tensor]
 DEFINITIONS = {
@@ -209,19 +209,19 @@ class _Layer:
             mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]
         else:
             ones = seen.call.q.new_ones(*queries.shape, 1)[:, None]
-            mass = row_sums(seen.call, rows, ones, queries=queries).double().mean(1)
+            mass = weights_matmul(seen.call, rows, ones, queries=queries).double().mean(1)
         total = residual + (1 - residual) * mass
         return _Layer(seen, rows, queries, residual, torch.where(total == 0, 1.0, total))
 
     def before(self, w: Tensor) -> Tensor:
         """Ãᵀ w, (b, n, m)."""
         w = w / self.divisor
-        given = column_sums(self.seen.call, self.rows, w[:, None], queries=self.queries).double().mean(1)
+        given = weights_transposed_matmul(self.seen.call, self.rows, w[:, None], queries=self.queries).double().mean(1)
         return self.residual * w + (1 - self.residual) * given
 
     def after(self, c: Tensor) -> Tensor:
         """Ã c, (b, n, m)."""
-        taken = row_sums(self.seen.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
+        taken = weights_matmul(self.seen.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
         return (self.residual * c + (1 - self.residual) * taken) / self.divisor
 
 

@@ -1,0 +1,283 @@
+"""Attention of any composition, tile by tile in plain tensor operations: linear memory, any device.
+
+Softmax is the online one over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682); pointwise weights just add up;
+other weights that sum to one are found on panels of a few whole rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qkv._engine import noise
+from qkv._engine.call import Call
+from qkv._engine.sizes import sizes
+from qkv._engine.sweep import Block, Reducer, Tile, groups, reduce_tiles
+from qkv._engine.tiles import LOG2_E
+from qkv._engine.workspace import Workspace
+from qkv.biases.tensors import ByQuery
+from qkv.masks import Region
+from qkv.normalizers import Pointwise, SumToOne
+from qkv.normalizers.base import weights_of
+from qkv.normalizers.level import level_of_rows
+from qkv.normalizers.tile import level_slopes, pointwise, solved
+from qkv.partial import Partial
+
+
+@dataclass(eq=False)
+class Found:
+    """What a forward leaves, (b, h, nq, …) in float32 or better."""
+
+    out: Tensor
+    level: Tensor | None = None
+    """Log-sum-exp or threshold of each row."""
+    mean: Tensor | None = None
+    """Mean of the values by the slopes of the weights in the level, where that is not `out`."""
+    total: Tensor | None = None
+    """Sum of the weights, where that is what they are divided by."""
+    chosen: Tensor | None = None
+    """The key of each row, in hard attention; −1 for none."""
+    lse: Tensor | None = None
+
+
+def forward(call: Call, *, training: bool = False) -> Found:
+    """What the rows find; for a backward of weights that sum to one, also `mean`."""
+    b, h, n_queries, _ = call.q.shape
+    zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
+    normalizer = call.normalizer
+    reducer: type[_Softmax | _Pointwise | _Panels] = _Softmax
+    found = Found(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    if isinstance(normalizer, Pointwise):
+        reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
+    elif normalizer.has_lse:
+        found.level = torch.zeros_like(zeros)
+    else:
+        assert isinstance(normalizer, SumToOne)
+        reducer, found.level = _Panels, torch.zeros_like(zeros)
+        found.mean = torch.zeros_like(found.out) if training else None
+        found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
+    near = None
+    if call.values is not None:
+        near = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
+    reduce_tiles(groups(call), reducer(found, near), call.q.device)
+    if near is not None:
+        assert call.values is not None
+        found.out += near.tensor @ call.values.to(near.tensor)
+    if found.total is not None:
+        found.total.masked_fill_(found.total.abs() < torch.finfo(found.total.dtype).tiny, 1)
+        found.out /= found.total[..., None]
+    if call.divisor is not None:
+        found.out /= call.divisor[..., None]
+    if normalizer.has_lse:
+        assert found.level is not None
+        if call.sink is not None:
+            part = Partial(found.out, found.level).with_sink(call.sink)
+            found.out, found.level = part.out, part.lse
+        found.lse = found.level
+    return found
+
+
+def dropped(tile: Tile) -> Tensor:
+    """What weights of a tile are multiplied by in dropout: 0, or 1 / (1 − p)."""
+    call = tile.group.tiles.call
+    kept = noise.uniform(call.seed, tile.region, call.grid) >= call.dropout_p
+    return kept.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
+
+
+class _Attention(Reducer[None, "_Sums"]):
+    """Weights times values."""
+
+    def __init__(self, found: Found, near: ByQuery | None) -> None:
+        """`near` collects weights by distance, if values depend on that."""
+        self.found, self.near = found, near
+
+    def begin(self, job: None, block: Block) -> _Sums:
+        tiles = block.group.tiles
+        return _Sums(block, tiles.q.new_zeros(*block.shape, tiles.v.shape[2]))
+
+    def _add(self, sums: _Sums, tile: Tile, weights: Tensor, values: Tensor) -> None:
+        if tile.group.tiles.call.dropout_p:
+            weights = weights * dropped(tile)
+        folded = weights.reshape(len(values), -1, weights.shape[3])
+        sums.out.view(len(values), -1, sums.out.shape[3]).baddbmm_(folded, values)
+        if self.near is not None:
+            self.near.add_gradient(self.near.tensor, tile.region, weights)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Of one block of queries."""
+
+    block: Block
+    out: Tensor
+    top: Tensor | None = None
+    total: Tensor | None = None
+
+
+class _Softmax(_Attention):
+    def begin(self, job: None, block: Block) -> _Sums:
+        sums, q = super().begin(job, block), block.group.tiles.q
+        sums.top, sums.total = q.new_full(block.shape, -torch.inf), q.new_zeros(block.shape)
+        return sums
+
+    def tile(self, sums: _Sums, tile: Tile) -> None:
+        assert sums.top is not None
+        assert sums.total is not None
+        scores, masked = tile.scores()
+        values = tile.group.tiles.v[:, tile.columns]
+        if masked is not None:
+            scores.masked_fill_(masked, -torch.inf)
+            values = tile.group.visible(values, masked)
+        new = torch.maximum(sums.top, scores.amax(-1))
+        safe = new.clamp(min=torch.finfo(new.dtype).min)  # −inf − −inf would be NaN
+        weights = scores.sub_(safe[..., None]).mul_(LOG2_E).exp2_()  # base 2: MKL's exp is slow on some processors
+        shrink = torch.exp(sums.top - safe)
+        sums.total = sums.total * shrink + weights.sum(-1)
+        sums.out *= shrink[..., None]
+        if self.near is not None:
+            self.near.tensor[tile.block.at] *= shrink[..., None]
+        self._add(sums, tile, weights, values)
+        sums.top = new
+
+    def end(self, sums: _Sums, space: Workspace) -> None:
+        assert sums.top is not None
+        assert sums.total is not None
+        assert self.found.level is not None
+        at, seen = sums.block.at, sums.total != 0  # NaN is not nothing
+        total = torch.where(seen, sums.total, 1.0)
+        self.found.out[at] = sums.out / total[..., None]
+        self.found.level[at] = torch.where(seen, sums.top + torch.log(total), -torch.inf)
+        if self.near is not None:
+            self.near.tensor[at] /= total[..., None]
+
+
+class _Pointwise(_Attention):
+    def tile(self, sums: _Sums, tile: Tile) -> None:
+        normalizer = tile.group.tiles.call.normalizer
+        assert isinstance(normalizer, Pointwise)
+        scores, masked = tile.scores()
+        if masked is not None and not (normalizer.zero_at_minus_infinity or normalizer.is_identity):
+            scores.masked_fill_(masked, 0)  # what is masked may be NaN, or outside what the function is for
+        weights, values = pointwise(normalizer, scores), tile.group.tiles.v[:, tile.columns]
+        if masked is not None:
+            weights.masked_fill_(masked, 0)
+            values = tile.group.visible(values, masked)
+        if self.found.total is not None:
+            self.found.total[tile.block.at] += weights.sum(-1)
+        self._add(sums, tile, weights, values)
+
+    def end(self, sums: _Sums, space: Workspace) -> None:
+        self.found.out[sums.block.at] = sums.out
+
+
+@dataclass(eq=False)
+class _Panel:
+    """The scores of some whole rows, of the tiles that are not empty."""
+
+    block: Block
+    columns: list[slice] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
+    """Which keys some row of the panel sees."""
+    dropped: list[Tensor] = field(default_factory=list)
+    noise: list[Tensor] = field(default_factory=list)
+
+
+class _Panels(Reducer[None, _Panel]):
+    """Weights whose level is found on whole rows, a few at a time."""
+
+    def __init__(self, found: Found, near: ByQuery | None) -> None:
+        self.found, self.near = found, near
+
+    def blocks(self, block: Block) -> Iterator[Block]:
+        tiles = block.group.tiles
+        width = sum(block.group.columns[c].stop - block.group.columns[c].start for c, _ in block.kinds)
+        height = max(1, sizes(tiles.q.device).panel // (math.prod(tiles.shape) * max(width, 1)))
+        for start in range(block.rows.start, block.rows.stop, height):
+            yield Block(block.group, block.index, slice(start, min(start + height, block.rows.stop)))
+
+    def begin(self, job: None, block: Block) -> _Panel:
+        return _Panel(block)
+
+    def tile(self, panel: _Panel, tile: Tile) -> None:
+        call = tile.group.tiles.call
+        assert isinstance(call.normalizer, SumToOne)
+        scores, masked = tile.scores()
+        panel.columns.append(tile.columns)
+        panel.scores.append(scores.clone() if masked is None else scores.masked_fill(masked, -torch.inf))
+        everything = torch.ones(tile.shape[3], dtype=torch.bool, device=scores.device)
+        panel.seen.append(everything if masked is None else ~masked.all(2).all(1).all(0))
+        if call.dropout_p:
+            panel.dropped.append(dropped(tile))
+        if call.normalizer.one_key and call.normalizer.sample:
+            panel.noise.append(noise.gumbel(call.seed, tile.region, call.grid))
+
+    def end(self, panel: _Panel, space: Workspace) -> None:
+        block, found = panel.block, self.found
+        tiles, call, at = block.group.tiles, block.group.tiles.call, block.at
+        normalizer, sink = call.normalizer, tiles.of(call.sink)
+        assert isinstance(normalizer, SumToOne)
+        assert found.level is not None
+        if sink is not None:
+            sink = sink.expand(*tiles.shape, call.q.shape[2])[..., block.rows]
+        if not panel.columns:
+            if sink is not None:
+                found.level[at] = level_of_rows(normalizer, sink[..., None])
+            return
+        scores, seen = torch.cat(panel.scores, -1), torch.cat(panel.seen)
+        keys = torch.cat([torch.arange(cols.start, cols.stop, device=call.q.device) for cols in panel.columns])
+        first, last = panel.columns[0].start, panel.columns[-1].stop
+        values = tiles.v[:, first:last] if last - first == len(keys) else tiles.v[:, keys]
+        if not (block.group.clean or seen.all()):
+            values = torch.where(seen[:, None], values, 0.0)
+        level, weights = solved(normalizer, scores, sink)
+        found.level[at] = level
+        kept = torch.cat(panel.dropped, -1) if panel.dropped else None
+        falls = None
+        if found.mean is not None:
+            falls = _falls(normalizer, scores, level, weights, sink)
+            falls = falls if kept is None else falls * kept
+            found.mean[at] = tiles.weigh(falls, values)
+        if normalizer.one_key:
+            best = (scores + torch.cat(panel.noise, -1) if panel.noise else scores).argmax(-1, keepdim=True)
+            empty = (scores == -torch.inf).all(-1, keepdim=True)
+            assert found.chosen is not None
+            found.chosen[at] = keys[best[..., 0]].masked_fill(empty[..., 0], -1)
+            weights = torch.zeros_like(scores).scatter_(-1, best, 1.0).masked_fill_(empty, 0)
+        elif kept is not None:
+            weights = weights * kept
+        found.out[at] = tiles.weigh(weights, values)
+        if self.near is not None:
+            self._add_near(panel, weights, falls)
+
+    def _add_near(self, panel: _Panel, weights: Tensor, falls: Tensor | None) -> None:
+        """Weights by distance, and the means of the values that depend on it."""
+        block, near, start = panel.block, self.near, 0
+        tiles, at, rows = block.group.tiles, block.at, block.rows
+        assert near is not None
+        mean = ByQuery(torch.zeros_like(near.tensor[at]), near.offset + rows.start)
+        for cols in panel.columns:
+            part = slice(start, start + cols.stop - cols.start)
+            near.add_gradient(near.tensor, tiles.region(rows, cols), weights[..., part])
+            if falls is not None:  # of these rows alone, so counted from the first of them
+                mean.add_gradient(mean.tensor, Region(slice(0, rows.stop - rows.start), cols), falls[..., part])
+            start = part.stop
+        if falls is not None:
+            assert self.found.mean is not None
+            table = tiles.of(tiles.call.values[None]) if tiles.call.values is not None else None
+            assert table is not None
+            self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
+
+
+def _falls(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None) -> Tensor:
+    """How much each weight falls as the level rises, as a share of what all of the row do, the sink's included."""
+    falls = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
+    total = falls.sum(-1, keepdim=True)
+    if sink is not None:
+        column = sink[..., None]
+        total = total + level_slopes(normalizer, column, level, weights_of(normalizer, column, level))
+    return falls / torch.where(total == 0, 1.0, total)

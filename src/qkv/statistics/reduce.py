@@ -1,0 +1,235 @@
+"""The statistics of one call as a reducer of its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from qkv._engine.call import Call
+from qkv._engine.row_state import Rows
+from qkv._engine.sizes import sizes
+from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
+from qkv._engine.tiles import HIDDEN, ScoreTiles
+from qkv._engine.weight_tiles import WeightTiles
+from qkv._engine.workspace import Workspace
+from qkv.errors import InputError
+from qkv.masks import FULL, PARTIAL, Mask
+from qkv.statistics.sums import RowSums, Sums
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What to ask of the weights of a call, in its own rows and keys."""
+
+    mass: Mapping[str, Mask]
+    firsts: Sequence[int]
+    """Key of each batch item with which its text begins; it need not be one of the call's own."""
+    early: int
+    queries: Tensor | None
+    offset: int
+    """How many positions the first query stands after the first key."""
+    patterns: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """What is the same for all tiles as far from the diagonal: distances, and the insides of bands."""
+
+    def pattern(self, name: object, start: int, tile: Tile, make: Callable[[], Tensor]) -> Tensor:
+        """What depends on nothing but how far a tile, whose first query stands at `start`, is from the diagonal."""
+        key = (name, start - tile.columns.start, *tile.shape[2:])
+        if key not in self.patterns:
+            self.patterns[key] = make()
+        return self.patterns[key]
+
+
+def add_statistics(call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:
+    """Add what the rows give the keys of a call to the sums."""
+    size = sizes(call.q.device).tile  # bins of a thumbnail divide it
+    reduce_tiles(groups(call, size), _Statistics(rows, asked, sums, size), call.q.device)
+
+
+class _Heads:
+    """What all tiles of a group need."""
+
+    def __init__(self, group: Group, rows: Rows, asked: Asked, size: int) -> None:
+        tiles = group.tiles
+        mask, grid, first = tiles.call.mask, tiles.call.grid, asked.firsts[tiles.batch.start]
+        self.group, self.first = group, first
+        self.early_keys = slice(max(0, first), min(first + asked.early, grid.n_keys))
+        self.early_rows = slice(max(0, first - asked.offset), max(0, first + asked.early - asked.offset))
+        self.weights = WeightTiles(tiles, rows, asked.queries)
+        self.uncounted = self.weights.uncounted
+        self.mass_kinds = {name: tiles.classes(part, size) for name, part in asked.mass.items()}
+        self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
+
+
+class _Job:
+    """What some queries of a group have added to sums over all queries."""
+
+    def __init__(self, heads: _Heads, sums: Sums) -> None:
+        of = (heads.group.tiles.batch, heads.group.tiles.heads)
+        self.heads = heads
+        self.received, self.audience = torch.zeros_like(sums.received[of]), torch.zeros_like(sums.audience[of])
+        self.early = None if sums.early is None else torch.zeros_like(sums.early[:, *of])
+        self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
+
+    def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
+        sums.received[of] += self.received
+        sums.audience[of] += self.audience
+        if sums.early is not None and self.early is not None:
+            sums.early[:, *of] += self.early
+        if sums.pooled is not None and self.pooled is not None:
+            maximum, total = sums.pooled[:, *of]
+            torch.maximum(maximum, self.pooled[0], out=maximum)
+            total += self.pooled[1]
+
+
+@dataclass(eq=False)
+class _Rows:
+    """One block of queries. `start` and `stop` are positions of its queries, from the first key."""
+
+    block: Block
+    job: _Job
+    sums: RowSums
+    start: int
+    stop: int
+    counted: Tensor | None
+    asking: int
+
+
+class _Statistics(Reducer[_Job, _Rows]):
+    over_queries = True
+
+    def __init__(self, rows: Rows, asked: Asked, sums: Sums, size: int) -> None:
+        self.rows, self.asked, self.sums, self.size = rows, asked, sums, size
+
+    def prepare(self, group: Group) -> _Heads:
+        return _Heads(group, self.rows, self.asked, self.size)
+
+    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
+        return _Job(shared, self.sums)
+
+    def begin(self, job: _Job, block: Block) -> _Rows:
+        group, rows, kinds = block.group, block.rows, block.kinds
+        self.sums.visible[block.at] += sum(
+            group.columns[c].stop - group.columns[c].start for c, kind in kinds if kind == FULL
+        )
+        uncounted, length = job.heads.uncounted, rows.stop - rows.start
+        counted = None if uncounted is None else ~uncounted[..., rows, None]
+        return _Rows(
+            block,
+            job,
+            RowSums(group.tiles.k.new_empty(*block.shape, 0)),
+            rows.start + self.asked.offset,
+            rows.stop + self.asked.offset,
+            counted,
+            length if counted is None else int(counted.sum()),
+        )
+
+    def tile(self, rows: _Rows, tile: Tile) -> None:
+        job, heads, sums, at = rows.job, rows.job.heads, self.sums, tile.block.at
+        tiles, cols, start = tile.group.tiles, tile.columns, rows.start
+        masked = tile.masked()
+        if masked is None:
+            job.audience[:, :, cols] += rows.asking
+        else:
+            seen = ~masked
+            sums.visible[at] += seen.sum(-1)
+            job.audience[:, :, cols] += (seen if rows.counted is None else seen & rows.counted).sum(-2)
+        weights, log2 = tile.weights(heads.weights)
+        log2 = _log2(weights, tiles.call) if log2 is None else log2
+        job.received[:, :, cols] += self._pool(job, weights, tile)
+        self._add_early(job, weights, masked, tile)
+        sign = -1 if heads.backward or start >= cols.stop - 1 else 1 if rows.stop - 1 <= cols.start else 0
+        middle = cols.start + (cols.stop - cols.start) // 2 - start
+        scratch = tile.buffer("scores")
+        total = rows.sums.add(weights, log2, scratch, middle, sign)
+        if sign == 0:
+            steps = self.asked.pattern("steps", start, tile, partial(_steps, start, tile, weights))
+            sums.distance[at] += torch.mul(weights, steps, out=scratch).sum(-1)
+        if cols.start <= heads.first < cols.stop:
+            sums.sink[at] += weights[..., heads.first - cols.start]
+        for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
+            _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start)
+        for name, inner in self.asked.mass.items():
+            kind = heads.mass_kinds[name][tile.block.index][tile.index]
+            if kind == FULL:
+                sums.mass[name][at] += total
+            elif kind == PARTIAL:
+                make = partial(_inside, inner, tiles, tile)
+                inside = make() if inner.band is None else self.asked.pattern(name, start, tile, make)
+                sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
+
+    def end(self, rows: _Rows, space: Workspace) -> None:
+        rows.sums.put(self.sums, rows.block.at)
+
+    def finish(self, group: Group, job: _Job) -> None:
+        job.add_to(self.sums, (group.tiles.batch, group.tiles.heads))
+
+    def _pool(self, job: _Job, weights: Tensor, tile: Tile) -> Tensor:
+        """Add a tile to the thumbnail; returns the sums of its columns."""
+        bins = self.sums.bins
+        if bins is None or job.pooled is None:
+            return weights.sum(-2)
+        query_bin, key_bin = (min(size, self.size) for size in bins)
+        ragged = -weights.shape[-1] % key_bin, -weights.shape[-2] % query_bin
+        whole = nn.functional.pad(weights, (0, ragged[0], 0, ragged[1])) if any(ragged) else weights
+        by_rows = whole.unflatten(-2, (-1, query_bin))
+        sums = by_rows.sum(-2)
+        top = by_rows.amax(-2).unflatten(-1, (-1, key_bin)).amax(-1)
+        at = [
+            slice(x.start // size, x.start // size + n)
+            for x, size, n in zip((tile.rows, tile.columns), bins, top.shape[2:], strict=True)
+        ]
+        maximum, total = job.pooled[:, :, :, at[0], at[1]]
+        torch.maximum(maximum, top, out=maximum)
+        total += sums.unflatten(-1, (-1, key_bin)).sum(-1)
+        return sums.sum(-2)[..., : weights.shape[-1]]
+
+    def _add_early(self, job: _Job, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
+        """Add prefix sink scores of a tile, if it has any of the text's first queries and keys."""
+        heads, rows, cols = job.heads, tile.rows, tile.columns
+        rs, cs = (
+            slice(max(of.start, x.start), min(of.stop, x.stop))
+            for of, x in ((heads.early_rows, rows), (heads.early_keys, cols))
+        )
+        if job.early is None or rs.start >= rs.stop or cs.start >= cs.stop:
+            return
+        inside = slice(rs.start - rows.start, rs.stop - rows.start), slice(cs.start - cols.start, cs.stop - cols.start)
+        seen = torch.ones_like(weights[..., *inside], dtype=torch.bool) if masked is None else ~masked[..., *inside]
+        if heads.uncounted is not None:
+            seen = seen & ~heads.uncounted[..., rs, None]
+        given, audience = job.early[..., cs.start - heads.first : cs.stop - heads.first]
+        given += weights[..., *inside].sum(-2)
+        audience += seen.sum(-2)
+
+
+def _steps(start: int, tile: Tile, like: Tensor) -> Tensor:
+    """How far the keys of a tile are from its queries, the first of which stands at `start`."""
+    places = torch.arange(start, start + tile.shape[2], device=like.device)
+    keys = torch.arange(tile.columns.start, tile.columns.stop, device=like.device)
+    return (places[:, None] - keys).abs().to(like.dtype)
+
+
+def _inside(mask: Mask, tiles: ScoreTiles, tile: Tile) -> Tensor:
+    """1 at the pairs of a tile that are inside a mask, 0 elsewhere."""
+    return mask.allowed(tile.region, tiles.call.grid).to(tiles.dtype)
+
+
+def _log2(weights: Tensor, call: Call) -> Tensor:
+    """Base-2 logarithms of weights that no softmax made."""
+    if weights.min() < 0:
+        raise InputError(
+            f"measure: {type(call.given.normalizer).__name__} gives negative weights here, which have no entropy; "
+            "it measures normalizers and scores whose weights are 0 or more"
+        )
+    return torch.where(weights > 0, torch.log2(weights), HIDDEN)
+
+
+def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:
+    """Add the weights at column = row + offset of the tile to the queries they belong to."""
+    if -weights.shape[2] < offset < weights.shape[3]:
+        diagonal = torch.diagonal(weights, offset, -2, -1)
+        start = rows.start + max(0, -offset)
+        near[:, :, start : start + diagonal.shape[-1]] += diagonal
