@@ -40,7 +40,7 @@ class Sizes:
 # On CUDA a launch costs more than a small tile: few large ones. (They have not been timed on a card yet.)
 BY_DEVICE = {
     "cpu": Sizes(
-        tile=256, heads=8, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
+        tile=256, heads=12, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
         whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
     "cuda": Sizes(
