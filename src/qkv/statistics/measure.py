@@ -27,10 +27,11 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
+from qkv.statistics.base import Statistic
 from qkv.statistics.reduce import Asked, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 
-ARGUMENTS = ("mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "group")
+ARGUMENTS = ("mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "statistics", "group")
 
 
 @torch.no_grad()
@@ -48,6 +49,7 @@ def measure(
     queries: Bool[Tensor, "b nq"] | None = None,
     early: int | None = None,
     bins: int | None = None,
+    statistics: Sequence[Statistic] = (),
     group: dist.ProcessGroup | None = None,
     **unknown: object,
 ) -> Statistics:
@@ -69,9 +71,10 @@ def measure(
         early: how many of the text's first keys get a sink score; none if None.
         bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
             makes a bin. None: no thumbnail.
+        statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
             what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
-            process. No `bins`.
+            process. No `bins`, no `statistics`.
         **unknown: refused, as in `attend`.
 
     Returns:
@@ -91,6 +94,7 @@ def measure(
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
     asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "early": early, "bins": bins}
+    asked["statistics"] = statistics
     if group is not None:
         # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
         shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
@@ -125,6 +129,7 @@ def sweep(
     queries: Bool[Tensor, "b nq"] | None = None,
     early: int | None = None,
     bins: int | None = None,
+    statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
 ) -> Statistics:
     """The statistics of `measure` when the log-sum-exp of the call, or what stands for it, is already known.
@@ -156,7 +161,10 @@ def sweep(
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: bins of a thumbnail lie across processes")
-    sums = Sums(call, mass, early, bins)
+    statistics = _checked(statistics)
+    if statistics and shared is not None:
+        raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
+    sums = Sums(call, mass, early, bins, statistics)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):
         raise InputError(
@@ -170,6 +178,20 @@ def sweep(
     if queries is not None:
         sums.visible.masked_fill_(~queries[:, None], 0)
     return sums.statistics(call, rows)
+
+
+def _checked(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
+    """The statistics, known to be some, each with a name of its own."""
+    statistics = tuple(statistics)
+    for s in statistics:
+        if not isinstance(s, Statistic):
+            what = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
+            raise InputError(f"statistics holds {what}, expected objects of classes that inherit from Statistic")
+        s.require()
+    names = [s.name for s in statistics]
+    if len(set(names)) < len(names):
+        raise InputError(f"statistics are named {', '.join(names)}, expected a name of its own for each")
+    return statistics
 
 
 def _add_shared(shared: Shared, call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from qkv._engine.call import Call, at_least_float32
 from qkv._engine.row_state import Rows
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
+from qkv.statistics.base import Statistic
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,8 @@ class Statistics:
     """Weight on the learned sink logit, where the normalizer has one."""
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
     """Weight inside each sub-mask asked for."""
+    own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
+    """Each `Statistic` asked for, by its name."""
 
     def __repr__(self) -> str:
         sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
@@ -96,7 +99,14 @@ class Sums:
         "total", "bits", "squares", "offset", "offset2", "distance", "sink", "self_", "previous", "next_", "visible",
     )  # fmt: skip
 
-    def __init__(self, call: Call, mass: Mapping[str, Mask], early: int | None, bins: int | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        mass: Mapping[str, Mask],
+        early: int | None,
+        bins: int | None,
+        statistics: Sequence[Statistic] = (),
+    ) -> None:
         b, h, n_queries, _ = call.q.shape
         n_keys = call.k.shape[2]
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
@@ -107,6 +117,9 @@ class Sums:
         self.visible = torch.zeros_like(zeros)
         self.received, self.audience = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
         self.early = None if early is None else zeros.new_zeros(2, b, h, early)  # weights, and how many
+        self.own = {
+            s: zeros.new_full((*s.lead, b, h, n_queries if s.over == "query" else n_keys), s.zero) for s in statistics
+        }
         self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
         self.pooled: Tensor | None = None  # maxima and sums
         if self.bins is not None:
@@ -161,6 +174,7 @@ class Sums:
             thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
+            own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.own.items()},
         )
 
 
