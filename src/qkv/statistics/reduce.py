@@ -75,7 +75,7 @@ class _Job:
         self.received, self.audience = torch.zeros_like(sums.received[of]), torch.zeros_like(sums.audience[of])
         self.early = None if sums.early is None else torch.zeros_like(sums.early[:, *of])
         self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
-        self.own = {s: torch.full_like(x[..., *of, :], s.zero) for s, x in sums.own.items() if s.over == "key"}
+        self.own = {s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.own if s.over == "key"}
 
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
         sums.received[of] += self.received
@@ -87,8 +87,7 @@ class _Job:
             torch.maximum(maximum, self.pooled[0], out=maximum)
             total += self.pooled[1]
         for s, x in self.own.items():
-            into = sums.own[s][..., *of, :]
-            into.copy_(s.merge(into, x))
+            sums.of_heads(s, of).copy_(s.merge(sums.of_heads(s, of), x))
 
 
 @dataclass(eq=False)
@@ -183,8 +182,9 @@ class _Statistics(Reducer[_Job, _Rows]):
             counts = ~uncounted[..., tile.rows, None].expand(*tile.shape)
             visible = counts if visible is None else visible & counts
         seen = WeightTile(weights, tile.region, tile.group.tiles.call.grid, visible, log2 * math.log(2))
-        for s, total in self.sums.own.items():
-            into = total[..., *tile.block.at] if s.over == "query" else job.own[s][..., tile.columns]
+        for s in self.sums.own:
+            rows = self.sums.of_heads(s, tile.block.at[:2])
+            into = rows[..., tile.rows] if s.over == "query" else job.own[s][..., tile.columns]
             into.copy_(s.merge(into, s.added(seen)))
 
     def _pool(self, job: _Job, weights: Tensor, tile: Tile) -> Tensor:

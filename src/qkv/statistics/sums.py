@@ -135,6 +135,11 @@ class Sums:
         part.received, part.audience = received[:, :, keys], audience[:, :, keys]
         return part
 
+    def of_heads(self, statistic: Statistic, at: tuple[slice, ...]) -> Tensor:
+        """The part of a statistic's sums that belongs to some batch items and heads: a view."""
+        total, (batch, heads) = self.own[statistic], at
+        return total[batch, heads] if statistic.parts == 1 else total[:, batch, heads]
+
     def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
         if self.bins is None or self.pooled is None:
             return None
