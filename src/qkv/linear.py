@@ -106,7 +106,7 @@ def _recurrent(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     (b, hkv, n_keys, m), (n_queries, dv) = k.shape, (q.shape[2], v.shape[3])
     if state is None:
-        state = LinearState.empty(b, hkv, m, dv, dtype, q.device)
+        state = LinearState.zero(b, hkv, m, dv, dtype, q.device)
     q = q.unflatten(1, (hkv, -1))
     rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # these stand before the first key
     for j in range(n_keys):
