@@ -26,12 +26,12 @@ from qkv.lab.grammar import (
     prepositional,
     pronoun_object,
     relative_subject,
-    sentence,
     subject,
     that,
     verb,
     vocabularies,
 )
+from qkv.lab.sentences import sentence
 from qkv.lab.tasks.translation import ARCHITECTURES, Translation, alignment, is_held_out
 from qkv.lab.translate import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, translate
 from qkv.models import save

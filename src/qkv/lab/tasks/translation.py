@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.lab import grammar
+from qkv.lab import grammar, sentences
 from qkv.lab.grammar import Pair
 from qkv.lab.task import Batch, Measured, Training
 from qkv.lab.translate import (
@@ -117,7 +117,7 @@ class Translation:
         rng = Random(f"{seed} {step // TOGETHER}")
         pairs: list[Pair] = []
         while len(pairs) < TOGETHER * size:
-            pair = grammar.sentence(rng, self.max_words)
+            pair = sentences.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
@@ -349,7 +349,7 @@ def _unseen(max_words: int, size: int) -> tuple[tuple[Pair, ...], ...]:
     ranges = _ranges(max_words)
     found: list[dict[tuple[str, ...], Pair]] = [{} for _ in ranges]
     while any(len(group) < size for group in found):
-        pair = grammar.sentence(rng, max_words)
+        pair = sentences.sentence(rng, max_words)
         at = next(i for i, (_, high) in enumerate(ranges) if len(pair.source) <= high)
         if is_held_out(pair) and len(found[at]) < size:
             found[at][pair.source] = pair
