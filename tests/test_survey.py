@@ -31,7 +31,7 @@ from qkv.figures import survey as survey_plots
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.profiler import profile
 from qkv.profiler.surveys import accumulators, corpus, ranks, shard
-from qkv.profiler.surveys import run as surveys
+from qkv.profiler.surveys import survey as surveys
 from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
 from qkv.profiler.surveys.pieces import Batch, Piece, Special, batches_of, pieces
 from qkv.profiler.surveys.survey import Survey, survey

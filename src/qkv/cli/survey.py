@@ -73,7 +73,7 @@ def survey(
 
     from qkv.cli.files import folder
     from qkv.profiler.capture import models
-    from qkv.profiler.surveys import run as surveys
+    from qkv.profiler.surveys import survey as surveys
 
     if threads is not None:
         if threads < 1:
