@@ -20,7 +20,10 @@ def tiles(size: int | None) -> Iterator[None]:
         return
     modules, linear = sys.modules, qkv.kernels.KERNELS["linear"]
     values: list[tuple[str, str, Any]] = [
-        *((name, "TILE", size) for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure")),
+        *(
+            (name, "TILE", size)
+            for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure")
+        ),
         ("qkv.kernels.tiled", "PANEL", 2 * size * size),
         ("qkv.kernels.flash.decompose", "SPARSE_TILE", max(1, size // 2)),
         ("qkv.kernels.flash.decompose", "SPARSE_KEYS", 1),

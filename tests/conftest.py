@@ -66,7 +66,12 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` in every kernel and in the sweep, panels of few rows, and chunks of `size`."""
-    for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure", "qkv.statistics.products"):
+    for name in (
+        "qkv.kernels.flash.decompose",
+        "qkv.kernels.tiled",
+        "qkv.statistics.measure",
+        "qkv.statistics.products",
+    ):
         monkeypatch.setattr(importlib.import_module(name), "TILE", size)
     monkeypatch.setattr(sys.modules["qkv.kernels.tiled"], "PANEL", 2 * size * size)
     cuts = sys.modules["qkv.kernels.flash.decompose"]

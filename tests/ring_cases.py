@@ -269,7 +269,9 @@ def _profiled(group: dist.ProcessGroup) -> qkv.Profile:
 @contextlib.contextmanager
 def _tiles(size: int) -> Iterator[None]:
     """Tiles so small that a chunk is made of several."""
-    modules = [sys.modules[name] for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure")]
+    modules = [
+        sys.modules[name] for name in ("qkv.kernels.flash.decompose", "qkv.kernels.tiled", "qkv.statistics.measure")
+    ]
     before = [m.TILE for m in modules]  # type: ignore[attr-defined]
     small = sys.modules["qkv.kernels.flash.decompose"].SMALL  # type: ignore[attr-defined]
     for m in modules:

@@ -1,0 +1,173 @@
+"""Translating with a small model: words and their numbers, greedy decoding, and what was looked at for each word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+from qkv.lab import grammar
+from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
+from qkv.models.config import nearest
+
+__all__ = [
+    "END",
+    "PAD",
+    "SPECIAL",
+    "START",
+    "Translation",
+    "Vocabulary",
+    "cross_weights",
+    "greedy",
+    "padded",
+    "read_vocabulary",
+    "translate",
+    "vocabularies",
+    "vocabulary_file",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+PAD, START, END = 0, 1, 2
+SPECIAL = ("<pad>", "<start>", "<end>")
+VOCABULARY = "vocabulary.json"
+"""The file beside a model: {"source": words, "target": words}, each at its number."""
+
+
+class Vocabulary:
+    """Words and their numbers, after those of `SPECIAL`.
+
+    >>> Vocabulary(["chat", "le"]).numbers(["le", "chat"])
+    [4, 3]
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = (*SPECIAL, *words)
+        self._number = {word: i for i, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def numbers(self, words: Sequence[str]) -> list[int]:
+        """Raises `InputError` for a word it does not have."""
+        try:
+            return [self._number[word] for word in words]
+        except KeyError as error:
+            word = error.args[0]
+            raise InputError(f"word {word!r} is not in the vocabulary{nearest(word, self.words)}") from None
+
+    def text(self, numbers: Sequence[int]) -> list[str]:
+        """The words."""
+        return [self.words[i] for i in numbers]
+
+
+def vocabularies() -> tuple[Vocabulary, Vocabulary]:
+    """Of source and target: all words of the grammar.
+
+    >>> english, french = vocabularies()
+    >>> english.text(english.numbers(["the", "cat"]))
+    ['the', 'cat']
+    """
+    source, target = grammar.vocabularies()
+    return Vocabulary(source), Vocabulary(target)
+
+
+class Translation(NamedTuple):
+    """A translation, and where the model looked."""
+
+    source: list[str]
+    target: list[str]
+    weights: Float[Tensor, "target source"] | None
+    """With which each word of the target was predicted, the mean of all heads; None of a model without attention."""
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:
+    """Rows of several lengths as one tensor, `PAD` at their ends."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, source: Int[Tensor, "b s"], longest: int) -> list[list[int]]:
+    """The most likely word at each step, until the end or `longest` words."""
+    if not isinstance(model, RNNSeq2Seq | EncoderDecoder):
+        raise InputError(f"model is {type(model).__name__}, expected RNNSeq2Seq or EncoderDecoder")
+    begin = source.new_full((len(source), 1), START)
+    return generate(
+        model, model.start(source), begin, max_new_tokens=longest, sampling=Sampler(temperature=0), end=END
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def cross_weights(
+    model: nn.Module, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]
+) -> Float[Tensor, "layer head b t s"] | None:
+    """Weights on the source with which the token after each of the target is predicted; 0 at padding.
+
+    A recurrent model has one layer and head. None of a model without attention.
+    """
+    if isinstance(model, RNNSeq2Seq):
+        return None if model.attention is None else model.alignments(source, target)[None, None].cpu()
+    from qkv.profiler.run import profile
+
+    found = profile(model, {"source": source, "target": target}, progress=False, probe=False).group("cross")["weights"]
+    return torch.from_numpy(found.transpose("layer", "head", "text", "query", "key").values).nan_to_num()
+
+
+def translate(
+    model: nn.Module | str | Path, text: str, vocabulary: tuple[Vocabulary, Vocabulary] | None = None
+) -> Translation:
+    """A sentence in the words of the model's vocabulary, translated.
+
+    Args:
+        model: of the task `translation`, the folder it was saved in, or ``"qkv-translation"``.
+        text: words between spaces; capitals and a full stop at the end do not matter.
+        vocabulary: of source and target; read from the folder if None.
+
+    Raises:
+        InputError: for a word that is not in the vocabulary, or no word at all.
+
+    >>> " ".join(translate("qkv-translation", "the black cat").target)
+    'le chat noir'
+    """
+    if not isinstance(model, nn.Module):
+        folder = bundled.folder_of(str(model)) or Path(model)
+        vocabulary = vocabulary or read_vocabulary(folder)
+        model = load(folder)
+    if vocabulary is None:
+        raise InputError("vocabulary is None, expected those of source and target where the model is no folder")
+    words = text.lower().strip().rstrip(".!").split()
+    if not words:
+        raise InputError(f"text is {text!r}, expected at least one word")
+    device = next(model.parameters()).device
+    source = torch.tensor([vocabulary[0].numbers(words)], device=device)
+    [found] = greedy(model, source, 2 * len(words) + 10)
+    weights = cross_weights(model, source, torch.tensor([[START, *found]], device=device)) if found else None
+    seen = None if weights is None else weights.mean((0, 1))[0, : len(found)]
+    return Translation(words, vocabulary[1].text(found), seen)
+
+
+def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
+    """Of source and target, as `vocabulary_file` wrote them."""
+    file = folder / VOCABULARY
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        return Vocabulary(found["source"][len(SPECIAL) :]), Vocabulary(found["target"][len(SPECIAL) :])
+    except OSError as error:
+        raise InputError(f"model: no {VOCABULARY} in {folder} ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{file}: not a vocabulary ({error!r})") from error
+
+
+def vocabulary_file(source: Vocabulary, target: Vocabulary) -> str:
+    """What `read_vocabulary` reads."""
+    return json.dumps({"source": source.words, "target": target.words}, ensure_ascii=False, indent=0) + "\n"
