@@ -26,6 +26,13 @@ from jaxtyping import Float64
 from qkv import biases, masks, normalizers, scores
 from qkv.errors import InputError
 
+__all__ = ["Reference", "attention", "compare"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Array = np.ndarray
 
 
@@ -374,6 +381,10 @@ class Reference:
     """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights.
 
     Without the dimensions that q came without.
+
+    >>> x = np.ones((2, 4))
+    >>> attention(x, x, x).weights.round(3).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
     """
 
     out: Float64[Array, "*bh nq dv"]

@@ -22,6 +22,13 @@ from qkv.kernels import eager, flex, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
 from qkv.ring import Shared
 
+__all__ = ["KERNELS", "Call", "Result"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
     "flash": flash,

@@ -49,3 +49,7 @@ __all__ = [
     "to_multihead",
     "to_sdpa",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

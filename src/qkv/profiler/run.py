@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from qkv.profiler.capture.progress import bar
 from qkv.profiler.capture.residual import Residuals, attending, by_stack, follow
 from qkv.profiler.capture.tokens import special_ids
 from qkv.profiler.profiles import Profile
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 def profile(
