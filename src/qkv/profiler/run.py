@@ -58,8 +58,7 @@ def profile(
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
             ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module that calls
-            itself attention; or a name for `qkv.profiler.capture.models.load`: a folder, a hub name, ``"minilm"`` or
-            ``"random-gpt2"``.
+            itself attention; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
         inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
             takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
             one: padding counts neither as query nor as key.
