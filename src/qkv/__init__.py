@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from qkv.profiler.pretrained import load
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
-    from qkv.statistics.measure import Statistics, measure
+    from qkv.statistics.measure import measure
+    from qkv.statistics.sums import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -93,7 +94,8 @@ _NAMES = {
     "qkv.profiler.pretrained": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
-    "qkv.statistics.measure": ("Statistics", "measure"),
+    "qkv.statistics.measure": ("measure",),
+    "qkv.statistics.sums": ("Statistics",),
 }
 __getattr__ = lazy(__name__, _NAMES, _MODULES)
 

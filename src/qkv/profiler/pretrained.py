@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
+from qkv.models import Captioner, DecoderLM, RNNSeq2Seq
 from qkv.profiler.capture import models
 
 
+@overload
+def load(
+    name: Literal["qkv-mini", "qkv-reversal"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[DecoderLM, Any]: ...
+@overload
+def load(
+    name: Literal["qkv-translation"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[RNNSeq2Seq, Any]: ...
+@overload
+def load(
+    name: Literal["qkv-caption"], *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[Captioner, Any]: ...
+@overload
+def load(
+    name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False
+) -> tuple[nn.Module, Any]: ...
 def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> tuple[nn.Module, Any]:
     """A model and its tokenizer, by name: ready to be profiled, edited, or called.
 
