@@ -43,7 +43,7 @@ def test_names_that_load_on_first_use_are_of_their_package() -> None:
     """The names for type checkers, the table of what to load, and `__all__` agree."""
     for package in (qkv, importlib.import_module("qkv.lab")):
         path = pages.ROOT / "src" / f"{package.__name__.replace('.', '/')}/__init__.py"
-        (typed,) = (x for x in ast.parse(path.read_text()).body if isinstance(x, ast.If))
+        typed = next(x for x in ast.parse(path.read_text()).body if isinstance(x, ast.If))
         imported = {x.module: {alias.name for alias in x.names} for x in typed.body if isinstance(x, ast.ImportFrom)}
         lazy = {package.__name__: package._MODULES, **package._NAMES}
         assert imported == {name: set(names) for name, names in lazy.items()}

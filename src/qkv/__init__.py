@@ -97,7 +97,8 @@ _NAMES = {
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }
-__getattr__ = lazy(__name__, _NAMES, _MODULES)
+if not TYPE_CHECKING:  # which would take a module with a `__getattr__` to have every name
+    __getattr__ = lazy(__name__, _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -35,7 +35,8 @@ _NAMES = {
     "qkv.lab.task": ("Task", "Training"),
     "qkv.lab.translation": ("translate",),
 }
-__getattr__ = lazy(__name__, _NAMES, _MODULES)
+if not TYPE_CHECKING:
+    __getattr__ = lazy(__name__, _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -39,7 +39,8 @@ _CLASSES = {
     "language": "Language",
     "backcopy": "Backcopy",
 }
-__getattr__ = lazy(__name__, {f"qkv.lab.tasks.{module}": (name,) for module, name in _CLASSES.items()})
+if not TYPE_CHECKING:
+    __getattr__ = lazy(__name__, {f"qkv.lab.tasks.{module}": (name,) for module, name in _CLASSES.items()})
 
 
 def __dir__() -> list[str]:
