@@ -52,7 +52,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     >>> model, tokenizer = qkv.load("qkv-mini")
     >>> ids = tokenizer("import os", return_tensors="pt")["input_ids"]
     >>> ids.shape, model(ids).shape[-1] == len(tokenizer)
-    (torch.Size([1, 4]), True)
+    (torch.Size([1, 3]), True)
     """
     loaded = models.load(name, dtype=dtype, tokens=tokens, head=head)
     return loaded.model, loaded.tokenizer
