@@ -37,6 +37,7 @@ KERNELS: dict[str, ModuleType] = {
     "eager": eager,
     "reference": loops,
 }
+"""Every kernel by the name that `attend` takes; one of your own joins them."""
 
 PREFERENCE = {  # in this order, with the reason each is worth having
     "linear": "the weights are products of features: time and memory linear in the sequence",
