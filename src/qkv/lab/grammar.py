@@ -18,6 +18,35 @@ from qkv.errors import InputError
 from qkv.lab import lexicon
 from qkv.lab.lexicon import Adjective, Gender, Noun, Verb
 
+__all__ = [
+    "Pair",
+    "Phrase",
+    "Word",
+    "adjective",
+    "begins_with_vowel",
+    "both",
+    "clause",
+    "conjunction",
+    "finished",
+    "joined",
+    "late_adverb",
+    "noun",
+    "noun_phrase",
+    "predicate",
+    "prepositional",
+    "pronoun_object",
+    "relative_subject",
+    "subject",
+    "that",
+    "verb",
+    "vocabularies",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 T = TypeVar("T")
 VOWELS = frozenset("aeiouhâàéèêëîïôûœ")
 ELIDED = {"le": "l'", "la": "l'", "je": "j'", "me": "m'", "ne": "n'", "de": "d'", "que": "qu'"}

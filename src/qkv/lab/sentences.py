@@ -29,6 +29,12 @@ from qkv.lab.grammar import (
 )
 from qkv.lab.lexicon import Adjective, Noun, Verb
 
+__all__ = ["sentence"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def sentence(rng: Random, max_words: int = 30) -> Pair:
     """A sentence of at most `max_words` English words, all lengths about equally often, or a noun phrase.

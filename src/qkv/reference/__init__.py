@@ -26,7 +26,6 @@ from jaxtyping import Float64
 from qkv import biases, masks, normalizers, scores
 from qkv.errors import InputError
 from qkv.reference.parts import (
-    alibi_slopes,
     array,
     bends,
     compare,
@@ -35,25 +34,16 @@ from qkv.reference.parts import (
     of_head,
     query_of,
     sees,
-    t5_bucket,
     vector_of,
     weigh,
 )
 
 Array = np.ndarray
-__all__ = [
-    "Reference",
-    "ReferenceStatistics",
-    "alibi_slopes",
-    "attention",
-    "bends",
-    "compare",
-    "sees",
-    "statistics",
-    "t5_bucket",
-    "undefined",
-    "weigh",
-]
+__all__ = ["Reference", "attention", "compare"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 # --- 5. Attention -------------------------------------------------------------------------------------------------
@@ -64,6 +54,10 @@ class Reference:
     """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights.
 
     Without the dimensions that q came without.
+
+    >>> x = np.ones((2, 4))
+    >>> attention(x, x, x).weights.round(3).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
     """
 
     out: Float64[Array, "*bh nq dv"]

@@ -22,3 +22,7 @@ from qkv.testing.report import CheckFailed
 from qkv.testing.scores import check_score
 
 __all__ = ["CheckFailed", "check_bias", "check_mask", "check_normalizer", "check_score"]
+
+
+def __dir__() -> list[str]:
+    return __all__

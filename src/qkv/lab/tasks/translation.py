@@ -19,15 +19,15 @@ from qkv.errors import InputError
 from qkv.lab import grammar, sentences
 from qkv.lab.grammar import Pair
 from qkv.lab.task import Batch, Measured, Training
-from qkv.lab.translate import (
+from qkv.lab.translation import (
     END,
     PAD,
     START,
     VOCABULARY,
-    Vocabulary,
     cross_weights,
     greedy,
     padded,
+    vocabularies,
     vocabulary_file,
 )
 from qkv.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
@@ -332,12 +332,6 @@ def _reordered(pair: Pair) -> int:
 
 
 @lru_cache(1)
-def vocabularies() -> tuple[Vocabulary, Vocabulary]:
-    """Of source and target: all words of the grammar."""
-    source, target = grammar.vocabularies()
-    return Vocabulary(source), Vocabulary(target)
-
-
 def _ranges(max_words: int) -> list[tuple[int, int]]:
     lows = (2, *(limit + 1 for limit in LIMITS[:-1]))
     return [(low, min(high, max_words)) for low, high in zip(lows, LIMITS, strict=True) if low <= max_words]

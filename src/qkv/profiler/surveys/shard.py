@@ -22,7 +22,8 @@ from qkv.profiler.surveys.accumulators import EARLY, QUANTITIES, Group, Layer, n
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
-from qkv.statistics.measure import Statistics, settled, sweep
+from qkv.statistics.measure import settled, sweep
+from qkv.statistics.sums import Statistics
 
 NAMED = 256
 """Of so many tokens, those that received most, a shard keeps the names."""
