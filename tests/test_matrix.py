@@ -21,6 +21,7 @@ from torch import Tensor
 from conftest import close, oracle, rand, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.kernels import KERNELS
+from qkv.reference import parts
 
 pytestmark = pytest.mark.slow  # all together half a minute
 B, H, HKV, NQ, NK, D, DV = 2, 2, 1, 5, 7, 3, 2
