@@ -86,10 +86,27 @@ class Statistics:
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """Each `Statistic` asked for, by its name."""
 
+    def named(self, name: str) -> Float[Tensor, "b h n"] | None:
+        """A statistic by its name, a mass among them; None if it was not measured."""
+        for asked in (self.own, self.mass):
+            if name in asked:
+                return asked[name]
+        found: Tensor | None = getattr(self, field_of(name), None)
+        return found
+
     def __repr__(self) -> str:
         sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
         named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
         return f"Statistics({named}, keys={self.received.shape[-1]})"
+
+
+def field_of(name: str) -> str:
+    """The field of `Statistics` for a name; `self` and `next` mean something else in Python.
+
+    >>> field_of("self"), field_of("entropy")
+    ('self_', 'entropy')
+    """
+    return f"{name}_" if name in ("self", "next") else name
 
 
 class Sums:
