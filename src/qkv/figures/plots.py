@@ -31,7 +31,19 @@ from qkv.figures.layout import (
     titled,
     token_label,
 )
-from qkv.figures.style import ACCENT, DESTINATIONS, HAIRLINE, INK, MUTED, STATISTICS, WARM, Column, columns_of, percent, written
+from qkv.figures.style import (
+    ACCENT,
+    DESTINATIONS,
+    HAIRLINE,
+    INK,
+    MUTED,
+    STATISTICS,
+    WARM,
+    Column,
+    columns_of,
+    percent,
+    written,
+)
 from qkv.profiler.data import tables
 from qkv.profiler.data.words import counted, layers_and_heads
 

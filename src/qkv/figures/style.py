@@ -77,24 +77,24 @@ class Column(NamedTuple):
     table: bool = True  # whether it is in tables of heads; else on the card of a head alone
 
     @classmethod
-    def of(cls, name: str, about: Variable, meaning: str) -> Column:
+    def of(cls, name: str, about: Variable) -> Column:
         """The column of a statistic."""
         plain = "ratio" if about.highest == 1 else ""
         unit = "%" if about.share else plain if about.units == "1" else about.units
-        return cls(about.label, unit, meaning, name not in ON_CARDS)
+        return cls(about.label, unit, about.definition, name not in ON_CARDS)
 
 
 ON_CARDS = ("entropy", "spread")  # entropy_ratio and distance say much of the same
-STATISTICS = {name: Column.of(name, VARIABLES[name], COLUMNS[name][1]) for name in OF_HEADS} | {
+STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in OF_HEADS} | {
     "entropy_ratio": Column("Entropy ratio", "ratio", COLUMNS["entropy_ratio"][1]),
     "sink_share": Column("Sink share", "%", COLUMNS["sink_share"][1].replace("the threshold", "30 %"), table=False),
-    "top_key_share": Column("Top key", "%", COLUMNS["top_key_share"][1], table=False),
+    "top_key_share": Column("Top key", "%", "share of the head's weight on the key that receives most", table=False),
 }
 
 
 def columns_of(data: xr.Dataset) -> dict[str, Column]:
     """The statistics of the heads of a group: those of all profiles, and those of one's own."""
-    return STATISTICS | {name: Column.of(name, about, about.definition) for name, about in own(data).items()}
+    return STATISTICS | {name: Column.of(name, about) for name, about in own(data).items()}
 
 
 def percent(share: float) -> str:

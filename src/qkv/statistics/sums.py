@@ -186,7 +186,7 @@ class Sums:
             self_=self.self_.to(dtype),
             previous=self.previous.to(dtype),
             next_=self.next_.to(dtype),
-            distance=(self.distance / total).to(dtype),
+            distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
             participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),

@@ -43,9 +43,7 @@ def grouped(records: list[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def _dataset(
-    records: list[Record], tokens: Tokens, local_window: int, statistics: Sequence[Statistic]
-) -> xr.Dataset:
+def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistics: Sequence[Statistic]) -> xr.Dataset:
     first = records[0]
     b, _, n_queries = first.statistics.entropy.shape
     n_keys = first.statistics.received.shape[2]

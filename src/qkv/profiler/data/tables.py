@@ -47,8 +47,8 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
             "module": np.repeat(data["module"].values, data.sizes["head"]),
         }
     )
-    for name in values:
-        table[name] = over_texts(values[name]).ravel()
+    for name, value in values.items():
+        table[name] = over_texts(value).ravel()
     top = _top_keys(data)
     table["top_key"], table["top_key_token"], table["top_key_share"] = top
     table["target"], table["target_share"] = _targets(data, table)

@@ -102,7 +102,7 @@ COORDINATES = {
 ATTRIBUTES = ("causal", "local_window", "special_tokens")
 
 
-# --- statistics of one's own: a data set says of each what the object said, so that a saved profile needs no class -----
+# --- statistics of one's own: a data set says of each what the object said, so a saved profile does not need the class
 
 _KEPT = ("label", "share", "highest", "logarithmic", "one_text", "from_second")
 BY_HEAD = "_by_head"
