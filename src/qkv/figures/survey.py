@@ -69,14 +69,14 @@ def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = N
     low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
     figure = Drawing(figsize=(8.2, 4.5))
-    title = f"In the median head the {about.label.lower()} of nine texts in ten lies within "
-    titled(figure, f"{title}{spread.median():.2g}", f"{_about(survey)} · the middle 90 % of sequences and their median")
+    title = f"{about.label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
+    titled(figure, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
     axes = place(figure, 0.75, 1.05, 7.2, 2.85)
     plain(axes)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
     axes.set_xlabel("heads, in order of their median", fontsize=8, color=MUTED)
-    axes.set_ylabel(f"{quantity.replace('_', ' ')} ({_unit(about)})", fontsize=8, color=MUTED)
+    axes.set_ylabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
     return figure
 
 
@@ -91,7 +91,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     tall = min(8.0, max(1.6, 0.1 * len(share)))
     figure = Drawing(figsize=(8.2, tall + 1.75))
     means = survey.heads(group)[quantity]
-    title = f"Mean {quantity.replace('_', ' ')} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
+    title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
     titled(figure, title, f"{_about(survey)} · share of each head's queries, a row a head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
     picture = axes.imshow(np.sqrt(share), aspect="auto", cmap=COLOURS, interpolation="nearest", vmin=0)
@@ -102,7 +102,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     axes.set_yticks(
         ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
     )
-    axes.set_xlabel(f"{quantity.replace('_', ' ')} ({_unit(about)})", fontsize=8, color=MUTED)
+    axes.set_xlabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
     axes.set_ylabel("layer, its heads below one another", fontsize=8, color=MUTED)
     plain(axes)
     figure.colorbar(picture, cax=bar, format=FuncFormatter(lambda v, _: f"{100 * v * v:.0f} %")).outline.set_visible(
