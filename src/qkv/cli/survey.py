@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -208,7 +208,7 @@ def _show(result: Survey) -> None:
         parts += [result.definition["model"], f"{heads['layer'].nunique()} layers", f"{len(heads)} heads"]
         parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
         console.print("\n" + " · ".join(parts), style="bold", markup=False)
-        console.print(_head_table(heads))
+        console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
         console.print(_token_table(result, group))
     beside = sorted({*record["sources"].values()} - {"interface", "qkv"})
     if beside:
@@ -223,7 +223,7 @@ def _show(result: Survey) -> None:
             console.print(f"  {example}", markup=False)
 
 
-def _head_table(heads: Any, most: int = 3) -> Any:
+def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
     """The heads that do most of each thing, with how sure one can be of it from text to text."""
     from rich import box
     from rich.table import Table
@@ -231,7 +231,7 @@ def _head_table(heads: Any, most: int = 3) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most telling heads", title_justify="left")
     for name in ("what", "head", "mean", "90 % of texts", "90 % of queries"):
         table.add_column(name, justify="left" if name in ("what", "head") else "right", no_wrap=True)
-    for what in ("sink", "previous", "self", "next", "local", "distance", "participation", "sink_mass"):
+    for what in quantities:
         if heads[what].max() > 0:
             for row in heads.sort_values(what, ascending=False, kind="stable").head(most).itertuples():
                 of_texts, of_queries = (

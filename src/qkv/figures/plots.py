@@ -31,7 +31,19 @@ from qkv.figures.layout import (
     titled,
     token_label,
 )
-from qkv.figures.style import ACCENT, DESTINATIONS, HAIRLINE, INK, MUTED, STATISTICS, WARM, percent, written
+from qkv.figures.style import (
+    ACCENT,
+    DESTINATIONS,
+    HAIRLINE,
+    INK,
+    MUTED,
+    STATISTICS,
+    WARM,
+    Column,
+    columns_of,
+    percent,
+    written,
+)
 from qkv.profiler.data import tables
 from qkv.profiler.data.words import counted, layers_and_heads
 
@@ -65,14 +77,20 @@ class Plots:
 
         Averages over the texts unless `text` picks one.
         """
+        if statistic is not None:
+            return self.heads(statistic, text, group)
         data = self._data(group, text)
-        names: tuple[str, ...] = SMALL_MULTIPLES if statistic is None else (statistic,)
-        if statistic is not None and statistic not in STATISTICS:
-            raise InputError(f"statistic: got {statistic!r}; expected one of {', '.join(STATISTICS)}")
         heads = tables.head_table(data)
-        if statistic is None:
-            names = tuple(name for name in names if heads[name].notna().any())
+        names = tuple(name for name in SMALL_MULTIPLES if heads[name].notna().any())
         return _overview(self._name(), data, heads, names)
+
+    def heads(self, statistic: str, text: int | None = None, group: str | None = None) -> Figure:
+        """A layer × head map of one statistic, such as one of your own; the mean over texts unless `text` picks one."""
+        data = self._data(group, text)
+        known = columns_of(data)
+        if statistic not in known:
+            raise InputError(f"statistic: got {statistic!r}; expected one of {', '.join(known)}")
+        return _overview(self._name(), data, tables.head_table(data), (statistic,))
 
     def received(self, text: int = 0, group: str | None = None) -> Figure:
         """Attention received along one text: the mean over all heads, and each layer's."""
@@ -274,14 +292,15 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
     figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
     titled(figure, _sentence(data, heads, names), _subtitle(name, data))
     # Shares have one scale, so that panels compare; and a tenth at least, so that next to nothing looks like it.
-    shares = [heads[name].max() for name in names if STATISTICS[name].unit == "%"]
+    known = columns_of(data)
+    shares = [heads[name].max() for name in names if known[name].unit == "%"]
     for index, statistic in enumerate(names):
         row, column = divmod(index, across)
         x, y = left + column * (wide + gap_x), top + row * (tall + gap_y)
         axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.09, y, 0.08, tall)
-        unit = STATISTICS[statistic].unit
-        most = {"%": max([0.1, *shares]), "ratio": 1.0}.get(unit, heads[statistic].max())
-        _grid(axes, heads.pivot(index="layer", columns="head", values=statistic), statistic, most, cell)
+        unit = known[statistic].unit
+        most = {"%": max([0.1, *shares]), "ratio": max(1.0, heads[statistic].max())}.get(unit, heads[statistic].max())
+        _grid(axes, heads.pivot(index="layer", columns="head", values=statistic), known[statistic], most, cell)
         colour_bar(bar, axes.images[0], unit)
         if column == 0:
             axes.set_ylabel("layer", fontsize=8, color=MUTED)
@@ -290,12 +309,13 @@ def _overview(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tuple[str
     return figure
 
 
-def _grid(axes: Axes, values: pd.DataFrame, statistic: str, most: float, cell: float) -> None:
+def _grid(axes: Axes, values: pd.DataFrame, column: Column, most: float, cell: float) -> None:
     """One layer × head map with its values."""
-    label, unit, _ = STATISTICS[statistic]
-    norm = Normalize(0, most if most > 0 else 1.0)
+    label, unit = column[:2]
+    least = min(0.0, float(np.nanmin(values.to_numpy(), initial=0)))
+    norm = Normalize(least, most if most > least else least + 1.0)
     layer_by_head(axes, values, norm, ticks=12 if cell >= 0.25 else 6, written=lambda value: _in_cell(value, unit))
-    suffix = {"%": ", %", "ratio": ""}.get(unit, f", {unit}")
+    suffix = {"%": ", %", "ratio": "", "": ""}.get(unit, f", {unit}")
     axes.set_title(label + suffix, loc="left", fontsize=9, color=INK, pad=5)
 
 
@@ -304,7 +324,7 @@ def _in_cell(value: float, unit: str) -> str:
         return f"{100 * value:.0f}"
     if unit == "ratio":
         return f"{value:.2f}".removeprefix("0")
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
 
 
 def _received(name: str, data: xr.Dataset) -> Figure:
@@ -354,7 +374,7 @@ def _received(name: str, data: xr.Dataset) -> Figure:
 
 def _by_layer(name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, title: str) -> tuple[Figure, Axes]:
     """One dot per head, one column per layer, and the layer's median."""
-    label, unit, _ = STATISTICS[statistic]
+    label, unit = STATISTICS[statistic][:2]
     layers = data.sizes["layer"]
     width = min(11.0, max(6.4, 1.6 + 0.62 * layers))
     figure = Drawing(figsize=(width, 4.4))
@@ -518,7 +538,7 @@ def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: in
 def _sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:
     if len(names) > 1:
         return headline(data, heads).removesuffix(".")
-    label, unit, _ = STATISTICS[names[0]]
+    label, unit = columns_of(data)[names[0]][:2]
     values = heads[names[0]]
     if values.isna().all():
         return f"{label} is not defined for this kind of attention"

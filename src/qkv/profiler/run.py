@@ -25,7 +25,11 @@ from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.progress import bar
 from qkv.profiler.capture.residual import Residuals, attending, by_stack, follow
 from qkv.profiler.capture.tokens import special_ids
+from qkv.profiler.data.frames import COLUMNS
+from qkv.profiler.data.types import ROLES, TRAITS
+from qkv.profiler.data.variables import own_checked
 from qkv.profiler.profiles import Profile
+from qkv.statistics import Statistic
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,6 +47,7 @@ def profile(
     map_tokens: int = 256,
     map_bins: int = 64,
     probe: bool = True,
+    statistics: Sequence[Statistic] = (),
     partial: bool = False,
     progress: bool = True,
     name: str = "",
@@ -71,6 +76,8 @@ def profile(
         map_bins: every map is kept in small, pooled over bins: at most so many a side, 0 for none.
         probe: also run the model on short made-up texts (random tokens, one token repeated, a sequence twice, the
             text shuffled), which tell induction, duplicate-token and positional heads; for models that read token ids.
+        statistics: your own (`qkv.statistics.Statistic`): each is a variable of the data sets under its name, a column
+            of `Profile.heads`, and in figures, files and reports. Saved profiles keep it without its class.
         partial: go on if some attention of the model cannot be observed (its modules are listed in
             ``attrs["unobserved"]``) instead of raising.
         progress: show a progress bar while it runs, if standard error is a terminal.
@@ -101,6 +108,7 @@ def profile(
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, map_bins, layers)
+    statistics = own_checked(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
     runs, residuals = [], []
@@ -114,6 +122,7 @@ def profile(
                 local_window,
                 map_tokens,
                 map_bins,
+                statistics,
                 query_masks=queries,
                 key_masks=source,
                 sequences=sequences,

@@ -8,7 +8,7 @@
 
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.entropy import Entropy
-from qkv.statistics.near import At, Mass, Next, Previous, Self, Sink
+from qkv.statistics.near import At, Local, Mass, Next, Previous, Self, Sink, Streaming
 from qkv.statistics.participation import Participation
 from qkv.statistics.position import Distance, Spread
 from qkv.statistics.received import Audience, Received, Visible
@@ -28,6 +28,7 @@ __all__ = [
     "Audience",
     "Distance",
     "Entropy",
+    "Local",
     "Mass",
     "Next",
     "Participation",
@@ -38,6 +39,7 @@ __all__ = [
     "Spread",
     "Statistic",
     "Statistics",
+    "Streaming",
     "Thumbnail",
     "Visible",
     "WeightTile",

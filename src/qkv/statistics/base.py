@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -93,6 +93,8 @@ class Statistic(Definition):
     """Whether bins of histograms are equally wide in log2(1 + x)."""
     one_text: bool = False
     """Whether it says something only where queries and keys are tokens of the same text."""
+    from_second: bool = False
+    """Whether means over a causal text leave out its first query, which sees nothing but itself."""
     zero: float = 0.0
     """What `merge` starts with: merged with it, every number stays."""
     parts: int = 1
@@ -124,7 +126,7 @@ class Statistic(Definition):
         """One number a head of each text: the mean over queries or keys that are there, NaN left out."""
         there = counted[:, None, None] & ~np.isnan(values)
         n = there.sum(-1)
-        sums = np.where(there, values, 0).sum(-1)
+        sums = np.where(there, values, 0).sum(-1, dtype=np.float64)
         return np.where(n > 0, sums / np.maximum(n, 1), np.nan)
 
     def require(self) -> None:
@@ -156,3 +158,17 @@ class Statistic(Definition):
                 f"{type(self).__name__}: tile returned {got} for weights {tuple(tile.weights.shape)}, expected {shape}"
             )
         return made.double()
+
+
+def all_checked(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
+    """The statistics, known to be some, each with a name of its own."""
+    statistics = tuple(statistics)
+    for s in statistics:
+        if not isinstance(s, Statistic):
+            what = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
+            raise InputError(f"statistics holds {what}, expected objects of classes that inherit from Statistic")
+        s.require()
+    names = [s.name for s in statistics]
+    if len(set(names)) < len(names):
+        raise InputError(f"statistics are named {', '.join(names)}, expected a name of its own for each")
+    return statistics

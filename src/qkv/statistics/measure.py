@@ -27,7 +27,7 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics.base import Statistic
+from qkv.statistics.base import Statistic, all_checked
 from qkv.statistics.reduce import Asked, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 
@@ -161,7 +161,7 @@ def sweep(
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: bins of a thumbnail lie across processes")
-    statistics = _checked(statistics)
+    statistics = all_checked(statistics)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     sums = Sums(call, mass, early, bins, statistics)
@@ -178,20 +178,6 @@ def sweep(
     if queries is not None:
         sums.visible.masked_fill_(~queries[:, None], 0)
     return sums.statistics(call, rows)
-
-
-def _checked(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
-    """The statistics, known to be some, each with a name of its own."""
-    statistics = tuple(statistics)
-    for s in statistics:
-        if not isinstance(s, Statistic):
-            what = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
-            raise InputError(f"statistics holds {what}, expected objects of classes that inherit from Statistic")
-        s.require()
-    names = [s.name for s in statistics]
-    if len(set(names)) < len(names):
-        raise InputError(f"statistics are named {', '.join(names)}, expected a name of its own for each")
-    return statistics
 
 
 def _add_shared(shared: Shared, call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:

@@ -1,10 +1,11 @@
-"""Weight on named keys: the first of the text, the query's own, its neighbours, and what a mask shows."""
+"""Weight on named keys: the first of the text, the query's own, its neighbours, and those inside a mask."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from qkv.masks import Mask
+from qkv.masks import Dense, Mask, Prefix, Window
 from qkv.statistics.base import Statistic, WeightTile
 
 
@@ -24,7 +25,7 @@ class Self(At):
 
 class Previous(At):
     name, label, definition = "previous", "Previous token", "weight on the token one before"
-    before = 1
+    before, from_second = 1, True
 
 
 class Next(At):
@@ -36,6 +37,7 @@ class Sink(Statistic):
     """The weight on the first token of the text (of the sequence, where nobody says which that is)."""
 
     name, label, share, definition = "sink", "First token", True, "weight on the first token of the text"
+    from_second = True
 
     def tile(self, tile: WeightTile) -> Tensor:
         return (tile.weights * (tile.keys == 0)).sum(-1)
@@ -66,3 +68,43 @@ class Mass(Statistic):
     def tile(self, tile: WeightTile) -> Tensor:
         inside = self.mask.allowed(tile.region, tile.grid)
         return (tile.weights * inside).sum(-1)
+
+
+class Local(Mass):
+    """The weight on the tokens around the query.
+
+    Args:
+        window: tokens at most this far away count, on either side.
+    """
+
+    one_text = True
+
+    def __init__(self, window: int = 8) -> None:
+        super().__init__("local", Window(window + 1, ahead=window), "weight on tokens at most `local_window` away")
+        self.label = "Local window"
+
+
+class Streaming(Mass):
+    """The weight on what a streaming cache keeps: the first keys of the text, and the last before the query.
+
+    Args:
+        first: which key is the first of the text, one for each batch item where padding is on the left.
+        n_keys: how many keys there are, if `first` is a tensor.
+    """
+
+    one_text = True
+    first_keys, last_keys = 4, 64
+
+    def __init__(self, first: int | Tensor = 0, n_keys: int = 0) -> None:
+        kept, last = self.first_keys, Window(self.last_keys, ahead=self.last_keys - 1)
+        if isinstance(first, int) or not first.any():
+            mask = Prefix(kept) | last
+        else:
+            after = torch.arange(n_keys, device=first.device) - first[:, None]
+            mask = Dense(((after >= 0) & (after < kept))[:, None, None]) | last
+        super().__init__(
+            "streaming",
+            mask,
+            "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys",
+        )
+        self.label = "Streaming"

@@ -86,10 +86,27 @@ class Statistics:
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """Each `Statistic` asked for, by its name."""
 
+    def named(self, name: str) -> Float[Tensor, "b h n"] | None:
+        """A statistic by its name, a mass among them; None if it was not measured."""
+        for asked in (self.own, self.mass):
+            if name in asked:
+                return asked[name]
+        found: Tensor | None = getattr(self, field_of(name), None)
+        return found
+
     def __repr__(self) -> str:
         sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
         named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
         return f"Statistics({named}, keys={self.received.shape[-1]})"
+
+
+def field_of(name: str) -> str:
+    """The field of `Statistics` for a name; `self` and `next` mean something else in Python.
+
+    >>> field_of("self"), field_of("entropy")
+    ('self_', 'entropy')
+    """
+    return f"{name}_" if name in ("self", "next") else name
 
 
 class Sums:
@@ -169,7 +186,7 @@ class Sums:
             self_=self.self_.to(dtype),
             previous=self.previous.to(dtype),
             next_=self.next_.to(dtype),
-            distance=(self.distance / total).to(dtype),
+            distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
             participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
