@@ -171,12 +171,12 @@ class WeightGradients(Reducer[Job, RowSlopes]):
     ) -> Tensor:
         """The slope at each weight of a tile, at the level of its row and less what that level does to all of the row.
 
-        It is written to. The weights are not; their base-2 logarithms, if `weigh` gave them, may be.
+        It is written to. The weights are not; their base-2 logarithms, if `weigh` gives them, may be.
         """
         raise NotImplementedError
 
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights of a tile before any division, their base-2 logarithms if they came by, and which pairs are masked."""
+        """Weights of a tile before any division, their base-2 logarithms if they are at hand, and masked pairs."""
         scores, masked = tile.scores()
         return rows.weigh.weights(scores, rows.level, masked), None, masked
 
