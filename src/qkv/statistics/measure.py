@@ -78,7 +78,7 @@ def measure(
         statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
         differentiable: whether `entropy`, `participation`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
-            composition, in linear memory. The other statistics are detached. First derivatives only; no `early`, `bins`,
+            composition, in linear memory. Others are detached. First derivatives only; no `early`, `bins`,
             `statistics` or `group`, no arrays, and no `Hard`.
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
             what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
