@@ -14,35 +14,13 @@ from torch import Tensor
 
 import qkv
 from conftest import rand, unchecked
+from own_objects import Heavy, Taken
 from qkv.masks import Causal, Dense, Mask, Window
 from qkv.statistics import BUILT_IN, Local, Mass, Statistic, Streaming, WeightTile
 from qkv.statistics.sums import field_of
 from qkv.testing import CheckFailed, check_statistic
 
 H, KV, D = 6, 3, 8
-
-
-class Heavy(Statistic):
-    name, label, unit, highest, logarithmic = "heavy", "Heavy keys", "keys", 20.0, True
-    definition = "number of keys with a tenth of the weight or more"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights >= 0.1).sum(-1)
-
-
-class Taken(Statistic):
-    """The largest weight that any query puts on a key; another merge than the sum."""
-
-    name, over, share, definition = "taken", "key", True, "the largest weight that a query puts on the key"
-
-    def tile(self, tile: WeightTile) -> Tensor:
-        return tile.weights.amax(-2)
-
-    def merge(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
-    def by_head(self, values: np.ndarray, counted: np.ndarray) -> np.ndarray:
-        return np.asarray(np.nanmax(np.where(counted[:, None, None], values, np.nan), -1))
 
 
 class Kurtosis(Statistic):

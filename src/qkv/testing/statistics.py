@@ -159,8 +159,8 @@ def _added(s: Statistic, tile: WeightTile, where: str) -> Tensor:
     with calling(s, "tile", f"called for {what}"):
         found = s.added(tile)
     for name, x in given.items():
-        then = before[name]
-        if x is not None and then is not None and not torch.equal(x, then):
+        was = before[name]
+        if x is not None and was is not None and not torch.equal(x, was):
             fail(s, "tile", f"wrote to tile.{name}, expected a new tensor")
     if bool(found.isnan().any()):
         fail(s, "tile", f"is NaN for {where}, expected a number, for queries that see nothing, too")
