@@ -31,7 +31,7 @@ def page() -> str:
 
 Every number carries its unit and definition: of variables in ``profile.data["entropy"].attrs``, of columns in
 ``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number, or a share of a query's
-weight. [Statistics of your own](howto/your-own.md#a-statistic) stand beside these.
+weight. [Statistics of your own](howto/your-own.md#your-own-statistic) stand beside these.
 
 ## Variables
 
