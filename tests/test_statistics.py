@@ -364,7 +364,7 @@ statistics.BUILT_IN["heavy"] = Heavy()
 import tempfile
 import qkv
 from qkv.figures.style import STATISTICS
-from qkv.profiler.surveys.run import survey
+from qkv.profiler.surveys.survey import survey
 from qkv.report.payload import payload
 
 profile = qkv.profile("qkv-mini", "for name in names:", progress=False)

@@ -3,7 +3,7 @@
 Each tile is made again rather than kept. At a fixed level (log-sum-exp, threshold) a weight depends on its own score
 only, and what the level does to a row is one number a query (by the implicit function theorem), so one pass over the
 tiles serves all normalizers: from slopes at the weights to slopes at the scores, and from there to queries, keys,
-biases, sinks and learned tensors.
+biases, sinks and learned tensors. `Gradients` are those of attention; those of statistics begin with other slopes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkv._engine.call import Call
+from qkv._engine.call import Call, at_least_float32
 from qkv._engine.forward import Found, dropped
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
 from qkv._engine.tiles import HIDDEN
@@ -29,15 +30,13 @@ from qkv.partial import Partial, sink_gradient
 
 def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the call's tensors whose names are `wanted`, in float32 or better, from that of its output."""
-    wide = torch.promote_types(call.q.dtype, torch.float32)
+    wide = at_least_float32(call.q.dtype)
     grad, out = grad.to(wide), found.out.to(wide)
-    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
+    totals = zeros(call, wanted)
     if "sink" in totals and call.normalizer.has_lse:
         assert call.sink is not None
         assert found.level is not None
         totals["sink"] = sink_gradient(call.sink, Partial(out, found.level), grad, grad_lse)
-    if "shift" in totals:
-        totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=grad.device)
     scaled = grad
     for divisor in (found.total, call.divisor):
         scaled = scaled if divisor is None else scaled / divisor[..., None]
@@ -45,13 +44,11 @@ def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wa
     if not isinstance(call.normalizer, Pointwise) or call.normalizer.divide == "sum":
         inner = (scaled * (out if found.mean is None else found.mean)).sum(-1)
         inner = inner if grad_lse is None else inner - grad_lse
-    level = found.level
-    if level is not None:
-        level = level.masked_fill(level == -torch.inf, -HIDDEN)  # such rows see nothing: e^(s − ∞) = 0
+    level = finite(found.level)
     if call.sink is not None and not call.normalizer.has_lse:
         assert level is not None
         assert inner is not None
-        _add_sink_gradients(call, level, inner, totals)
+        add_sink_gradients(call, level, -inner, totals)
     near = mass = None
     if call.values is not None:
         near = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
@@ -65,10 +62,29 @@ def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wa
         if found.chosen is not None:
             by_distance = _chosen_distances(call, found.chosen, by_distance)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
+    return summed(call, totals)
+
+
+def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
+    """Where gradients of the call's tensors of these names are added up, in float32 or better."""
+    wide = at_least_float32(call.q.dtype)
+    totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
+    if "shift" in totals:  # a number for each query, until all are there
+        totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=call.q.device)
+    return totals
+
+
+def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`totals` when all tiles have been added: each of the shape of its tensor."""
     if "shift" in totals:
         assert call.shift is not None
         totals["shift"] = totals["shift"].sum_to_size(call.shift.shape)
     return totals
+
+
+def finite(level: Tensor | None) -> Tensor | None:
+    """A level for rows that see nothing, too, at which all their weights are 0."""
+    return None if level is None else level.masked_fill(level == -torch.inf, -HIDDEN)  # e^(s − ∞) = 0
 
 
 def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
@@ -84,28 +100,33 @@ def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(3, index[..., None], (chosen[..., None] >= 0).to(like))
 
 
-def _add_sink_gradients(call: Call, level: Tensor, inner: Tensor, totals: dict[str, Tensor]) -> None:
-    """The sink takes weight(sink, level), which no value meets: its slope is that of a key of value 0."""
+def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[str, Tensor]) -> None:
+    """Gradients that pass through weight(sink, level), from the slope at it, (b, h, nq).
+
+    In attention no value meets that weight: its slope is that of a key of value 0.
+    """
     assert call.sink is not None
     column = call.sink.expand_as(level)[..., None].clone()  # a shortcut may work in place
     names = [name for name in call.own if name in totals and name.startswith("normalizer ")]
     weigh = TileWeights(call.normalizer, [call.own[name] for name in names])
     masked = column == -torch.inf
     weigh.weights(column, level, masked if masked.any() else None)
-    slope, found = weigh.slopes(-inner[..., None])
+    at_sink, found = weigh.slopes(slope[..., None].clone())
     if "sink" in totals:
-        totals["sink"] += slope[..., 0].masked_fill(masked[..., 0], 0).sum_to_size(call.sink.shape)
+        totals["sink"] += at_sink[..., 0].masked_fill(masked[..., 0], 0).sum_to_size(call.sink.shape)
     for name, x in zip(names, found, strict=True):
         if x is not None:
             totals[name] += x
 
 
 @dataclass(eq=False)
-class _Job:
+class Job:
     """Gradients of the keys, values and learned tensors of a group that some of its queries give."""
 
     k: Tensor
-    v: Tensor
+    shared: Any
+    """What `prepare` made of the group."""
+    v: Tensor | None = None
     learned: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, names: list[str], found: Sequence[Tensor | None], totals: dict[str, Tensor]) -> None:
@@ -117,95 +138,89 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Rows:
+class RowSlopes:
     """One block of queries: what its tiles need, and the gradient of the queries."""
 
     block: Block
-    job: _Job
+    job: Job
     q: Tensor
-    grad: Tensor
-    inner: Tensor | None
     level: Tensor | None
     weigh: TileWeights
     names: list[str]
     """Learned tensors of the normalizer that want gradients."""
 
 
-class Gradients(Reducer[_Job, _Rows]):
-    """Slopes at the weights, from the output's gradient, and all that they give.
+class WeightGradients(Reducer[Job, RowSlopes]):
+    """From slopes at the weights of a call to the gradients of everything that its scores are made of.
+
+    A subclass gives the slopes: `slope_at_weights`.
 
     Args:
         level: of each row, finite.
-        grad: of the output, divided by what the weights are divided by.
-        inner: what the level of a row does to the slope of each of its scores.
         totals: what gradients are added to, by the names of the call's tensors.
-        near: slopes of weights by distance, where values depend on that.
-        mass: weights by distance are added to it.
     """
 
     over_queries = True
 
-    def __init__(
-        self,
-        level: Tensor | None,
-        grad: Tensor,
-        inner: Tensor | None,
-        totals: dict[str, Tensor],
-        near: ByQuery | None = None,
-        mass: ByQuery | None = None,
-    ) -> None:
-        self.level, self.grad, self.inner, self.totals = level, grad, inner, totals
-        self.near, self.mass = near, mass
+    def __init__(self, level: Tensor | None, totals: dict[str, Tensor]) -> None:
+        self.level, self.totals = level, totals
         self._lock = threading.Lock()
 
-    def start(self, group: Group, shared: None, rows: Sequence[int]) -> _Job:
-        return _Job(torch.zeros_like(group.tiles.k), torch.zeros_like(group.tiles.v))
+    def slope_at_weights(
+        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
+    ) -> Tensor:
+        """The slope at each weight of a tile, at the level of its row and less what that level does to all of the row.
 
-    def begin(self, job: _Job, block: Block) -> _Rows:
-        tiles, at = block.group.tiles, block.at
+        It is written to. The weights are not; their base-2 logarithms, if `weigh` gives them, may be.
+        """
+        raise NotImplementedError
+
+    def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights of a tile before any division, their base-2 logarithms if they are at hand, and masked pairs."""
+        scores, masked = tile.scores()
+        return rows.weigh.weights(scores, rows.level, masked), None, masked
+
+    def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
+        return Job(torch.zeros_like(group.tiles.k), shared)
+
+    def begin(self, job: Job, block: Block) -> RowSlopes:
+        tiles = block.group.tiles
         names = self._own(tiles.call, "normalizer")
-        return _Rows(
+        return RowSlopes(
             block,
             job,
             torch.zeros_like(tiles.q[:, :, block.rows]).flatten(1, 2),
-            self.grad[at].reshape(len(tiles.v), -1, tiles.v.shape[2]),
-            None if self.inner is None else self.inner[at].reshape(len(tiles.v), -1, 1),
-            None if self.level is None else self.level[at],
+            None if self.level is None else self.level[block.at],
             TileWeights(tiles.call.normalizer, [tiles.call.own[name] for name in names]),
             names,
         )
 
-    def tile(self, rows: _Rows, tile: Tile) -> None:
-        group, tiles, cols = tile.group, tile.group.tiles, tile.columns
-        job, weigh = rows.job, rows.weigh
-        scores, masked = tile.scores()
-        weights = weigh.weights(scores, rows.level, masked)
-        values, keys = tiles.v[:, cols], tiles.k[:, cols]
-        if masked is not None:
-            values, keys = group.visible(values, masked), group.visible(keys, masked)
-        slope = self._slope_at_weights(rows, tile, weights, values)
-        if rows.inner is not None:
-            slope.view(len(values), -1, tile.shape[3]).sub_(rows.inner)
-        if masked is not None and not weigh.shortcut:
+    def tile(self, rows: RowSlopes, tile: Tile) -> None:
+        group, job = tile.group, rows.job
+        weights, log2, masked = self.weigh(rows, tile)
+        slope = self.slope_at_weights(rows, tile, weights, log2, masked)
+        if masked is not None and not rows.weigh.shortcut:
             slope.masked_fill_(masked, 0)
-        slope, found = weigh.slopes(slope)
+        slope, found = rows.weigh.slopes(slope)
         job.add(rows.names, found, self.totals)
         if masked is not None:
             slope.masked_fill_(masked, 0)
         if "shift" in self.totals:
             self.totals["shift"][tile.block.at] += slope.sum(-1)
         slope = self._through_biases(job, tile, slope, masked)
+        keys = group.tiles.k[:, tile.columns]
+        keys = keys if masked is None else group.visible(keys, masked)
         self._through_product(rows, tile, slope, masked, keys)
 
-    def end(self, rows: _Rows, space: Workspace) -> None:
+    def end(self, rows: RowSlopes, space: Workspace) -> None:
         if "q" in self.totals:
             call = rows.block.group.tiles.call
             scale = call.scale if call.pairwise is None else 1
             self.totals["q"][rows.block.at] = rows.q.view(*rows.block.shape, -1) * scale
 
-    def finish(self, group: Group, job: _Job) -> None:
+    def finish(self, group: Group, job: Job) -> None:
         for name, x in (("k", job.k), ("v", job.v)):
-            if name in self.totals:
+            if name in self.totals and x is not None:
                 inside = self.totals[name][group.tiles.batch, group.tiles.key_heads]
                 inside += x.view(inside.shape)
         for name, x in job.learned.items():
@@ -215,26 +230,7 @@ class Gradients(Reducer[_Job, _Rows]):
         """Names of learned tensors of the score or the normalizer that want gradients."""
         return [name for name in call.own if name.startswith(of) and name in self.totals]
 
-    def _slope_at_weights(self, rows: _Rows, tile: Tile, weights: Tensor, values: Tensor) -> Tensor:
-        """The slope at each weight, which is that of the output times the value; values get their gradient."""
-        call, job, cols = tile.group.tiles.call, rows.job, tile.columns
-        kept = dropped(tile) if call.dropout_p else None
-        if not (isinstance(call.normalizer, SumToOne) and call.normalizer.one_key):
-            met = weights if kept is None else weights * kept
-            folded = met.reshape(len(values), -1, met.shape[3])
-            job.v[:, cols].baddbmm_(folded.transpose(1, 2), rows.grad)
-            if self.mass is not None:
-                with self._lock:
-                    self.mass.add_gradient(self.mass.tensor, tile.region, met)
-        slope = tile.buffer("slope")
-        torch.bmm(rows.grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
-        if self.near is not None:
-            slope += self.near.tile(tile.region)
-        if kept is not None:
-            slope *= kept
-        return slope
-
-    def _through_biases(self, job: _Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:
+    def _through_biases(self, job: Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:
         """The slope at the product, from that at the final scores; biases get theirs."""
         tiles, rows, cols = tile.group.tiles, tile.rows, tile.columns
         call = tiles.call
@@ -264,7 +260,7 @@ class Gradients(Reducer[_Job, _Rows]):
             slope = slope if masked is None else slope.masked_fill(masked, 0)
         return slope
 
-    def _through_product(self, rows: _Rows, tile: Tile, slope: Tensor, masked: Tensor | None, keys: Tensor) -> None:
+    def _through_product(self, rows: RowSlopes, tile: Tile, slope: Tensor, masked: Tensor | None, keys: Tensor) -> None:
         tiles, cols, job = tile.group.tiles, tile.columns, rows.job
         score = tiles.call.pairwise
         if score is None:
@@ -285,3 +281,57 @@ class Gradients(Reducer[_Job, _Rows]):
         if of_k is not None:
             job.k[:, cols] += of_k.view(len(job.k), tiles.group, *of_k.shape[2:]).sum(1)
         job.add(names, found, self.totals)
+
+
+class Gradients(WeightGradients):
+    """Those of attention: the slope at a weight is that of the output times the value, which gets its gradient, too.
+
+    Args:
+        level: of each row, finite.
+        grad: of the output, divided by what the weights are divided by.
+        inner: what the level of a row does to the slope of each of its scores.
+        totals: what gradients are added to, by the names of the call's tensors.
+        near: slopes of weights by distance, where values depend on that.
+        mass: weights by distance are added to it.
+    """
+
+    def __init__(
+        self,
+        level: Tensor | None,
+        grad: Tensor,
+        inner: Tensor | None,
+        totals: dict[str, Tensor],
+        near: ByQuery | None = None,
+        mass: ByQuery | None = None,
+    ) -> None:
+        super().__init__(level, totals)
+        self.grad, self.inner, self.near, self.mass = grad, inner, near, mass
+
+    def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
+        job = super().start(group, shared, rows)
+        job.v = torch.zeros_like(group.tiles.v)
+        return job
+
+    def slope_at_weights(
+        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
+    ) -> Tensor:
+        tiles, cols, at = tile.group.tiles, tile.columns, tile.block.at
+        call, values = tiles.call, tiles.v[:, cols]
+        values = values if masked is None else tile.group.visible(values, masked)
+        grad = self.grad[at].reshape(len(values), -1, values.shape[2])
+        kept = dropped(tile) if call.dropout_p else None
+        if not (isinstance(call.normalizer, SumToOne) and call.normalizer.one_key):
+            assert rows.job.v is not None
+            met = weights if kept is None else weights * kept
+            folded = met.reshape(len(values), -1, met.shape[3])
+            rows.job.v[:, cols].baddbmm_(folded.transpose(1, 2), grad)
+            if self.mass is not None:
+                with self._lock:
+                    self.mass.add_gradient(self.mass.tensor, tile.region, met)
+        slope = tile.buffer("slope")
+        torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
+        if self.near is not None:
+            slope += self.near.tile(tile.region)
+        if kept is not None:
+            slope *= kept
+        return slope if self.inner is None else slope.sub_(self.inner[at][..., None])

@@ -42,23 +42,31 @@ class _Once(torch.autograd.Function):
     """First derivatives as they are, which refuse to be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.kernel = kernel
+    def forward(ctx: Any, error: InputError, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.error = error
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise InputError(
-            f"second derivatives were asked for of attention on the kernel {ctx.kernel!r}, "
-            "which has only first ones; pass kernel='eager', which has all"
-        )
+        raise ctx.error
 
 
 def once(kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients for a backward to return: with ``create_graph=True``, differentiating them again is refused."""
+    """Gradients for the backward of a kernel to return, as `only_once` has them."""
+    error = InputError(
+        f"second derivatives were asked for of attention on the kernel {kernel!r}, "
+        "which has only first ones; pass kernel='eager', which has all"
+    )
+    return only_once(error, grads, inputs)
+
+
+def only_once(
+    error: InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients for a backward to return: with ``create_graph=True``, differentiating them again raises `error`."""
     if not torch.is_grad_enabled():
         return grads
     found = [x for x in grads if x is not None]
     sources = [x for x in inputs if x.requires_grad]
-    marked = iter(_Once.apply(kernel, len(found), *found, *sources))
+    marked = iter(_Once.apply(error, len(found), *found, *sources))
     return tuple(None if x is None else next(marked) for x in grads)

@@ -73,7 +73,7 @@ def survey(
 
     from qkv.cli.files import folder
     from qkv.profiler.capture import models
-    from qkv.profiler.surveys import run as surveys
+    from qkv.profiler.surveys import survey as surveys
 
     if threads is not None:
         if threads < 1:
@@ -151,7 +151,7 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        from qkv.profiler.surveys.run import finished
+        from qkv.profiler.surveys.survey import finished
 
         raise KeyboardInterrupt(
             f"stopped with {len(finished(out))} of {shards} shards done; the same command goes on"
@@ -172,7 +172,7 @@ def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callabl
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from qkv.profiler.surveys.run import finished
+    from qkv.profiler.surveys.survey import finished
 
     parts = corpus.shards(shards)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -281,7 +281,7 @@ def _write(result: Survey, out: Path) -> None:
         raise InputError(f"cannot write tables and figures to {out} ({error.strerror}); the data is there") from error
     console = Console(highlight=False)
     for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.run.Survey.load)",
+        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.survey.Survey.load)",
         f"Heads    {out / 'heads.csv'}",
         f"Figures  {', '.join(names)}",
     ):

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import xarray as xr
@@ -18,6 +18,7 @@ from qkv.profiler.data.words import size_of
 
 if TYPE_CHECKING:
     import pandas as pd
+    import polars as pl
 
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
@@ -82,7 +83,13 @@ class Profile:
             raise InputError(f"group: got {name!r}; this profile has {', '.join(map(repr, self.groups))}")
         return self.groups[name]
 
-    def heads(self, group: str | None = None, *, frame: str = "pandas") -> pd.DataFrame:
+    @overload
+    def heads(self, group: str | None = None, *, frame: Literal["pandas"] = "pandas") -> pd.DataFrame: ...
+    @overload
+    def heads(self, group: str | None = None, *, frame: Literal["polars"]) -> pl.DataFrame: ...
+    def heads(
+        self, group: str | None = None, *, frame: Literal["pandas", "polars"] = "pandas"
+    ) -> pd.DataFrame | pl.DataFrame:
         """One row per layer and head, averaged over each text's queries and then over the texts.
 
         Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`, such as

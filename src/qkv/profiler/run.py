@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from qkv.profiler.data.types import ROLES, TRAITS
 from qkv.profiler.data.variables import own_checked
 from qkv.profiler.profiles import Profile
 from qkv.statistics import Statistic
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 def profile(
@@ -60,8 +63,7 @@ def profile(
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
             ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module that calls
-            itself attention; or a name for `qkv.profiler.capture.models.load`: a folder, a hub name, ``"minilm"`` or
-            ``"random-gpt2"``.
+            itself attention; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
         inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
             takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
             one: padding counts neither as query nor as key.

@@ -45,3 +45,7 @@ __all__ = [
     "Visible",
     "WeightTile",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -28,13 +28,16 @@ from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, all_checked
+from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Asked, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 
-ARGUMENTS = ("mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "statistics", "group")
+ARGUMENTS = (
+    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "statistics", "differentiable",
+    "group",
+)  # fmt: skip
 
 
-@torch.no_grad()
 def measure(
     q: Any,
     k: Any,
@@ -50,10 +53,11 @@ def measure(
     early: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
+    differentiable: bool = False,
     group: dist.ProcessGroup | None = None,
     **unknown: object,
 ) -> Statistics:
-    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; no gradients.
+    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory.
 
     Args:
         q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`; entropy and the like are
@@ -72,6 +76,10 @@ def measure(
         bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
             makes a bin. None: no thumbnail.
         statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
+        differentiable: whether `entropy`, `participation`, `distance`, `sink`, `self_`, `previous`, `next_`,
+            `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
+            composition, in linear memory. Others are detached. First derivatives only; no `early`, `bins`,
+            `statistics` or `group`, no arrays, and no `Hard`.
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
             what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
             process. No `bins`, no `statistics`.
@@ -90,24 +98,57 @@ def measure(
     [2.0833, 1.0833, 0.5833, 0.25]
     >>> [round(x, 4) for x in s.mass["last two"][0, 0].tolist()]
     [1.0, 1.0, 0.6667, 0.5]
+
+    A penalty on the weight that queries give the first key, for training:
+
+    >>> q = torch.zeros(1, 1, 4, 8, requires_grad=True)
+    >>> qkv.measure(q, k, mask=qkv.masks.Causal(), differentiable=True).sink.sum().backward()
+    >>> q.grad.shape
+    torch.Size([1, 1, 4, 8])
     """
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
-    asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries, "early": early, "bins": bins}
-    asked["statistics"] = statistics
-    if group is not None:
-        # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
-        shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
-        with watching(None):
-            level = serve_shared(shared).lse
-        return sweep(shared.call, Rows(level), shared=shared, **asked)
-    form, (q, k, v) = Form.of(q, k, k if v is None else v)
-    dtype = autocast_dtype(q)
-    if dtype is not None:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
-        call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
-        return form.all_back(sweep(call, settled(call), **asked))
+    asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
+    more: dict[str, Any] = {"early": early, "bins": bins, "statistics": statistics}
+    if differentiable:
+        for name, given in (("early", early), ("bins", bins), ("statistics", statistics or None), ("group", group)):
+            if given is not None:
+                raise InputError(
+                    f"{name} is given with differentiable=True, which has no gradients of it; expected None"
+                )
+    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+        if group is not None:
+            # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
+            shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
+            with watching(None):
+                level = serve_shared(shared).lse
+            return sweep(shared.call, Rows(level), shared=shared, **more, **asked)
+        form, (q, k, v) = Form.of(q, k, k if v is None else v)
+        if differentiable and form.array:
+            raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
+        dtype = autocast_dtype(q)
+        if dtype is not None:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
+            if differentiable and queries is not None:
+                _check_queries(queries, q)
+                q = q.masked_fill(~queries[:, None, :, None], 0)  # else NaN of padding reaches what q is made of
+            call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
+            if differentiable:
+                return form.all_back(with_gradients(call, _measured, **asked))
+            return form.all_back(sweep(call, settled(call), **more, **asked))
+
+
+def _measured(call: Call, **asked: Any) -> tuple[Rows, Statistics]:
+    """What the rows of a call know, and its statistics."""
+    rows = settled(call)
+    return rows, sweep(call, rows, **asked)
+
+
+def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
+    shape = (len(q), q.shape[2])
+    if queries.dtype != torch.bool or queries.shape != shape:
+        raise InputError(f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {shape}")
 
 
 def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
@@ -139,16 +180,13 @@ def sweep(
     call, mass = detached(call), dict(mass or {})
     grid = call.grid if shared is None else shared.grid
     rows = rows if isinstance(rows, Rows) else Rows(rows)
-    b, _, n_queries, _ = call.q.shape
+    b = len(call.q)
     for name, part in mass.items():
         if not isinstance(part, Mask):
             raise InputError(f"mass[{name!r}] is {type(part).__name__}, expected a mask from qkv.masks")
         part.check(grid)
     if queries is not None:
-        if queries.dtype != torch.bool or queries.shape != (b, n_queries):
-            raise InputError(
-                f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {(b, n_queries)}"
-            )
+        _check_queries(queries, call.q)
         if queries.all():
             queries = None
     if queries is not None:

@@ -23,3 +23,7 @@ from qkv.testing.scores import check_score
 from qkv.testing.statistics import check_statistic
 
 __all__ = ["CheckFailed", "check_bias", "check_mask", "check_normalizer", "check_score", "check_statistic"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -37,7 +37,8 @@ from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
-from qkv.statistics.measure import Statistics, settled, sweep
+from qkv.statistics.measure import settled, sweep
+from qkv.statistics.sums import Statistics
 
 EARLY = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
 FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values

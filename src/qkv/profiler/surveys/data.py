@@ -44,7 +44,7 @@ class Survey:
             tokens that received most) and ``sources`` (where each module's numbers come from: see `qkv.profile`).
 
     >>> import tempfile
-    >>> from qkv.profiler.surveys.run import survey
+    >>> from qkv.profiler.surveys.survey import survey
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
     >>> found, len(found.heads())

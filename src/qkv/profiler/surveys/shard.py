@@ -24,7 +24,8 @@ from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
 from qkv.profiler.surveys.quantities import Quantities, of_description
 from qkv.statistics import Local, Statistic
-from qkv.statistics.measure import Statistics, settled, sweep
+from qkv.statistics.measure import settled, sweep
+from qkv.statistics.sums import Statistics
 
 NAMED = 256
 """Of so many tokens, those that received most, a shard keeps the names."""

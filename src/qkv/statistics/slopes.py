@@ -1,0 +1,229 @@
+"""From the gradients of statistics to those of everything that the scores are made of, tile by tile.
+
+A statistic is a function of the weights A of a call. What it asks of a weight is a sum of few terms: a number for each
+query, one for each key, ln A, A, the distance, and more inside of masks and on single keys. A tile of that is made when
+the tile of weights is, and from there on it is the backward of attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from qkv._engine.backward import Job, RowSlopes, WeightGradients
+from qkv._engine.call import Call
+from qkv._engine.row_state import Rows
+from qkv._engine.sweep import Group, Tile
+from qkv._engine.weight_tiles import WeightTiles
+from qkv._engine.workspace import Workspace
+from qkv.masks import EMPTY, FULL, Mask
+from qkv.normalizers import SumToOne
+from qkv.normalizers.base import weights_of
+from qkv.normalizers.tile import level_slopes
+
+OfQueries = Float[Tensor, "b h nq"]
+SMALLEST_LOG2 = -2000.0  # 2 to it is 0; what a bias of −inf hides must not grow out of a float when it is multiplied
+
+
+@dataclass(eq=False)
+class Slopes:
+    """∂L/∂A_ij, A_ij being final weights: the sum of what is here, of query i and key j."""
+
+    constant: OfQueries
+    log: OfQueries | None = None
+    """Times ln A_ij."""
+    share: OfQueries | None = None
+    """Times A_ij / mass_i."""
+    per_mass: OfQueries | None = None
+    """1 / mass_i."""
+    distance: OfQueries | None = None
+    """Times |p_i − j|."""
+    near: dict[int, OfQueries] = field(default_factory=dict)
+    """On key p_i + offset, by offset."""
+    first: OfQueries | None = None
+    """On the first key of the text."""
+    mass: dict[str, OfQueries] = field(default_factory=dict)
+    """Inside of a mask, by its name."""
+    received: Float[Tensor, "b h nk"] | None = None
+    """Of every key."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the keys are that statistics name."""
+
+    firsts: Sequence[int]
+    """The first key of the text of each batch item."""
+    mass: Mapping[str, Mask]
+    patterns: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """What is the same for all tiles as far from the diagonal."""
+
+    def pattern(self, name: str, tile: Tile, make: Callable[[], Tensor]) -> Tensor:
+        key = (name, tile.rows.start - tile.columns.start, *tile.shape[2:])
+        if key not in self.patterns:
+            self.patterns[key] = make()
+        return self.patterns[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _Heads:
+    """What all tiles of a group need."""
+
+    weights: WeightTiles
+    kinds: dict[str, list[list[int]]]
+    """Status of the tiles in the masks of masses."""
+    received: Tensor | None
+    first: int
+
+
+class StatisticsGradients(WeightGradients):
+    """Gradients of statistics.
+
+    Args:
+        call: whose rows know `rows`.
+        level: of each row, finite.
+        totals: what gradients are added to, by the names of the call's tensors.
+        size: of tiles.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        rows: Rows,
+        level: Tensor | None,
+        slopes: Slopes,
+        places: Places,
+        totals: dict[str, Tensor],
+        size: int,
+    ) -> None:
+        super().__init__(level, totals)
+        self.rows, self.slopes, self.places, self.size = rows, slopes, places, size
+        divisors = [x for x in (rows.total, call.divisor) if x is not None]
+        self.divisor = math.prod(divisors[1:], start=divisors[0]).expand(call.q.shape[:3]) if divisors else None
+
+    def prepare(self, group: Group) -> _Heads:
+        tiles = group.tiles
+        return _Heads(
+            WeightTiles(tiles, self.rows),
+            {name: tiles.classes(self.places.mass[name], self.size) for name in self.slopes.mass},
+            tiles.of(self.slopes.received),
+            self.places.firsts[tiles.batch.start],
+        )
+
+    def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if not (tile.group.tiles.call.normalizer.has_lse and rows.weigh.shortcut):
+            return super().weigh(rows, tile)
+        weights, log2 = tile.weights(rows.job.shared.weights)  # one product makes these logarithms
+        rows.weigh.made = weights
+        if log2 is not None and not tile.group.tiles.linear:
+            log2.clamp_(min=SMALLEST_LOG2)
+        return weights, log2, tile.masked()
+
+    def slope_at_weights(
+        self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
+    ) -> Tensor:
+        at, cols, of, heads = tile.block.at, tile.columns, self.slopes, rows.job.shared
+        divisor = None if self.divisor is None else self.divisor[at][..., None]
+        weights = weights if divisor is None else weights / divisor
+        if of.log is not None:
+            if log2 is None:
+                tiny = torch.finfo(weights.dtype).tiny
+                log2 = torch.log2(torch.clamp(weights, min=tiny, out=tile.buffer("slope")), out=tile.buffer("slope"))
+            slope = log2.mul_(of.log[at][..., None] * math.log(2)).add_(of.constant[at][..., None])
+        else:
+            slope = tile.buffer("slope").copy_(of.constant[at][..., None].expand_as(weights))
+        if of.share is not None:
+            assert of.per_mass is not None
+            slope.addcmul_(weights * of.per_mass[at][..., None], of.share[at][..., None])
+        if heads.received is not None:
+            slope += heads.received[..., None, cols]
+        self._add_places(tile, slope, heads)
+        return slope if divisor is None else slope.div_(divisor)
+
+    def _add_places(self, tile: Tile, slope: Tensor, heads: _Heads) -> None:
+        """Add what is asked of keys by where they are."""
+        at, cols, of, tiles = tile.block.at, tile.columns, self.slopes, tile.group.tiles
+        start = tile.rows.start + tiles.call.grid.offset  # where the first query stands
+        if of.distance is not None:
+            steps = self.places.pattern("distance", tile, lambda: _steps(start, tile, slope))
+            slope.addcmul_(steps, of.distance[at][..., None])
+        if of.first is not None and cols.start <= heads.first < cols.stop:
+            slope[..., heads.first - cols.start] += of.first[at]
+        for offset, x in of.near.items():
+            shift = start + offset - cols.start
+            if -slope.shape[2] < shift < slope.shape[3]:
+                diagonal = torch.diagonal(slope, shift, -2, -1)
+                begin = max(0, -shift)
+                diagonal += x[at][..., begin : begin + diagonal.shape[-1]]
+        for name, x in of.mass.items():
+            mask, kind = self.places.mass[name], heads.kinds[name][tile.block.index][tile.index]
+            if kind == FULL:
+                slope += x[at][..., None]
+            elif kind != EMPTY:
+
+                def make(mask: Mask = mask) -> Tensor:
+                    return mask.allowed(tile.region, tiles.call.grid).to(tiles.dtype)
+
+                inside = make() if mask.band is None else self.places.pattern(f"mass {name}", tile, make)
+                slope.addcmul_(inside, x[at][..., None])
+
+
+class LevelSlopes(StatisticsGradients):
+    """What the level of a row does to the slopes of its weights: their mean by how fast each falls as it rises.
+
+    `mean` and `falls` are sums over keys, (b, h, nq), when all tiles have been added.
+    """
+
+    def __init__(self, call: Call, *given: Any) -> None:
+        super().__init__(call, *given)
+        zeros = call.q.new_zeros(call.q.shape[:3], dtype=torch.float64)
+        self.sum, self.falls = zeros, torch.zeros_like(zeros)
+
+    def tile(self, rows: RowSlopes, tile: Tile) -> None:
+        normalizer, weigh, at = tile.group.tiles.call.normalizer, rows.weigh, tile.block.at
+        assert isinstance(normalizer, SumToOne)
+        assert rows.level is not None
+        weights, log2, masked = self.weigh(rows, tile)
+        slope = self.slope_at_weights(rows, tile, weights, log2, masked)
+        if isinstance(weigh.made, tuple):
+            scores = weigh.made[0].detach()
+            scores = scores if masked is None else scores.masked_fill(masked, -torch.inf)
+            falls = level_slopes(normalizer, scores, rows.level, weights)
+        else:
+            falls = normalizer.slope_from_weights(weights)
+            falls = falls if masked is None else falls.masked_fill(masked, 0)
+        slope = slope if masked is None else slope.masked_fill_(masked, 0)
+        self.falls[at] += falls.sum(-1)
+        self.sum[at] += slope.mul_(falls).sum(-1)
+
+    def end(self, rows: RowSlopes, space: Workspace) -> None:
+        pass
+
+    def finish(self, group: Group, job: Job) -> None:
+        pass
+
+    def mean(self, call: Call, at_sink: OfQueries | None) -> OfQueries:
+        """The mean, of a sink whose weight has the slope `at_sink`, too; 0 where nothing falls."""
+        total, sum_ = self.falls, self.sum
+        if call.sink is not None:
+            assert isinstance(call.normalizer, SumToOne)
+            assert self.level is not None
+            column = call.sink.expand_as(self.level)[..., None]
+            weights = weights_of(call.normalizer, column, self.level)
+            fall = level_slopes(call.normalizer, column, self.level, weights)[..., 0]
+            total = total + fall
+            sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
+        return (sum_ / torch.where(total == 0, 1.0, total)).to(self.slopes.constant)
+
+
+def _steps(start: int, tile: Tile, like: Tensor) -> Tensor:
+    """How far the keys of a tile are from its queries, the first of which stands at `start`."""
+    places = torch.arange(start, start + tile.shape[2], device=like.device)
+    keys = torch.arange(tile.columns.start, tile.columns.stop, device=like.device)
+    return (places[:, None] - keys).abs().to(like.dtype)
