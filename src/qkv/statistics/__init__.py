@@ -21,6 +21,7 @@ BUILT_IN: dict[str, Statistic] = {
         Audience(),
     )
 }  # fmt: skip
+"""The statistics that `measure` gives without being asked, by name."""
 
 __all__ = [
     "BUILT_IN",

@@ -22,7 +22,13 @@ LEAST = -1e30  # the logarithm of a weight of 0: times 0 it is 0
 
 @dataclass(frozen=True, eq=False)
 class WeightTile:
-    """The final weights of some queries and keys of some heads. Nothing in it may be written to."""
+    """The final weights of some queries and keys of some heads. Nothing in it may be written to.
+
+    >>> region, grid = Region(slice(0, 1), slice(0, 2), offset=1), Grid.of(1, 2)
+    >>> tile = WeightTile(torch.tensor([[[[0.25, 0.75]]]]), region, grid, visible=None)
+    >>> tile.distances.tolist(), (tile.weights * tile.distances).sum(-1).tolist()
+    ([[1, 0]], [[[0.25]]])
+    """
 
     weights: Float[Tensor, "b h q k"]
     """0 where the mask hides, and for queries that do not count."""

@@ -10,7 +10,15 @@ from qkv.statistics.base import Statistic, WeightTile
 
 
 class At(Statistic):
-    """The weight on the key a fixed number of tokens before the query."""
+    """The weight on the key a fixed number of tokens before the query.
+
+    >>> import torch, qkv
+    >>> class TwoBack(At):
+    ...     name, definition, before = "two_back", "weight on the token two before", 2
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[TwoBack()]).own["two_back"][0, 0].tolist()
+    [0.0, 0.0, 0.25, 0.25]
+    """
 
     share, one_text = True, True
     before = 0
@@ -20,21 +28,54 @@ class At(Statistic):
 
 
 class Self(At):
+    """The weight on the query's own token.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()])
+    >>> [round(n, 3) for n in found.own["self"][0, 0].tolist()]
+    [1.0, 0.5, 0.333, 0.25]
+    """
+
     name, label, definition = "self", "Self", "weight on the query's own token"
 
 
 class Previous(At):
+    """The weight on the token one before.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Previous()])
+    >>> [round(n, 3) for n in found.own["previous"][0, 0].tolist()]
+    [0.0, 0.5, 0.333, 0.25]
+    """
+
     name, label, definition = "previous", "Previous token", "weight on the token one before"
     before, from_second = 1, True
 
 
 class Next(At):
+    """The weight on the token one after.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[Next()]).own["next"][0, 0].tolist()
+    [0.25, 0.25, 0.25, 0.0]
+    """
+
     name, label, definition = "next", "Next token", "weight on the token one after"
     before = -1
 
 
 class Sink(Statistic):
-    """The weight on the first token of the text (of the sequence, where nobody says which that is)."""
+    """The weight on the first token of the text (of the sequence, where nobody says which that is).
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Sink()])
+    >>> [round(n, 3) for n in found.own["sink"][0, 0].tolist()]
+    [1.0, 0.5, 0.333, 0.25]
+    """
 
     name, label, share, definition = "sink", "First token", True, "weight on the first token of the text"
     from_second = True
@@ -75,6 +116,12 @@ class Local(Mass):
 
     Args:
         window: tokens at most this far away count, on either side.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Local(1)])
+    >>> [round(n, 3) for n in found.own["local"][0, 0].tolist()]
+    [1.0, 1.0, 0.667, 0.5]
     """
 
     one_text = True
@@ -90,6 +137,12 @@ class Streaming(Mass):
     Args:
         first: which key is the first of the text, one for each batch item where padding is on the left.
         n_keys: how many keys there are, if `first` is a tensor.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
+    >>> [round(n, 3) for n in found.own["streaming"][0, 0].tolist()]
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     one_text = True

@@ -13,7 +13,14 @@ def _visible(tile: WeightTile) -> Tensor:
 
 
 class Received(Statistic):
-    """All attention that a key gets."""
+    """All attention that a key gets.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
+    >>> [round(n, 3) for n in found.own["received"][0, 0].tolist()]
+    [2.083, 1.083, 0.583, 0.25]
+    """
 
     name, label, unit, over, highest, logarithmic = "received", "Received", "queries", "key", 20.0, True
     definition = "sum of the weights that all queries put on the key"
@@ -23,6 +30,15 @@ class Received(Statistic):
 
 
 class Visible(Statistic):
+    """How many keys a query may attend to.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
+    >>> [round(n, 3) for n in found.own["visible"][0, 0].tolist()]
+    [1.0, 2.0, 3.0, 4.0]
+    """
+
     name, label, unit, highest, logarithmic = "visible", "Visible keys", "keys", 20.0, True
     definition = "how many keys the query may attend to"
 
@@ -31,6 +47,15 @@ class Visible(Statistic):
 
 
 class Audience(Statistic):
+    """How many queries may attend to a key.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Audience()])
+    >>> [round(n, 3) for n in found.own["audience"][0, 0].tolist()]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+
     name, label, unit, over, highest, logarithmic = "audience", "Visible queries", "queries", "key", 20.0, True
     definition = "how many queries may attend to the key"
 

@@ -21,7 +21,13 @@ from qkv.statistics.base import Statistic
 
 @dataclass(frozen=True, eq=False)
 class Thumbnail:
-    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller."""
+    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller.
+
+    >>> from qkv import measure
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> measure(x, x, bins=2).thumbnail.mean[0, 0].tolist()
+    [[0.25, 0.25], [0.25, 0.25]]
+    """
 
     maximum: Float[Tensor, "b h qb kb"]
     """The largest weight in the bin."""
