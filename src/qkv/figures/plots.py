@@ -16,7 +16,7 @@ from qkv.figures.layout import (
     PERCENT,
     note,
 )
-from qkv.figures.overview import by_layer_figure, overview_figure
+from qkv.figures.overview import by_layer_figure, overview_figure, subtitle_of
 from qkv.figures.style import (
     MUTED,
     columns_of,
