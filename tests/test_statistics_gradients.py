@@ -394,9 +394,9 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"early": 3}, "early is given with differentiable=True"),
-        ({"bins": 3}, "bins is given with differentiable=True"),
-        ({"group": object()}, "group is given with differentiable=True"),
+        ({"early": 3}, "differentiable=True with early"),
+        ({"bins": 3}, "differentiable=True with bins"),
+        ({"group": object()}, "differentiable=True with group"),
         ({"normalizer": normalizers.Hard()}, "Hard chooses one key"),
         ({"normalizer": Closed()}, "Closed uses a tensor that requires a gradient"),
         ({"queries": torch.ones(3, 3)}, "queries is torch.float32 of shape"),

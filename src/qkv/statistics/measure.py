@@ -57,7 +57,7 @@ def measure(
     group: dist.ProcessGroup | None = None,
     **unknown: object,
 ) -> Statistics:
-    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory.
+    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; gradients if asked for.
 
     Args:
         q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`; entropy and the like are
@@ -113,9 +113,7 @@ def measure(
     if differentiable:
         for name, given in (("early", early), ("bins", bins), ("statistics", statistics or None), ("group", group)):
             if given is not None:
-                raise InputError(
-                    f"{name} is given with differentiable=True, which has no gradients of it; expected None"
-                )
+                raise InputError(f"differentiable=True with {name}, which has no gradients; expected {name}=None")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         if group is not None:
             # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
@@ -130,7 +128,7 @@ def measure(
         if dtype is not None:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
-            if differentiable and queries is not None:
+            if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
                 q = q.masked_fill(~queries[:, None, :, None], 0)  # else NaN of padding reaches what q is made of
             call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
