@@ -85,7 +85,8 @@ class Column(NamedTuple):
 
 
 ON_CARDS = ("entropy", "spread")  # entropy_ratio and distance say much of the same
-STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in OF_HEADS} | {
+FIRST = "sink"  # pages begin with it
+STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in sorted(OF_HEADS, key=lambda name: name != FIRST)} | {
     "entropy_ratio": Column("Entropy ratio", "ratio", COLUMNS["entropy_ratio"][1]),
     "sink_share": Column("Sink share", "%", COLUMNS["sink_share"][1].replace("the threshold", "30 %"), table=False),
     "top_key_share": Column("Top key", "%", "share of the head's weight on the key that receives most", table=False),

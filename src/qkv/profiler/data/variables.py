@@ -116,9 +116,9 @@ def own_attrs(statistic: Statistic) -> dict[str, Any]:
 
 
 def own(data: xr.Dataset) -> dict[str, Variable]:
-    """Statistics of one's own in a data set, by name."""
+    """Statistics of one's own in a data set, by name, in the order of the names."""
     found = {}
-    for name, x in data.data_vars.items():
+    for name, x in sorted(data.data_vars.items(), key=lambda item: str(item[0])):
         if "statistic" in x.attrs and f"{name}{BY_HEAD}" in data:
             said = {kept: x.attrs[kept] for kept in _KEPT}
             found[str(name)] = Variable(QUERY if x.attrs["statistic"] == "query" else KEY, x.attrs["units"],
