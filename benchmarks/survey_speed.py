@@ -27,7 +27,7 @@ from qkv.profiler.capture.models import Loaded, load
 from qkv.profiler.capture.special import Special, tokens_of
 from qkv.profiler.surveys.corpus import Corpus, of_texts
 from qkv.profiler.surveys.pieces import Piece, batches_of, pieces
-from qkv.profiler.surveys.run import survey
+from qkv.profiler.surveys.survey import survey
 from qkv.profiler.texts import library_text
 
 LENGTH, BATCH = 512, 4096

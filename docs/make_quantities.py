@@ -30,7 +30,8 @@ def page() -> str:
 # What a profile holds
 
 Every number carries its unit and definition: of variables in ``profile.data["entropy"].attrs``, of columns in
-``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number.
+``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number, or a share of a query's
+weight. [Statistics of your own](howto/your-own.md#your-own-statistic) stand beside these.
 
 ## Variables
 

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 import qkv
 from qkv import models
 from qkv.cli import main
-from qkv.lab import draw, log, settings
-from qkv.lab.translate import translate
+from qkv.lab import draw, log, settings, translate
 from qkv.models import bundled
 from qkv.profiler.texts import default_text
 
@@ -125,7 +124,7 @@ def _translation(result: dict[str, Any]) -> list[str]:
     return [
         f"Of unseen sentences {found['exact_match']:.1%} come out word for word (BLEU {found['bleu']:.1f}); the "
         f"strongest English word is a true counterpart of {check['best_accuracy']:.1%} of the French (alignment error "
-        f'rate {check["best_aer"]:.3f}). `qkv.lab.translate.translate("qkv-translation", "…")`:',
+        f'rate {check["best_aer"]:.3f}). `qkv.lab.translate("qkv-translation", "…")`:',
         "",
         "| | |",
         "|---|---|",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -10,6 +11,7 @@ from qkv.biases import Additive, Bias
 from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.scores import Pairwise, Product
+from qkv.statistics import Statistic, WeightTile
 
 HEADS = 4
 
@@ -108,3 +110,26 @@ class Diagonals(Mask):
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return (q >= k) & ((q - k) % 3 != 1)
+
+
+class Heavy(Statistic):
+    name, label, unit, highest, logarithmic = "heavy", "Heavy keys", "keys", 20.0, True
+    definition = "number of keys with a tenth of the weight or more"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return (tile.weights >= 0.1).sum(-1)
+
+
+class Taken(Statistic):
+    """The largest weight that any query puts on a key; another merge than the sum."""
+
+    name, over, share, definition = "taken", "key", True, "the largest weight that a query puts on the key"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.amax(-2)
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b)
+
+    def by_head(self, values: np.ndarray, counted: np.ndarray) -> np.ndarray:
+        return np.asarray(np.nanmax(np.where(counted[:, None, None], values, np.nan), -1))

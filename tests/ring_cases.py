@@ -168,7 +168,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
         **case.composed(case.parameters()),
         **group,
     )
-    named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "thumbnail")}
+    named = {f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("mass", "own", "thumbnail")}
     named |= {f"mass {name}": x for name, x in found.mass.items()}
     return {name: x for name, x in named.items() if x is not None}
 

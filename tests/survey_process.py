@@ -13,7 +13,7 @@ import torch
 
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderConfig, DecoderLM
-from qkv.profiler.surveys import run as surveys
+from qkv.profiler.surveys import survey as surveys
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 4, "import os", "class A: pass\n" * 7, "x = 1; y = 2", "é" * 33, "for"]
 

@@ -12,7 +12,7 @@ import torch
 from qkv.errors import InputError
 from qkv.lab import heads, scenes
 from qkv.lab.tasks.caption import Caption
-from qkv.lab.translate import START, read_vocabulary, translate
+from qkv.lab.translation import START, read_vocabulary, translate
 from qkv.models import bundled, load
 from qkv.server.align import SENTENCE, Aligners
 

@@ -9,10 +9,9 @@ import torch
 
 import qkv
 from qkv import models
-from qkv.lab import settings
+from qkv.lab import settings, translate
 from qkv.lab.tasks.reversal import Reversal
 from qkv.lab.tasks.translation import Translation
-from qkv.lab.translate import translate
 from qkv.models import DecoderLM, bundled
 from qkv.models.text import load_text_model
 from qkv.profiler.capture.models import load

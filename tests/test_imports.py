@@ -14,7 +14,8 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 # Layers of the package, the lowest first. A dotted name is a package of its own inside another.
 ORDER = [
-    "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
+    "_lazy", "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features",
+    "partial",
     "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_cost", "attention",
     "testing", "cache", "nn", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
@@ -102,11 +103,47 @@ HEAVY = {
 }  # fmt: skip
 
 
-def test_import_loads_nothing_heavy() -> None:
+CORE = """
+import qkv, qkv.kernels, qkv.reference
+qkv.attend, qkv.measure, qkv.choose_keys, qkv.linear_attend, qkv.merge
+qkv.cache, qkv.huggingface, qkv.models, qkv.nn, qkv.ring, qkv.testing, qkv.lab
+"""
+
+
+def test_the_core_loads_nothing_heavy() -> None:
     loaded = python(
-        "import sys, torch, numpy, jaxtyping; a = set(sys.modules); import qkv; print(*set(sys.modules) - a)"
-    )
-    assert {name.split(".")[0] for name in loaded.split()} & HEAVY == set()
+        f"import sys, torch, numpy, jaxtyping; a = set(sys.modules)\n{CORE}\nprint(*set(sys.modules) - a)"
+    ).split()
+    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
+    assert {name.split(".")[0] for name in loaded} & HEAVY == set()
+
+
+def test_import_loads_no_module_of_the_package() -> None:
+    """Names load on first use: `attend` without models, `models` without the profiler."""
+    ours = "*sorted(n.removeprefix('qkv.') for n in sys.modules if n[:4] == 'qkv.'), 'torch' in sys.modules"
+    assert python(f"import sys, qkv; print({ours})").split() == ["_lazy", "errors", "False"]
+    core = set(python(f"import sys, qkv; qkv.attend; print({ours})").split())
+    assert "attention" in core
+    assert not {name.split(".")[0] for name in core} & set(ORDER[ORDER.index("testing") :])
+    models = set(python(f"import sys; from qkv import models; print({ours})").split())
+    assert {"models.decoder", "nn"} <= models
+    assert not {name.split(".")[0] for name in models} & set(ORDER[ORDER.index("huggingface") :])
+
+
+@pytest.mark.parametrize("command", ["--help", "profile --help", "generate --help", "--version"])
+def test_help_does_without_torch(command: str) -> None:
+    code = f"""
+import sys
+from qkv.cli import main
+try:
+    main({command.split()})
+except SystemExit:
+    pass
+print("loaded:", *sorted({{"torch", "numpy"}} & set(sys.modules)))
+"""
+    said = python(code)
+    assert len(said) > len("loaded:\n")
+    assert said.endswith("loaded:\n")
 
 
 def test_the_core_works_with_torch_numpy_and_jaxtyping_alone() -> None:
@@ -135,7 +172,8 @@ except ModuleNotFoundError as error:
 
 def test_import_is_inert() -> None:
     """No patches, no threads, no environment, no seeds, no settings of torch."""
-    python("""
+    python(
+        """
 import os, sys, threading, warnings, torch, numpy, jaxtyping
 def state():
     return (
@@ -145,9 +183,10 @@ def state():
         list(warnings.filters),
     )
 before = state()
-import qkv
-assert state() == before
-""")
+"""
+        + CORE
+        + "assert state() == before"
+    )
 
 
 def test_names_that_do_not_exist_are_said_so() -> None:

@@ -12,10 +12,9 @@ import torch
 
 from conftest import unchecked
 from qkv import InputError
-from qkv.lab import scenes
+from qkv.lab import scenes, train
 from qkv.lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
 from qkv.lab.tasks.caption import Caption, looked
-from qkv.lab.train import train
 from qkv.models import Captioner
 
 

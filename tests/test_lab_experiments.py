@@ -18,7 +18,7 @@ from torch import nn
 
 from lab_tasks import Counting
 from qkv.errors import InputError
-from qkv.lab import experiments
+from qkv.lab import Diverged, experiments
 from qkv.lab.experiments import experiment, names
 from qkv.lab.experiments.base import (
     FAILS,
@@ -35,7 +35,6 @@ from qkv.lab.experiments.base import (
 from qkv.lab.experiments.run import conducted, key, table
 from qkv.lab.experiments.sinks import TASK, Sweep
 from qkv.lab.task import Measured
-from qkv.lab.train import Diverged
 
 TRAINING = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
 
@@ -84,7 +83,7 @@ class Poisoned(Tiny):
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders of runs as they are trained in this process."""
-    import qkv.lab.train as loop
+    from qkv.lab import loop
 
     began: list[Path] = []
     real = loop.train

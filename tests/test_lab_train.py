@@ -18,9 +18,8 @@ import torch
 from lab_tasks import Counting, weights
 from qkv import models
 from qkv.errors import InputError
-from qkv.lab import log, resume
+from qkv.lab import Diverged, Interrupted, log, resume, train
 from qkv.lab.task import Training
-from qkv.lab.train import Diverged, Interrupted, train
 
 TRAINING = Counting.training()
 HERE = Path(__file__).parent
@@ -55,7 +54,7 @@ def test_a_run_leaves_its_settings_metrics_model_figures_and_result(whole: Path)
 
 
 def test_a_finished_run_is_not_trained_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.lab.train._step", None)
+    monkeypatch.setattr("qkv.lab.loop._step", None)
     again = train(Counting(), TRAINING, whole, progress=False)
     assert again.evaluation == json.loads((whole / "result.json").read_text())["evaluation"]
     assert all(
@@ -75,7 +74,7 @@ sys.path.insert(0, {here!r})
 import torch; torch.set_num_threads(1)
 from pathlib import Path
 from lab_tasks import Counting
-from qkv.lab import train as loop
+from qkv.lab import loop
 step = loop._step
 def slow(*args):
     found = step(*args)
@@ -160,7 +159,7 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
         "import torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from lab_tasks import Counting\n"
-        "from qkv.lab.train import train\n"
+        "from qkv.lab import train\n"
         "task = Counting(model=dataclasses.replace(Counting().model, dropout=0.0))\n"
         "if __name__ == '__main__':\n"
         "    training = dataclasses.replace(Counting.training(), accumulate=int(sys.argv[2]))\n"

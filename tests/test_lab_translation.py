@@ -26,14 +26,14 @@ from qkv.lab.grammar import (
     prepositional,
     pronoun_object,
     relative_subject,
-    sentence,
     subject,
     that,
     verb,
     vocabularies,
 )
+from qkv.lab.sentences import sentence
 from qkv.lab.tasks.translation import ARCHITECTURES, Translation, alignment, is_held_out
-from qkv.lab.translate import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, translate
+from qkv.lab.translation import END, PAD, START, Vocabulary, cross_weights, read_vocabulary, translate
 from qkv.models import save
 
 TINY = Translation(d_model=16, layers=1, heads=2, max_words=8, held_out=4)

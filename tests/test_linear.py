@@ -240,7 +240,7 @@ def test_cutting_anywhere_changes_nothing(form: Any) -> None:
 @pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
 def test_decoding_token_by_token(form: Any, feature_map: Any) -> None:
     q, k, v = triple(nq=13)
-    state = LinearState.empty(2, 2, feature_map(k).shape[3], 5, torch.float64)
+    state = LinearState.zero(2, 2, feature_map(k).shape[3], 5, torch.float64)
     for t in range(13):
         q_t, k_t, v_t = (x[:, :, t : t + 1] for x in (q, k, v))
         out, state = linear_attend(q_t, k_t, v_t, features=feature_map, state=state, return_state=True, form=form)
@@ -473,11 +473,11 @@ def test_linformer_has_gradients_and_padding() -> None:
         (lambda q, k, v: linear_attend(q, k[..., :2], v), "q and k differ in head_dim"),
         (lambda q, k, v: linear_attend(q, k, v, features=Favor(4)), "vectors of 3 entries, expected head_dim = 4"),
         (
-            lambda q, k, v: linear_attend(q, k, v, state=LinearState.empty(2, 6, 3, 5)),
+            lambda q, k, v: linear_attend(q, k, v, state=LinearState.zero(2, 6, 3, 5)),
             r"state has kv \(2, 6, 3, 5\) and k_sum \(2, 6, 3\), expected \(2, 2, 3, 5\) and \(2, 2, 3\)",
         ),
         (
-            lambda q, k, v: linear_attend(q, k[:, :, :4], v[:, :, :4], state=LinearState.empty(2, 2, 3, 5)),
+            lambda q, k, v: linear_attend(q, k[:, :, :4], v[:, :, :4], state=LinearState.zero(2, 2, 3, 5)),
             "11 queries with 4 new keys",
         ),
         (lambda q, k, v: Favor(0), "head_dim is 0, expected at least 1"),

@@ -44,7 +44,7 @@ from qkv.masks import (
     patterns,
     picture,
 )  # fmt: skip
-from qkv.reference import sees
+from qkv.reference.parts import sees
 
 mpl.use("Agg")
 SIZES = [(1, 1), (7, 11), (11, 7), (1, 5), (5, 1)]

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from conftest import close, oracle, rand, set_tile, triple, unchecked
-from qkv import InputError, attend, biases, masks, normalizers, reference, scores
+from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.kernels import KERNELS
+from qkv.reference import parts
 
 pytestmark = pytest.mark.slow  # all together half a minute
 B, H, HKV, NQ, NK, D, DV = 2, 2, 1, 5, 7, 3, 2
@@ -238,12 +239,12 @@ def test_t5_buckets_far_away(bidirectional: bool, buckets: int, max_distance: in
         return
     back = torch.arange(-1100, 1100)
     got = biases.t5_bucket(back, buckets, max_distance, bidirectional=bidirectional)
-    assert got.tolist() == [reference.t5_bucket(x, buckets, max_distance, bidirectional) for x in back.tolist()]
+    assert got.tolist() == [parts.t5_bucket(x, buckets, max_distance, bidirectional) for x in back.tolist()]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 14, 16, 20, 25, 40])
 def test_alibi_slopes_of_any_number_of_heads(heads: int) -> None:
-    close(biases.alibi_slopes(heads), torch.tensor(reference.alibi_slopes(heads), dtype=torch.float64), eps=1)
+    close(biases.alibi_slopes(heads), torch.tensor(parts.alibi_slopes(heads), dtype=torch.float64), eps=1)
 
 
 # --- finite differences -----------------------------------------------------------------------------------------------

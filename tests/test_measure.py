@@ -35,7 +35,7 @@ from qkv.scores import Additive, Dot
 from qkv.statistics.measure import Statistics, sweep
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
-LATER = ("mass", "sink_mass", "visible", "audience", "early", "thumbnail")  # have tests of their own
+LATER = ("mass", "own", "sink_mass", "visible", "audience", "early", "thumbnail")  # have tests of their own
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in LATER]
 
 

@@ -191,3 +191,23 @@ def test_a_key_without_a_value_is_a_part() -> None:
 def test_merging_nothing_at_all_is_refused() -> None:
     with pytest.raises(InputError, match="merge: no parts given, expected at least one Partial"):
         qkv.merge()
+
+
+@given(partials(), partials(), partials(), st.integers(0, 2))
+def test_a_merge_into_memory_at_hand_is_the_merge(a: Partial, b: Partial, c: Partial, which: int) -> None:
+    parts = [Partial(x.out.clone(), x.lse.clone()) for x in (a, b, c)]
+    got = merge(*parts, out=parts[which] if which != 1 else Partial.zero(a.out))
+    same(got, merge(a, b, c))
+    sink = torch.full((5,), 0.5, dtype=torch.float64)
+    same(got.with_sink(sink, in_place=True), merge(a, b, c).with_sink(sink))
+
+
+def test_states_of_linear_attention_merge() -> None:
+    k, v = rand(2, 3, 7, 4), rand(2, 3, 7, 5)
+    zero = qkv.LinearState.zero(2, 3, 4, 5, torch.float64)
+    parts = zero.plus(k[:, :, :3], v[:, :, :3]).merge(zero).merge(zero.plus(k[:, :, 3:], v[:, :, 3:]))
+    whole = zero.plus(k, v)
+    close(parts.kv, whole.kv)
+    close(parts.k_sum, whole.k_sum)
+    with pytest.warns(DeprecationWarning, match="LinearState.zero"):
+        qkv.LinearState.empty(2, 3, 4, 5)

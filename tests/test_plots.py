@@ -285,7 +285,7 @@ def test_wrong_places_are_named() -> None:
         plot.map(0, -1)
     with pytest.raises(InputError, match="text: got 3; this profile has texts 0 to 0"):
         plot.received(3)
-    with pytest.raises(InputError, match="statistic: got 'magic'; expected one of sink"):
+    with pytest.raises(InputError, match="statistic: got 'magic'; expected one of entropy, sink"):
         plot.overview("magic")
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import hf_models as hf
 import qkv
 from conftest import largest_tensor
+from own_objects import Heavy, Taken
 from qkv import Attention, biases, features, masks, normalizers
 from qkv.errors import InputError
 from qkv.kernels import watching
@@ -378,8 +379,9 @@ class Stepwise(nn.Module):
 def test_step_by_step_is_all_at_once(attention: str, kind: str, map_tokens: int) -> None:
     model = seq2seq(attention, kind=kind)
     inputs = {"source": SOURCE, "target": TARGET}
-    whole = own_profile(model, inputs, map_tokens=map_tokens).groups["cross"]
-    steps = own_profile(Stepwise(model), inputs, map_tokens=map_tokens).groups["cross"]
+    settings = {"map_tokens": map_tokens, "statistics": [Heavy()]}
+    whole = own_profile(model, inputs, **settings).groups["cross"]
+    steps = own_profile(Stepwise(model), inputs, **settings).groups["cross"]
     beyond = {name for name in whole if name not in steps}  # of vectors, and of pictures of all queries: see `_Steps`
     assert beyond == {
         "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",
@@ -391,6 +393,9 @@ def test_step_by_step_is_all_at_once(attention: str, kind: str, map_tokens: int)
         tolerance = 2e-3 if name == "spread" else 2e-5
         np.testing.assert_allclose(steps[name], whole[name], rtol=2e-5, atol=tolerance, err_msg=str(name))
     assert steps["module"].values.tolist() == ["model.attention"]
+    if map_tokens == 8:
+        with pytest.raises(qkv.InputError, match=r"attends step by step, .* no statistics of keys; got taken"):
+            own_profile(Stepwise(model), inputs, statistics=[Taken()])
 
 
 def test_a_decoder_with_a_cache_steps_in_layers_of_growing_length() -> None:

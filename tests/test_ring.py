@@ -26,6 +26,7 @@ from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
 from qkv.profiler.capture.calls import calls_of
 from qkv.ring import Piece
+from qkv.statistics import Mass
 
 SIZES = (2, 4)
 HERE = Path(__file__).parent
@@ -224,10 +225,12 @@ def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int,
         assert got.attrs["probes"] == "not run: several processes share the sequence"
 
 
-def test_of_a_shared_sequence_maps_are_refused(alone: dist.ProcessGroup) -> None:
+def test_of_a_shared_sequence_maps_and_own_statistics_are_refused(alone: dist.ProcessGroup) -> None:
     batch = {"input_ids": ring_cases.IDS, "positions": torch.arange(80).expand(2, 80)}
     with pytest.raises(qkv.InputError, match="shares its sequence with other processes"):
         calls_of(ring_cases.Reader(alone), batch)
+    with pytest.raises(qkv.InputError, match="gives no statistics of one's own; got statistics named mine"):
+        qkv.profile(ring_cases.Reader(alone), batch, statistics=[Mass("mine", masks.Window(2))], progress=False)
 
 
 @pytest.mark.parametrize("name", MASKS)

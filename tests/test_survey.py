@@ -31,10 +31,11 @@ from qkv.figures import survey as survey_plots
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.profiler import profile
 from qkv.profiler.surveys import accumulators, corpus, ranks, shard
-from qkv.profiler.surveys import run as surveys
-from qkv.profiler.surveys.accumulators import BINS, DIGITS, QUANTITIES, Layer, edges
+from qkv.profiler.surveys import survey as surveys
+from qkv.profiler.surveys.accumulators import DIGITS, Layer
 from qkv.profiler.surveys.pieces import Batch, Piece, Special, batches_of, pieces
-from qkv.profiler.surveys.run import Survey, survey
+from qkv.profiler.surveys.quantities import BINS, QUANTITIES, edges
+from qkv.profiler.surveys.survey import Survey, survey
 from survey_process import TEXTS as OWN_TEXTS
 from survey_process import own, own_survey
 

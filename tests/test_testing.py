@@ -496,6 +496,14 @@ class ApplyLosesDtype(Bias):
         return (scores / 2).float()
 
 
+class WrongInPlace(Bias):
+    def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
+        return scores / 2
+
+    def apply_(self, scores: Tensor, region: masks.Region) -> Tensor:
+        return scores.mul_(2)
+
+
 class WrongBiasGradients(Bias):
     def apply(self, scores: Tensor, region: masks.Region) -> Tensor:
         return torch.tanh(scores)
@@ -561,6 +569,7 @@ BIASES: list[tuple[Callable[[], Any], str, str]] = [
     (TileOfIntegers, "tile", "expected floats that broadcast"),
     (TileTooLarge, "tile", "expected a shape that broadcasts"),
     (ApplyLosesDtype, "apply", "returned torch.float32"),
+    (WrongInPlace, "apply_", "got .*, expected .*, which apply returns"),
     (WrongBiasGradients, "gradients", "of the scores: got .* by autograd on apply"),
     (WrongAt, "at", "the score that tile gives"),
     (WrongByDistance, "by_distance", "the score that tile gives"),

@@ -15,7 +15,7 @@ from qkv import InputError
 from qkv.cli import COMMANDS, main
 from qkv.cli.train import Run
 from qkv.lab import experiments, settings, tasks
-from qkv.lab import train as lab
+from qkv.lab import loop as lab
 from qkv.lab.task import Training
 from qkv.lab.tasks.reversal import Reversal
 

@@ -22,11 +22,13 @@ MODULES = {
     "qkv.models": "models, checkpoints, generation",
     "qkv.huggingface": "transformers' models on these kernels",
     "qkv.ring": "sequences over many processes",
-    "qkv.testing": "checks of your own masks, scores, biases and normalizers",
+    "qkv.statistics": "numbers of the weights: each an object that says what it is",
+    "qkv.testing": "checks of your own masks, scores, biases, normalizers and statistics",
+    "qkv.kernels": "what a kernel of your own is given, and gives",
+    "qkv.reference": "the definition, in float64 and plain loops",
     "qkv.profiler": "where a model attends",
-    "qkv.lab.task": "what a task of the lab is, and how it is trained",
+    "qkv.lab": "small models: what a task is, and how it is trained",
     "qkv.lab.tasks": "the tasks",
-    "qkv.lab.train": "the training loop",
     "qkv.lab.check": "checks of the labs' exercises",
 }
 

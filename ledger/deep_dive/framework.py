@@ -6,7 +6,7 @@ import torch
 
 import qkv
 from ledger import Verdict, claim, experiment, holds, only_when
-from qkv.lab.translate import translate
+from qkv.lab import translate
 
 
 @claim(

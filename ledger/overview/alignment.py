@@ -12,7 +12,7 @@ import torch
 from ledger import Verdict, claim, experiment, false, holds, only_when, trial
 from ledger.deep_dive.complexity import listed, path
 from ledger.settle import EXPERIMENTS
-from qkv.lab.translate import padded, read_vocabulary, translate
+from qkv.lab.translation import padded, read_vocabulary, translate
 from qkv.models import RNNSeq2Seq, bundled, load
 
 BOTTLENECK = "[experiment `bottleneck`](../experiments/README.md#bottleneck)"

@@ -8,20 +8,40 @@ torch.Size([1, 4, 100, 16])
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qkv import biases, cache, features, masks, models, nn, normalizers, positions, ring, scores
-from qkv.attention import Attention, Plan, attend, plan
-from qkv.choice import Choice, choose_keys
+from qkv._lazy import lazy
 from qkv.errors import InputError
-from qkv.linear import LinearState, linear_attend, linformer
-from qkv.partial import Partial, merge
-from qkv.statistics.measure import Statistics, measure
 
 if TYPE_CHECKING:
-    from qkv import testing
-    from qkv.profiler import Profile, profile
+    from qkv import (
+        biases,
+        cache,
+        features,
+        huggingface,
+        kernels,
+        lab,
+        masks,
+        models,
+        nn,
+        normalizers,
+        positions,
+        profiler,
+        reference,
+        ring,
+        scores,
+        statistics,
+        testing,
+    )
+    from qkv.attention import Attention, Plan, attend, plan
+    from qkv.choice import Choice, choose_keys
+    from qkv.linear import LinearState, linear_attend, linformer
+    from qkv.partial import Partial, merge
+    from qkv.profiler.pretrained import load
+    from qkv.profiler.profiles import Profile
+    from qkv.profiler.run import profile
+    from qkv.statistics.measure import measure
+    from qkv.statistics.sums import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,8 +58,12 @@ __all__ = [
     "cache",
     "choose_keys",
     "features",
+    "huggingface",
+    "kernels",
+    "lab",
     "linear_attend",
     "linformer",
+    "load",
     "masks",
     "measure",
     "merge",
@@ -49,19 +73,33 @@ __all__ = [
     "plan",
     "positions",
     "profile",
+    "profiler",
+    "reference",
     "ring",
     "scores",
+    "statistics",
     "testing",
 ]
 
+# Everything but `InputError` loads on first use: the command line does without torch, the core without the profiler.
+_MODULES = (
+    "biases", "cache", "features", "huggingface", "kernels", "lab", "masks", "models", "nn", "normalizers", "positions",
+    "profiler", "reference", "ring", "scores", "statistics", "testing",
+)  # fmt: skip
+_NAMES = {
+    "qkv.attention": ("Attention", "Plan", "attend", "plan"),
+    "qkv.choice": ("Choice", "choose_keys"),
+    "qkv.linear": ("LinearState", "linear_attend", "linformer"),
+    "qkv.partial": ("Partial", "merge"),
+    "qkv.profiler.pretrained": ("load",),
+    "qkv.profiler.profiles": ("Profile",),
+    "qkv.profiler.run": ("profile",),
+    "qkv.statistics.measure": ("measure",),
+    "qkv.statistics.sums": ("Statistics",),
+}
+if not TYPE_CHECKING:  # which would take a module with a `__getattr__` to have every name
+    __getattr__ = lazy(__name__, _NAMES, _MODULES)
 
-def __getattr__(name: str) -> Any:
-    """The profiler loads on first use: it needs xarray, and most users of `attend` do not. So do the checks."""
-    if name == "testing":
-        return importlib.import_module("qkv.testing")
-    if name in ("Profile", "profile"):
-        from qkv import profiler
 
-        globals().update(Profile=profiler.Profile, profile=profiler.profile)
-        return globals()[name]
-    raise AttributeError(f"module 'qkv' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -23,7 +23,8 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Product, Score
-from qkv.statistics.measure import Statistics, measure
+from qkv.statistics.measure import measure
+from qkv.statistics.sums import Statistics
 
 ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",

@@ -20,6 +20,11 @@ __all__ = [
     "relu",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 ROWS = 4096  # worked on at once where nothing wants a gradient
 
 

@@ -7,7 +7,7 @@ are the forms that need more than a mask can say: a state to go on from, and Lin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,27 @@ from qkv.scores import Features
 __all__ = ["LinearState", "linear_attend", "linformer"]
 
 
+@overload
+def linear_attend(
+    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
+    return_state: Literal[False] = False,
+) -> Float[Tensor, "b h nq dv"]: ...  # fmt: skip
+@overload
+def linear_attend(
+    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
+    return_state: Literal[True],
+) -> tuple[Float[Tensor, "b h nq dv"], LinearState]: ...  # fmt: skip
+@overload
+def linear_attend(
+    q: Float[Tensor, "b h nq d"], k: Float[Tensor, "b hkv nk d"], v: Float[Tensor, "b hkv nk dv"], *,
+    features: Callable[[Tensor], Tensor] = elu_plus_one, causal: bool = True, normalize: bool = True,
+    state: LinearState | None = None, form: Literal["chunked", "recurrent"] = "chunked", chunk: int = CHUNK,
+    return_state: bool = False,
+) -> Float[Tensor, "b h nq dv"] | tuple[Float[Tensor, "b h nq dv"], LinearState]: ...  # fmt: skip
 def linear_attend(
     q: Float[Tensor, "b h nq d"],
     k: Float[Tensor, "b hkv nk d"],
@@ -106,7 +127,7 @@ def _recurrent(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     (b, hkv, n_keys, m), (n_queries, dv) = k.shape, (q.shape[2], v.shape[3])
     if state is None:
-        state = LinearState.empty(b, hkv, m, dv, dtype, q.device)
+        state = LinearState.zero(b, hkv, m, dv, dtype, q.device)
     q = q.unflatten(1, (hkv, -1))
     rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # these stand before the first key
     for j in range(n_keys):

@@ -29,6 +29,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Learned(nn.Module):
     """One learned vector for each position up to `length`, normal with deviation 0.02 at first (Gehring et al. 2017).
 

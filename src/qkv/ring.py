@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def shard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
     """The part of x that this process holds: chunks r and 2 P − 1 − r of 2 P along `dim`, one after the other.
 

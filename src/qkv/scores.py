@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Score(Definition):
     """Base of all scores. Yours inherits from `Product` or from `Pairwise`.
 

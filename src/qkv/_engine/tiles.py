@@ -122,18 +122,19 @@ class ScoreTiles:
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
         """Final scores of a product: biased, divided by the temperature; not masked."""
+        in_place = not torch.is_grad_enabled()
         for bias in self.call.biases:
-            product = self.apply(bias, product, rows, columns)
+            product = self.apply(bias, product, rows, columns, in_place=in_place)
         divided = self.call.normalizer.temperature != 1 and not self.linear
         return product / self.call.normalizer.temperature if divided else product
 
     def apply(
-        self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice
+        self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice, *, in_place: bool = False
     ) -> Float[Tensor, "b h q k"]:
-        """One bias on the scores of a tile."""
+        """One bias on the scores of a tile, which it may change if `in_place`."""
         region = self.region(rows, columns)
         if not bias.by_head:
-            return bias.apply(scores, region)
+            return bias.apply_(scores, region) if in_place else bias.apply(scores, region)
         region = replace(region, heads=slice(0, self.call.q.shape[1]))
         made = self.with_all_heads(lambda x: bias.apply(x, region), scores)
         return checked_shape(bias, made, scores, "apply")

@@ -8,7 +8,7 @@ call (`bound`): ours then are tensors by pair, by distance, or by query and dist
 from qkv.biases.base import Additive, Bias
 from qkv.biases.cap import SoftCap
 from qkv.biases.positions import ALiBi, RelativePosition, T5Bias, alibi_slopes, t5_bucket
-from qkv.biases.tensors import ByDistance, Dense
+from qkv.biases.tensors import ByDistance, Dense, distances
 
 __all__ = [
     "ALiBi",
@@ -20,5 +20,10 @@ __all__ = [
     "SoftCap",
     "T5Bias",
     "alibi_slopes",
+    "distances",
     "t5_bucket",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -33,7 +33,7 @@ class Bias(Definition):
     (2.0, 1.0)
     """
 
-    definitions: ClassVar = {"apply": ("at", "gradients", "by_score", "by_head", "part")}
+    definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "by_score", "by_head", "part")}
     by_score = False
     """Whether the bias depends on the score alone, not on where its query and key stand."""
     by_head = True
@@ -71,6 +71,10 @@ class Bias(Definition):
         raise InputError(f"{type(self).__name__}: no method apply(scores, region)")
 
     # --- shortcuts: none is needed; a subclass that redefines `apply` loses those it inherits -------------------------
+
+    def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
+        """`apply` without a gradient, which may change the scores in place."""
+        return self.apply(scores, region)
 
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
@@ -149,6 +153,9 @@ class Additive(Bias):
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
         return scores + self.added(region).to(scores)
+
+    def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
+        return scores.add_(self.added(region).to(scores))
 
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]

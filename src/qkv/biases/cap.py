@@ -32,10 +32,22 @@ class SoftCap(Bias):
     def apply(self, scores: Tensor, region: Region) -> Tensor:
         return torch.tanh(scores / self.cap) * self.cap
 
+    def apply_(self, scores: Tensor, region: Region) -> Tensor:
+        return self._tanh_(scores).mul_(self.cap)
+
     def gradients(
         self, before: Tensor, region: Region, slope: Tensor, learned: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        return (slope * (1 - torch.tanh(before / self.cap).square()),)
+        tanh = self._tanh_(before.clone())
+        return (slope * tanh.square_().neg_().add_(1),)
+
+    def _tanh_(self, scores: Tensor) -> Tensor:
+        """tanh(score / cap) in the memory of the scores, as m / (m + 2) of m = exp(2 score / cap) − 1.
+
+        As exact as torch's tanh, and faster on CPU. Above 60 it is 1 in any dtype; m itself would overflow.
+        """
+        m = scores.mul_(2 / self.cap).clamp_(max=60).expm1_()
+        return m.div_(m + 2)
 
     def part(self, region: Region) -> SoftCap:
         return self

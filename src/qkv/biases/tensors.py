@@ -143,7 +143,12 @@ class ByDistance(Tensorial):
 
 
 def distances(grid: Grid) -> Int[Tensor, " distances"]:
-    """p − j, query position minus key, in the order of `ByDistance`."""
+    """p − j, query position minus key, in the order of `ByDistance`.
+
+    >>> from qkv.masks import Grid
+    >>> distances(Grid.of(2, 3)).tolist()
+    [-1, 0, 1, 2]
+    """
     return torch.arange(grid.n_queries + grid.n_keys - 1, device=grid.device) - (grid.n_keys - 1) + grid.offset
 
 

@@ -20,3 +20,7 @@ from qkv.cache.sinks import Sinks
 from qkv.cache.sliding import Sliding
 
 __all__ = ["Cache", "Full", "HeavyHitters", "Sinks", "Sliding"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -73,7 +73,7 @@ def survey(
 
     from qkv.cli.files import folder
     from qkv.profiler.capture import models
-    from qkv.profiler.surveys import run as surveys
+    from qkv.profiler.surveys import survey as surveys
 
     if threads is not None:
         if threads < 1:
@@ -151,7 +151,7 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        from qkv.profiler.surveys.run import finished
+        from qkv.profiler.surveys.survey import finished
 
         raise KeyboardInterrupt(
             f"stopped with {len(finished(out))} of {shards} shards done; the same command goes on"
@@ -172,7 +172,7 @@ def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callabl
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from qkv.profiler.surveys.run import finished
+    from qkv.profiler.surveys.survey import finished
 
     parts = corpus.shards(shards)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -208,7 +208,7 @@ def _show(result: Survey) -> None:
         parts += [result.definition["model"], f"{heads['layer'].nunique()} layers", f"{len(heads)} heads"]
         parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
         console.print("\n" + " · ".join(parts), style="bold", markup=False)
-        console.print(_head_table(heads))
+        console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
         console.print(_token_table(result, group))
     beside = sorted({*record["sources"].values()} - {"interface", "qkv"})
     if beside:
@@ -223,7 +223,7 @@ def _show(result: Survey) -> None:
             console.print(f"  {example}", markup=False)
 
 
-def _head_table(heads: Any, most: int = 3) -> Any:
+def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
     """The heads that do most of each thing, with how sure one can be of it from text to text."""
     from rich import box
     from rich.table import Table
@@ -231,7 +231,7 @@ def _head_table(heads: Any, most: int = 3) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most telling heads", title_justify="left")
     for name in ("what", "head", "mean", "90 % of texts", "90 % of queries"):
         table.add_column(name, justify="left" if name in ("what", "head") else "right", no_wrap=True)
-    for what in ("sink", "previous", "self", "next", "local", "distance", "participation", "sink_mass"):
+    for what in quantities:
         if heads[what].max() > 0:
             for row in heads.sort_values(what, ascending=False, kind="stable").head(most).itertuples():
                 of_texts, of_queries = (
@@ -281,7 +281,7 @@ def _write(result: Survey, out: Path) -> None:
         raise InputError(f"cannot write tables and figures to {out} ({error.strerror}); the data is there") from error
     console = Console(highlight=False)
     for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.run.Survey.load)",
+        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.survey.Survey.load)",
         f"Heads    {out / 'heads.csv'}",
         f"Figures  {', '.join(names)}",
     ):

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from qkv.errors import InputError
-from qkv.lab.task import Task, Training
 
 if TYPE_CHECKING:
-    from qkv.lab.train import Trained
+    from qkv.lab import Task, Trained
 
 EXAMPLES = """\
 qkv train reversal                                          (a task as it is)
@@ -32,10 +31,13 @@ torchrun --nproc-per-node 2 -m qkv.cli train language       (two processes)"""
 
 @dataclass(frozen=True)
 class Run:
-    """All that can be said of a run: where, and the settings of its task and training, each a flag of its own."""
+    """All that can be said of a run: where, and the settings of its task and training, each a flag of its own.
+
+    tyro takes the types of the first two from their defaults, so that `qkv --help` does without torch.
+    """
 
     task: Annotated[Any, tyro.conf.arg(name="")]
-    training: Annotated[Training, tyro.conf.arg(name="")]
+    training: Annotated[Any, tyro.conf.arg(name="")]
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Folder of the run. One that is there goes on where it stopped, if its settings are the same."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -67,9 +69,9 @@ def train(*arguments: str) -> None:
         import torch
 
         torch.set_num_threads(run.threads)
-    from qkv.lab import train as lab
+    from qkv.lab import loop
 
-    trained = lab.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
+    trained = loop.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
     if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
         _show(run.task, trained)
 
@@ -133,8 +135,8 @@ def _show(task: Task, trained: Trained) -> None:
     from rich.table import Table
 
     from qkv.lab.log import scalars
+    from qkv.lab.loop import FIGURES, MODEL
     from qkv.lab.settings import RUN
-    from qkv.lab.train import FIGURES, MODEL
     from qkv.models.text import TOKENIZER
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

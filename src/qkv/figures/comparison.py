@@ -64,7 +64,7 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
 
 
 def _map(axes: Axes, bar: Axes, values: pd.DataFrame, name: str, limit: float) -> None:
-    label, unit, _ = STATISTICS[name]
+    label, unit = STATISTICS[name][:2]
     image = layer_by_head(axes, values, Normalize(-limit, limit), colours=DIVERGING)
     axes.set_title(label + (", % points" if unit == "%" else f", {unit}"), loc="left", fontsize=9, color=INK, pad=5)
     drawn = bar.figure.colorbar(image, cax=bar)

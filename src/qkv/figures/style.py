@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from qkv.profiler.data.frames import COLUMNS
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, own
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 INK, MUTED, HAIRLINE, PAPER = "#1b2126", "#626b73", "#dfe3e4", "#ffffff"
 ACCENT, WARM = "#1f6f8b", "#b8501a"
@@ -62,28 +68,33 @@ KINDS_DARK = {
 }
 
 
-class Statistic(NamedTuple):
+class Column(NamedTuple):
     """How a column of `Profile.heads` is named and written."""
 
     label: str
-    unit: str  # "%" (a share), "ratio", or the unit to print after the number
+    unit: str  # "%" (a share), "ratio" (1 is the end of its scale), or the unit to print after the number
     meaning: str
+    table: bool = True  # whether it is in tables of heads; else on the card of a head alone
+
+    @classmethod
+    def of(cls, name: str, about: Variable) -> Column:
+        """The column of a statistic."""
+        plain = "ratio" if about.highest == 1 else ""
+        unit = "%" if about.share else plain if about.units == "1" else about.units
+        return cls(about.label, unit, about.definition, name not in ON_CARDS)
 
 
-STATISTICS = {
-    "sink": Statistic("First token", "%", "mean weight on the text's first token"),
-    "entropy_ratio": Statistic("Entropy ratio", "ratio", "entropy / ln(visible keys); 1 is uniform"),
-    "distance": Statistic("Distance", "tokens", "mean distance between a query and what it attends to"),
-    "local": Statistic("Local window", "%", "mean weight within the local window around the query"),
-    "previous": Statistic("Previous token", "%", "mean weight on the token before the query"),
-    "self": Statistic("Self", "%", "mean weight on the query's own position"),
-    "next": Statistic("Next token", "%", "mean weight on the token after the query"),
-    "entropy": Statistic("Entropy", "nats", "mean entropy of the attention weights"),
-    "spread": Statistic("Spread", "tokens", "standard deviation of the attended position"),
-    "participation": Statistic("Effective keys", "keys", "1 / Σ weight²: how many keys share the weight"),
-    "sink_share": Statistic("Sink share", "%", "share of queries with more than 30 % on the first token"),
-    "top_key_share": Statistic("Top key", "%", "share of all weight on the one most attended key"),
+ON_CARDS = ("entropy", "spread")  # entropy_ratio and distance say much of the same
+STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in OF_HEADS} | {
+    "entropy_ratio": Column("Entropy ratio", "ratio", COLUMNS["entropy_ratio"][1]),
+    "sink_share": Column("Sink share", "%", COLUMNS["sink_share"][1].replace("the threshold", "30 %"), table=False),
+    "top_key_share": Column("Top key", "%", "share of the head's weight on the key that receives most", table=False),
 }
+
+
+def columns_of(data: xr.Dataset) -> dict[str, Column]:
+    """The statistics of the heads of a group: those of all profiles, and those of one's own."""
+    return STATISTICS | {name: Column.of(name, about) for name, about in own(data).items()}
 
 
 def percent(share: float) -> str:
@@ -99,4 +110,4 @@ def written(value: float, unit: str) -> str:
     if unit == "%":
         return percent(value)
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f}" + ("" if unit == "ratio" else f" {unit}")
+    return f"{value:,.{digits}f}" + ("" if unit in ("ratio", "") else f" {unit}")

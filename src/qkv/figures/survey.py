@@ -13,7 +13,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from qkv.errors import InputError
 from qkv.figures.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, WARM, percent
-from qkv.profiler.surveys.accumulators import EARLY_THRESHOLD, QUANTITIES, edges
+from qkv.profiler.surveys.accumulators import EARLY_THRESHOLD
+from qkv.profiler.surveys.quantities import Quantity, edges
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,11 +26,6 @@ LEAST = 0.005  # a quantity that no head exceeds is not drawn
 SMALL_MULTIPLES = ("sink_score", "previous", "self", "local", "distance", "entropy_ratio", "special", "delimiter")
 NAMES = {
     "sink_score": "Sink score of the first token",
-    "previous": "Previous token",
-    "self": "Self",
-    "local": "Local window",
-    "distance": "Distance, tokens",
-    "entropy_ratio": "Entropy / uniform",
     "special": "Special tokens",
     "delimiter": "Delimiters",
 }
@@ -38,7 +34,8 @@ NAMES = {
 def heads(survey: Survey, group: str | None = None) -> Figure:
     """Layer × head maps of means over the corpus, one for each quantity that says something here."""
     table = survey.heads(group)
-    names = [name for name in SMALL_MULTIPLES if table[name].max() > LEAST]
+    own = [name for name, quantity in survey.quantities.items() if quantity.parameters is not None]
+    names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > LEAST]
     layers, columns = table["layer"].nunique(), table["head"].nunique()
     across = min(4, len(names))
     down = -(-len(names) // across)
@@ -55,7 +52,7 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     for at, name in enumerate(names):
         x, y = left + at % across * (wide + gap_x), top + at // across * (tall + gap_y)
         axes, bar = place(figure, x, y, wide, tall), place(figure, x + wide + 0.08, y, 0.08, tall)
-        _map(axes, table, name)
+        _map(axes, table, name, _title(survey, name))
         colour = figure.colorbar(axes.images[0], cax=bar)
         colour.outline.set_visible(False)
         bar.tick_params(labelsize=7, colors=MUTED, length=2)
@@ -67,26 +64,26 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
 
 def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = None) -> Figure:
     """How much a head differs from text to text: the middle 90 % of the sequences' means, around their median."""
-    _check(quantity)
+    about = _quantity(survey, quantity)
     table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
     low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
     spread = high - low
     figure = Drawing(figsize=(8.2, 4.5))
-    title = f"In the median head the {NAMES.get(quantity, quantity).lower()} of nine texts in ten lies within "
-    titled(figure, f"{title}{spread.median():.2g}", f"{_about(survey)} · the middle 90 % of sequences and their median")
+    title = f"{about.label}: in the median head, nine texts in ten lie within {spread.median():.2g} of one another"
+    titled(figure, title, f"{_about(survey)} · the middle 90 % of sequences and their median")
     axes = place(figure, 0.75, 1.05, 7.2, 2.85)
     plain(axes)
     axes.vlines(table.index, low, high, color=ACCENT, alpha=0.35, lw=max(0.6, min(4.0, 400 / len(table))))
     axes.plot(table.index, middle, "o", ms=2.5, color=ACCENT)
     axes.set_xlabel("heads, in order of their median", fontsize=8, color=MUTED)
-    axes.set_ylabel(f"{quantity.replace('_', ' ')} ({_unit(quantity)})", fontsize=8, color=MUTED)
+    axes.set_ylabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
     return figure
 
 
 def distribution(survey: Survey, quantity: str = "distance", group: str | None = None) -> Figure:
     """The histogram of a quantity over all queries, a row a head: exact counts."""
-    _check(quantity)
-    q = list(QUANTITIES).index(quantity)
+    about = _quantity(survey, quantity)
+    q = list(survey.quantities).index(quantity)
     layers = [layer for _, layer in sorted(survey.group(group).layers.items())]
     counts = np.concatenate([layer.added["histogram"][q] for layer in layers]).astype(float)
     counts = counts[:, : min(counts.shape[1], int(np.flatnonzero(counts.sum(0)).max(initial=0)) + 2)]
@@ -94,20 +91,18 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     tall = min(8.0, max(1.6, 0.1 * len(share)))
     figure = Drawing(figsize=(8.2, tall + 1.75))
     means = survey.heads(group)[quantity]
-    title = (
-        f"Mean {quantity.replace('_', ' ')} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(quantity)}"
-    )
+    title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
     titled(figure, title, f"{_about(survey)} · share of each head's queries, a row a head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
     picture = axes.imshow(np.sqrt(share), aspect="auto", cmap=COLOURS, interpolation="nearest", vmin=0)
-    borders = edges(quantity)
+    borders = edges(about)
     ticks = np.linspace(0, counts.shape[1], 6).round().astype(int)
     axes.set_xticks(ticks - 0.5, [f"{borders[t]:.2g}" if borders[t] < 10 else f"{borders[t]:,.0f}" for t in ticks])
     ends = np.cumsum([layer.heads for layer in layers])
     axes.set_yticks(
         ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
     )
-    axes.set_xlabel(f"{quantity.replace('_', ' ')} ({_unit(quantity)})", fontsize=8, color=MUTED)
+    axes.set_xlabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
     axes.set_ylabel("layer, its heads below one another", fontsize=8, color=MUTED)
     plain(axes)
     figure.colorbar(picture, cax=bar, format=FuncFormatter(lambda v, _: f"{100 * v * v:.0f} %")).outline.set_visible(
@@ -146,20 +141,30 @@ FIGURES: dict[str, Callable[..., Figure]] = {
 }
 
 
-def _map(axes: Axes, table: pd.DataFrame, name: str) -> None:
+def _map(axes: Axes, table: pd.DataFrame, name: str, title: str) -> None:
     grid = table.pivot(index="layer", columns="head", values=name)
     layer_by_head(axes, grid, Normalize(0, float(grid.max(axis=None))))
-    axes.set_title(NAMES[name], loc="left", fontsize=8.5, color=INK, pad=5)
+    axes.set_title(title, loc="left", fontsize=8.5, color=INK, pad=5)
 
 
-def _check(quantity: str) -> None:
-    if quantity not in QUANTITIES:
-        raise InputError(f"quantity: got {quantity!r}; expected one of {', '.join(QUANTITIES)}")
+def _title(survey: Survey, name: str) -> str:
+    if name in NAMES:
+        return NAMES[name]
+    about = survey.quantities[name]
+    return about.label if about.unit == "1" else f"{about.label}, {about.unit}"
 
 
-def _unit(quantity: str) -> str:
-    unit = QUANTITIES[quantity].unit
-    return "share of the weight" if unit == "share" else "1 is uniform" if unit == "1" else unit
+def _quantity(survey: Survey, name: str) -> Quantity:
+    if name not in survey.quantities:
+        raise InputError(f"quantity: got {name!r}; expected one of {', '.join(survey.quantities)}")
+    return survey.quantities[name]
+
+
+def _unit(quantity: Quantity) -> str:
+    if quantity.share:
+        return "share of the weight"
+    plain = "1 is uniform" if quantity.parameters is None else "a plain number"
+    return plain if quantity.unit == "1" else quantity.unit
 
 
 def _about(survey: Survey) -> str:

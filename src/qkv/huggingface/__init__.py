@@ -3,3 +3,7 @@
 from qkv.huggingface.client import register, use
 
 __all__ = ["register", "use"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -23,6 +23,13 @@ from qkv.kernels import eager, flex, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
 from qkv.ring import Shared
 
+__all__ = ["KERNELS", "Call", "Result"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
     "flash": flash,
@@ -31,6 +38,7 @@ KERNELS: dict[str, ModuleType] = {
     "eager": eager,
     "reference": loops,
 }
+"""Every kernel by the name that `attend` takes; one of your own joins them."""
 
 PREFERENCE = {  # in this order, with the reason each is worth having
     "linear": "the weights are products of features: time and memory linear in the sequence",

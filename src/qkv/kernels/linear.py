@@ -8,6 +8,7 @@ keys one by one (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are worke
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence 
 class LinearState:
     """All that linear attention keeps of the keys and values so far, however many, in float32 or better.
 
-    >>> LinearState.empty(1, 2, n_features=8, value_dim=16).kv.shape
+    >>> LinearState.zero(1, 2, n_features=8, value_dim=16).kv.shape
     torch.Size([1, 2, 8, 16])
     """
 
@@ -37,13 +38,26 @@ class LinearState:
     """Σ φ(k)."""
 
     @staticmethod
-    def empty(
+    def zero(
         batch: int, key_heads: int, n_features: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
         """The state before the first key."""
         kv = torch.zeros(batch, key_heads, n_features, value_dim, dtype=dtype, device=device)
         return LinearState(kv, kv[..., 0].clone())
+
+    @staticmethod
+    def empty(
+        batch: int, key_heads: int, n_features: int, value_dim: int,
+        dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+    ) -> LinearState:  # fmt: skip
+        """The old name of `zero`."""
+        warnings.warn("LinearState.empty is now LinearState.zero", DeprecationWarning, stacklevel=2)
+        return LinearState.zero(batch, key_heads, n_features, value_dim, dtype, device)
+
+    def merge(self, other: LinearState, /) -> LinearState:
+        """The state after the keys of both."""
+        return LinearState(self.kv + other.kv, self.k_sum + other.k_sum)
 
     def plus(self, k: Float[Tensor, "b hkv n m"], v: Float[Tensor, "b hkv n dv"]) -> LinearState:
         """The state after more keys, given as features."""
@@ -122,7 +136,7 @@ def attention(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     (b, hkv, n_keys, m), dv, n_queries = k.shape, v.shape[3], q.shape[2]
     if state is None:
-        state = LinearState.empty(b, hkv, m, dv, dtype, q.device)
+        state = LinearState.zero(b, hkv, m, dv, dtype, q.device)
     q = q.unflatten(1, (hkv, -1))  # (b, hkv, group, nq, m)
     if not causal:
         state = state.plus(k, v)

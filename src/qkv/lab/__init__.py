@@ -1,1 +1,44 @@
 """The lab: small models, trained on tasks whose truth is known, that show why attention does what it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qkv._lazy import lazy
+
+if TYPE_CHECKING:
+    from qkv.lab import check, experiments, grammar, heads, scenes, sentences, tasks, translation
+    from qkv.lab.loop import Diverged, Interrupted, Trained, train
+    from qkv.lab.task import Task, Training
+    from qkv.lab.translation import translate
+
+__all__ = [
+    "Diverged",
+    "Interrupted",
+    "Task",
+    "Trained",
+    "Training",
+    "check",
+    "experiments",
+    "grammar",
+    "heads",
+    "scenes",
+    "sentences",
+    "tasks",
+    "train",
+    "translate",
+    "translation",
+]
+
+_MODULES = ("check", "experiments", "grammar", "heads", "scenes", "sentences", "tasks", "translation")
+_NAMES = {
+    "qkv.lab.loop": ("Diverged", "Interrupted", "Trained", "train"),
+    "qkv.lab.task": ("Task", "Training"),
+    "qkv.lab.translation": ("translate",),
+}
+if not TYPE_CHECKING:
+    __getattr__ = lazy(__name__, _NAMES, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,7 +15,20 @@ from matplotlib.figure import Figure
 from qkv.figures.save import save_figure
 from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP
 
-__all__ = ["COLOURS", "MARKERS", "WEIGHTS", "by_seed", "curves", "heatmap", "panels", "plain", "save_figure"]
+__all__ = [
+    "COLOURS",
+    "HAIRLINE",
+    "INK",
+    "MARKERS",
+    "MUTED",
+    "WEIGHTS",
+    "by_seed",
+    "curves",
+    "heatmap",
+    "panels",
+    "plain",
+    "save_figure",
+]
 
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
 """For lines and points, in this order; told apart by colour-blind people and in grey by their markers."""

@@ -1,6 +1,6 @@
 """English sentences with their French and the words that translate one another, from a grammar.
 
-The first half composes phrases by rule: agreement, order, elision, contraction, negation. The second draws them.
+Phrases are composed by rule: agreement, order, elision, contraction, negation. `qkv.lab.sentences` draws them.
 
 What translates what: a determiner, noun, adjective, adverb, preposition or conjunction the same in the other language;
 a pronoun its pronoun, wherever it stands; "ne" and "pas" both "not"; both words of "était assis" the one "sat"; "du"
@@ -12,12 +12,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from random import Random
 from typing import NamedTuple, TypeVar
 
 from qkv.errors import InputError
 from qkv.lab import lexicon
 from qkv.lab.lexicon import Adjective, Gender, Noun, Verb
+
+__all__ = [
+    "Pair",
+    "Phrase",
+    "Word",
+    "adjective",
+    "begins_with_vowel",
+    "both",
+    "clause",
+    "conjunction",
+    "finished",
+    "joined",
+    "late_adverb",
+    "noun",
+    "noun_phrase",
+    "predicate",
+    "prepositional",
+    "pronoun_object",
+    "relative_subject",
+    "subject",
+    "that",
+    "verb",
+    "vocabularies",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 T = TypeVar("T")
 VOWELS = frozenset("aeiouhâàéèêëîïôûœ")
@@ -324,250 +352,3 @@ def _by_english(entries: Iterable[T], english: str) -> T:
     if found is None:
         raise InputError(f"{english!r} is no word of that class in the lexicon")
     return found
-
-
-# --- drawn -----------------------------------------------------------------------------------------------------------
-
-
-def sentence(rng: Random, max_words: int = 30) -> Pair:
-    """A sentence of at most `max_words` English words, all lengths about equally often, or a noun phrase.
-
-    >>> print(*sentence(Random(3), 8).target)
-    j' habite dans ce jardin
-    """
-    if max_words < SHORTEST:
-        raise InputError(f"max_words is {max_words}, expected at least {SHORTEST}")
-    draw = _Draw(rng)
-    while True:
-        words = SHORTEST + draw.below(max_words - SHORTEST + 1)
-        phrase = draw.nouns(words, ALL) if words < 8 and draw.chance(0.12) else draw.sentence(words)
-        if len(phrase.source) <= max_words:
-            return finished(phrase)
-
-
-ALL = frozenset({*lexicon.SEEN, "food"})
-PERSONS = frozenset({"person"})
-BEINGS = frozenset(lexicon.BEING)
-PLACES = {
-    "in": frozenset({"place"}), "on": frozenset({"flat"}), "under": frozenset({"tree", "flat"}),
-    "behind": frozenset({"place", "tree", "person", "animal"}),
-    "near": frozenset({"place", "tree", "person", "animal"}),
-    "with": frozenset({"person", "animal"}),
-}  # fmt: skip
-EVERYONE, GENDERED = tuple(row[0] for row in lexicon.SUBJECTS), ("he", "she", "they")
-"""Pronouns: all, and those whose gender shows."""
-AROUND = ("behind", "near")
-"""Where a place may be."""
-OWNED = frozenset({"thing", "animal", "place", "text"})
-OWNERS = ("the", "the", "the", "the", "this", "that", "my", "his", "her", "our", "your", "their")
-"""Determiners that are definite, the most frequent repeated."""
-PLAIN = tuple(a.english for a in lexicon.ADJECTIVES if a.rank >= 3)
-"""Adjectives without "very"."""
-
-
-class _Draw:
-    """Phrases drawn at random; each method is told about how many English words there may be."""
-
-    def __init__(self, rng: Random) -> None:
-        self.random = rng.random  # its sequence, unlike that of choice, is promised to stay the same
-
-    def below(self, n: int) -> int:
-        return int(self.random() * n)
-
-    def chance(self, p: float) -> bool:
-        return self.random() < p
-
-    def pick(self, values: Sequence[T]) -> T:
-        return values[int(self.random() * len(values))]
-
-    def sentence(self, words: int) -> Phrase:
-        """One clause, or several."""
-        if words >= 9 and self.chance(min(0.85, words / 20)):
-            if self.chance(0.2):
-                who = self.subject(3, PERSONS)
-                verb = self.pick(lexicon.REPORTING)
-                adverb = self.adverb()
-                said = clause(who, verb, that(), adverb=adverb)
-                return joined(said, self.sentence(words - len(said.source)))
-            first = self.clause(4 + self.below(words - 8))
-            rest = self.sentence(words - 1 - len(first.source))
-            return joined(first, conjunction(self.pick(tuple(lexicon.CONJUNCTIONS))), rest)
-        return self.clause(words)
-
-    def clause(self, words: int) -> Phrase:
-        """A subject and what it does."""
-        late = words >= 6 and self.chance(0.08)
-        if late:
-            words -= 1
-        what = self.random()
-        if what < 0.24:
-            said = self.state(words)
-        else:
-            verbs = (
-                lexicon.INTRANSITIVE if what < 0.34 else lexicon.PREPOSITIONAL if what < 0.44 else lexicon.TRANSITIVE
-            )
-            verb = lexicon.GIVE if what > 0.96 and words >= 7 else self.pick(verbs)
-            who = self.subject(self.share(words - 1), verb.subjects)
-            said = self.doing(who, verb, words - len(who.source))
-        return joined(said, late_adverb(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
-
-    def state(self, words: int) -> Phrase:
-        """Someone or something is so, or sits there. Only where the subject tells its gender."""
-        if self.chance(0.4):
-            posture = self.pick(lexicon.POSTURES)
-            among = GENDERED if posture.participle and posture.participle.m != posture.participle.f else EVERYONE
-            who = self.subject(self.share(words - 1), BEINGS, among)
-            return self.posture(who, posture, words - len(who.source))
-        adjective = self.pick(lexicon.ADJECTIVES)
-        if adjective.kinds & BEINGS and self.chance(0.3):
-            same = adjective.m == adjective.f and adjective.m_plural == adjective.f_plural
-            who = self.subject(1, BEINGS & adjective.kinds, (*GENDERED, "i", "we") if same else GENDERED)
-        else:
-            who = self.nouns(max(2, words - 2), adjective.kinds, definite=not adjective.kinds & BEINGS)
-        return self.being(who, adjective, words - len(who.source))
-
-    def posture(self, who: Phrase, verb: Verb, words: int) -> Phrase:
-        """A subject given, sitting somewhere."""
-        place = self.place(words - 2)
-        said = {"negation": "not"} if self.chance(0.15) and words > 4 else {"adverb": self.adverb()}
-        return clause(who, verb, place, past=self.chance(0.6), **said)
-
-    def being(self, who: Phrase, adjective: Adjective, words: int) -> Phrase:
-        """A subject given, being so."""
-        negation = self.negation() if words >= 3 else ""
-        very = words >= 3 and adjective.english not in PLAIN and self.chance(0.25)
-        said = predicate(adjective, who, very=very)
-        return clause(who, None, said, negation=negation, past=self.chance(0.3))
-
-    def doing(self, who: Phrase, verb: Verb, words: int) -> Phrase:
-        """A subject given, and what it does in about so many words, the verb among them."""
-        negation = self.negation() if words >= 4 else ""
-        adverb = "" if negation or words < 3 else self.adverb()
-        left = words - 1 - (2 if negation == "not" else bool(negation or adverb))
-        rest: list[Phrase] = []
-        if verb is lexicon.GIVE:
-            given = self.nouns(max(2, left // 2), verb.objects, negated=bool(negation))
-            to = self.nouns(max(2, left - 1 - len(given.source)), PERSONS, single=True)
-            rest = [given, prepositional(verb.preposition, to)]
-        elif verb.preposition:
-            to = self.nouns(max(2, left - 1), verb.objects, definite=True, single=verb.preposition == "to")
-            rest = [prepositional(verb.preposition, to)]
-        elif verb.objects:
-            tail = left >= 6 and self.chance(0.4)
-            rest = [self.object(who, verb, left - 3 if tail else left, bool(negation))]
-            if tail:
-                rest.append(self.place(left - len(rest[0].source)))
-        elif left >= 3:
-            rest = [self.place(left)]
-        return clause(who, verb, *rest, negation=negation, adverb=adverb)
-
-    def object(self, who: Phrase, verb: Verb, words: int, negated: bool) -> Phrase:
-        """What someone loves, eats, …: a pronoun where that makes sense."""
-        if verb.objects >= {"person", "animal"} and (words < 2 or self.chance(0.2)):
-            others = [english for english, _, person in lexicon.OBJECTS if person != who.person or person in (1, 4)]
-            return pronoun_object(self.pick(others))
-        if "study" in verb.objects:
-            if self.chance(0.35):
-                return self.generic(words, verb.objects)
-            return self.nouns(max(2, words), verb.objects - {"study"}, definite=True)
-        return self.nouns(max(2, words), verb.objects, negated=negated)
-
-    def generic(self, words: int, kinds: frozenset[str]) -> Phrase:
-        """All of a kind."""
-        noun = self.pick(_nouns(kinds))
-        fitting = self.fitting(noun) if words >= 2 and self.chance(0.5) else []
-        return noun_phrase("", noun, plural=not noun.mass, adjectives=fitting)
-
-    def place(self, words: int, among: tuple[str, ...] = tuple(PLACES)) -> Phrase:
-        english = self.pick(among)
-        near = english == "near"
-        return prepositional(english, self.nouns(max(2, words - 1), PLACES[english], definite=near, single=near))
-
-    def subject(self, words: int, kinds: frozenset[str], among: tuple[str, ...] = EVERYONE) -> Phrase:
-        """One of some pronouns, or a noun phrase."""
-        if words < 2 or (self.chance(0.4) and words < 5):
-            return subject(self.pick(among))
-        return self.nouns(words, kinds)
-
-    def nouns(
-        self,
-        words: int,
-        kinds: frozenset[str],
-        *,
-        negated: bool = False,
-        definite: bool = False,
-        bare: bool = False,
-        single: bool = False,
-    ) -> Phrase:
-        """A noun phrase; unless `single` perhaps two with "and"; unless `bare` perhaps one with more said of it.
-
-        After "de" and "à", which French repeats before each, they are single.
-        """
-        if words >= 5 and not (negated or single) and self.chance(0.15):
-            # Nothing is said of the first: in "the queens near the man and the boy", the man and the boy are together.
-            first = self.nouns(2 + self.below(min(3, words - 4)), kinds, definite=definite, bare=True, single=True)
-            return both(first, self.nouns(words - 1 - len(first.source), kinds, definite=definite))
-        noun = self.pick(_nouns(kinds))
-        plural = not noun.mass and self.chance(0.35)
-        if definite or self.chance(0.55):
-            determiner = self.pick(OWNERS)
-        else:
-            determiner = self.pick(("two", "three", "a", "a")) if plural else "a"
-        fitting = self.fitting(noun) if words >= 3 and self.chance(0.6) else []
-        found = noun_phrase(determiner, noun, plural=plural, adjectives=fitting[: words - 2], negated=negated)
-        left = words - len(found.source)
-        if left >= 3 and not bare and self.chance(0.7):
-            # A noun has either: which of two a clause belongs to would decide how its words agree.
-            if left >= 4 and self.chance(0.5):
-                relative = self.relative(found, noun, left)
-                return found if relative is None else joined(found, relative)
-            if noun.kinds & OWNED and determiner in ("the", "a") and self.chance(0.6):
-                return joined(found, prepositional("of", self.nouns(left - 1, PERSONS, definite=True, single=True)))
-            return joined(found, self.place(left, AROUND if "place" in noun.kinds else tuple(PLACES)))
-        return found
-
-    def relative(self, found: Phrase, noun: Noun, words: int) -> Phrase | None:
-        """What is said of a noun in a clause of its own; none for what does nothing and is done to by none."""
-        human = "person" in noun.kinds
-        verbs = [v for v in lexicon.TRANSITIVE if v.objects & noun.kinds]
-        if verbs and self.chance(0.4):
-            verb = self.pick(verbs)
-            who = self.subject(words - 2, verb.subjects)
-            negation = self.negation() if words - len(who.source) >= 4 else ""
-            return joined(that(), clause(who, verb, negation=negation))
-        who = relative_subject(found, human)
-        if not noun.kinds & BEINGS:
-            return self.being(who, self.pick([a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds]), words - 1)
-        what = self.random()
-        if what < 0.25:
-            return self.posture(who, self.pick(lexicon.POSTURES), words - 1)
-        verbs = [v for v in (*lexicon.TRANSITIVE, *lexicon.INTRANSITIVE) if v.subjects & noun.kinds]
-        return self.doing(who, self.pick(verbs), words - 1)
-
-    def fitting(self, noun: Noun) -> list[Adjective]:
-        """An adjective of the noun, and perhaps one of the other side."""
-        possible = _adjectives(noun)
-        first = self.pick(possible)
-        others = [a for a in possible if a.before is not first.before]
-        return [first, self.pick(others)] if others and self.chance(0.3) else [first]
-
-    def share(self, words: int) -> int:
-        """How many of the words the subject takes."""
-        return 1 + self.below(max(1, words - 2))
-
-    def negation(self) -> str:
-        drawn = self.random()
-        return "not" if drawn < 0.22 else "never" if drawn < 0.3 else ""
-
-    def adverb(self) -> str:
-        return self.pick(tuple(lexicon.ADVERBS)) if self.chance(0.12) else ""
-
-
-@cache
-def _nouns(kinds: frozenset[str]) -> tuple[Noun, ...]:
-    return tuple(n for n in lexicon.NOUNS if n.kinds & kinds)
-
-
-@cache
-def _adjectives(noun: Noun) -> tuple[Adjective, ...]:
-    return tuple(a for a in lexicon.ADJECTIVES if a.kinds & noun.kinds)

@@ -20,6 +20,31 @@ from qkv.models.sampling import Sampler
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = [
+    "FIRST_SYMBOL",
+    "PAD",
+    "SEPARATOR",
+    "bars",
+    "best",
+    "check_enough",
+    "continued",
+    "drawn",
+    "head_names",
+    "held_out",
+    "loss_after",
+    "maps",
+    "mean_weight",
+    "share_of_strongest",
+    "show_map",
+    "symbols",
+    "without_heads",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 PAD, SEPARATOR, FIRST_SYMBOL = 0, 1, 2
 """Tokens with a meaning of their own, and the first that has none."""
 Pairs = tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]

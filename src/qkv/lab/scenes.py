@@ -10,6 +10,29 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from qkv.errors import InputError
 
+__all__ = [
+    "COLOURS",
+    "END",
+    "PAD",
+    "SHAPES",
+    "START",
+    "TOKEN",
+    "VOCABULARY",
+    "Descriptions",
+    "Scenes",
+    "caption",
+    "draw",
+    "held",
+    "longest",
+    "on_grid",
+    "text",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 COLOURS = {
     "red": (0.95, 0.1, 0.1),
     "yellow": (1.0, 0.9, 0.1),

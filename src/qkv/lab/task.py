@@ -16,6 +16,11 @@ __all__ = [
     "Training",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

@@ -10,9 +10,10 @@ Positions are key indices. Query ``i`` stands at position ``i + offset``, where 
 
 from __future__ import annotations
 
-from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Region, Shifted, Tiles
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted
 from qkv.masks.convert import from_flex, from_multihead, from_sdpa, mask_mod, to_flex, to_multihead, to_sdpa
 from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.patterns import Causal, Dilated, Global, Prefix, RandomKeys, Strided, Window, bigbird, longformer
 
 __all__ = [
@@ -49,3 +50,7 @@ __all__ = [
     "to_multihead",
     "to_sdpa",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -12,6 +12,9 @@ from torch import Tensor
 from qkv._contract import Definition
 from qkv.errors import InputError
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Mask(Definition):
@@ -131,7 +134,9 @@ class Mask(Definition):
         self.check(grid)
         return 1 - float(self.visible_keys(grid).double().mean()) / grid.n_keys
 
-    def plot(self, n_queries: int, n_keys: int | None = None, *, ax: object = None, tile: int | None = None) -> object:
+    def plot(
+        self, n_queries: int, n_keys: int | None = None, *, ax: Axes | None = None, tile: int | None = None
+    ) -> Axes:
         """Draw the mask over n_queries × n_keys pairs (square unless given) and return the matplotlib axes.
 
         Up to 512 tokens each cell is a pair; beyond, each is the visible share of a tile. `tile` draws the boundaries

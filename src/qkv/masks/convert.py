@@ -15,8 +15,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import EMPTY, FULL, PARTIAL, And, Blockwise, Grid, Mask, Not, Or, Placed, Region, Shifted, Tiles
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Placed, Shifted
 from qkv.masks.data import Dense, Document, Padding, Predicate
+from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
 
 if TYPE_CHECKING:

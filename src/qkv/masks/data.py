@@ -10,7 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Grid, Mask, Region, Tiles, tile_classes, unambiguous
+from qkv.masks.base import Mask, tile_classes, unambiguous
+from qkv.masks.grid import Grid, Region, Tiles
 
 
 class _TensorMask(Mask):

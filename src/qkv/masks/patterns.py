@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Blockwise, Grid, Mask, Region, Tiles, tile_classes
+from qkv.masks.base import Blockwise, Mask, tile_classes
+from qkv.masks.grid import Grid, Region, Tiles
 
 
 class _Band(Mask):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from qkv.errors import InputError
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from qkv.masks.base import Mask
 
 PAIRS = 512  # up to this many tokens a cell is a pair
@@ -18,7 +20,7 @@ SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # apart for ev
 INK = "#1f4e79"
 
 
-def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Any = None, tile: int | None = None) -> Any:
+def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, tile: int | None = None) -> Axes:
     """Draw `mask`; see `Mask.plot`."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qkv.models.beam import Hypothesis, beam_search
+from qkv.models.bundled import folder_of
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.captioner import Captioner, CaptionerConfig
 from qkv.models.checkpoint import load, save
@@ -30,6 +31,7 @@ __all__ = [
     "RNNSeq2SeqConfig",
     "Sampler",
     "beam_search",
+    "folder_of",
     "from_hugging_face",
     "generate",
     "load",
@@ -38,3 +40,7 @@ __all__ = [
     "stream",
     "text_stream",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,14 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     return folder
 
 
+@overload
+def load(folder: Literal["qkv-mini", "qkv-reversal"]) -> DecoderLM: ...
+@overload
+def load(folder: Literal["qkv-translation"]) -> RNNSeq2Seq: ...
+@overload
+def load(folder: Literal["qkv-caption"]) -> Captioner: ...
+@overload
+def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
     """The model that `save` wrote, in evaluation mode and the dtypes it was saved in; or one that comes with qkv.
 

@@ -40,7 +40,7 @@ def linear_cross_entropy(
     if low < 0 or high >= len(weight):
         raise InputError(f"targets lie in {low}..{high}, expected 0..{len(weight) - 1} (or −100)")
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _Loss.apply(x, weight, targets, count, wanted)
+    loss: Tensor = _Loss.apply(x, weight, targets, count, wanted)  # type: ignore[no-untyped-call]
     return loss
 
 

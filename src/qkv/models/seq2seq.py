@@ -262,7 +262,7 @@ class RNNSeq2Seq(nn.Module):
             state.hidden[0][-1][:, None], state.memory, projected=state.prepared[0], mask=state.mask,
             return_weights=return_weights,
         )  # fmt: skip
-        return found if return_weights else (found, None)
+        return found if isinstance(found, tuple) else (found, None)
 
     def _attended(self, h: Float[Tensor, "b n d"], state: RNNState, return_weights: bool) -> Found:
         """h~ of the states h, the last of which is where the decoder stands; h itself without attention."""
@@ -271,10 +271,11 @@ class RNNSeq2Seq(nn.Module):
                 h, state.memory, projected=state.prepared[0], step=state.seen - h.shape[1], lengths=state.lengths,
                 return_weights=return_weights,
             )  # fmt: skip
-            return found if return_weights else (found, None)
+            return found if isinstance(found, tuple) else (found, None)
         if isinstance(self.attention, MultiHeadAttention):
-            found = self.attention(h, keys_values=state.prepared, mask=state.mask, return_weights=return_weights)
-            context, weights = found if return_weights else (found, None)
+            keys, values = state.prepared
+            found = self.attention(h, keys_values=(keys, values), mask=state.mask, return_weights=return_weights)
+            context, weights = found if isinstance(found, tuple) else (found, None)
             h = torch.tanh(self.combine(torch.cat([context, h], -1)))
             return h, None if weights is None else weights.mean(1)
         return h, None

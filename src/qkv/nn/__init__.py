@@ -28,3 +28,7 @@ __all__ = [
     "from_torch",
     "to_torch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,7 +6,7 @@ is computed once a source with `project` and passed to every step of the decoder
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -65,6 +65,21 @@ class AdditiveAttention(nn.Module):
         _check_last("keys", keys, self.d_key)
         return keys @ self.w_k.T
 
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, values: Tensor | None = None, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -103,6 +118,9 @@ class AdditiveAttention(nn.Module):
         if isinstance(found, tuple):
             return found[0][:, 0], found[1][:, 0]
         return found[:, 0]
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def extra_repr(self) -> str:
         return f"d_query={self.d_query}, d_key={self.d_key}, d_hidden={self.d_hidden}"
@@ -189,6 +207,24 @@ class LuongAttention(nn.Module):
         _check_last("keys", keys, self.d_key)
         return keys @ self.weight[:, self.d_query :].T if self.score == "concat" else keys
 
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, keys: Tensor, *, projected: Tensor | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, step: int = 0, lengths: Int[Tensor, " b"] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "b nq dq"],
@@ -239,6 +275,9 @@ class LuongAttention(nn.Module):
         attentional = torch.tanh(self.combine(torch.cat([context[:, 0], query], -1)))
         return attentional if weights is None else (attentional, weights[:, 0])
 
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
+
     def _score(self) -> Score:
         """How a query and a projected key are compared."""
         if self.score == "dot":
@@ -265,12 +304,11 @@ class LuongAttention(nn.Module):
         # weight is nothing.
         missing = torch.log(-torch.expm1(-fall.clamp(min=1e-30)))
         with watching(None):  # it is part of the softmax that follows, not an attention of its own
-            lost = attend(
+            _, lost = attend(
                 q, k, k[..., :1], mask=seen, bias=Dense(missing), score=self._score(), kernel=_kernel(q[:, 0]),
                 return_lse=True,
             )  # fmt: skip
-        assert isinstance(lost, tuple)
-        return Dense(-fall), Softmax(sink=lost[1])
+        return Dense(-fall), Softmax(sink=lost)
 
     def extra_repr(self) -> str:
         width = "" if self.kind == "global" else f", half_width={self.half_width}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -53,6 +53,21 @@ class Composition(nn.Module):
             attention = _with(attention, place, getattr(self, name))
         return attention
 
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask | Bool[Tensor, "..."] | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         q: Float[Tensor, "b h nq dq"],
@@ -61,10 +76,15 @@ class Composition(nn.Module):
         *,
         mask: Mask | Bool[Tensor, "..."] | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`attend` with this composition and, where given, a further mask; dropout acts in training mode."""
         attention = self.attention if mask is None else masked(self.attention, mask)
-        return attention(q, k, v, training=self.training, return_weights=return_weights)
+        if return_weights:
+            return attention(q, k, v, training=self.training, return_weights=True)
+        return attention(q, k, v, training=self.training)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def extra_repr(self) -> str:
         parts = ((f.name, getattr(self._given, f.name)) for f in fields(Attention))

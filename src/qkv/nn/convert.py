@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ M = TypeVar("M", bound=nn.Module)
 ACTIVATIONS: dict[Any, str] = {F.relu: "relu", F.gelu: "gelu"}
 
 
+@overload
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention: ...
+@overload
+def from_torch(module: nn.TransformerEncoderLayer) -> TransformerBlock: ...
 def from_torch(
     module: nn.MultiheadAttention | nn.TransformerEncoderLayer,
 ) -> MultiHeadAttention | TransformerBlock:
@@ -47,6 +51,10 @@ def from_torch(
     )
 
 
+@overload
+def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention: ...
+@overload
+def to_torch(module: TransformerBlock) -> nn.TransformerEncoderLayer: ...
 def to_torch(module: MultiHeadAttention | TransformerBlock) -> nn.MultiheadAttention | nn.TransformerEncoderLayer:
     """Torch's module of ours, with copies of its weights, batch first.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -124,6 +124,24 @@ class MultiHeadAttention(nn.Module):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
 
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None, return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None, return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
+        cache: Cache | None = None, return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"],
@@ -167,9 +185,12 @@ class MultiHeadAttention(nn.Module):
             if self.rotary is not None:
                 q, k = (self._turned(one, positions) for one in (q, k))
             found = self.composition(q, k, v, mask=mask, return_weights=return_weights)
-            out, weights = found if return_weights else (found, None)
+            out, weights = found if isinstance(found, tuple) else (found, None)
         out = self._merged(out, x)
         return (out, weights) if weights is not None else out
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def keys_values(self, context: Float[Tensor, "b m d_context"]) -> KeysValues:
         """Keys and values of a context, for passing to several calls while decoding."""

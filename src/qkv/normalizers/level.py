@@ -170,7 +170,7 @@ def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[
     """`level_of_rows` with gradients, of the scores and of learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
-    return _Level.apply(normalizer, scores, *learned.values())
+    return _Level.apply(normalizer, scores, *learned.values())  # type: ignore[no-untyped-call]
 
 
 class _Level(torch.autograd.Function):

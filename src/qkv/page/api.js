@@ -1,5 +1,6 @@
 // Talking to the server: fetch with errors as sentences, and one opened profile with its weights on demand.
 
+import { addStatistics } from "./colour.js";
 import { decodedArrays } from "./data.js";
 
 const PATIENCE = 4; // how often a request that a full queue refused is sent again
@@ -104,6 +105,7 @@ export class Source {
     this.name = entry.name;
     this.kind = entry.kind;
     this.page = page;
+    addStatistics(page.statistics);
   }
 
   /** The curves of a text: {name: {values, shape}}. */

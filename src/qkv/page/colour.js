@@ -8,8 +8,11 @@ export const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 
 
 /** Take the looks from a report's page or a viewer's session. */
 export function useLooks({ statistics, destinations, ramp: { light, dark } }) {
-  Object.assign(looks, { statistics, destinations, ramps: { light: light.map(rgbOf), dark: dark.map(rgbOf) } });
+  Object.assign(looks, { statistics: { ...looks.statistics, ...statistics }, destinations, ramps: { light: light.map(rgbOf), dark: dark.map(rgbOf) } });
 }
+
+/** Take the statistics of a profile that the session does not know: its user's own. */
+export const addStatistics = (statistics) => { looks.statistics = { ...statistics, ...looks.statistics }; };
 
 export const isDark = () =>
   (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) ===

@@ -6,7 +6,6 @@ import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./col
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
 
-const CARD = ["entropy", "entropy_ratio", "participation", "sink", "sink_share", "self", "previous", "next", "local", "distance", "spread", "top_key_share"];
 export const MANY = 16; // with more heads or layers, cells are too small for words
 
 /** Where a head stands in a column of the table of heads. */
@@ -25,25 +24,34 @@ export function sizeWords({ layers, heads }) {
 }
 
 /** Names of the statistics that some head of a text has. */
-export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name].some((x) => x !== null));
+export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name]?.some((x) => x !== null));
 
 /** What a statistic is called, and what it means, in this group. */
 export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
-export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("the local window", `±${group.window} tokens`);
+export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
 
 /** The value of a statistic that gets the darkest colour. */
 export function topOf(view, statistic) {
   const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
-  return unit === "ratio" ? 1 : Math.max(...values, unit === "%" ? 0.1 : 1e-9); // next to nothing should look like it
+  return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // next to nothing should look like it
+}
+
+/** The value that gets the lightest colour: 0, or the least where some are negative. */
+export const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
+
+/** The ends of a statistic's colours in words, for a legend. */
+export function scaleOf(view, statistic) {
+  const { unit } = looks.statistics[statistic], bottom = bottomOf(view, statistic);
+  return { low: bottom ? written(bottom, unit) : "0", high: written(topOf(view, statistic), unit) };
 }
 
 /** Of every head its value, what its cell says, its colour, and what a pointer is told. */
 export function cellsOf(group, view, statistic) {
-  const top = topOf(view, statistic), { label, unit } = looks.statistics[statistic];
+  const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
   return view.heads[statistic].map((x, at) => ({
     value: x,
     text: x === null ? "–" : cellText(x, unit),
-    colour: ramp(x === null ? 0 : x / top),
+    colour: ramp(x === null ? 0 : (x - bottom) / (top - bottom)),
     said: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
   }));
 }
@@ -74,7 +82,7 @@ export const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, 
 function cellText(x, unit) {
   if (unit === "%") return (100 * x).toFixed(0);
   if (unit === "ratio") return x.toFixed(2).replace(/^0/, "");
-  return x >= 9.95 ? (x >= 9999 ? `${(x / 1000).toFixed(0)}k` : x.toFixed(0)) : x.toFixed(1);
+  return Math.abs(x) >= 9.95 ? (x >= 9999 ? `${(x / 1000).toFixed(0)}k` : x.toFixed(0)) : x.toFixed(1);
 }
 
 /**
@@ -154,7 +162,7 @@ export function headCard({ group, view, layer, head, step }) {
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
     h("p", { class: "card-note" }, "Each key counts once: the first token before all else."),
     h("dl", { class: "numbers" },
-      CARD.filter((name) => number(name) !== null).map((name) =>
+      statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
       h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
   ];

@@ -36,7 +36,7 @@ export function written(value, unit) {
   if (unit === "%") return percent(value);
   const digits = Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
   const number = value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  return unit === "ratio" ? number : `${number} ${unit}`;
+  return unit === "ratio" || unit === "" ? number : `${number} ${unit}`;
 }
 
 // Characters that cannot be seen, or turn the text around them; a joiner between two pictures belongs to them.

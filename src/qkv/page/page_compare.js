@@ -305,7 +305,7 @@ class Compare {
       const row = rowOf(groupOf(side), side.at.layer, side.at.head);
       return (name) => side.view.heads[name][row];
     });
-    return statisticsOf(left.view).filter((name) => right.view.heads[name].some((x) => x !== null))
+    return statisticsOf(left.view).filter((name) => right.view.heads[name]?.some((x) => x !== null))
       .map((name) => ({ name, label: labelOf(group, name), meaning: meaningOf(group, name), unit: looks.statistics[name].unit, values: values.map((of) => of(name)) }));
   }
 

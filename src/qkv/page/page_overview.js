@@ -5,8 +5,8 @@ import { choice, legend } from "./charts.js";
 import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
-import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, sizeWords, statisticsOf, topOf } from "./heads.js";
-import { integer, short, written } from "./numbers.js";
+import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, sizeWords, statisticsOf } from "./heads.js";
+import { integer, short } from "./numbers.js";
 
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
 
@@ -125,7 +125,7 @@ class Overview {
       choice("Order by", this.#orders(), order, (sort) => app.go({ sort })),
       h("p", { class: "overview-meaning" },
         h("span", { class: "meaning" }, statistic === KIND ? "the first kind whose test the head passes, over all texts" : meaningOf(group, statistic)),
-        statistic === KIND ? null : legend({ low: "0", high: written(topOf(view, statistic), looks.statistics[statistic].unit) })));
+        statistic === KIND ? null : legend(scaleOf(view, statistic))));
     const cells = this.#cells(), label = statistic === KIND ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
     const { layer, head } = app.state;
     const select = (l, k) => app.go({ layer: l, head: k });
@@ -215,9 +215,11 @@ class Overview {
       rows.forEach((at, index) => box(30 + (index % across) * step, bottom + Math.floor(index / across) * step, at));
       bottom += Math.ceil(rows.length / across) * step + (title ? 16 : 0);
     }
-    const { unit } = looks.statistics[statistic] ?? {};
     if (statistic === KIND) this.#kinds().forEach(({ name, colour, count }, index) => parts.push(svgKey(30, bottom + 22 + 18 * index, [[`${name} ${count}`, css(colour)]])));
-    else parts.push(svgRamp(30, bottom + 22, Array.from({ length: 24 }, (_, k) => css(ramp(k / 23))), "0", written(topOf(this.#view, statistic), unit)));
+    else {
+      const { low, high } = scaleOf(this.#view, statistic);
+      parts.push(svgRamp(30, bottom + 22, Array.from({ length: 24 }, (_, k) => css(ramp(k / 23))), low, high));
+    }
     const height = bottom + 22 + (statistic === KIND ? 18 * this.#kinds().length : 18);
     const title = `${this.#app.opened().name} · ${statistic === KIND ? "kind of head" : labelOf(group, statistic)}`;
     return svgPicture({ width: Math.max(wide, 420), height, title, note: this.#view.headline, parts });

@@ -4,7 +4,7 @@ import { binPeaks, binStart, integer, named, percent, short, visible, written } 
 import { choice, curve, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, statisticsOf, tellingHead, topOf } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, tellingHead } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { sinkFigures } from "./sinks.js";
 
@@ -96,7 +96,7 @@ function overview() {
     $("overview-controls"),
     h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
       available.map((id) => h("option", { value: id, selected: id === state.statistic }, name(id))))),
-    kinds ? null : legend({ low: "0", high: written(topOf(view(), state.statistic), looks.statistics[state.statistic].unit) }),
+    kinds ? null : legend(scaleOf(view(), state.statistic)),
     h("p", { class: "meaning" }, kinds ? "the first kind whose test the head passes, over all texts" : meaningOf(group(), state.statistic)),
   );
   const { layer, head } = state;
@@ -263,7 +263,7 @@ function slider(n, to) {
 
 function headTable() {
   const { heads: columns } = view(), g = group(), shown = 12;
-  const names = ["target_share", "entropy_ratio", "sink", "previous", "self", "next", "local", "distance", "participation"].filter((name) => columns[name].some((x) => x !== null));
+  const names = ["target_share", ...statisticsOf(view()).filter((name) => looks.statistics[name].table)];
   const order = columns.entropy.map((_, index) => index);
   if (state.sort === "head") { if (state.descending) order.reverse(); }
   else order.sort((a, b) => {

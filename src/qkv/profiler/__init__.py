@@ -8,7 +8,7 @@ from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import profile
 from qkv.profiler.surveys.data import Survey
-from qkv.profiler.surveys.run import survey
+from qkv.profiler.surveys.survey import survey
 from qkv.profiler.texts import default_text
 
 __all__ = [
@@ -27,3 +27,7 @@ __all__ = [
     "profile",
     "survey",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

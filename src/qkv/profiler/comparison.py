@@ -30,6 +30,13 @@ class Comparison:
         a: what is compared with: the base model, float32, without the remedy.
         b: the other.
         groups: per-query and per-key differences of each group, as in `Profile.groups`.
+
+    >>> import qkv
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> a, b = (qkv.profile(mini, "x = 1", tokenizer=tokenizer, probe=False, progress=False) for _ in range(2))
+    >>> found = compare(a, b)
+    >>> float(abs(found.data["entropy"]).max())
+    0.0
     """
 
     a: Profile

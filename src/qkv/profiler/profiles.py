@@ -6,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import xarray as xr
@@ -18,6 +18,7 @@ from qkv.profiler.data.words import size_of
 
 if TYPE_CHECKING:
     import pandas as pd
+    import polars as pl
 
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
@@ -30,14 +31,13 @@ class Profile:
     Args:
         groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
             "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
-            `lse`, `sink` (weight on the text's first token), `self`, `previous`, `next`, `local` (mass within
-            `attrs["local_window"]` tokens), `distance` and `spread` (tokens), `participation` (effective
-            number of keys), `visible` (how many keys the query may attend to); over (text, layer, head, key):
-            `received` (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts,
-            and `sink_mass` for learned sinks.
-            Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `previous`, `next`,
-            `local` and `distance` where queries and keys are different texts. `qkv.profiler.data.variables` defines
-            all of them; each carries its ``units`` and ``definition``.
+            `lse`, `sink` (weight on the text's first token), `local` (mass within `attrs["local_window"]` tokens),
+            `visible` (how many keys the query may attend to) and the like; over (text, layer, head, key): `received`
+            (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts, and
+            `sink_mass` for learned sinks. Statistics of your own are there by their names.
+            Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `local` and all else that says
+            nothing between different texts, where queries and keys are such. docs/quantities.md lists them all; each
+            carries its ``units`` and ``definition``.
         attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
         residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.capture.residual`.
 
@@ -83,20 +83,26 @@ class Profile:
             raise InputError(f"group: got {name!r}; this profile has {', '.join(map(repr, self.groups))}")
         return self.groups[name]
 
-    def heads(self, group: str | None = None, *, frame: str = "pandas") -> pd.DataFrame:
+    @overload
+    def heads(self, group: str | None = None, *, frame: Literal["pandas"] = "pandas") -> pd.DataFrame: ...
+    @overload
+    def heads(self, group: str | None = None, *, frame: Literal["polars"]) -> pl.DataFrame: ...
+    def heads(
+        self, group: str | None = None, *, frame: Literal["pandas", "polars"] = "pandas"
+    ) -> pd.DataFrame | pl.DataFrame:
         """One row per layer and head, averaged over each text's queries and then over the texts.
 
-        Columns: layer, head, module; entropy (nats), entropy_ratio (mean of entropy / ln of the number of
-        visible keys; 1 is uniform), sink, self, previous, next, local (shares of a query's weight),
-        distance, spread (tokens), participation (keys); sink_share (share of the queries after the first
-        with more than 0.3 on the first token); top_key, top_key_token, top_key_share (the key that receives
-        most, in whichever text its share is largest); target, target_share and goes_to (where the head
-        sends its weight, in words).
+        Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`, such as
+        entropy in nats and sink, a share of the weight) and of local; entropy_ratio (mean of entropy / ln of the
+        number of visible keys; 1 is uniform); sink_share (share of the queries after the first with more than 0.3 on
+        the first token); top_key, top_key_token, top_key_share (the key that receives most, in whichever text its
+        share is largest); target, target_share and goes_to (where the head sends its weight, in words); and each
+        statistic of your own, as its `by_head` says.
 
         In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself. Unit and
         definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
         """
-        return frames.as_frame(frames.described(tables.head_table(self.group(group))), frame)
+        return frames.as_frame(frames.of_heads(self.group(group)), frame)
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
         """The `k` most attended tokens, all occurrences of a token together.
@@ -217,10 +223,11 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
     where = f"groups[{name!r}]"
     if not isinstance(data, xr.Dataset):
         raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
-    for variable, (expected, _, _, always) in VARIABLES.items():
+    for variable, about in VARIABLES.items():
+        expected = about.dims
         if variable in data and data[variable].dims != expected:
             raise InputError(f"{where}: {variable!r} has dims {data[variable].dims}; expected {expected}")
-        if always and variable not in data:
+        if about.always and variable not in data:
             raise InputError(f"{where}: the variable {variable!r} is missing; expected it over {expected}")
     for coordinate, dims in COORDINATES.items():
         if coordinate not in data.coords:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,14 @@ from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.progress import bar
 from qkv.profiler.capture.residual import Residuals, attending, by_stack, follow
 from qkv.profiler.capture.tokens import special_ids
+from qkv.profiler.data.frames import COLUMNS
+from qkv.profiler.data.types import ROLES, TRAITS
+from qkv.profiler.data.variables import own_checked
 from qkv.profiler.profiles import Profile
+from qkv.statistics import Statistic
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 def profile(
@@ -40,6 +47,7 @@ def profile(
     map_tokens: int = 256,
     map_bins: int = 64,
     probe: bool = True,
+    statistics: Sequence[Statistic] = (),
     partial: bool = False,
     progress: bool = True,
     name: str = "",
@@ -55,8 +63,7 @@ def profile(
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
             ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module that calls
-            itself attention; or a name for `qkv.profiler.capture.models.load`: a folder, a hub name, ``"minilm"`` or
-            ``"random-gpt2"``.
+            itself attention; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
         inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
             takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
             one: padding counts neither as query nor as key.
@@ -69,6 +76,8 @@ def profile(
         map_bins: every map is kept in small, pooled over bins: at most so many a side, 0 for none.
         probe: also run the model on short made-up texts (random tokens, one token repeated, a sequence twice, the
             text shuffled), which tell induction, duplicate-token and positional heads; for models that read token ids.
+        statistics: your own (`qkv.statistics.Statistic`): each is a variable of the data sets under its name, a column
+            of `Profile.heads`, and in figures, files and reports. Saved profiles keep it without its class.
         partial: go on if some attention of the model cannot be observed (its modules are listed in
             ``attrs["unobserved"]``) instead of raising.
         progress: show a progress bar while it runs, if standard error is a terminal.
@@ -99,6 +108,7 @@ def profile(
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, map_bins, layers)
+    statistics = own_checked(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
     runs, residuals = [], []
@@ -112,6 +122,7 @@ def profile(
                 local_window,
                 map_tokens,
                 map_bins,
+                statistics,
                 query_masks=queries,
                 key_masks=source,
                 sequences=sequences,

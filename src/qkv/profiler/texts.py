@@ -10,6 +10,9 @@ from pathlib import Path
 def default_text(model: str = "") -> str:
     """A passage that comes with the package: for ``"qkv-mini"``, which has read nothing but Python, a program; for all
     others about 200 tokens with names, pronouns, repetition and a question.
+
+    >>> default_text("qkv-mini").splitlines()[0], default_text().split()[:4]
+    ('class LogBook:', ['The', 'lighthouse', 'keeper', 'kept'])
     """
     name = "default_code.txt" if model == "qkv-mini" else "default_text.txt"
     return (files("qkv.profiler") / name).read_text(encoding="utf-8").strip()

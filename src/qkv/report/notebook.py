@@ -89,7 +89,7 @@ def _telling(heads: pd.DataFrame) -> str:
 
 def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
     """Layer × head as an SVG; each cell tells its number to a pointer."""
-    label, unit, _ = style.STATISTICS[statistic]
+    label, unit = style.STATISTICS[statistic][:2]
     layers, columns = data.sizes["layer"], data.sizes["head"]
     cell = max(3, min(22, 320 // columns, 200 // layers))
     gap = 1 if cell > 5 else 0

@@ -31,10 +31,7 @@ RESIDUAL = (  # what is told of hidden states, if a profile has it all
     *("massive_above", "massive_times_median"),
 )
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
-HEAD_COLUMNS = (
-    *("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread"),
-    *("participation", "sink_share", "top_key", "top_key_token", "top_key_share", "target_share", "goes_to"),
-)
+NOT_COLUMNS = ("layer", "head", "module", "target")  # of the table of heads; pages have them otherwise
 
 
 def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -82,15 +79,18 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
             for name in (*ROLES, MIXED)
             if name in present
         ],
-        **looks(),
+        **looks(*profile.groups.values()),
     }
     return page, blobs
 
 
-def looks() -> dict[str, Any]:
-    """Words and colours, the same for all pages."""
+def looks(*groups: xr.Dataset) -> dict[str, Any]:
+    """Words and colours, the same for all pages but for statistics of one's own."""
+    statistics = style.STATISTICS
+    for data in groups:
+        statistics = statistics | style.columns_of(data)
     return {
-        "statistics": {name: statistic._asdict() for name, statistic in style.STATISTICS.items()},
+        "statistics": {name: column._asdict() for name, column in statistics.items()},
         "destinations": [
             {"name": name, "label": label, "light": colour, "dark": style.DESTINATIONS_DARK[name]}
             for name, (label, colour) in style.DESTINATIONS.items()
@@ -148,7 +148,7 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
         "n_keys": n_keys,
         "headline": headline(one, heads),
         "findings": [found._asdict() for found in findings(one, heads)],
-        "heads": {name: _plain(heads[name].tolist()) for name in HEAD_COLUMNS},
+        "heads": {name: _plain(heads[name].tolist()) for name in heads if name not in NOT_COLUMNS},
         "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
         "keys": keys,
         "queries": None if keys == queries else queries,

@@ -18,8 +18,8 @@ from qkv.lab import heads, scenes, settings
 from qkv.lab.scenes import END, START, Scenes
 from qkv.lab.tasks.caption import Caption, seen
 from qkv.lab.tasks.reversal import Reversal
-from qkv.lab.translate import SPECIAL, Vocabulary, read_vocabulary, translate
-from qkv.lab.translate import START as BEGIN
+from qkv.lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
+from qkv.lab.translation import START as BEGIN
 from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
 from qkv.models.config import nearest
 from qkv.profiler.analyses.edits import edited

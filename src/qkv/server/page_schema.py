@@ -56,7 +56,9 @@ class Group(BaseModel):
 class Looks(BaseModel):
     """Words and colours, the same for all pages."""
 
-    statistics: dict[str, dict[str, str]] = Field(description="Label, unit and meaning of columns of `heads`.")
+    statistics: dict[str, dict[str, str | bool]] = Field(
+        description="Label, unit and meaning of columns of `heads`, and whether tables show them."
+    )
     destinations: list[dict[str, str]] = Field(description="Names, labels and colours, in the order of `shares`.")
     ramp: dict[str, list[str]] = Field(description="Colours from 0 to 1, light and dark.")
 

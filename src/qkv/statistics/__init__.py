@@ -1,1 +1,51 @@
-"""Statistics of attention: reductions of the weights, exact and in memory linear in the sequence."""
+"""Statistics of attention: reductions of the weights, exact and in memory linear in the sequence.
+
+`measure` gives those that most people ask for; each is an object that says what it is, and so is one of your own.
+
+>>> BUILT_IN["entropy"].unit, BUILT_IN["received"].over
+('nats', 'key')
+"""
+
+from qkv.statistics.base import Statistic, WeightTile
+from qkv.statistics.entropy import Entropy
+from qkv.statistics.near import At, Local, Mass, Next, Previous, Self, Sink, Streaming
+from qkv.statistics.participation import Participation
+from qkv.statistics.position import Distance, Spread
+from qkv.statistics.received import Audience, Received, Visible
+from qkv.statistics.sums import Statistics, Thumbnail
+
+BUILT_IN: dict[str, Statistic] = {
+    s.name: s
+    for s in (
+        Entropy(), Sink(), Self(), Previous(), Next(), Distance(), Spread(), Participation(), Visible(), Received(),
+        Audience(),
+    )
+}  # fmt: skip
+"""The statistics that `measure` gives without being asked, by name."""
+
+__all__ = [
+    "BUILT_IN",
+    "At",
+    "Audience",
+    "Distance",
+    "Entropy",
+    "Local",
+    "Mass",
+    "Next",
+    "Participation",
+    "Previous",
+    "Received",
+    "Self",
+    "Sink",
+    "Spread",
+    "Statistic",
+    "Statistics",
+    "Streaming",
+    "Thumbnail",
+    "Visible",
+    "WeightTile",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

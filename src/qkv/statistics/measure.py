@@ -27,12 +27,14 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
+from qkv.statistics.base import Statistic, all_checked
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Asked, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 
 ARGUMENTS = (
-    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "differentiable", "group",
+    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "statistics", "differentiable",
+    "group",
 )  # fmt: skip
 
 
@@ -50,6 +52,7 @@ def measure(
     queries: Bool[Tensor, "b nq"] | None = None,
     early: int | None = None,
     bins: int | None = None,
+    statistics: Sequence[Statistic] = (),
     differentiable: bool = False,
     group: dist.ProcessGroup | None = None,
     **unknown: object,
@@ -72,13 +75,14 @@ def measure(
         early: how many of the text's first keys get a sink score; none if None.
         bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
             makes a bin. None: no thumbnail.
+        statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
         differentiable: whether `entropy`, `participation`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
-            composition, in linear memory. The other statistics are detached. First derivatives only; no `early`, `bins`
-            or `group`, no arrays, and no `Hard`.
+            composition, in linear memory. Others are detached. First derivatives only; no `early`, `bins`,
+            `statistics` or `group`, no arrays, and no `Hard`.
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
             what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
-            process. No `bins`.
+            process. No `bins`, no `statistics`.
         **unknown: refused, as in `attend`.
 
     Returns:
@@ -105,17 +109,18 @@ def measure(
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
     asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
+    more: dict[str, Any] = {"early": early, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, given in (("early", early), ("bins", bins), ("group", group)):
+        for name, given in (("early", early), ("bins", bins), ("statistics", statistics or None), ("group", group)):
             if given is not None:
-                raise InputError(f"differentiable=True with {name}, which has no gradients; expected {name}=None")
+                raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         if group is not None:
             # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
             shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
             with watching(None):
                 level = serve_shared(shared).lse
-            return sweep(shared.call, Rows(level), shared=shared, early=early, bins=bins, **asked)
+            return sweep(shared.call, Rows(level), shared=shared, **more, **asked)
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -129,7 +134,7 @@ def measure(
             call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
             if differentiable:
                 return form.all_back(with_gradients(call, _measured, **asked))
-            return form.all_back(sweep(call, settled(call), early=early, bins=bins, **asked))
+            return form.all_back(sweep(call, settled(call), **more, **asked))
 
 
 def _measured(call: Call, **asked: Any) -> tuple[Rows, Statistics]:
@@ -163,6 +168,7 @@ def sweep(
     queries: Bool[Tensor, "b nq"] | None = None,
     early: int | None = None,
     bins: int | None = None,
+    statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
 ) -> Statistics:
     """The statistics of `measure` when the log-sum-exp of the call, or what stands for it, is already known.
@@ -191,7 +197,10 @@ def sweep(
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: bins of a thumbnail lie across processes")
-    sums = Sums(call, mass, early, bins)
+    statistics = all_checked(statistics)
+    if statistics and shared is not None:
+        raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
+    sums = Sums(call, mass, early, bins, statistics)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Mask
+from qkv.statistics.base import WeightTile
 from qkv.statistics.sums import RowSums, Sums
 
 
@@ -73,6 +75,7 @@ class _Job:
         self.received, self.audience = torch.zeros_like(sums.received[of]), torch.zeros_like(sums.audience[of])
         self.early = None if sums.early is None else torch.zeros_like(sums.early[:, *of])
         self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
+        self.own = {s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.own if s.over == "key"}
 
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
         sums.received[of] += self.received
@@ -83,6 +86,8 @@ class _Job:
             maximum, total = sums.pooled[:, *of]
             torch.maximum(maximum, self.pooled[0], out=maximum)
             total += self.pooled[1]
+        for s, x in self.own.items():
+            sums.of_heads(s, of).copy_(s.merge(sums.of_heads(s, of), x))
 
 
 @dataclass(eq=False)
@@ -139,6 +144,8 @@ class _Statistics(Reducer[_Job, _Rows]):
             job.audience[:, :, cols] += (seen if rows.counted is None else seen & rows.counted).sum(-2)
         weights, log2 = tile.weights(heads.weights)
         log2 = _log2(weights, tiles.call) if log2 is None else log2
+        if sums.own:
+            self._add_own(job, weights, log2, masked, tile)
         job.received[:, :, cols] += self._pool(job, weights, tile)
         self._add_early(job, weights, masked, tile)
         sign = -1 if heads.backward or start >= cols.stop - 1 else 1 if rows.stop - 1 <= cols.start else 0
@@ -166,6 +173,19 @@ class _Statistics(Reducer[_Job, _Rows]):
 
     def finish(self, group: Group, job: _Job) -> None:
         job.add_to(self.sums, (group.tiles.batch, group.tiles.heads))
+
+    def _add_own(self, job: _Job, weights: Tensor, log2: Tensor, masked: Tensor | None, tile: Tile) -> None:
+        """Add a tile to the statistics asked for."""
+        visible = None if masked is None else ~masked
+        uncounted = job.heads.uncounted
+        if uncounted is not None:
+            counts = ~uncounted[..., tile.rows, None].expand(*tile.shape)
+            visible = counts if visible is None else visible & counts
+        seen = WeightTile(weights, tile.region, tile.group.tiles.call.grid, visible, log2 * math.log(2))
+        for s in self.sums.own:
+            rows = self.sums.of_heads(s, tile.block.at[:2])
+            into = rows[..., tile.rows] if s.over == "query" else job.own[s][..., tile.columns]
+            into.copy_(s.merge(into, s.added(seen)))
 
     def _pool(self, job: _Job, weights: Tensor, tile: Tile) -> Tensor:
         """Add a tile to the thumbnail; returns the sums of its columns."""

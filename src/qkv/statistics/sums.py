@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -16,11 +16,18 @@ from qkv._engine.call import Call, at_least_float32
 from qkv._engine.row_state import Rows
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
+from qkv.statistics.base import Statistic
 
 
 @dataclass(frozen=True, eq=False)
 class Thumbnail:
-    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller."""
+    """The weights of a call pooled over bins of `query_bin` queries × `key_bin` keys; the last bins may be smaller.
+
+    >>> from qkv import measure
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> measure(x, x, bins=2).thumbnail.mean[0, 0].tolist()
+    [[0.25, 0.25], [0.25, 0.25]]
+    """
 
     maximum: Float[Tensor, "b h qb kb"]
     """The largest weight in the bin."""
@@ -82,11 +89,30 @@ class Statistics:
     """Weight on the learned sink logit, where the normalizer has one."""
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
     """Weight inside each sub-mask asked for."""
+    own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
+    """Each `Statistic` asked for, by its name."""
+
+    def named(self, name: str) -> Float[Tensor, "b h n"] | None:
+        """A statistic by its name, a mass among them; None if it was not measured."""
+        for asked in (self.own, self.mass):
+            if name in asked:
+                return asked[name]
+        found: Tensor | None = getattr(self, field_of(name), None)
+        return found
 
     def __repr__(self) -> str:
         sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
         named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
         return f"Statistics({named}, keys={self.received.shape[-1]})"
+
+
+def field_of(name: str) -> str:
+    """The field of `Statistics` for a name; `self` and `next` mean something else in Python.
+
+    >>> field_of("self"), field_of("entropy")
+    ('self_', 'entropy')
+    """
+    return f"{name}_" if name in ("self", "next") else name
 
 
 class Sums:
@@ -96,7 +122,14 @@ class Sums:
         "total", "bits", "squares", "offset", "offset2", "distance", "sink", "self_", "previous", "next_", "visible",
     )  # fmt: skip
 
-    def __init__(self, call: Call, mass: Mapping[str, Mask], early: int | None, bins: int | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        mass: Mapping[str, Mask],
+        early: int | None,
+        bins: int | None,
+        statistics: Sequence[Statistic] = (),
+    ) -> None:
         b, h, n_queries, _ = call.q.shape
         n_keys = call.k.shape[2]
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
@@ -107,6 +140,9 @@ class Sums:
         self.visible = torch.zeros_like(zeros)
         self.received, self.audience = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
         self.early = None if early is None else zeros.new_zeros(2, b, h, early)  # weights, and how many
+        self.own = {
+            s: zeros.new_full((*s.lead, b, h, n_queries if s.over == "query" else n_keys), s.zero) for s in statistics
+        }
         self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
         self.pooled: Tensor | None = None  # maxima and sums
         if self.bins is not None:
@@ -121,6 +157,11 @@ class Sums:
         part.mass = {name: x[:, :, queries] for name, x in self.mass.items()}
         part.received, part.audience = received[:, :, keys], audience[:, :, keys]
         return part
+
+    def of_heads(self, statistic: Statistic, at: tuple[slice, ...]) -> Tensor:
+        """The part of a statistic's sums that belongs to some batch items and heads: a view."""
+        total, (batch, heads) = self.own[statistic], at
+        return total[batch, heads] if statistic.parts == 1 else total[:, batch, heads]
 
     def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
         if self.bins is None or self.pooled is None:
@@ -151,7 +192,7 @@ class Sums:
             self_=self.self_.to(dtype),
             previous=self.previous.to(dtype),
             next_=self.next_.to(dtype),
-            distance=(self.distance / total).to(dtype),
+            distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
             participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
@@ -161,6 +202,7 @@ class Sums:
             thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
+            own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.own.items()},
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of your own masks, scores, biases and normalizers, to call in your own tests.
+"""Checks of your own masks, scores, biases, normalizers and statistics, to call in your own tests.
 
 What the base classes promise to the kernels is checked here by a public test, as scikit-learn's ``check_estimator``
 does. Each function returns None, or raises `CheckFailed`, an `AssertionError` whose one sentence names the class, the
@@ -20,5 +20,10 @@ from qkv.testing.masks import check_mask
 from qkv.testing.normalizers import check_normalizer
 from qkv.testing.report import CheckFailed
 from qkv.testing.scores import check_score
+from qkv.testing.statistics import check_statistic
 
-__all__ = ["CheckFailed", "check_bias", "check_mask", "check_normalizer", "check_score"]
+__all__ = ["CheckFailed", "check_bias", "check_mask", "check_normalizer", "check_score", "check_statistic"]
+
+
+def __dir__() -> list[str]:
+    return __all__

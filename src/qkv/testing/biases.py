@@ -170,6 +170,12 @@ def _check_alone(bias: Bias, bound: Bias, size: Size, method: str) -> None:
 def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
     before, whole = _before(size), size.whole
     after, rounding = _apply(bound, before, whole).detach(), _rounding(bound, before, whole)
+    if overrides(bound, Bias, "apply_"):
+        with torch.no_grad(), calling(bound, "apply_", "called"):
+            got = bound.apply_(before.clone(), whole)
+        wrong = difference(got, after, rounding)
+        if wrong is not None:
+            fail(bound, "apply_", f"{wrong}, which {definition.method_of(bound)} returns")
     _check_gradients(bias, bound, size)
     if overrides(bound, Bias, "at"):
         b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in before.shape), indexing="ij")

@@ -204,7 +204,7 @@ def _forward(
     """Attention of all parts, the sink included, and the parts."""
     cut = [list(cover) for cover in covers(call, training=training)]
     part = _fold(q, k, v, cut, call)
-    return (part if sink is None else _with_sink(part, sink)), cut
+    return (part if sink is None else part.with_sink(sink, in_place=True)), cut
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -> Partial:
@@ -223,23 +223,10 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -
         for block in cover:
             whole = merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in block])
             if cover is not first:
-                whole = _merged(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole)
+                whole = merge(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole, out=whole)
             block[0].put(out, whole.out)
             block[0].put(lse, whole.lse)
     return Partial(out, lse)
-
-
-def _with_sink(part: Partial, sink: Tensor) -> Partial:
-    """`Partial.with_sink` without a gradient, in the memory of the output."""
-    share = torch.sigmoid(part.lse - sink).nan_to_num_(0.0)  # ∞ − ∞: neither a key nor the sink has weight
-    return Partial(part.out.mul_(share[..., None].to(part.out.dtype)), torch.logaddexp(part.lse, sink))
-
-
-def _merged(a: Partial, b: Partial) -> Partial:
-    """`merge` of two without a gradient, in one pass over the outputs."""
-    nothing = (a.lse == -torch.inf) & (b.lse == -torch.inf)
-    share = torch.sigmoid(b.lse - a.lse).masked_fill_(nothing, 0)
-    return Partial(torch.lerp(a.out, b.out, share[..., None].to(a.out.dtype)), torch.logaddexp(a.lse, b.lse))
 
 
 def _clean(cut: list[list[Block]], k: Tensor, v: Tensor) -> bool:

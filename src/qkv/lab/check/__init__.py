@@ -32,3 +32,7 @@ __all__ = [
     "stable_softmax",
     "temperature",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

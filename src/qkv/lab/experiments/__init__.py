@@ -6,3 +6,7 @@ from qkv.lab.experiments.registry import experiment, names
 from qkv.lab.experiments.run import Result, redraw, run, table
 
 __all__ = ["Result", "experiment", "names", "redraw", "run", "table"]
+
+
+def __dir__() -> list[str]:
+    return __all__

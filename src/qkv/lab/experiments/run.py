@@ -53,7 +53,7 @@ def run(name: str, out: str | Path, *, quick: bool = False, jobs: int = 1, progr
 
     Raises:
         InputError: for an unknown experiment, or if the folder cannot be written to.
-        qkv.lab.train.Interrupted: after an interrupt; the same call goes on from there.
+        qkv.lab.Interrupted: after an interrupt; the same call goes on from there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +218,7 @@ def _alone() -> None:
 
 def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     """Train one model and measure it."""
-    from qkv.lab.train import Diverged, train
+    from qkv.lab.loop import Diverged, train
 
     seed = setting.training.seed
     try:

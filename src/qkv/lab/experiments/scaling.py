@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,11 @@ DIMS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 KEYS, ROWS = 10, 2000  # of random scores; the sources look at 10 keys
 SIZES = (4, 10, 64, 512)  # numbers of keys
 SATURATED = 0.99  # top weight of a row that is
-SCALES = {"unscaled": lambda d: 1.0, "1/√d": lambda d: d**-0.5, "1/d": lambda d: 1 / d}
+SCALES: dict[str, Callable[[int], float]] = {
+    "unscaled": lambda d: 1.0,
+    "1/√d": lambda d: d**-0.5,
+    "1/d": lambda d: 1 / d,
+}
 UNSCALED, ROOT, WHOLE = SCALES
 SMALL, UNIT = "small initial weights", "unit-variance q, k"  # as GPT-2 starts; normalised to what the argument assumes
 TRAINED = (64, 512)  # head sizes

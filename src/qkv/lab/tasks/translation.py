@@ -16,18 +16,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.lab import grammar
+from qkv.lab import grammar, sentences
 from qkv.lab.grammar import Pair
 from qkv.lab.task import Batch, Measured, Training
-from qkv.lab.translate import (
+from qkv.lab.translation import (
     END,
     PAD,
     START,
     VOCABULARY,
-    Vocabulary,
     cross_weights,
     greedy,
     padded,
+    vocabularies,
     vocabulary_file,
 )
 from qkv.models import EncoderDecoder, EncoderDecoderConfig, RNNSeq2Seq, RNNSeq2SeqConfig
@@ -117,7 +117,7 @@ class Translation:
         rng = Random(f"{seed} {step // TOGETHER}")
         pairs: list[Pair] = []
         while len(pairs) < TOGETHER * size:
-            pair = grammar.sentence(rng, self.max_words)
+            pair = sentences.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
@@ -332,12 +332,6 @@ def _reordered(pair: Pair) -> int:
 
 
 @lru_cache(1)
-def vocabularies() -> tuple[Vocabulary, Vocabulary]:
-    """Of source and target: all words of the grammar."""
-    source, target = grammar.vocabularies()
-    return Vocabulary(source), Vocabulary(target)
-
-
 def _ranges(max_words: int) -> list[tuple[int, int]]:
     lows = (2, *(limit + 1 for limit in LIMITS[:-1]))
     return [(low, min(high, max_words)) for low, high in zip(lows, LIMITS, strict=True) if low <= max_words]
@@ -349,7 +343,7 @@ def _unseen(max_words: int, size: int) -> tuple[tuple[Pair, ...], ...]:
     ranges = _ranges(max_words)
     found: list[dict[tuple[str, ...], Pair]] = [{} for _ in ranges]
     while any(len(group) < size for group in found):
-        pair = grammar.sentence(rng, max_words)
+        pair = sentences.sentence(rng, max_words)
         at = next(i for i, (_, high) in enumerate(ranges) if len(pair.source) <= high)
         if is_held_out(pair) and len(found[at]) < size:
             found[at][pair.source] = pair

@@ -75,10 +75,9 @@ def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> l
     """The same edit of all heads of a model.
 
     >>> import qkv
-    >>> from qkv.profiler.capture.models import load
-    >>> mini = load("qkv-mini")
-    >>> with edited(mini.model, everywhere(mini.model, "off-by-one")):
-    ...     found = qkv.profile(mini.model, "import os", tokenizer=mini.tokenizer, probe=False, progress=False)
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> with edited(mini, everywhere(mini, "off-by-one")):
+    ...     found = qkv.profile(mini, "import os", tokenizer=tokenizer, probe=False, progress=False)
     >>> bool(found.data["weights"].sum("key").min() < 0.9)  # the rest went to no key
     True
     """

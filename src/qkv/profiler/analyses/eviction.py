@@ -53,10 +53,10 @@ POLICIES = ("window", "sinks", "heavy")
 class Eviction:
     """What `eviction` found.
 
-    >>> from qkv.profiler.capture.models import load
-    >>> mini = load("qkv-mini")
-    >>> ids = mini.tokenizer("for name in names: seen.append(name)", return_tensors="pt")["input_ids"]
-    >>> found = eviction(mini.model, ids, policies=["window"], budgets=[4], run=False)
+    >>> import qkv
+    >>> mini, tokenizer = qkv.load("qkv-mini")
+    >>> ids = tokenizer("for name in names: seen.append(name)", return_tensors="pt")["input_ids"]
+    >>> found = eviction(mini, ids, policies=["window"], budgets=[4], run=False)
     >>> len(found.mass), found.mass["mass_lost"].between(0, 1).all().item()
     (24, True)
     """
@@ -103,7 +103,7 @@ def eviction(
     come and runs in qkv's models only.
 
     Args:
-        model: a causal language model as in `qkv.profile`, or a name for `qkv.profiler.capture.models.load`.
+        model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Every text is read by itself, without its padding.
         budgets: keys held in each layer, at least 2 and more than `first`.
         policies: of ``window``, ``sinks`` and ``heavy``.

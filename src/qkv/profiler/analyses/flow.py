@@ -52,7 +52,7 @@ def rollout(
     Memory is linear in the text: queries and keys of every layer, and one column a chosen token.
 
     Args:
-        model: as in `qkv.profile`, or a name for `qkv.profiler.capture.models.load`.
+        model: as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Padding is no token.
         queries: positions of the chosen tokens among the real ones of each text; −1 is the last.
         tokenizer: for text and for the names of tokens; loaded with the model if that is a name.

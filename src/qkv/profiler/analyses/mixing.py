@@ -47,7 +47,7 @@ def mixing(
     memory is that of a batch of ``1 + replacements`` texts. In a causal model no earlier token moves.
 
     Args:
-        model: any module with numbered layers that attend, or a name for `qkv.profiler.capture.models.load`.
+        model: any module with numbered layers that attend, or a name for `qkv.load`.
         inputs: as in `qkv.profile`; each text by itself, without its padding.
         position: of the token that is changed, counted from 0 in the whole text.
         replacement: the ids to put there; drawn if None.

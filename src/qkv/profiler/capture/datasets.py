@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,13 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from qkv.profiler.capture.observe import EARLY, STREAMING_FIRST, STREAMING_LAST, Observer, Record
+from qkv.errors import InputError
+from qkv.profiler.capture.observe import EARLY, Observer, Record
 from qkv.profiler.capture.tokens import Tokens
-from qkv.profiler.data.variables import BIN, HEAD, VARIABLES
+from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, own_attrs
+from qkv.statistics import Statistic, Streaming
 
-ATTRIBUTE = {"self": "self_", "next": "next_"}  # of `Statistics`, where they are called otherwise than in a profile
 PADDED = ("query", "key", "query_bin", "key_bin")  # as long as the longest text needs
-OWN_SEQUENCE = {  # say nothing between different texts
-    "self", "previous", "next", "distance", "local", "streaming", "early",
-}  # fmt: skip
 
 
 def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
@@ -26,7 +25,7 @@ def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> di
     for observer in observers:
         for group, records in grouped(observer.records).items():
             tokens = Tokens(observer.sequences, tokenizer, group, observer.group)
-            parts.setdefault(group, []).append(_dataset(records, tokens, local_window))
+            parts.setdefault(group, []).append(_dataset(records, tokens, local_window, observer.statistics))
     return {group: _joined(found) for group, found in parts.items()}
 
 
@@ -44,7 +43,7 @@ def grouped(records: list[Record]) -> dict[str, list[Record]]:
     return groups
 
 
-def _dataset(records: list[Record], tokens: Tokens, local_window: int) -> xr.Dataset:
+def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistics: Sequence[Statistic]) -> xr.Dataset:
     first = records[0]
     b, _, n_queries = first.statistics.entropy.shape
     n_keys = first.statistics.received.shape[2]
@@ -62,19 +61,26 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int) -> xr.Dat
 
     real = {"query": real_q, "key": real_k}
     variables: dict[str, Any] = {}
-    for name, (dims, units, definition, always) in VARIABLES.items():
-        found = [_found(record, name) for record in records]
-        if dims == HEAD or not (always or all(x is not None for x in found)):
+    for name, about in (VARIABLES | {x.name: Variable.of(x) for x in statistics}).items():
+        dims, found = about.dims, [_found(record, name) for record in records]
+        if dims == HEAD or not (about.always or all(x is not None for x in found)):
             continue
         if dims == BIN and not (real_q.all() and real_k.all()):
             continue  # bins are of positions, padding among them
         missing = torch.full_like(first.statistics.entropy, torch.nan)  # no log-sum-exp where the normalizer has none
         values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
-        if cross and name in OWN_SEQUENCE:
+        if cross and about.one_text:
             values = values * np.nan
         if name == "early":
             values = np.where(np.arange(EARLY) < real_k.sum(1)[:, None, None, None], values, np.nan)
-        variables[name] = (dims, values, {"units": units, "definition": definition})
+        variables[name] = (dims, values, about.attrs)
+    causal = all(r.causal for r in records)
+    for x in statistics:
+        values = variables[x.name][1]
+        variables[x.name] = (*variables[x.name][:2], own_attrs(x))
+        variables[x.name + BY_HEAD] = (TEXT, _by_head(x, values, real_q if x.over == "query" else real_k, causal), {
+            "units": x.unit, "definition": f"{x.definition}; of each head",
+        })  # fmt: skip
     small = first.statistics.thumbnail if "map_max" in variables else None
     bins = (0, 0) if small is None else (small.query_bin, small.key_bin)
     query_names = [tokens.names(tokens.queries, i, keep) for i, keep in enumerate(real_q)]
@@ -93,10 +99,10 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int) -> xr.Dat
             "bin_keys": ("text", np.full(b, bins[1])),
         },
         attrs={
-            "causal": all(r.causal for r in records),
+            "causal": causal,
             "local_window": local_window,
-            "streaming_first": STREAMING_FIRST,
-            "streaming_last": STREAMING_LAST,
+            "streaming_first": Streaming.first_keys,
+            "streaming_last": Streaming.last_keys,
             "special_tokens": [t for t in tokens.special if any(t in names for names in key_names)],
         },
     )
@@ -110,10 +116,21 @@ def _found(record: Record, name: str) -> Tensor | None:
         return None if small is None else small.maximum if name == "map_max" else small.mean
     if name == "weights":
         return record.weights
-    for kept in (statistics.mass, record.geometry):
-        if name in kept:
-            return kept[name]
-    return getattr(statistics, ATTRIBUTE.get(name, name), None)
+    return record.geometry[name] if name in record.geometry else statistics.named(name)
+
+
+def _by_head(statistic: Statistic, values: np.ndarray, real: np.ndarray, causal: bool) -> np.ndarray:
+    """A statistic of one's own for each head of each text, (text, layer, head), as the object says."""
+    counted = np.arange(values.shape[-1]) < real.sum(1)[:, None]
+    if causal and statistic.from_second and statistic.over == "query":
+        counted[:, 0] = False
+    made = statistic.by_head(values, counted)
+    if not isinstance(made, np.ndarray) or made.shape != values.shape[:3]:
+        got = made.shape if isinstance(made, np.ndarray) else type(made).__name__
+        raise InputError(
+            f"{type(statistic).__name__}: by_head returned {got} for values {values.shape}, expected {values.shape[:3]}"
+        )
+    return made.astype(np.float32)
 
 
 def _real(mask: Tensor | None, batch: int, length: int) -> np.ndarray:

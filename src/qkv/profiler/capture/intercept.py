@@ -55,10 +55,10 @@ class Intercept(TorchFunctionMode):
             if _calls_itself_attention(module):
                 self.handles.append(module.register_forward_pre_hook(self._begins))
                 self.handles.append(module.register_forward_hook(self._ends))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self.handles:
             handle.remove()
         for module in self.scores:  # softmaxes that no forward came to answer for

@@ -10,7 +10,7 @@ afterwards, whatever happens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -26,7 +26,7 @@ from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.routing import routed
 from qkv.kernels import eager, serve, watching
-from qkv.masks import And, Dense, Mask, Prefix, Window
+from qkv.masks import And, Dense, Mask
 from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
 from qkv.profiler.capture.geometry import geometry
@@ -34,12 +34,14 @@ from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept
 from qkv.profiler.capture.outputs import Asked, heard, returned
 from qkv.profiler.capture.torch_calls import of_scores
+from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
-from qkv.statistics.measure import Statistics, settled, sweep
+from qkv.statistics import Local, Statistic, Streaming
+from qkv.statistics.measure import settled, sweep
+from qkv.statistics.sums import Statistics
 
 EARLY = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
 FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values
-STREAMING_FIRST, STREAMING_LAST = 4, 64  # keys that a streaming cache keeps
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Observer:
     local_window: int = 8
     map_tokens: int = 256
     map_bins: int = 64
+    statistics: Sequence[Statistic] = ()  # of one's own
     on_call: Callable[[str], None] = lambda module: None
     take: Callable[[Seen], None] | None = None  # gets the calls themselves, which are then not measured
     # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
@@ -134,6 +137,12 @@ class Observer:
         before = self._steps.get(name)
         if step and before is not None and torch.equal(before.asked, call.k):
             self._note(name, call)
+            of_keys = [s.name for s in self.statistics if s.over == "key"]
+            if of_keys:
+                raise InputError(
+                    f"{name} attends step by step, one query at a time, which gives no statistics of keys; got "
+                    f"{', '.join(of_keys)}, expected statistics of queries"
+                )
             if before.at is not None:
                 before.add(*self._measured(name, call, result, first=before.first, whole=False))
             return
@@ -145,6 +154,11 @@ class Observer:
         if self.take is not None or self.key_masks or self.query_masks:
             what = "padding" if self.take is None else "more than statistics"
             raise InputError(f"{name} shares its sequence with other processes, of which {what} is not known here")
+        if self.statistics:
+            raise InputError(
+                f"{name} shares its sequence with other processes, which gives no statistics of one's own; got "
+                f"statistics named {', '.join(s.name for s in self.statistics)}, expected none"
+            )
         self.sources[name], self.group = "qkv", shared.group
         self._note(name, call)
         causal = _is_causal(call.mask)
@@ -160,8 +174,7 @@ class Observer:
 
     def _masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
         """Masks inside which the weight is told."""
-        local = Window(self.local_window + 1, ahead=self.local_window)
-        return {"local": local, "streaming": _streaming(first, n_keys)}
+        return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
 
     def intercept(self) -> Intercept:
         """What sees attention that the model computes in its own way."""
@@ -271,7 +284,7 @@ class Observer:
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
         mass = self._masses(first, call.k.shape[2])
         if not whole:
-            del mass["streaming"]
+            del mass[Streaming().name]
         statistics = sweep(
             call,
             rows,
@@ -280,6 +293,7 @@ class Observer:
             queries=queries,
             early=EARLY if whole else None,
             bins=self.map_bins if whole and self.map_bins else None,
+            statistics=(*(UNFUSED if whole else ()), *self.statistics),
         )
         if statistics.received.isnan().any():
             raise InputError(f"{name} computes weights that are NaN: the model's weights or its inputs contain NaN")
@@ -295,7 +309,7 @@ def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics
     by_token = {
         f.name: whole(getattr(statistics, f.name))
         for f in fields(Statistics)
-        if f.name not in ("mass", "early", "thumbnail")
+        if f.name not in ("mass", "own", "early", "thumbnail")
     }
     mass = {name: whole(x) for name, x in statistics.mass.items()}
     return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
@@ -346,11 +360,14 @@ class _Steps:
         per_query = {
             f.name: along([getattr(p, f.name) for p in self.parts], -torch.inf if f.name == "lse" else 0.0)
             for f in fields(Statistics)
-            if f.name not in ("received", "audience", "early", "thumbnail", "mass")
+            if f.name not in ("received", "audience", "early", "thumbnail", "mass", "own")
         }
-        mass = {name: along([p.mass[name] for p in self.parts]) for name in self.parts[0].mass}
+        mass, own = (
+            {name: along([getattr(p, kind)[name] for p in self.parts]) for name in getattr(self.parts[0], kind)}
+            for kind in ("mass", "own")
+        )
         whole = len(self.weights) == len(self.parts)
-        statistics = Statistics(**per_query, received=received, audience=audience, mass=mass)  # type: ignore[arg-type]
+        statistics = Statistics(**per_query, received=received, audience=audience, mass=mass, own=own)  # type: ignore[arg-type]
         weights = torch.cat(self.weights, 2) if whole else None
         return replace(record, statistics=statistics, weights=weights, queries=queries)
 
@@ -419,15 +436,6 @@ def unobserved(observer: Observer) -> list[str]:
     """Attention modules that did not come to us: expected ones that never fired, and those that computed elsewhere."""
     silent = set(observer.expected) - set(observer.fired)
     return sorted(silent | observer.outside)
-
-
-def _streaming(first: int | Tensor, n_keys: int) -> Mask:
-    """What a streaming cache keeps: the first keys of the text and the last before the query."""
-    last = Window(STREAMING_LAST, ahead=STREAMING_LAST - 1)
-    if isinstance(first, int) or not first.any():
-        return Prefix(STREAMING_FIRST) | last
-    after = torch.arange(n_keys, device=first.device) - first[:, None]
-    return Dense(((after >= 0) & (after < STREAMING_FIRST))[:, None, None]) | last
 
 
 def formed(call: Call) -> Tensor:

@@ -98,7 +98,7 @@ def add_to(data: xr.Dataset, found: dict[tuple[str, int], Scores]) -> xr.Dataset
         missing = torch.full((heads,), torch.nan)
         rows = torch.stack([found.get(key, {}).get(name, missing).float().cpu() for key in modules])
         about = VARIABLES[name]
-        data[name] = (about.dims, rows.numpy(), {"units": about.units, "definition": about.definition})
+        data[name] = (about.dims, rows.numpy(), about.attrs)
     return data
 
 

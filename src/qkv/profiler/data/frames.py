@@ -6,16 +6,19 @@ import importlib.util
 import io
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_whole
 from qkv.errors import InputError
+from qkv.profiler.data import tables
 from qkv.profiler.data.types import ROLES, TRAITS
-from qkv.profiler.data.variables import VARIABLES
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, own
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
     from qkv.profiler.profiles import Profile
 
@@ -33,9 +36,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "sink_share": ("1", "share of the queries after the first with more than the threshold on the first token"),
     "top_key": ("tokens", "position of the key that receives most"),
     "top_key_token": ("1", "the token there"),
-    "top_key_share": ("1", f"its {_SHARE} of the head"),
+    "top_key_share": ("1", f"{_SHARE} of the head on that key"),
     "target": ("1", "where the head sends most of its weight"),
-    "target_share": ("1", f"its {_SHARE} of the head"),
+    "target_share": ("1", f"{_SHARE} of the head on that target"),
     "goes_to": ("1", "the same in words"),
     "type": ("1", "first of the roles whose score reaches its threshold"),
     "traits": ("1", "all traits whose score reaches its threshold"),
@@ -52,26 +55,32 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "value_norm_first": ("1", "length of the first token's value / mean length of the others"),
     "value_norm_best": ("1", "length of that token's value / mean length of the others"),
 }
-COLUMNS |= {
-    name: (VARIABLES[name].units, f"mean over queries: {VARIABLES[name].definition}")
-    for name in ("entropy", "sink", "self", "previous", "next", "local", "distance", "spread", "participation")
-}
+COLUMNS |= {name: (VARIABLES[name].units, f"mean over queries: {VARIABLES[name].definition}") for name in OF_HEADS}
 COLUMNS |= {
     name: (VARIABLES[name].units, VARIABLES[name].definition)
     for name in ("cosine_first", "cosine_others", "first_key_angle", "key_bias_cosine")
 }
 
 
-def described(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with unit and definition of each column in its ``attrs``."""
-    about = {name: _about(name) for name in table.columns}
+def of_heads(data: xr.Dataset) -> pd.DataFrame:
+    """The table of heads of a group, with units and definitions."""
+    return described(tables.head_table(data), own(data))
+
+
+def described(table: pd.DataFrame, statistics: Mapping[str, Variable] | None = None) -> pd.DataFrame:
+    """The table with unit and definition of each column in its ``attrs``; some may be statistics of one's own."""
+    about = {name: about_column(name, statistics or {}) for name in table.columns}
     table.attrs = {"units": {n: a[0] for n, a in about.items()}, "definitions": {n: a[1] for n, a in about.items()}}
     return table
 
 
-def _about(column: str) -> tuple[str, str]:
+def about_column(column: str, statistics: Mapping[str, Variable]) -> tuple[str, str]:
+    """Unit and definition of a column; `statistics` are those of one's own."""
     if column in COLUMNS:
         return COLUMNS[column]
+    if column in statistics:
+        of = statistics[column]
+        return of.units, f"of each head: {of.definition}"
     kind = (ROLES | TRAITS)[column.removesuffix(SCORE)]
     bound = "at most" if kind.below else "at least"
     unit = "keys" if column.startswith("sparse") else "1"
@@ -95,7 +104,7 @@ def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
     sinks, types = profile.sinks(group=group), profile.types(group)
     types = types.rename(columns={name: name + SCORE for name in (*ROLES, *TRAITS)})
     table = profile.heads(group).join(types.drop(columns=["layer", "head"]))
-    return described(table.join(sinks.drop(columns=["layer", "head", "sink_share"])))
+    return described(table.join(sinks.drop(columns=["layer", "head", "sink_share"])), own(profile.group(group)))
 
 
 def export(profile: Profile, path: Path, group: str | None) -> Path:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
+from qkv.profiler.data.variables import BY_HEAD, OF_HEADS, OF_WEIGHTS, own
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -26,9 +28,11 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     later = valid & (np.arange(valid.shape[1]) >= 1)
     from_second = later if data.attrs["causal"] else valid
 
-    values = {name: mean_over_queries(data[name].values, valid) for name in ("entropy", "self", "next", "local")}
-    values |= {name: mean_over_queries(data[name].values, from_second) for name in ("sink", "previous")}
-    values |= {name: mean_over_queries(data[name].values, valid) for name in ("distance", "spread", "participation")}
+    values = {
+        name: OF_WEIGHTS[name].by_head(data[name].values, from_second if OF_WEIGHTS[name].from_second else valid)
+        for name in OF_HEADS
+        if name in data
+    }
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(seen >= 2, data["entropy"].values / np.log(seen), np.nan)
     values["entropy_ratio"] = mean_over_queries(ratio, valid)
@@ -43,9 +47,8 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
             "module": np.repeat(data["module"].values, data.sizes["head"]),
         }
     )
-    order = ("entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "spread")
-    for name in (*order, "participation", "sink_share"):
-        table[name] = over_texts(values[name]).ravel()
+    for name, value in values.items():
+        table[name] = over_texts(value).ravel()
     top = _top_keys(data)
     table["top_key"], table["top_key_token"], table["top_key_share"] = top
     table["target"], table["target_share"] = _targets(data, table)
@@ -53,6 +56,8 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
         f"spread ({keys:.0f} keys)" if target == "spread" else f"{target} {100 * share:.0f} %"
         for target, share, keys in zip(table["target"], table["target_share"], table["participation"], strict=True)
     ]
+    for name in own(data):
+        table[name] = over_texts(data[name + BY_HEAD].values).ravel()
     return table
 
 

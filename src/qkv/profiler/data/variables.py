@@ -1,44 +1,71 @@
-"""Every quantity a profile may hold: over what it is, in which unit, and what it says."""
+"""Every quantity a profile may hold: over what it is, in which unit, and what it says.
+
+Statistics of weights are described by their objects in `qkv.statistics`; this module adds what is measured besides.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from qkv.errors import InputError
+from qkv.statistics import BUILT_IN, Local, Statistic, Statistics, Streaming
+from qkv.statistics.base import all_checked
+from qkv.statistics.sums import field_of
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 QUERY, KEY = ("text", "layer", "head", "query"), ("text", "layer", "head", "key")
 TEXT, HEAD = ("text", "layer", "head"), ("layer", "head")
 BIN = ("text", "layer", "head", "query_bin", "key_bin")
 
 
-class Variable(NamedTuple):
-    """Dimensions, unit ("1" is a plain number) and definition; whether every profile has it."""
+@dataclass(frozen=True)
+class Variable:
+    """A quantity of a profile; see `qkv.statistics.Statistic` for those that have the same names there."""
 
     dims: tuple[str, ...]
     units: str
+    """"1" is a plain number or a share."""
     definition: str
     always: bool = False
+    """Whether every profile has it."""
+    label: str = ""
+    share: bool = False
+    highest: float = 1.0
+    logarithmic: bool = False
+    one_text: bool = False
+    from_second: bool = False
+
+    @classmethod
+    def of(cls, statistic: Statistic, *, always: bool = False) -> Variable:
+        """What the object says of itself."""
+        return cls(
+            QUERY if statistic.over == "query" else KEY, statistic.unit, statistic.definition, always, statistic.label,
+            statistic.share, statistic.highest, statistic.logarithmic, statistic.one_text, statistic.from_second,
+        )  # fmt: skip
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The attributes of the variable in a data set."""
+        return {"units": self.units, "definition": self.definition}
 
 
-VARIABLES = {
-    "entropy": Variable(QUERY, "nats", "−Σ a ln a of the query's weights a, which add up to 1 over the keys", True),
+_MEASURED = {f.name for f in fields(Statistics)}
+UNFUSED = tuple(s for s in BUILT_IN.values() if field_of(s.name) not in _MEASURED)
+"""Built-in statistics that `measure` gives only when asked."""
+OF_WEIGHTS: dict[str, Statistic] = BUILT_IN | {s.name: s for s in (Local(), Streaming())}
+"""All statistics of weights in a profile: those of `qkv.statistics`, and two weights inside a mask."""
+_LATER = {"audience", "streaming", *(s.name for s in UNFUSED)}  # the first profiles have none
+VARIABLES = {name: Variable.of(s, always=name not in _LATER) for name, s in OF_WEIGHTS.items()} | {
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
-    "sink": Variable(QUERY, "1", "weight on the first token of the text", True),
-    "self": Variable(QUERY, "1", "weight on the query's own token", True),
-    "previous": Variable(QUERY, "1", "weight on the token one before", True),
-    "next": Variable(QUERY, "1", "weight on the token one after", True),
-    "local": Variable(QUERY, "1", "weight on tokens at most `local_window` away", True),
-    "distance": Variable(QUERY, "tokens", "mean distance to the keys, by weight", True),
-    "spread": Variable(QUERY, "tokens", "standard deviation of the keys' positions, by weight", True),
-    "participation": Variable(QUERY, "keys", "1 / Σ a²: how many keys share the weight", True),
-    "visible": Variable(QUERY, "keys", "how many keys the query may attend to", True),
-    "streaming": Variable(
-        QUERY, "1", "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys"
-    ),
-    "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit"),
-    "received": Variable(KEY, "queries", "sum of the weights that all queries put on the key", True),
-    "audience": Variable(KEY, "queries", "how many queries may attend to the key"),
+    "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit", label="Learned sink", share=True),
     "early": Variable(
         ("text", "layer", "head", "early_key"), "1",
         "sink score α_k: weight on the k-th token, averaged over those of the first 64 queries that may see it",
+        one_text=True,
     ),
     "map_max": Variable(BIN, "1", "the largest weight of a bin of `bin_queries` queries × `bin_keys` keys"),
     "map_mean": Variable(BIN, "1", "the average weight of such a bin, pairs the mask hides counting as 0"),
@@ -60,7 +87,8 @@ VARIABLES = {
         HEAD, "1", "1 − total variation distance between the weights on the text and on its tokens shuffled"
     ),
 }  # fmt: skip
-PER_QUERY = tuple(name for name, v in VARIABLES.items() if v.dims == QUERY and v.always)
+OF_HEADS = tuple(name for name, s in OF_WEIGHTS.items() if s.over == "query" and name not in ("visible", "streaming"))
+"""Statistics of which a table of heads has the mean. How many keys are visible is the mask's, not the head's."""
 
 COORDINATES = {
     "layer": ("layer",),
@@ -72,3 +100,44 @@ COORDINATES = {
     "n_keys": ("text",),
 }
 ATTRIBUTES = ("causal", "local_window", "special_tokens")
+
+
+# --- statistics of one's own: a data set says of each what the object said, so a saved profile does not need the class
+
+_KEPT = ("label", "share", "highest", "logarithmic", "one_text", "from_second")
+BY_HEAD = "_by_head"
+"""Ends the name of the variable (text, layer, head) that tells a statistic of one's own for each head."""
+
+
+def own_attrs(statistic: Statistic) -> dict[str, Any]:
+    """The attributes of the variable of a statistic of one's own."""
+    about = Variable.of(statistic)
+    return about.attrs | {"statistic": statistic.over} | {name: getattr(about, name) for name in _KEPT}
+
+
+def own(data: xr.Dataset) -> dict[str, Variable]:
+    """Statistics of one's own in a data set, by name."""
+    found = {}
+    for name, x in data.data_vars.items():
+        if "statistic" in x.attrs and f"{name}{BY_HEAD}" in data:
+            said = {kept: x.attrs[kept] for kept in _KEPT}
+            found[str(name)] = Variable(QUERY if x.attrs["statistic"] == "query" else KEY, x.attrs["units"],
+                                        x.attrs["definition"], **said)  # fmt: skip
+    return found
+
+
+def own_checked(
+    statistics: Iterable[Statistic], taken: Iterable[str] = (), over: Literal["query", "key"] | None = None
+) -> tuple[Statistic, ...]:
+    """Statistics of one's own, known to have names that nothing else has; `over`, if all have to be of queries."""
+    statistics = all_checked(statistics)
+    names = {*VARIABLES, *COORDINATES, "text", "query", "key", *taken}
+    for s in statistics:
+        if s.name in names or any(s.name == f"{other.name}{BY_HEAD}" for other in statistics):
+            raise InputError(f"statistics: the name {s.name!r} is taken; expected one that nothing else here has")
+        if over is not None and s.over != over:
+            raise InputError(
+                f"statistics: {s.name!r} is a number for each {s.over}; expected one for each {over}, of which alone "
+                "a survey keeps means and histograms"
+            )
+    return statistics

@@ -145,7 +145,7 @@ def of(
     the end, unless `group` is given.
 
     Args:
-        model: as in `qkv.profile`, or a name for `qkv.profiler.capture.models.load`.
+        model: as in `qkv.profile`, or a name for `qkv.load`.
         inputs: a text; token ids (length,) or (batch, length); or what the model's forward takes, as a mapping.
         layer: counted from 0 in each group.
         head: query head.

@@ -7,9 +7,9 @@ themselves. Only the sketches of quantiles are approximations, which agree where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,46 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv.errors import InputError
+from qkv.profiler.surveys.quantities import BINS, QUANTITIES, Quantities, edges
 
-BINS = 128
 DIGITS = 40
 """Binary digits after the point of a sum."""
 EARLY, EARLY_THRESHOLD = 64, 0.3
 """T and ε of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3)."""
+ROUNDING = 1e-6
+"""What is less than this below 0 counts as 0."""
 CENTROIDS = 100
 """Size of a t-digest: about 2.5 KB at most, and ranks right to about a hundredth."""
 LIMB = 62  # whole numbers are stored in two halves: the low one has so many digits
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number that every query of every head has."""
-
-    unit: str
-    definition: str
-    high: float
-    """Where the last bin of the histogram ends; the first begins at 0. What lies beyond is counted in the last."""
-    scale: Literal["x", "log2(1 + x)"] = "x"
-    """What the bins are equally wide in."""
-    own: bool = False
-    """Says something only where queries and keys are the same text."""
-    later: bool = False
-    """Leaves out the first query of a causal text, which sees nothing but itself."""
-
-
-QUANTITIES = {
-    "entropy": Quantity("nats", "−Σ a ln a of a row a of weights, divided by their sum", 14.0),
-    "entropy_ratio": Quantity("1", "entropy / ln(visible keys), of queries that see two or more; 1 is uniform", 1.0),
-    "sink": Quantity("share", "weight on the first token", 1.0, later=True),
-    "self": Quantity("share", "weight on the query's own position", 1.0, own=True),
-    "previous": Quantity("share", "weight on the token before", 1.0, own=True, later=True),
-    "next": Quantity("share", "weight on the token after", 1.0, own=True),
-    "local": Quantity("share", "weight within the local window on either side", 1.0, own=True),
-    "distance": Quantity("tokens", "Σ a |p − j| from the query's position p to keys j", 20.0, "log2(1 + x)", own=True),
-    "participation": Quantity("keys", "1 / Σ a²: how many keys share the weight", 20.0, "log2(1 + x)"),
-    "sink_mass": Quantity("share", "weight on a learned sink logit, where the model has one", 1.0),
-}
-_LATE = [q.scale != "x" for q in QUANTITIES.values()]
 
 
 def exact(x: Float[np.ndarray, "..."]) -> np.ndarray:
@@ -76,28 +47,18 @@ def number(x: np.ndarray) -> np.ndarray:
 _whole = np.frompyfunc(int, 1, 1)
 
 
-def edges(quantity: str) -> Float[np.ndarray, " edges"]:
-    """The borders of the bins of a quantity's histogram, in its unit.
-
-    >>> edges("sink")[:3]
-    array([0.       , 0.0078125, 0.015625 ])
-    """
-    q = QUANTITIES[quantity]
-    at = np.linspace(0, q.high, BINS + 1)
-    return at if q.scale == "x" else np.exp2(at) - 1
-
-
 class Layer:
     """Accumulators of one attention layer. Arrays begin with (quantity, head), where they are not said to be others.
 
     Args:
         module: the name of the layer in the model.
         heads: how many it has.
+        quantities: what it keeps, in this order.
     """
 
-    def __init__(self, module: str, heads: int) -> None:
-        shape = (len(QUANTITIES), heads)
-        self.module, self.heads = module, heads
+    def __init__(self, module: str, heads: int, quantities: Quantities = QUANTITIES) -> None:
+        shape = (len(quantities), heads)
+        self.module, self.heads, self.quantities = module, heads, quantities
         self.added: dict[str, np.ndarray] = {
             "count": np.zeros(shape, np.int64),
             "sum": exact(np.zeros(shape)),
@@ -114,19 +75,25 @@ class Layer:
         self._means: list[np.ndarray] = []
 
     def add(self, values: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> None:
-        """Add a batch: the quantities of every query, in the order of `QUANTITIES`, and which of them there are."""
+        """Add a batch: the quantities of every query, in their order, and which of them there are."""
         hidden = ~valid
         x = values.double().masked_fill(hidden, 0)
         n, sums = valid.sum(-1), x.sum(-1)
         if not bool(sums.isfinite().all()):
             raise InputError(f"{self.module} has statistics that are no numbers: weights or inputs contain NaN")
+        least = x.amin((1, 2, 3))
+        for name, value in zip(self.quantities, least.tolist(), strict=True):
+            if value < -ROUNDING:
+                raise InputError(
+                    f"{self.module}: {name} is {value:.6g}, but histograms of a survey begin at 0; expected 0 or more"
+                )
         self.added["count"] += n.sum(1).cpu().numpy()
         self.added["sum"] += exact(sums.sum(1).cpu().numpy())
         self.added["squares"] += exact(x.square().sum((1, 3)).cpu().numpy())
         low, high = values.masked_fill(hidden, torch.inf), values.masked_fill(hidden, -torch.inf)
         self.minimum = np.minimum(self.minimum, low.amin((1, 3)).double().cpu().numpy())
         self.maximum = np.maximum(self.maximum, high.amax((1, 3)).double().cpu().numpy())
-        self.added["histogram"] += _histogram(x, valid)
+        self.added["histogram"] += _histogram(x, valid, self.quantities)
         self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
 
     def add_early(self, score: Float[Tensor, "b h early"], which: Bool[Tensor, " b"]) -> None:
@@ -163,7 +130,7 @@ class Layer:
                 f"other: the layer {other.module!r} of {other.heads} heads cannot be merged with {self.module!r} of "
                 f"{self.heads}; expected the same model"
             )
-        both = Layer(self.module, self.heads)
+        both = Layer(self.module, self.heads, self.quantities)
         both.added = {name: self.added[name] + other.added[name] for name in self.added}
         both.minimum = np.minimum(self.minimum, other.minimum)
         both.maximum = np.maximum(self.maximum, other.maximum)
@@ -189,8 +156,8 @@ class Layer:
     def quantile(self, rank: float) -> Float[np.ndarray, "quantity head"]:
         """Quantiles over all queries, from the histograms: exact to the width of a bin, and within the extremes."""
         out = np.full(self.minimum.shape, np.nan)
-        for q, name in enumerate(QUANTITIES):
-            borders = edges(name)
+        for q, quantity in enumerate(self.quantities.values()):
+            borders = edges(quantity)
             for h in np.flatnonzero(self.added["count"][q]):
                 below = np.concatenate([[0], np.cumsum(self.added["histogram"][q, h])])
                 value = np.interp(rank * below[-1], below, borders)
@@ -220,9 +187,11 @@ class Layer:
         yield "sketch_lengths", np.array([len(p) for p in packed], np.int64)
 
     @classmethod
-    def of_arrays(cls, module: str, found: dict[str, np.ndarray]) -> Layer:
-        """`arrays` undone."""
-        layer = cls(module, len(found["queries"]))
+    def of_arrays(
+        cls, module: str, found: dict[str, np.ndarray], quantities: Quantities, order: Sequence[int]
+    ) -> Layer:
+        """`arrays` undone; `order` says which of the quantities in the file each of `quantities` is."""
+        layer = cls(module, len(found["queries"]), quantities)
         for name, x in layer.added.items():
             if x.dtype == object:
                 layer.added[name] = joined(found[f"{name}.high"], found[f"{name}.low"])
@@ -233,6 +202,11 @@ class Layer:
         packed = found["sketch_bytes"].tobytes()
         for at, end, size in zip(np.ndindex(layer.sketches.shape), ends, found["sketch_lengths"], strict=True):
             layer.sketches[at] = _read_digest(packed[end - size : end]) if size else None
+        layer.minimum, layer.maximum, layer.sketches = (
+            x[list(order)] for x in (layer.minimum, layer.maximum, layer.sketches)
+        )
+        for name in ("count", "sum", "squares", "histogram"):
+            layer.added[name] = layer.added[name][list(order)]
         return layer
 
 
@@ -279,18 +253,12 @@ def joined(high: Int[np.ndarray, "..."], low: Int[np.ndarray, "..."]) -> np.ndar
     return np.asarray((high.astype(object) << LIMB) + low.astype(object), object)
 
 
-def described() -> dict[str, Any]:
-    """All that says what the accumulators mean, for the head of a file."""
-    return {
-        name: {"unit": q.unit, "definition": q.definition, "bins": BINS, "high": q.high, "scale": q.scale}
-        for name, q in QUANTITIES.items()
-    }
-
-
-def _histogram(x: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> np.ndarray:
+def _histogram(
+    x: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"], said: Quantities
+) -> np.ndarray:
     quantities, _, heads, _ = x.shape
-    scale = torch.tensor([BINS / q.high for q in QUANTITIES.values()], dtype=x.dtype, device=x.device)
-    at = torch.stack([torch.log2(1 + x[q]) if late else x[q] for q, late in enumerate(_LATE)])
+    scale = torch.tensor([BINS / q.high for q in said.values()], dtype=x.dtype, device=x.device)
+    at = torch.stack([torch.log2(1 + one) if q.logarithmic else one for one, q in zip(x, said.values(), strict=True)])
     bins = at.mul_(scale[:, None, None, None]).long().clamp_(0, BINS - 1)
     head = torch.arange(quantities * heads, device=x.device).view(quantities, 1, heads, 1)
     all_bins = quantities * heads * BINS

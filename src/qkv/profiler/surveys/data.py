@@ -7,7 +7,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.profiler.surveys.accumulators import EARLY, LIMB, QUANTITIES, Group, Layer, joined, number
+from qkv.profiler.surveys.accumulators import EARLY, LIMB, Group, Layer, joined, number
+from qkv.profiler.surveys.quantities import Quantities, as_today, of_description
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,7 @@ class Survey:
             tokens that received most) and ``sources`` (where each module's numbers come from: see `qkv.profile`).
 
     >>> import tempfile
-    >>> from qkv.profiler.surveys.run import survey
+    >>> from qkv.profiler.surveys.survey import survey
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
     >>> found, len(found.heads())
@@ -56,6 +57,11 @@ class Survey:
     def __repr__(self) -> str:
         tokens, documents = self.record["tokens"], self.record["documents"]
         return f"Survey({self.definition['model']!r}, {documents:,} documents, {tokens:,} tokens)"
+
+    @property
+    def quantities(self) -> Quantities:
+        """What was measured at every query, by name, in the order of the accumulators' first dimension."""
+        return of_description(self.definition["quantities"])
 
     @property
     def main(self) -> str:
@@ -72,7 +78,7 @@ class Survey:
     def heads(self, group: str | None = None) -> pd.DataFrame:
         """One row per layer and head, over all counted queries of the corpus; NaN where a quantity says nothing.
 
-        Columns: layer, head, module, queries; of each quantity of ``definition["quantities"]``, in its unit, the mean
+        Columns: layer, head, module, queries; of each of `quantities`, in its unit, the mean
         by its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to a
         bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (over the means of sequences, from t-digests);
         special and delimiter (shares of the weight on such keys); sink_score (mean α
@@ -89,7 +95,7 @@ class Survey:
             found["_min"], found["_max"] = (np.where(seen, x, np.nan) for x in (layer.minimum, layer.maximum))
             found |= {f"_p{100 * rank:.0f}": layer.quantile(rank) for rank in QUANTILES}
             found |= {f"_text_p{100 * rank:.0f}": layer.quantile_of_texts(rank) for rank in QUANTILES}
-            for q, name in enumerate(QUANTITIES):
+            for q, name in enumerate(self.quantities):
                 columns |= {f"{name}{suffix}": x[q] for suffix, x in found.items()}
             _, special, delimiter = number(layer.added["received"]) / np.maximum(layer.added["queries"], 1)
             columns |= {"special": special, "delimiter": delimiter}
@@ -206,7 +212,15 @@ class Survey:
                         f"path: {str(target)!r} has format {head.get('format')} {head.get('format_version')}; "
                         f"expected {FORMAT} {VERSION}"
                     )
-                groups = {name: _read_group(archive, name, layers, head) for name, layers in head["groups"].items()}
+                definition = head["definition"]
+                order = list(definition["quantities"])
+                definition["quantities"] = as_today(definition["quantities"])
+                said = definition["quantities"]
+                quantities = of_description(said), [order.index(name) for name in said]
+                groups = {
+                    name: _read_group(archive, name, layers, definition["vocabulary"], quantities)
+                    for name, layers in head["groups"].items()
+                }
         except OSError as error:
             raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
         except DAMAGE as error:
@@ -222,6 +236,8 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> tu
             found = differing(mine, theirs, f"{where}{name}.")
             if found is not None:
                 return found
+        elif name not in a or name not in b:
+            return (f"{where}{name}", *(("there", "not there") if name in a else ("not there", "there")))
         elif mine != theirs:
             return f"{where}{name}", mine, theirs
     return None
@@ -250,7 +266,13 @@ def _put_array(archive: zipfile.ZipFile, name: str, x: np.ndarray) -> None:
     _put(archive, f"{name}.npy", file.getvalue())
 
 
-def _read_group(archive: zipfile.ZipFile, name: str, layers: dict[str, str], head: dict[str, Any]) -> Group:
+def _read_group(
+    archive: zipfile.ZipFile,
+    name: str,
+    layers: dict[str, str],
+    vocabulary: int,
+    quantities: tuple[Quantities, Sequence[int]],
+) -> Group:
     def array(member: str) -> np.ndarray:
         return np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
 
@@ -259,9 +281,9 @@ def _read_group(archive: zipfile.ZipFile, name: str, layers: dict[str, str], hea
         if member.startswith(f"{name}/"):
             _, part, what = member.removesuffix(".npy").split("/")
             found.setdefault(part, {})[what] = array(member)
-    group = Group(head["definition"]["vocabulary"])
+    group = Group(vocabulary)
     tokens = found.pop("tokens")
     group.token_weight[tokens["id"]] = joined(tokens["high"], tokens["low"])
     group.token_count[tokens["id"]] = tokens["count"]
-    group.layers = {int(n): Layer.of_arrays(module, found[n]) for n, module in layers.items()}
+    group.layers = {int(n): Layer.of_arrays(module, found[n], *quantities) for n, module in layers.items()}
     return group

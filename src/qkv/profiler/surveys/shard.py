@@ -12,17 +12,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from qkv.errors import InputError
-from qkv.masks import Window
 from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.observe import Observer, Seen, observe, unobserved
 from qkv.profiler.capture.special import Special, tokens_of
 from qkv.profiler.capture.tokens import as_read, special_ids
 from qkv.profiler.data.delimiters import is_delimiter
-from qkv.profiler.surveys.accumulators import EARLY, QUANTITIES, Group, Layer, number
+from qkv.profiler.data.variables import UNFUSED
+from qkv.profiler.surveys.accumulators import EARLY, Group, Layer, number
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
-from qkv.statistics.measure import Statistics, settled, sweep
+from qkv.profiler.surveys.quantities import Quantities, of_description
+from qkv.statistics import Local, Statistic
+from qkv.statistics.measure import settled, sweep
+from qkv.statistics.sums import Statistics
 
 NAMED = 256
 """Of so many tokens, those that received most, a shard keeps the names."""
@@ -31,8 +34,16 @@ NAMED = 256
 class Reader:
     """A model with all it takes to survey texts."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, definition: dict[str, Any], batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        definition: dict[str, Any],
+        batch_tokens: int,
+        statistics: Sequence[Statistic] = (),
+    ) -> None:
         self.model, self.tokenizer, self.definition, self.batch_tokens = model, tokenizer, definition, batch_tokens
+        self.statistics, self.quantities = statistics, of_description(definition["quantities"])
         self.special = Special.of(tokenizer)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.kinds = _kinds(tokenizer, definition["vocabulary"], special_ids(model, tokenizer)).to(self.device)
@@ -110,7 +121,7 @@ class Reader:
                 )
             group = groups.setdefault(seen.group, Group(self.definition["vocabulary"]))
             with torch._C.DisableTorchFunction():  # nobody needs to watch our own operations, and it takes its time
-                _add_call(group, seen, batch, self.kinds, self.definition["local_window"])
+                self._add_call(group, seen, batch)
 
         observer = Observer(
             self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, ready), take=take
@@ -122,6 +133,36 @@ class Reader:
             what = ", ".join(missing[:4]) or "all of it"
             raise InputError(f"{type(self.model).__name__} has attention that qkv cannot observe: {what}")
         return dict(observer.sources)
+
+    def _add_call(self, group: Group, seen: Seen, batch: Batch) -> None:
+        """Measure one call and add it to its layer, on the device where it is: a model may lie on several."""
+        device = seen.call.q.device
+        batch, kinds = batch.to(device), self.kinds.to(device)
+        rows = settled(seen.call, seen.lse)
+        if rows.level is not None and rows.level.isnan().any():
+            raise InputError(
+                f"{seen.module} computes scores that are NaN: the model's weights or its inputs contain NaN"
+            )
+        counts = None if bool(batch.counted.all()) else batch.counted
+        local = Local(self.definition["local_window"])
+        statistics = sweep(
+            seen.call,
+            rows,
+            mass={local.name: local.mask},
+            first=seen.first,
+            queries=counts,
+            early=EARLY,
+            statistics=(*(s for s in UNFUSED if s.name in self.quantities), *self.statistics),
+        )
+        layer = group.layers.get(seen.layer)
+        if layer is None:
+            layer = group.layers[seen.layer] = Layer(seen.module, seen.call.q.shape[1], self.quantities)
+        layer.add(*_values(self.quantities, statistics, seen, batch.counted))
+        assert statistics.early is not None
+        long = batch.counted[:, :EARLY].all(1) if batch.counted.shape[1] >= EARLY else torch.zeros_like(batch.begins)
+        layer.add_early(statistics.early, long & batch.begins)
+        layer.add_keys(statistics.received, kinds[:, batch.ids] & batch.real, int(batch.counted.sum()))
+        group.add_tokens(batch.ids, statistics.received, batch.real)
 
     def _names(self, groups: Mapping[str, Group]) -> dict[str, str]:
         """Names of the tokens that received most."""
@@ -145,53 +186,27 @@ def vocabulary(model: nn.Module, tokenizer: Any) -> int:
     return int(max(said, own))
 
 
-def _add_call(group: Group, seen: Seen, batch: Batch, kinds: Tensor, local_window: int) -> None:
-    """Measure one call and add it to its layer, on the device where it is: a model may lie on several."""
-    device = seen.call.q.device
-    batch, kinds = batch.to(device), kinds.to(device)
-    rows = settled(seen.call, seen.lse)
-    if rows.level is not None and rows.level.isnan().any():
-        raise InputError(f"{seen.module} computes scores that are NaN: the model's weights or its inputs contain NaN")
-    counts = None if bool(batch.counted.all()) else batch.counted
-    local = {"local": Window(local_window + 1, ahead=local_window)}
-    statistics = sweep(seen.call, rows, mass=local, first=seen.first, queries=counts, early=EARLY)
-    layer = group.layers.get(seen.layer)
-    if layer is None:
-        layer = group.layers[seen.layer] = Layer(seen.module, seen.call.q.shape[1])
-    layer.add(*_values(statistics, seen, batch.counted))
-    assert statistics.early is not None
-    long = batch.counted[:, :EARLY].all(1) if batch.counted.shape[1] >= EARLY else torch.zeros_like(batch.begins)
-    layer.add_early(statistics.early, long & batch.begins)
-    layer.add_keys(statistics.received, kinds[:, batch.ids] & batch.real, int(batch.counted.sum()))
-    group.add_tokens(batch.ids, statistics.received, batch.real)
-
-
 def _values(
-    statistics: Statistics, seen: Seen, counted: Bool[Tensor, "b n"]
+    quantities: Quantities, statistics: Statistics, seen: Seen, counted: Bool[Tensor, "b n"]
 ) -> tuple[Float[Tensor, "quantity b h n"], Bool[Tensor, "quantity b h n"]]:
     """All quantities of all queries, and which of them there are."""
     visible = statistics.visible
-    nothing = torch.zeros_like(visible)
-    found = {
-        "entropy": statistics.entropy,
-        "entropy_ratio": statistics.entropy / visible.clamp(min=2).log(),
-        "sink": statistics.sink,
-        "self": statistics.self_,
-        "previous": statistics.previous,
-        "next": statistics.next_,
-        "local": statistics.mass["local"],
-        "distance": statistics.distance,
-        "participation": statistics.participation,
-        "sink_mass": nothing if statistics.sink_mass is None else statistics.sink_mass,
-    }
     base = counted[:, None].expand_as(visible)
     later = base & (torch.arange(visible.shape[2], device=visible.device) > 0) if seen.causal else base
-    valid = {name: later if quantity.later else base for name, quantity in QUANTITIES.items()}
-    valid["entropy_ratio"] = base & (visible >= 2)
     none = torch.zeros_like(base)
-    valid |= {name: none for name, quantity in QUANTITIES.items() if quantity.own and seen.group == "cross"}
-    valid |= {} if statistics.sink_mass is not None else {"sink_mass": none}
-    return torch.stack([found[name] for name in QUANTITIES]), torch.stack([valid[name] for name in QUANTITIES])
+    values, valid = [], []
+    for name, quantity in quantities.items():
+        there = none if quantity.one_text and seen.group == "cross" else later if quantity.later else base
+        if name == "entropy_ratio":
+            x, there = statistics.entropy / visible.clamp(min=2).log(), there & (visible >= 2)
+        else:
+            found = statistics.named(name)
+            x, there = (torch.zeros_like(visible), none) if found is None else (found, there)
+            if quantity.parameters is not None:
+                there = there & ~x.isnan()  # undefined for this query; NaN of built-in statistics is refused
+        values.append(x)
+        valid.append(there)
+    return torch.stack(values), torch.stack(valid)
 
 
 def _kinds(tokenizer: Any, size: int, special: set[int]) -> Bool[Tensor, "kind vocabulary"]:

@@ -12,8 +12,30 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.errors import InputError
+from qkv.lab import grammar
 from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
 from qkv.models.config import nearest
+
+__all__ = [
+    "END",
+    "PAD",
+    "SPECIAL",
+    "START",
+    "Translation",
+    "Vocabulary",
+    "cross_weights",
+    "greedy",
+    "padded",
+    "read_vocabulary",
+    "translate",
+    "vocabularies",
+    "vocabulary_file",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<start>", "<end>")
@@ -46,6 +68,17 @@ class Vocabulary:
     def text(self, numbers: Sequence[int]) -> list[str]:
         """The words."""
         return [self.words[i] for i in numbers]
+
+
+def vocabularies() -> tuple[Vocabulary, Vocabulary]:
+    """Of source and target: all words of the grammar.
+
+    >>> english, french = vocabularies()
+    >>> english.text(english.numbers(["the", "cat"]))
+    ['the', 'cat']
+    """
+    source, target = grammar.vocabularies()
+    return Vocabulary(source), Vocabulary(target)
 
 
 class Translation(NamedTuple):

@@ -17,14 +17,18 @@ from qkv.errors import InputError
 from qkv.profiler.capture.inputs import positions
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.special import Special
+from qkv.profiler.data.variables import own_checked
 from qkv.profiler.surveys import accumulators, corpus, shard
 from qkv.profiler.surveys.corpus import Corpus, Document
 from qkv.profiler.surveys.data import VERSION, Survey, differing
+from qkv.profiler.surveys.quantities import QUANTITIES, as_today, described
 from qkv.profiler.surveys.ranks import Lost, Ranks, joined
+from qkv.statistics import Statistic
 
 __all__ = ["Incomplete", "Survey", "survey"]
 
 SETTINGS, SHARDS, RESULT = "survey.json", "shards", "survey.qkv.zip"
+TAKEN = ("module", "queries", "special", "delimiter", "sink_score", "sink_texts")  # columns of `Survey.heads`
 LENGTH = 512  # of sequences of a model that takes any
 
 
@@ -44,6 +48,7 @@ def survey(
     overlap: int | None = None,
     long: Literal["split", "refuse"] = "split",
     local_window: int = 8,
+    statistics: Sequence[Statistic] = (),
     dtype: str = "float32",
     name: str = "",
     patience: float = 14_400.0,
@@ -71,6 +76,8 @@ def survey(
             eighth of `length` if None.
         long: "split" texts longer than `length` into pieces, or "refuse" them: they are then left out and counted.
         local_window: `local` is the weight on keys at most this many tokens away.
+        statistics: your own (`qkv.statistics.Statistic`), of queries: each has means, quantiles and a histogram as the
+            built-in ones. Surveys with different ones do not merge.
         dtype: of the weights, if `model` is a name.
         name: of the model; its own if not given.
         patience: seconds to wait for other processes at the beginning and at the end: longer than any shard takes, for
@@ -102,10 +109,12 @@ def survey(
     for what, value, least in (("batch_tokens", batch_tokens, 1), ("local_window", local_window, 1)):
         if value < least:
             raise InputError(f"{what} is {value}, expected at least {least} token")
-    definition = _definition(model, tokenizer, name, _length(model, length), overlap, long, local_window)
+    statistics = own_checked(statistics, (*QUANTITIES, *TAKEN), over="query")
+    length = _length(model, length)
+    definition = _definition(model, tokenizer, name, length, overlap, long, local_window, statistics)
     settings = {"corpus": found.fingerprint, "shards": shards, "batch_tokens": batch_tokens, "definition": definition}
     parts = found.shards(shards)
-    reader = shard.Reader(model, tokenizer, definition, batch_tokens)
+    reader = shard.Reader(model, tokenizer, definition, batch_tokens, statistics)
     with joined(patience) as ranks:
         ranks.agreed("the corpus or a setting", _digest(settings))
         folder = _open(Path(out), settings, ranks)
@@ -212,7 +221,8 @@ def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
         if not file.exists():
             write_whole(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
         before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        before["definition"]["quantities"] = as_today(before["definition"]["quantities"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"out: cannot use the folder {str(folder)!r} ({error})") from error
     found = differing(before, settings)
     if found is not None:
@@ -238,7 +248,14 @@ def _length(model: nn.Module, length: int | None) -> int:
 
 
 def _definition(
-    model: nn.Module, tokenizer: Any, name: str, length: int, overlap: int | None, long: str, local_window: int
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    length: int,
+    overlap: int | None,
+    long: str,
+    local_window: int,
+    statistics: Sequence[Statistic] = (),
 ) -> dict[str, Any]:
     """Everything that must be the same for two surveys to say the same thing."""
     if long not in ("split", "refuse"):
@@ -265,7 +282,7 @@ def _definition(
         "local_window": local_window,
         "sink_score": {"queries": accumulators.EARLY, "threshold": accumulators.EARLY_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
-        "quantities": accumulators.described(),
+        "quantities": described(statistics),
     }
 
 

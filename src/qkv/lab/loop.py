@@ -95,7 +95,7 @@ def train(
         Interrupted: after the checkpoint that an interrupt (SIGINT, SIGTERM) asked for.
 
     >>> import tempfile
-    >>> from qkv.lab.tasks.reversal import Reversal
+    >>> from qkv.lab.tasks import Reversal
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trained = train(Reversal(), Training(steps=2, batch=4), folder, progress=False)
     ...     sorted(p.name for p in (trained.folder / "model").iterdir())

@@ -1,0 +1,30 @@
+"""Names of a package that load on first use, so that importing the package is cheap."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def lazy(package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()) -> Callable[[str], Any]:
+    """A `__getattr__` for `package`: it imports a public name from its module, or a public submodule, on first use.
+
+    Args:
+        package: dotted name of the package, its `__name__`.
+        names: for each dotted module, the names that the package takes from it.
+        modules: submodules of the package that are public themselves.
+    """
+    origin = {name: module for module, found in names.items() for name in found}
+
+    def load(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in origin:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(origin[name]), name)
+        setattr(sys.modules[package], name, value)  # the next access does not come here
+        return value
+
+    return load

@@ -1,0 +1,224 @@
+"""The specification: every mechanism as its definition says, in NumPy float64 and plain loops.
+
+Read `qkv.reference.parts`, then this, to know what qkv computes. One query is served at a time:
+
+1. `compare`: a score says how much the query and a key have to do with each other;
+2. `bends`: biases change that number, one after another; then the temperature divides it;
+3. `sees`: a mask says which keys the query may attend to at all;
+4. `weigh`: a normalizer turns the scores of those keys into weights;
+5. `attention`: the output is the sum of the values, each times its weight.
+
+It shares no code with anything fast, forms everything, and is slow. The only things it takes as data are the functions
+that a user passes and the keys that `RandomKeys` drew. It has no dropout, draws nothing and has no gradients, and it
+defines the objects of this package alone: a user's own is defined by its one method (`qkv.testing` checks that).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from qkv import biases, masks, normalizers, scores
+from qkv.errors import InputError
+from qkv.reference.parts import (
+    array,
+    bends,
+    compare,
+    factor,
+    log_sum_exp,
+    of_head,
+    query_of,
+    sees,
+    vector_of,
+    weigh,
+)
+
+Array = np.ndarray
+__all__ = ["Reference", "attention", "compare"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# --- 5. Attention -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights.
+
+    Without the dimensions that q came without.
+
+    >>> x = np.ones((2, 4))
+    >>> attention(x, x, x).weights.round(3).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+
+    out: Float64[Array, "*bh nq dv"]
+    lse: Float64[Array, "*bh nq"] | None
+    weights: Float64[Array, "*bh nq nk"]
+
+
+def undefined(*parts: Any) -> str | None:
+    """The first of some masks, biases, scores and normalizers, or of the masks inside them, that is not defined here.
+
+    A subclass is not: it may redefine what this module knows.
+
+    >>> class Mine(normalizers.Softmax): ...
+    >>> undefined(scores.Dot(), Mine())
+    'Mine'
+    """
+    for part in parts:
+        if part is None:
+            continue
+        if type(part) not in DEFINED:
+            return type(part).__name__
+        inside = undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
+        if inside is not None:
+            return inside
+    return None
+
+
+DEFINED = frozenset((
+    scores.Dot, scores.General, scores.Cosine, scores.Additive, scores.Features,
+    biases.SoftCap, biases.Dense, biases.ByDistance, biases.ALiBi, biases.T5Bias, biases.RelativePosition,
+    masks.Causal, masks.Window, masks.Dilated, masks.Strided, masks.Prefix, masks.Global, masks.RandomKeys,
+    masks.Padding, masks.Document, masks.Dense, masks.Predicate, masks.Blockwise, masks.Shifted, masks.And, masks.Or,
+    masks.Not,
+    normalizers.Softmax, normalizers.Entmax, normalizers.Hard, normalizers.Sigmoid, normalizers.EluPlusOne,
+    normalizers.ReLU, normalizers.Identity,
+))  # fmt: skip
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: masks.Mask | None = None,
+    bias: Sequence[biases.Bias] = (),
+    score: scores.Score | None = None,
+    normalizer: normalizers.Normalizer | None = None,
+) -> Reference:
+    """Attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
+
+    Query head h uses key head h // (heads / key heads). A query that sees nothing has output 0, weights 0, lse −∞.
+    q, k and v may also be (b, n, d) or (n, d), of one head, and so are the results then.
+
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> attention(x, x, x, mask=masks.Causal()).weights[0, 0].round(3).tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    q, k, v = array(q), array(k), array(v)
+    ndim = q.ndim
+    score = scores.Dot() if score is None else score
+    normalizer = normalizers.Softmax() if normalizer is None else normalizer
+    unknown = undefined(mask, *bias, score, normalizer)
+    if unknown is not None:
+        raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
+    if q.ndim < 4:
+        q, k, v = (x[:, None] if q.ndim == 3 else x[None, None] for x in (q, k, v))
+        found = attention(q, k, v, mask=mask, bias=bias, score=score, normalizer=normalizer)
+        at = (slice(None), 0) if ndim == 3 else (0, 0)
+        return Reference(found.out[at], None if found.lse is None else found.lse[at], found.weights[at])
+    batch, heads, n_queries, _ = q.shape
+    _, key_heads, n_keys, dv = v.shape
+    out = np.zeros((batch, heads, n_queries, dv))
+    lse = np.full((batch, heads, n_queries), -np.inf)
+    weights = np.zeros((batch, heads, n_queries, n_keys))
+    for b, h, i in np.ndindex(batch, heads, n_queries):
+        g = h // (heads // key_heads)
+        query = query_of(score, q[b, h, i], h)
+        shown = [j for j in range(n_keys) if sees(mask, b, h, i, j, n_queries, n_keys)]
+        final = {}
+        for j in shown:
+            s = compare(score, q[b, h, i], k[b, g, j], h, g)
+            for one in bias:
+                s = bends(
+                    one, s, b, h, i, j, n_queries=n_queries, n_keys=n_keys, heads=heads, query=query,
+                    scale=factor(score, len(query)),
+                )  # fmt: skip
+            final[j] = s / normalizer.temperature
+        keys = [j for j in shown if final[j] != -math.inf]  # a bias of −∞ hides a pair, too
+        sink = _sink(normalizer, score, q[b, h, i], b, h, i, g)
+        seen = np.array([final[j] for j in keys])
+        lse[b, h, i] = log_sum_exp(seen, sink)
+        weights[b, h, i, keys] = weigh(normalizer, seen, h, len(shown), sink)
+        for j in keys:
+            out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
+    return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
+
+
+def _sink(
+    normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int
+) -> float | None:
+    """The logit of the term of a softmax that no key owns: a number a head or a query, or that of a learned key of
+    value 0.
+
+    The temperature divides the score of a learned key, which is one, but not a sink; biases and masks know neither
+    (Gu et al. 2025, arXiv:2410.10781).
+    """
+    if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax):
+        return None
+    if normalizer.key is not None:
+        return compare(score, q, array(normalizer.key)[h], h, g) / normalizer.temperature
+    if normalizer.sink is None:
+        return None
+    sink = array(normalizer.sink)
+    return float(sink[b, h, i] if sink.ndim == 3 else of_head(sink, h, 0))
+
+
+def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
+    """What relative positions add to the value of a key that is `back` tokens back (Shaw et al. 2018, eq. 3)."""
+    for one in bias:
+        if isinstance(one, biases.RelativePosition) and one.values is not None:
+            return vector_of(one.values, h, back)
+    return 0.0
+
+
+# --- 6. Statistics of weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceStatistics:
+    """Statistics of one weight matrix (…, nq, nk); definitions in `statistics`."""
+
+    entropy: Array
+    received: Array
+    distance: Array
+    spread: Array
+    participation: Array
+
+
+def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
+    """What `qkv.measure` must give, from materialised weights.
+
+    With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
+    entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j
+    under a, participation 1 / Σ_j a². Query i stands at p_i = i + offset. A query with M = 0 gives 0 everywhere.
+
+    >>> statistics(np.full((1, 4), 0.25)).participation.tolist()
+    [4.0]
+    """
+    weights = np.asarray(weights, dtype=np.float64)
+    n_queries, n_keys = weights.shape[-2:]
+    position = np.arange(n_queries)[:, None] + (n_keys - n_queries if offset is None else offset)
+    key = np.arange(n_keys)[None, :]
+    mass = weights.sum(-1, keepdims=True)
+    a = np.divide(weights, mass, out=np.zeros_like(weights), where=mass > 0)
+    logs = np.log(a, out=np.zeros_like(a), where=a > 0)
+    mean = (a * key).sum(-1, keepdims=True)
+    squares = (a * a).sum(-1)
+    return ReferenceStatistics(
+        entropy=-(a * logs).sum(-1),
+        received=weights.sum(-2),
+        distance=(a * np.abs(position - key)).sum(-1),
+        spread=np.sqrt((a * (key - mean) ** 2).sum(-1)),
+        participation=np.divide(1, squares, out=np.zeros_like(squares), where=squares > 0),
+    )

@@ -1,0 +1,163 @@
+"""Weight on named keys: the first of the text, the query's own, its neighbours, and those inside a mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv.masks import Dense, Mask, Prefix, Window
+from qkv.statistics.base import Statistic, WeightTile
+
+
+class At(Statistic):
+    """The weight on the key a fixed number of tokens before the query.
+
+    >>> import torch, qkv
+    >>> class TwoBack(At):
+    ...     name, definition, before = "two_back", "weight on the token two before", 2
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[TwoBack()]).own["two_back"][0, 0].tolist()
+    [0.0, 0.0, 0.25, 0.25]
+    """
+
+    share, one_text = True, True
+    before = 0
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return (tile.weights * (tile.distances == self.before)).sum(-1)
+
+
+class Self(At):
+    """The weight on the query's own token.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()])
+    >>> [round(n, 3) for n in found.own["self"][0, 0].tolist()]
+    [1.0, 0.5, 0.333, 0.25]
+    """
+
+    name, label, definition = "self", "Self", "weight on the query's own token"
+
+
+class Previous(At):
+    """The weight on the token one before.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Previous()])
+    >>> [round(n, 3) for n in found.own["previous"][0, 0].tolist()]
+    [0.0, 0.5, 0.333, 0.25]
+    """
+
+    name, label, definition = "previous", "Previous token", "weight on the token one before"
+    before, from_second = 1, True
+
+
+class Next(At):
+    """The weight on the token one after.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> qkv.measure(x, x, statistics=[Next()]).own["next"][0, 0].tolist()
+    [0.25, 0.25, 0.25, 0.0]
+    """
+
+    name, label, definition = "next", "Next token", "weight on the token one after"
+    before = -1
+
+
+class Sink(Statistic):
+    """The weight on the first token of the text (of the sequence, where nobody says which that is).
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Sink()])
+    >>> [round(n, 3) for n in found.own["sink"][0, 0].tolist()]
+    [1.0, 0.5, 0.333, 0.25]
+    """
+
+    name, label, share, definition = "sink", "First token", True, "weight on the first token of the text"
+    from_second = True
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return (tile.weights * (tile.keys == 0)).sum(-1)
+
+
+class Mass(Statistic):
+    """The weight inside a mask.
+
+    Args:
+        name: of the statistic.
+        mask: pairs inside it count.
+        definition: in words.
+
+    >>> import torch, qkv
+    >>> q = k = torch.zeros(1, 1, 4, 8)
+    >>> two = Mass("two", qkv.masks.Window(2))
+    >>> found = qkv.measure(q, k, mask=qkv.masks.Causal(), statistics=[two])
+    >>> [round(x, 4) for x in found.own["two"][0, 0].tolist()]
+    [1.0, 1.0, 0.6667, 0.5]
+    """
+
+    share = True
+
+    def __init__(self, name: str, mask: Mask, definition: str = "") -> None:
+        self.name, self.label, self.mask = name, name, mask
+        self.definition = definition or f"weight inside {mask!r}"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        inside = self.mask.allowed(tile.region, tile.grid)
+        return (tile.weights * inside).sum(-1)
+
+
+class Local(Mass):
+    """The weight on the tokens around the query.
+
+    Args:
+        window: tokens at most this far away count, on either side.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Local(1)])
+    >>> [round(n, 3) for n in found.own["local"][0, 0].tolist()]
+    [1.0, 1.0, 0.667, 0.5]
+    """
+
+    one_text = True
+
+    def __init__(self, window: int = 8) -> None:
+        super().__init__("local", Window(window + 1, ahead=window), "weight on tokens at most `local_window` away")
+        self.label = "Local window"
+
+
+class Streaming(Mass):
+    """The weight on what a streaming cache keeps: the first keys of the text, and the last before the query.
+
+    Args:
+        first: which key is the first of the text, one for each batch item where padding is on the left.
+        n_keys: how many keys there are, if `first` is a tensor.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
+    >>> [round(n, 3) for n in found.own["streaming"][0, 0].tolist()]
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    one_text = True
+    first_keys, last_keys = 4, 64
+
+    def __init__(self, first: int | Tensor = 0, n_keys: int = 0) -> None:
+        kept, last = self.first_keys, Window(self.last_keys, ahead=self.last_keys - 1)
+        if isinstance(first, int) or not first.any():
+            mask = Prefix(kept) | last
+        else:
+            after = torch.arange(n_keys, device=first.device) - first[:, None]
+            mask = Dense(((after >= 0) & (after < kept))[:, None, None]) | last
+        super().__init__(
+            "streaming",
+            mask,
+            "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys",
+        )
+        self.label = "Streaming"

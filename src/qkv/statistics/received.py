@@ -1,0 +1,63 @@
+"""What keys receive from the queries, and who may see whom."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv.statistics.base import Statistic, WeightTile
+
+
+def _visible(tile: WeightTile) -> Tensor:
+    return torch.ones_like(tile.weights) if tile.visible is None else tile.visible.expand_as(tile.weights).double()
+
+
+class Received(Statistic):
+    """All attention that a key gets.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
+    >>> [round(n, 3) for n in found.own["received"][0, 0].tolist()]
+    [2.083, 1.083, 0.583, 0.25]
+    """
+
+    name, label, unit, over, highest, logarithmic = "received", "Received", "queries", "key", 20.0, True
+    definition = "sum of the weights that all queries put on the key"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return tile.weights.double().sum(-2)
+
+
+class Visible(Statistic):
+    """How many keys a query may attend to.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
+    >>> [round(n, 3) for n in found.own["visible"][0, 0].tolist()]
+    [1.0, 2.0, 3.0, 4.0]
+    """
+
+    name, label, unit, highest, logarithmic = "visible", "Visible keys", "keys", 20.0, True
+    definition = "how many keys the query may attend to"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return _visible(tile).sum(-1)
+
+
+class Audience(Statistic):
+    """How many queries may attend to a key.
+
+    >>> import torch, qkv
+    >>> x = torch.zeros(1, 1, 4, 8)
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Audience()])
+    >>> [round(n, 3) for n in found.own["audience"][0, 0].tolist()]
+    [4.0, 3.0, 2.0, 1.0]
+    """
+
+    name, label, unit, over, highest, logarithmic = "audience", "Visible queries", "queries", "key", 20.0, True
+    definition = "how many queries may attend to the key"
+
+    def tile(self, tile: WeightTile) -> Tensor:
+        return _visible(tile).sum(-2)

@@ -1,0 +1,374 @@
+"""`check_statistic`: a statistic keeps what `qkv.statistics.Statistic` promises."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv._engine.call import at_least_float32
+from qkv.masks import Causal, Dense, Mask, Region
+from qkv.statistics import Statistic, WeightTile
+from qkv.statistics.measure import measure
+from qkv.testing.inputs import Size, key_heads_of, normal, with_holes
+from qkv.testing.report import CheckFailed, calling, difference, fail, number, shape_of
+
+SHAPES = ((7, 11), (11, 7), (1, 5))
+"""Queries and keys of weights that are cut into tiles."""
+LARGE = (140, 150)
+"""More than one tile of `measure`, whatever the tile."""
+CUTS = ((1, 1), (2, 5), (4, 3), (64, 64))
+"""Queries and keys of a tile."""
+ROUNDING = 1e-9
+HALF = (torch.float16, torch.bfloat16)
+
+
+def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
+    """Check that a statistic keeps what its base class promises; for use in your own tests.
+
+    Checked are: name, label, unit and definition; the shape and dtype of ``tile``, which writes to nothing; that parts
+    are merged in any order, that ``zero`` changes nothing, and that however queries, keys, heads and batch items are
+    cut into tiles, the result is that of one whole tile in float64: with masks, padding, queries that see nothing, and
+    other numbers of queries than of keys; `measure` against that, with grouped heads, NaN behind the mask and in
+    padding, and in float16 and bfloat16; numbers that are finite, and within 0 to 1 where it is a share; ``by_head``;
+    pickle and copy.deepcopy.
+
+    Args:
+        statistic: the object.
+        heads: number of query heads, if the object needs a certain one.
+
+    Raises:
+        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+
+    >>> from qkv.statistics import Entropy, Statistic
+    >>> check_statistic(Entropy())
+    >>> class Largest(Statistic):
+    ...     name, definition = "largest", "the largest weight of a query"
+    ...     def tile(self, tile):
+    ...         return tile.weights.amax(-1)
+    >>> try:
+    ...     check_statistic(Largest())
+    ... except AssertionError as error:
+    ...     print(str(error)[:59])
+    Largest.tile: depends on how the weights are cut into tiles
+    """
+    if not isinstance(statistic, Statistic):
+        raise CheckFailed(
+            f"check_statistic: got {shape_of(statistic)}, expected an object of a class that inherits from "
+            "qkv.statistics.Statistic"
+        )
+    with calling(statistic, "tile", "looked for"):
+        statistic.require()
+    _check_words(statistic)
+    for case in _cases(heads):
+        whole = _evaluated(statistic, case)
+        _check_numbers(statistic, whole, case)
+        _check_merge(statistic, case)
+        _check_cuts(statistic, case, whole)
+    _check_measure(statistic, heads)
+    _check_by_head(statistic)
+    _check_copies(statistic, heads)
+
+
+# --- what it says of itself -------------------------------------------------------------------------------------------
+
+
+def _check_words(s: Statistic) -> None:
+    for attribute, most in (("label", 40), ("unit", 20), ("definition", 400)):
+        said = getattr(s, attribute)
+        if not isinstance(said, str) or not said.strip() or len(said) > most or said != said.strip() or "\n" in said:
+            fail(s, attribute, f"is {said!r}, expected one line of text, of at most {most} characters")
+    if s.unit in ("%", "share", "ratio"):
+        fail(s, "unit", f"is {s.unit!r}, expected '1'; share = True says that a number is written as a percentage")
+    for attribute in ("share", "logarithmic", "one_text", "from_second"):
+        if not isinstance(getattr(s, attribute), bool):
+            fail(s, attribute, f"is {getattr(s, attribute)!r}, expected True or False")
+    if not isinstance(s.highest, int | float) or not isfinite(s.highest) or s.highest <= 0:
+        fail(s, "highest", f"is {s.highest!r}, expected a positive number, where histograms end")
+    if s.share and (s.unit != "1" or s.highest != 1):
+        fail(s, "share", f"is True, but the unit is {s.unit!r} and highest {s.highest:g}, expected '1' and 1")
+    if s.share and s.logarithmic:
+        fail(s, "share", "is True, and so is logarithmic, expected one of them")
+    if not isinstance(s.parts, int) or s.parts < 1:
+        fail(s, "parts", f"is {s.parts!r}, expected how many numbers a tile adds for each {s.over}")
+    if not isinstance(s.zero, int | float):
+        fail(s, "zero", f"is {s.zero!r}, expected the number that merge starts with")
+
+
+# --- weights, and the definition on one whole tile --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A weight matrix, of which some pairs are hidden and some queries do not count."""
+
+    size: Size
+    weights: Tensor
+    visible: Tensor | None
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.label}"
+
+    @property
+    def mass(self) -> Tensor:
+        return self.weights.sum(-1)
+
+    def tile(self, region: Region, *, log: bool = False) -> WeightTile:
+        """A part of the weights, float64; a new tensor."""
+        weights = region.of(self.weights).clone()
+        visible = None if self.visible is None else region.of(self.visible).clone()
+        logs = torch.where(weights > 0, weights.log(), -1e30) if log else None
+        return WeightTile(weights, region, self.size.grid, visible, logs)
+
+
+def _cases(heads: int) -> Iterator[_Case]:
+    for at, (queries, keys) in enumerate(SHAPES):
+        size = Size(2, heads, key_heads_of(heads), queries, keys)
+        scores = 2 * normal(2, heads, queries, keys, seed=20 + at)
+        yield _Case(size, scores.softmax(-1), None, "no mask")
+        counted = torch.ones(2, queries, dtype=torch.bool)
+        counted[1, queries // 2 :] = False
+        for mask, label in ((with_holes(size), "a mask with holes"), (Causal(), "a causal mask with padding")):
+            visible = mask.dense(queries, keys, batch=2, heads=heads).expand(2, heads, -1, -1)
+            visible = visible & counted[:, None, :, None]
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+            yield _Case(size, weights, visible, label)
+    size = Size(2, heads, key_heads_of(heads), 7, 11)
+    weights = torch.sigmoid(2 * normal(2, heads, 7, 11, seed=30)) / 11  # they do not add up to 1
+    yield _Case(size, weights, None, "weights that do not add up to 1")
+
+
+def _added(s: Statistic, tile: WeightTile, where: str) -> Tensor:
+    """`tile`, float64, known to have the right shape and a real dtype, and to have written to nothing."""
+    given = {name: getattr(tile, name) for name in ("weights", "visible", "log")}
+    before = {name: None if x is None else x.clone() for name, x in given.items()}
+    what = f"weights {tuple(tile.weights.shape)}"
+    with calling(s, "tile", f"called for {what}"):
+        made = s.tile(tile)
+    if isinstance(made, Tensor) and made.dtype.is_complex:
+        fail(s, "tile", f"returned {shape_of(made)} for {what}, expected real numbers")
+    with calling(s, "tile", f"called for {what}"):
+        found = s.added(tile)
+    for name, x in given.items():
+        was = before[name]
+        if x is not None and was is not None and not torch.equal(x, was):
+            fail(s, "tile", f"wrote to tile.{name}, expected a new tensor")
+    if bool(found.isnan().any()):
+        fail(s, "tile", f"is NaN for {where}, expected a number, for queries that see nothing, too")
+    return found
+
+
+def _finished(s: Statistic, total: Tensor, mass: Tensor) -> Tensor:
+    given, masses = total.clone(), mass.clone()
+    with calling(s, "finish", f"called for a total {tuple(total.shape)} and a mass {tuple(mass.shape)}"):
+        made = s.finish(given, masses)
+    if not torch.equal(masses, mass):
+        fail(s, "finish", "wrote to the mass, expected a new tensor")
+    shape = total.shape[len(s.lead) :]
+    if not isinstance(made, Tensor) or made.shape != shape:
+        given_shape = tuple(total.shape)
+        fail(s, "finish", f"returned {shape_of(made)} for a total {given_shape}, expected the shape {tuple(shape)}")
+    return made
+
+
+def _start(s: Statistic, like: Tensor) -> Tensor:
+    return torch.full_like(like, s.zero)
+
+
+def _evaluated(s: Statistic, case: _Case) -> Tensor:
+    """The statistic of one whole tile."""
+    whole = _added(s, case.tile(case.size.whole), str(case))
+    return _finished(s, _merged(s, _start(s, whole), whole), case.mass)
+
+
+def _check_numbers(s: Statistic, found: Tensor, case: _Case) -> None:
+    if not bool(found.isfinite().all()):
+        place = tuple(int(i) for i in (~found.isfinite()).nonzero()[0])
+        empty = bool(case.mass[place] == 0) if s.over == "query" else False
+        what = ", a query that sees nothing or does not count" if empty else ""
+        fail(s, "finish", f"is {number(found[place].item())} at {place}{what}, expected a finite number, in {case}")
+    if s.share and not bool(((found >= -ROUNDING) & (found <= 1 + ROUNDING)).all()):
+        place = tuple(int(i) for i in ((found < -ROUNDING) | (found > 1 + ROUNDING)).nonzero()[0])
+        got = number(found[place].item())
+        fail(s, "share", f"is True, but the number at {place} is {got}, expected 0 to 1, in {case}")
+
+
+# --- merging, and tiles -----------------------------------------------------------------------------------------------
+
+
+def _merged(s: Statistic, a: Tensor, b: Tensor) -> Tensor:
+    first, second = a.clone(), b.clone()
+    with calling(s, "merge", f"called for two parts {tuple(a.shape)}"):
+        made = s.merge(first, second)
+    if not torch.equal(first, a) or not torch.equal(second, b):
+        fail(s, "merge", "wrote to its arguments, expected a new tensor")
+    if not isinstance(made, Tensor) or made.shape != a.shape or made.dtype != a.dtype:
+        fail(s, "merge", f"returned {shape_of(made)} for two parts {a.dtype} {tuple(a.shape)}, expected the same")
+    return made
+
+
+def _close(got: Tensor, want: Tensor) -> Any:
+    finite = want[want.isfinite()].abs()
+    return difference(got, want, ROUNDING * max(1.0, float(finite.max()) if len(finite) else 1.0))
+
+
+def _check_merge(s: Statistic, case: _Case) -> None:
+    """Any order, any grouping; `zero` changes nothing."""
+    along, length = ("columns", case.size.keys) if s.over == "query" else ("rows", case.size.queries)
+    if length < 3:
+        return
+    ends = (0, length // 3, 2 * length // 3, length)
+    parts = []
+    for start, stop in pairwise(ends):
+        change: dict[str, Any] = {along: slice(start, stop)}
+        parts.append(_added(s, case.tile(replace(case.size.whole, **change)), str(case)))
+    a, b, c = parts
+    for got, want, says in (
+        (_merged(s, a, _start(s, a)), a, f"with zero = {s.zero:g} changes a part"),
+        (_merged(s, _start(s, a), a), a, f"of zero = {s.zero:g} and a part is not the part"),
+        (_merged(s, a, b), _merged(s, b, a), "depends on the order of two parts"),
+        (
+            _merged(s, _merged(s, a, b), c),
+            _merged(s, a, _merged(s, b, c)),
+            "depends on which parts come first",
+        ),
+    ):
+        wrong = _close(got, want)
+        if wrong is not None:
+            fail(s, "merge", f"{says}: {wrong}, in {case}")
+
+
+def _check_cuts(s: Statistic, case: _Case, whole: Tensor) -> None:
+    """However queries, keys, heads and batch items are cut into tiles, the result is that of the whole."""
+    size = case.size
+    for rows, columns in CUTS:
+        made = _in_tiles(s, case, rows, columns, log=columns == 5)
+        _compare(s, case, made, whole, f"in tiles of {rows} queries × {columns} keys")
+    if case.visible is None:
+        shown = replace(case, visible=torch.ones(1, 1, size.queries, size.keys, dtype=torch.bool))
+        _compare(s, case, _in_tiles(s, shown, 4, 3), whole, "where tile.visible is not None, but all True", cut=False)
+
+
+def _in_tiles(s: Statistic, case: _Case, rows: int, columns: int, *, log: bool = False) -> Tensor:
+    size = case.size
+    total: Tensor | None = None
+    half = (size.heads + 1) // 2
+    for heads in (slice(0, half), slice(half, size.heads)):
+        for item in range(size.batch if heads.stop > heads.start else 0):
+            for q in range(0, size.queries, rows):
+                for k in range(0, size.keys, columns):
+                    region = Region(
+                        slice(q, min(q + rows, size.queries)), slice(k, min(k + columns, size.keys)),
+                        slice(item, item + 1), heads, size.grid.offset,
+                    )  # fmt: skip
+                    part = _added(s, case.tile(region, log=log), str(case))
+                    if total is None:
+                        length = size.queries if s.over == "query" else size.keys
+                        total = part.new_full((*s.lead, size.batch, size.heads, length), s.zero)
+                    along = region.rows if s.over == "query" else region.columns
+                    here = (..., region.batch, region.heads, along)
+                    total[here] = _merged(s, total[here], part)
+    assert total is not None
+    return _finished(s, total, case.mass)
+
+
+def _compare(s: Statistic, case: _Case, got: Tensor, want: Tensor, how: str, *, cut: bool = True) -> None:
+    wrong = _close(got, want)
+    if wrong is not None:
+        what = "depends on how the weights are cut into tiles" if cut else "depends on more than the weights"
+        fail(s, "tile", f"{what}: {wrong}, {how} of {case}" if cut else f"{what}: {wrong}, {how}, in {case}")
+
+
+# --- measure ----------------------------------------------------------------------------------------------------------
+
+
+def _check_measure(s: Statistic, heads: int) -> None:
+    """`measure` gives the number of the definition."""
+    for (queries, keys), holes in (((7, 11), True), ((11, 7), False), (LARGE, True)):
+        size = Size(2, heads, key_heads_of(heads), queries, keys)
+        mask: Mask = with_holes(size) if holes else Causal()
+        counted = torch.ones(2, queries, dtype=torch.bool)
+        counted[0, : queries // 3] = False
+        dtypes = (torch.float64, torch.float32, *(HALF if queries < LARGE[0] else ()))
+        for dtype in dtypes:
+            q = normal(2, heads, queries, 8, seed=41, dtype=dtype)
+            k = normal(2, size.key_heads, keys, 8, seed=42, dtype=dtype)
+            _check_one(s, size, q, k, mask, counted)
+
+
+def _check_one(s: Statistic, size: Size, q: Tensor, k: Tensor, mask: Mask, counted: Tensor) -> None:
+    visible = mask.dense(size.queries, size.keys, batch=2, heads=size.heads).expand(2, size.heads, -1, -1)
+    shown = visible & counted[:, None, :, None]
+    keys = k.double().repeat_interleave(size.heads // size.key_heads, 1)
+    scores = (q.double() @ keys.transpose(-1, -2)) / 8**0.5
+    weights = scores.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+    case = _Case(size, weights, shown, f"{q.dtype}, from measure")
+    want = _evaluated(s, case)
+    unseen = ~visible.any(2).any(1)  # keys that no query sees
+    q, k = q.clone(), k.clone()
+    q[~counted[:, None].expand(-1, size.heads, -1)] = torch.nan
+    k[unseen[:, None].expand(-1, size.key_heads, -1)] = torch.nan
+    with calling(s, "tile", f"measured for {case}"):
+        got = measure(q, k, mask=Dense(visible) if bool(unseen.any()) else mask, queries=counted, statistics=[s])
+    found = got.own[s.name]
+    eps = torch.finfo(at_least_float32(q.dtype)).eps
+    wrong = difference(found, want, 2000 * eps * max(1.0, float(want.abs().max())) + ROUNDING)
+    if wrong is not None:
+        fail(s, "tile", f"measure gives another number than the definition on the whole matrix: {wrong}, in {case}")
+
+
+# --- heads, copies ----------------------------------------------------------------------------------------------------
+
+
+def _check_by_head(s: Statistic) -> None:
+    """One number a head, of what counts alone."""
+    values = normal(2, 3, 4, 9, seed=51).abs().numpy().astype(np.float32)
+    counted = np.arange(9) < np.array([[9], [5]])
+    values[1, ..., 5:] = np.nan  # padding
+    with calling(s, "by_head", f"called for values {values.shape}"):
+        made = s.by_head(values.copy(), counted.copy())
+    if not isinstance(made, np.ndarray) or made.shape != values.shape[:3]:
+        got = f"shape {made.shape}" if isinstance(made, np.ndarray) else f"a {type(made).__name__}"
+        fail(s, "by_head", f"returned {got} for values {values.shape}, expected an array {values.shape[:3]}")
+    other = values.copy()
+    other[1, ..., 5:] = 3.0
+    with calling(s, "by_head", f"called for values {values.shape}"):
+        again = s.by_head(other, counted.copy())
+    if not np.array_equal(made, again, equal_nan=True):
+        fail(s, "by_head", "depends on values that do not count, expected those where counted is True alone")
+    if not np.isfinite(made).all():
+        fail(s, "by_head", "is not finite where values that count are finite, expected a number")
+
+
+def _pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def _check_copies(s: Statistic, heads: int) -> None:
+    case = next(iter(_cases(heads)))
+    want = _evaluated(s, case)
+    ways: tuple[tuple[str, Callable[[Any], Any]], ...] = (("pickle", _pickled), ("copy.deepcopy", deepcopy))
+    for way, copied in ways:
+        try:
+            made = copied(s)
+        except Exception as error:
+            raise CheckFailed(
+                f"{type(s).__name__}: {way} raised {type(error).__name__}: {str(error).strip()}; expected a copy: "
+                "the class and every function that it holds must stand at the top level of a module"
+            ) from error
+        if type(made) is not type(s):
+            raise CheckFailed(
+                f"{type(s).__name__}: {way} made an object of class {type(made).__name__}, expected {type(s).__name__}"
+            )
+        wrong = difference(_evaluated(made, case), want)
+        if wrong is not None:
+            raise CheckFailed(f"{type(s).__name__}: {way} made an object whose numbers differ: {wrong}")

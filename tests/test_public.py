@@ -1,0 +1,103 @@
+"""What is public: `dir` shows it and nothing else, and the documentation's code uses nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import pages
+import qkv
+
+PACKAGES = {"qkv", "qkv.lab"}
+"""Packages whose `__all__` names modules."""
+
+
+def modules(package: str) -> list[str]:
+    """The public modules of a package, those inside them too."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if isinstance(getattr(module, name), ModuleType)]
+    found = [f"{package}.{name}" for name in names]
+    return [package, *(x for name in found for x in (modules(name) if name in PACKAGES else [name]))]
+
+
+MODULES = modules("qkv")
+
+
+def test_the_public_modules_are_those_of_the_design() -> None:
+    assert {"qkv.masks", "qkv.kernels", "qkv.models", "qkv.profiler", "qkv.testing", "qkv.lab.check"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_shows_what_is_public(name: str) -> None:
+    module = importlib.import_module(name)
+    shown = [x for x in dir(module) if not (x.startswith("__") and x.endswith("__"))]
+    assert shown == sorted(module.__all__)
+    assert [x for x in shown if not hasattr(module, x)] == []
+
+
+def test_names_that_load_on_first_use_are_of_their_package() -> None:
+    """The names for type checkers, the table of what to load, and `__all__` agree."""
+    for package in (qkv, importlib.import_module("qkv.lab")):
+        path = pages.ROOT / "src" / f"{package.__name__.replace('.', '/')}/__init__.py"
+        typed = next(x for x in ast.parse(path.read_text()).body if isinstance(x, ast.If))
+        imported = {x.module: {alias.name for alias in x.names} for x in typed.body if isinstance(x, ast.ImportFrom)}
+        lazy = {package.__name__: package._MODULES, **package._NAMES}
+        assert imported == {name: set(names) for name, names in lazy.items()}
+        assert set().union(*imported.values()) == set(package.__all__) - {"InputError"}
+
+
+def test_load_gives_a_model_and_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the tokenizer is transformers'")
+    model, tokenizer = qkv.load("qkv-mini")
+    assert isinstance(model, qkv.models.DecoderLM)
+    assert tokenizer.decode(tokenizer("import os")["input_ids"], skip_special_tokens=True) == "import os"
+    qkv.models.save(qkv.models.DecoderLM(qkv.models.DecoderConfig(d_model=16, layers=1, heads=2)), str(tmp_path))
+    model, tokenizer = qkv.load(str(tmp_path), dtype="float64")
+    assert next(model.parameters()).dtype.itemsize == 8
+    assert tokenizer("ab")["input_ids"].tolist() == [[97, 98]]
+    assert qkv.load("qkv-reversal")[1] is None
+    with pytest.raises(qkv.InputError, match="model is 'no model'"):
+        qkv.load("no model")
+
+
+def uses(page: str) -> list[str]:
+    """Dotted names of qkv that the code of a page imports, or reaches through `qkv` itself."""
+    found = []
+    for block in pages.python(page):
+        lines = ("pass" if line.startswith(("!", "%")) else line for line in block.code.split("\n"))
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                found.append(ast.unparse(node))
+    return [name for name in found if name.split(".")[0] == "qkv" and name.replace(".", "").isidentifier()]
+
+
+def deeper(name: str) -> bool:
+    """Whether a dotted name leads past `__all__` of a public module."""
+    module, _, rest = name.partition(".")
+    while rest:
+        here, _, rest = rest.partition(".")
+        if here not in importlib.import_module(module).__all__:
+            return not (here.startswith("__") and here.endswith("__"))
+        module = f"{module}.{here}"
+        if module not in MODULES:
+            return False  # a class or function, whose attributes are its own
+    return False
+
+
+def test_the_rule_is_seen_to_be_broken() -> None:
+    assert deeper("qkv.profiler.capture.models.load")
+    assert deeper("qkv.masks.Tensor")
+    assert not deeper("qkv.masks.Causal.sees")
+
+
+@pytest.mark.parametrize("page", [page for page in pages.pages() if pages.python(page)])
+def test_pages_use_what_is_public(page: str) -> None:
+    assert [name for name in uses(page) if deeper(name)] == []

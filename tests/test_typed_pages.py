@@ -1,0 +1,102 @@
+"""Types for users: the code of README and how-tos passes mypy --strict, and return types follow the arguments."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import pages
+
+pytest.importorskip("mypy", reason="types are checked with the dev extra")
+pytestmark = pytest.mark.slow
+PAGES = [page for page in pages.pages() if page == "README.md" or page.startswith("docs/howto/")]
+PAGES = [page for page in PAGES if pages.python(page)]
+
+RETURNS = """
+from typing import assert_type
+
+import numpy as np
+from torch import Tensor, nn
+
+import qkv
+from qkv.models import Captioner, DecoderLM
+from qkv.nn import AdditiveAttention, LuongAttention, MultiHeadAttention, TransformerBlock
+
+
+def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
+    assert_type(qkv.attend(x, x, x), Tensor)
+    assert_type(qkv.attend(array, array, array), np.ndarray)
+    assert_type(qkv.attend(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(qkv.attend(x, x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(qkv.attend(x, x, x, return_lse=True, return_weights=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(qkv.attend(x, x, x, return_lse=flag), Tensor | tuple[Tensor, ...])
+    attention = qkv.Attention()
+    assert_type(attention(x, x, x), Tensor)
+    assert_type(attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(attention(x, x, x, return_lse=True, return_weights=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(attention(x, x, x, return_weights=flag), Tensor | tuple[Tensor, ...])
+    assert_type(qkv.linear_attend(x, x, x), Tensor)
+    assert_type(qkv.linear_attend(x, x, x, return_state=True), tuple[Tensor, qkv.LinearState])
+    heads = MultiHeadAttention(8, 2)
+    assert_type(heads(x, x), Tensor)
+    assert_type(heads(x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(heads(x, x, return_weights=flag), Tensor | tuple[Tensor, Tensor])
+    additive = AdditiveAttention(8, 8, 8)
+    assert_type(additive(x, x), Tensor)
+    assert_type(additive(x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(additive(x, x, return_weights=flag), Tensor | tuple[Tensor, Tensor])
+    luong = LuongAttention(8, 8)
+    assert_type(luong(x, x), Tensor)
+    assert_type(luong(x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(luong(x, x, return_weights=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(qkv.nn.Composition(attention)(x, x, x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(qkv.nn.from_torch(nn.MultiheadAttention(8, 2)), MultiHeadAttention)
+    assert_type(qkv.nn.from_torch(nn.TransformerEncoderLayer(8, 2)), TransformerBlock)
+    assert_type(qkv.nn.to_torch(MultiHeadAttention(8, 2)), nn.MultiheadAttention)
+    assert_type(qkv.load("qkv-mini")[0], DecoderLM)
+    assert_type(qkv.load(name)[0], nn.Module)
+    assert_type(qkv.models.load("qkv-caption"), Captioner)
+"""
+
+
+def module(page: str) -> str:
+    """The name of a page's module."""
+    return "page_" + re.sub(r"\W", "_", page.removesuffix(".md"))
+
+
+@functools.cache
+def complaints() -> list[str]:
+    """What mypy says of the code of all pages, a module each, and of `RETURNS`."""
+    with tempfile.TemporaryDirectory() as folder:
+        for page in PAGES:
+            Path(folder, f"{module(page)}.py").write_text("\n\n".join(b.code for b in pages.python(page)) + "\n")
+        Path(folder, "returns.py").write_text(RETURNS)
+        Path(folder, "wrong.py").write_text('import qkv\n\nqkv.masks.Window("3")\nqkv.attned\n')
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", *sorted(map(str, Path(folder).glob("*.py")))],
+            cwd=pages.ROOT, env={"MYPYPATH": str(pages.ROOT / "src")}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stdout + done.stderr
+        return [Path(line).name for line in done.stdout.splitlines() if line.startswith(folder)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_has_types(page: str) -> None:
+    assert [line for line in complaints() if line.startswith(f"{module(page)}.py:")] == []
+
+
+def test_return_types_follow_the_arguments() -> None:
+    assert [line for line in complaints() if line.startswith("returns.py:")] == []
+
+
+def test_wrong_code_is_found() -> None:
+    found = [line for line in complaints() if line.startswith("wrong.py:")]
+    assert len(found) == 2
+    assert "arg-type" in found[0]
+    assert "attr-defined" in found[1]
