@@ -396,6 +396,7 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
     [
         ({"early": 3}, "differentiable=True with early"),
         ({"bins": 3}, "differentiable=True with bins"),
+        ({"statistics": [object()]}, "differentiable=True with statistics"),
         ({"group": object()}, "differentiable=True with group"),
         ({"normalizer": normalizers.Hard()}, "Hard chooses one key"),
         ({"normalizer": Closed()}, "Closed uses a tensor that requires a gradient"),

@@ -113,7 +113,7 @@ def measure(
     if differentiable:
         for name, given in (("early", early), ("bins", bins), ("statistics", statistics or None), ("group", group)):
             if given is not None:
-                raise InputError(f"differentiable=True with {name}, which has no gradients; expected {name}=None")
+                raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         if group is not None:
             # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
