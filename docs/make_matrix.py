@@ -81,7 +81,8 @@ Any mask goes with any bias, any score and any normalizer, and every kernel eith
 refuses it by name: nothing falls back in silence. `eager` serves everything and forms the weights, `tiled` serves
 everything without forming them; the others are faster where they can.
 Every pair of choices on every kernel is tested against the specification,
-[`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/test_matrix.py`](../tests/test_matrix.py), outputs and gradients. `qkv.plan(...)` says the same of your call.
+[`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/test_matrix.py`](../tests/test_matrix.py), outputs and
+gradients. `qkv.plan(...)` says the same of your call.
 
 Written by `docs/make_matrix.py` from what the kernels say on a CPU, with torch {version}. A kernel serves a composition
 where all of its rows say yes; a number is that of the reason under the table. On CUDA `flex` trains, too, and `flash`
