@@ -34,7 +34,7 @@ TEXT = """def mean(values):
 
 @pytest.fixture(scope="module")
 def program() -> AttentionMap:
-    return maps.of("qkv-mini", TEXT, layer=2, head=3)
+    return maps.attention_map("qkv-mini", TEXT, layer=2, head=3)
 
 
 def compare(got: core.Picture, want: tuple[np.ndarray, ...]) -> None:
@@ -51,7 +51,7 @@ def test_equal_to_the_models_own_weights(name: str, padding: str | None) -> None
     batch = inputs(name, padding)
     with torch.no_grad():
         weights = build(name, "eager")(**batch, output_attentions=True).attentions[1][1, 3]
-    found = maps.of(build(name), batch, layer=1, head=3)
+    found = maps.attention_map(build(name), batch, layer=1, head=3)
     n = weights.shape[0]
     assert (found.n_queries, found.n_keys, found.batch, found.group) == (n, n, 2, "self")
     real = torch.ones(n, dtype=torch.bool) if padding is None else batch["attention_mask"][1].bool()
@@ -73,15 +73,15 @@ def test_groups_of_an_encoder_decoder() -> None:
         out = build("bart", "eager")(**batch, output_attentions=True)
     names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     for group, name in names.items():
-        found = maps.of(build("bart"), batch, layer=1, head=2, group=group)
+        found = maps.attention_map(build("bart"), batch, layer=1, head=2, group=group)
         np.testing.assert_allclose(found.picture(item=1).mean, out[name][1][1, 2], rtol=1e-5, atol=1e-6)
-    main_one = maps.of(build("bart"), batch, layer=1, head=2)
+    main_one = maps.attention_map(build("bart"), batch, layer=1, head=2)
     assert main_one.group == "decoder"
 
 
 def test_the_forward_ends_with_the_layer() -> None:
     heard: list[str] = []
-    maps.of(build("gpt2"), inputs("gpt2"), layer=0, head=0, on_call=heard.append)
+    maps.attention_map(build("gpt2"), inputs("gpt2"), layer=0, head=0, on_call=heard.append)
     assert len(heard) == 1
 
 
@@ -96,7 +96,7 @@ def test_tokens_of_a_window(program: AttentionMap) -> None:
     assert len(every) == program.n_queries
     assert every[:2] == ["<s>", "def"]
     assert program.key_tokens(slice(3, 9)) == every[3:9]
-    ids = maps.of(build("gpt2"), inputs("gpt2"), layer=0, head=0)
+    ids = maps.attention_map(build("gpt2"), inputs("gpt2"), layer=0, head=0)
     assert ids.key_tokens(slice(0, 3), item=1) == [str(int(i)) for i in inputs("gpt2")["input_ids"][1, :3]]
 
 
@@ -113,14 +113,14 @@ def test_tokens_of_a_window(program: AttentionMap) -> None:
 def test_bad_input(asked: dict[str, Any], sentence: str) -> None:
     given: dict[str, Any] = {"inputs": TEXT, "layer": 2, "head": 3} | asked
     with pytest.raises(InputError, match=sentence):
-        maps.of("qkv-mini", given.pop("inputs"), **given)
+        maps.attention_map("qkv-mini", given.pop("inputs"), **given)
 
 
 def test_weights_that_are_nan_are_said_so() -> None:
     model = build("gpt2")
     with torch.no_grad():
         model.h[1].attn.c_attn.bias[0] = torch.nan
-    found = maps.of(model, inputs("gpt2"), layer=1, head=0)
+    found = maps.attention_map(model, inputs("gpt2"), layer=1, head=0)
     with pytest.raises(InputError, match=r"h\.1\.attn computes weights that are NaN"):
         found.picture()
 
@@ -133,7 +133,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> AttentionMap:
     """Tiles of 4 × 4 pixels over 37 tokens, made of smaller tiles of weights."""
     monkeypatch.setattr(pyramid, "TILE", 4)
     set_sizes(monkeypatch, picture=(3, 5))
-    return maps.of(build("llama"), inputs("llama"), layer=1, head=2)
+    return maps.attention_map(build("llama"), inputs("llama"), layer=1, head=2)
 
 
 def test_tiles_of_the_pyramid_are_the_picture(small: AttentionMap) -> None:
@@ -156,7 +156,7 @@ def test_tiles_of_the_pyramid_are_the_picture(small: AttentionMap) -> None:
                     continue
                 compare(got, tuple(x[inside] for x in want))
                 assert got.row_edges.tolist() == bins[4 * i : 4 * i + 5]
-    short = maps.of("qkv-mini", "def f():", layer=0, head=0)
+    short = maps.attention_map("qkv-mini", "def f():", layer=0, head=0)
     assert short.deepest in (0, 1)
 
 
@@ -207,7 +207,7 @@ def test_many_may_ask_at_once(small: AttentionMap) -> None:
 
 
 def test_memory_of_a_tile_is_that_of_the_call() -> None:
-    found = maps.of("random-gpt2", torch.arange(1024) % 256, layer=0, head=1)
+    found = maps.attention_map("random-gpt2", torch.arange(1024) % 256, layer=0, head=1)
     largest = largest_tensor(lambda: found.tile(2, 3, 0))
     assert largest <= 3 * 1024 * 384, largest  # queries, keys and values of all heads, which the model made as one
 

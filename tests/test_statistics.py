@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 import qkv
-from conftest import rand, unchecked
+from conftest import close, rand, triple, unchecked
 from own_objects import Heavy, Taken
+from qkv import InputError
 from qkv.masks import Causal, Dense, Mask, Window
-from qkv.statistics import BUILT_IN, Local, Mass, Statistic, Streaming, WeightTile
+from qkv.statistics import BUILT_IN, Local, Mass, Previous, Sink, Statistic, Streaming, WeightTile
 from qkv.statistics.sums import field_of
 from qkv.testing import CheckFailed, check_statistic
 
@@ -385,3 +386,39 @@ print("everywhere")
 def test_another_built_in_statistic_needs_its_file_and_the_list_alone() -> None:
     done = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True, check=False)
     assert done.stdout == "everywhere\n", done.stderr
+
+
+def test_a_mask_may_have_any_name() -> None:
+    """Tiles keep distances and the insides of bands: a name of a mask must not stand for anything else."""
+    q, k, _ = triple(nq=600, nk=600)
+    near = qkv.measure(q, k, mass={"near": Window(9)})
+    for name in ("steps", "distance", "distances"):
+        found = qkv.measure(q, k, mass={name: Window(9)})
+        assert torch.equal(found.mass[name], near.mass["near"])
+        assert torch.equal(found.distance, near.distance)
+
+
+def test_a_statistic_knows_where_the_text_begins() -> None:
+    q, k, _ = triple()
+    found = qkv.measure(q, k, first=torch.tensor([3, 0]), statistics=[Sink()])
+    close(found.own["sink"], found.sink)
+
+
+def test_a_statistic_inside_a_mask_that_does_not_fit_is_refused() -> None:
+    q, k, _ = triple()
+    larger = torch.ones(40, 40, dtype=torch.bool)
+    with pytest.raises(InputError, match="40"):
+        qkv.measure(q, k, statistics=[Mass("large", Dense(larger))])
+    with unchecked(), pytest.raises(InputError, match="mask is Tensor"):
+        Mass("tensor", larger)  # type: ignore[arg-type]
+    with unchecked(), pytest.raises(InputError, match="statistics is a Sink"):
+        qkv.measure(q, k, statistics=Sink())  # type: ignore[arg-type]
+
+
+def test_a_new_name_is_a_new_label() -> None:
+    class Mine(Previous):
+        name = "mine"
+
+    class Again(Mine): ...
+
+    assert (Mine.label, Again.label, Previous.label) == ("mine", "mine", "Previous token")

@@ -165,7 +165,7 @@ def test_a_profile_in_the_making_is_told_and_then_shown(tab: Opens) -> None:
         assert (one.at, one.state["layer"], one.state["head"]) == ("text", "1", "2")  # as was asked
         one.open("overview", layer=0, head=0)
         one.page.goto(f"{url}#/overview?source=1")
-        expect(one.page.locator("main")).to_contain_text("This profile could not be made", timeout=30_000)
+        expect(one.page.locator("main")).to_contain_text("This profile could not be made")
         assert "the text is empty" in one.page.inner_text(".waiting p")
 
 
@@ -280,13 +280,10 @@ def test_keys_go_everywhere(tab: Opens, mini: Served) -> None:
     assert chosen(one) == (len(mini.profile("mini").data["layer"]) - 1, heads - 1)
     one.press("Shift+N")
     assert chosen(one) == (0, heads - 1)
-    one.press("?")
-    assert one.page.locator("#help-dialog").is_visible()
-    one.press("Escape")
-    assert not one.page.locator("#help-dialog").is_visible()
-    dark = one.page.get_attribute("html", "data-theme")
-    one.press("t")
-    assert one.page.get_attribute("html", "data-theme") == "dark" != dark
+    one.press("?").until("document.activeElement.closest('#help-dialog[open]')")
+    one.press("Escape").until("!document.activeElement.closest('#help-dialog')")
+    assert one.page.get_attribute("html", "data-theme") != "dark"
+    one.press("t").until("document.documentElement.dataset.theme === 'dark'")
     one.page.reload()  # which is remembered
     one.settled()
     assert one.page.get_attribute("html", "data-theme") == "dark"
@@ -371,7 +368,7 @@ def test_an_address_of_a_place_in_the_page_opens_the_first_view(tab: Opens) -> N
     assert one.settled().at == "overview"
     one.open("sinks", "gpt")
     one.page.evaluate("location.hash = '#main'")
-    one.page.wait_for_timeout(200)
+    one.pause(200)
     assert one.page.locator(".page-sinks").count() == 1
 
 

@@ -84,7 +84,7 @@ def view_of(tab: Tab, queries: int, keys: int) -> View:
 
 def rested(tab: Tab) -> Tab:
     """The page waits for a view to last before it asks for tiles."""
-    tab.page.wait_for_timeout(150)
+    tab.pause(150)
     return tab.settled()
 
 
@@ -224,11 +224,11 @@ def test_zooming_asks_for_what_comes_into_view_and_for_nothing_twice(tab: Opens)
     held = []
     for _ in range(5):  # what is smaller than the stage is kept in its middle; then the pointer holds the map
         one.page.mouse.wheel(0, -240)
-        one.page.wait_for_timeout(300)
+        one.pause(300)
         held.append(shown(one)[:2])
     assert np.ptp(held[2:], axis=0).max() <= 2, held
     one.page.wait_for_url(lambda url: "z=" in url)
-    one.page.wait_for_timeout(450)
+    one.pause(450)
     rested(one)
     near = view_of(one, 600, 600)
     assert near.scale > 8 * far.scale
@@ -300,7 +300,7 @@ def test_an_address_brings_back_the_view(tab: Opens) -> None:
     one.page.fill('[aria-label="Key position"]', "77")
     one.press("Enter")
     one.page.wait_for_url(lambda url: "cq=512" in url and "ck=77" in url and "z=" in url)
-    one.page.wait_for_timeout(450)
+    one.pause(450)
     rested(one)
     one.page.mouse.move(0, 0)
     other = tab().follow(one.page.url)
@@ -379,7 +379,7 @@ def test_the_view_is_kept_from_head_to_head(tab: Opens) -> None:
     one.page.mouse.up()
     one.press("n")  # before the address follows
     one.page.wait_for_url(lambda url: "head=1" in url and "x=280" in url)
-    one.page.wait_for_timeout(500)
+    one.pause(500)
     assert one.state["x"] == "280"
 
 
@@ -449,7 +449,7 @@ def test_the_map_is_painted_in_the_theme(tab: Opens) -> None:
     paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
     assert strong + 200 < weak <= paper + 30
     one.press("t")
-    one.page.wait_for_timeout(100)
+    one.pause(100)
     paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
     assert paper < 150
     assert strong > weak + 200

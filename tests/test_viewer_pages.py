@@ -102,7 +102,7 @@ def test_a_remedy_is_tried(tab: Opens, mini: Served) -> None:
     """Off-by-one in all heads, without training: sinks before and after, of a source that the server makes."""
     one = tab(mini).open("sinks", "mini")
     one.page.click('[data-key="off-by-one"]')
-    expect(one.page.locator(".sinks-figures")).to_contain_text("with off-by-one", timeout=60_000)
+    expect(one.page.locator(".sinks-figures")).to_contain_text("with off-by-one")
     expect(one.page.locator('.sink-chart[aria-label^="Weight on no token"]')).to_be_visible(timeout=60_000)
     one.settled()
     remedy = mini.session.sources[int(one.state["after"])]
@@ -199,7 +199,7 @@ def test_one_head_is_edited_with_keys_alone(tab: Opens, mini: Served, live: Live
     for _ in range(6):  # a twentieth of a power of ten each
         one.press("ArrowRight")
     one.page.wait_for_url(lambda url: "edits=s2-1.1" in url)
-    one.page.wait_for_timeout(150)
+    one.pause(150)
     one.settled()
     answer = asked(live, LIVE_TEXT, (1, 1, "sigmoid", 2.0), at=(1, 1))
     check_bars(one, answer, edited=True)
@@ -240,7 +240,7 @@ def test_tokens_come_one_by_one(tab: Opens, mini: Served, live: Live) -> None:
     one.page.get_by_role("button", name="Stop").click()
     one.settled()
     length = len(one.page.input_value("#live-text"))
-    one.page.wait_for_timeout(600)
+    one.pause(600)
     assert len(one.page.input_value("#live-text")) == length
 
 
@@ -249,7 +249,7 @@ def test_live_is_safe_and_can_be_saved(tab: Opens, mini: Served, live: Live) -> 
     text = " ".join(token for token in HOSTILE if len(token) < 200)
     one = tab(mini).open("live", prompt="x")
     one.page.fill("#live-text", text)
-    one.page.wait_for_timeout(300)
+    one.pause(300)
     one.settled()
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None
     assert one.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
@@ -277,12 +277,12 @@ def test_what_is_typed_just_after_a_step_stays(tab: Opens, mini: Served, live: L
 
     one.page.route("**/api/live/step", hold)
     one.page.get_by_role("button", name="Step").click()
-    one.page.wait_for_timeout(50)
+    one.pause(50)
     one.page.fill("#live-text", "import sys")
     one.page.wait_for_url(lambda url: "prompt=import+sys" in url or "prompt=import%20sys" in url)
     for route in held:
         route.continue_()
-    one.page.wait_for_timeout(300)
+    one.pause(300)
     one.settled()
     assert one.page.input_value("#live-text") == "import sys"
     check_bars(one, asked(live, "import sys"), edited=False)
@@ -368,7 +368,7 @@ def test_blocks_of_a_pooled_map_are_named(tab: Opens) -> None:
 
 def compared(tab: Tab) -> str:
     """What the page says once both maps are there."""
-    tab.page.wait_for_timeout(100)
+    tab.pause(100)
     tab.settled()
     expect(tab.page.locator("main [aria-busy]")).to_have_count(0)
     return tab.text()

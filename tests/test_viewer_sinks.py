@@ -83,7 +83,7 @@ def test_the_keyboard_walks_from_head_to_head_and_selects(tab: Opens, mini: Serv
 def test_a_remedy_is_laid_beside(tab: Opens, mini: Served) -> None:
     one = tab(mini).open("sinks")
     one.page.click("text=Off by one")
-    one.page.wait_for_function("() => document.querySelectorAll('.sink-lead p').length === 2", timeout=30_000)
+    one.page.wait_for_function("() => document.querySelectorAll('.sink-lead p').length === 2")
     one.settled()
     remedy = int(one.state["after"])
     after = mini.session.sources[remedy].profile

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # should a page try, it fails, offline or not
+PATIENCE = 60  # seconds that a condition may take on a busy machine
 DESKTOP, PHONE = {"width": 1280, "height": 720}, {"width": 390, "height": 844}
 PAGES = ("overview", "map", "text", "sinks", "live", "compare", "align")
 OF_PROFILES = ("overview", "map", "text", "sinks", "compare")  # the others are of models
@@ -184,6 +185,7 @@ def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
+        api.expect.set_options(timeout=PATIENCE * 1000)
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", NOWHERE])
         yield chromium
         chromium.close()
@@ -221,12 +223,12 @@ class Tab:
         """Wait until a page is mounted and nothing is under way any more."""
         self.page.wait_for_selector("main > section:not([aria-busy])")
         quiet = 0
-        for _ in range(600):
+        for _ in range(PATIENCE * 40):
             quiet = quiet + 1 if self._waiting == 0 else 0
             if quiet == 3:
                 return self
-            self.page.wait_for_timeout(25)
-        raise AssertionError(f"requests are still under way after 15 s: {self.requests[-5:]}")
+            self.pause(25)
+        raise AssertionError(f"requests are still under way after {PATIENCE} s: {self.requests[-5:]}")
 
     @property
     def state(self) -> dict[str, str]:
@@ -247,6 +249,21 @@ class Tab:
             self.page.keyboard.press(key)
         return self
 
+    def pause(self, milliseconds: int) -> Tab:
+        """Wait by the page's own clock, so every timer of the page that was set before and ends sooner has run."""
+        self.page.evaluate(
+            "(ms) => new Promise((done) => setTimeout(() => requestAnimationFrame(done), ms))", milliseconds
+        )
+        return self
+
+    def until(self, condition: str) -> Tab:
+        """Wait until a JavaScript condition holds. The page's security policy forbids `wait_for_function`."""
+        for _ in range(PATIENCE * 40):
+            if self.page.evaluate(condition):
+                return self
+            self.pause(25)
+        raise AssertionError(f"after {PATIENCE} s it is still false that {condition}")
+
     def text(self) -> str:
         """What the page says, with what its controls hold."""
         return self.page.evaluate(
@@ -256,10 +273,10 @@ class Tab:
 
     def comes_to_say(self, text: str) -> None:
         """What is asked for has come, but a busy machine draws it a little later."""
-        for _ in range(400):
+        for _ in range(PATIENCE * 40):
             if self.text() == text:
                 return
-            self.page.wait_for_timeout(25)
+            self.pause(25)
         assert self.text() == text
 
     def tiles(self, since: int = 0) -> list[str]:
@@ -308,7 +325,7 @@ def tab(browser: Browser, served: Served) -> Iterator[Callable[..., Tab]]:
 
         def opened(server: Served = served, **options: Any) -> Tab:
             context = browser.new_context(**{"viewport": DESKTOP, "accept_downloads": True, **options})
-            context.set_default_timeout(8_000)
+            context.set_default_timeout(PATIENCE * 1000)
             stack.callback(context.close)
             tabs.append(Tab(context.new_page(), context, server))
             return tabs[-1]

@@ -266,7 +266,12 @@ MECHANISMS: dict[str, Mechanism] = {
             "bias": biases.RelativePosition(_table(33, case.dim), _table(33, case.dim)),
         },
     ),
-    "soft-cap": Mechanism("scores capped at 50", _causal(bias=biases.SoftCap(50.0)), {"plain": plain}),
+    "soft-cap": Mechanism(
+        "scores capped at 50",
+        _causal(bias=biases.SoftCap(50.0)),
+        {"plain": plain, "flex": flex(lambda case: masks.Causal(), lambda s, b, h, i, j: 50 * torch.tanh(s / 50))},
+        (Goal("flex", 1.25, 4096),),
+    ),
     "window": _sparse(WINDOW, "sliding window of 256"),
     "bigbird": _sparse(BIGBIRD, "BigBird, blocks of 64", block=64),
     "longformer": _sparse(LONGFORMER, "Longformer, window of 512, one global token"),

@@ -86,7 +86,7 @@ def head_map(
     with folder(out.parent):
         loaded, inputs = ready(model, passage, tokens, dtype)
         with Console(stderr=True).status(f"running {escape(loaded.name)}"):
-            found = maps.of(
+            found = maps.attention_map(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
                 name=loaded.name,
             )  # fmt: skip

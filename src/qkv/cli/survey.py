@@ -281,7 +281,7 @@ def _write(result: Survey, out: Path) -> None:
         raise InputError(f"cannot write tables and figures to {out} ({error.strerror}); the data is there") from error
     console = Console(highlight=False)
     for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.surveys.survey.Survey.load)",
+        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.Survey.load)",
         f"Heads    {out / 'heads.csv'}",
         f"Figures  {', '.join(names)}",
     ):

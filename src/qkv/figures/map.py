@@ -70,8 +70,8 @@ def map_figure(found: Mapped, picture: Picture, *, pool: str = "both", item: int
     Raises:
         InputError: for any other pool.
 
-    >>> from qkv.profiler.explore.attention_map import of
-    >>> found = of("qkv-mini", "def mean(values):", layer=1, head=2)
+    >>> from qkv.profiler import attention_map
+    >>> found = attention_map("qkv-mini", "def mean(values):", layer=1, head=2)
     >>> len(map_figure(found, found.picture()).axes)
     2
     """

@@ -2,8 +2,10 @@
 
 from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction
+from qkv.profiler.analyses.flow import flow_to, rollout
+from qkv.profiler.analyses.mixing import mixing
 from qkv.profiler.comparison import Comparison, compare
-from qkv.profiler.explore.attention_map import AttentionMap
+from qkv.profiler.explore.attention_map import AttentionMap, attention_map
 from qkv.profiler.explore.explorer import Explorer
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import profile
@@ -19,12 +21,16 @@ __all__ = [
     "Explorer",
     "Profile",
     "Survey",
+    "attention_map",
     "compare",
     "default_text",
     "edited",
     "everywhere",
     "eviction",
+    "flow_to",
+    "mixing",
     "profile",
+    "rollout",
     "survey",
 ]
 

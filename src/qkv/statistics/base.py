@@ -37,6 +37,8 @@ class WeightTile:
     visible: Bool[Tensor, "#b #h q k"] | None
     """True where a query may attend; None if it may everywhere."""
     log: Float[Tensor, "b h q k"] | None = None
+    first: int = 0
+    """The key with which the text of these queries begins: keys before it are padding (`first` of `measure`)."""
 
     @cached_property
     def log_weights(self) -> Float[Tensor, "b h q k"]:
@@ -108,7 +110,7 @@ class Statistic(Definition):
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        if not cls.label and hasattr(cls, "name"):
+        if "name" in cls.__dict__ and "label" not in cls.__dict__:
             cls.label = cls.name
 
     def tile(self, tile: WeightTile) -> Float[Tensor, "*parts b h n"]:
@@ -134,6 +136,9 @@ class Statistic(Definition):
         n = there.sum(-1)
         sums = np.where(there, values, 0).sum(-1, dtype=np.float64)
         return np.where(n > 0, sums / np.maximum(n, 1), np.nan)
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` if it cannot be taken of weights on `grid`."""
 
     def require(self) -> None:
         """Raise `InputError` if the class lacks what a statistic needs."""
@@ -168,6 +173,9 @@ class Statistic(Definition):
 
 def all_checked(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     """The statistics, known to be some, each with a name of its own."""
+    if isinstance(statistics, Statistic):
+        name = type(statistics).__name__
+        raise InputError(f"statistics is a {name}, expected a sequence of statistics: [{name}(…)]")
     statistics = tuple(statistics)
     for s in statistics:
         if not isinstance(s, Statistic):

@@ -200,6 +200,8 @@ def sweep(
     statistics = all_checked(statistics)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
+    for statistic in statistics:
+        statistic.check(grid)
     sums = Sums(call, mass, early, bins, statistics)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):

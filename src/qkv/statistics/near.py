@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv.masks import Dense, Mask, Prefix, Window
+from qkv.errors import InputError
+from qkv.masks import Dense, Grid, Mask, Prefix, Window
 from qkv.statistics.base import Statistic, WeightTile
 
 
@@ -68,7 +69,7 @@ class Next(At):
 
 
 class Sink(Statistic):
-    """The weight on the first token of the text (of the sequence, where nobody says which that is).
+    """The weight on the first token of the text: with padding on the left, the key that `first` of `measure` names.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
@@ -81,7 +82,7 @@ class Sink(Statistic):
     from_second = True
 
     def tile(self, tile: WeightTile) -> Tensor:
-        return (tile.weights * (tile.keys == 0)).sum(-1)
+        return (tile.weights * (tile.keys == tile.first)).sum(-1)
 
 
 class Mass(Statistic):
@@ -91,6 +92,9 @@ class Mass(Statistic):
         name: of the statistic.
         mask: pairs inside it count.
         definition: in words.
+
+    Raises:
+        InputError: for what is no mask, and, when it is measured, for a mask that does not fit the call.
 
     >>> import torch, qkv
     >>> q = k = torch.zeros(1, 1, 4, 8)
@@ -103,8 +107,13 @@ class Mass(Statistic):
     share = True
 
     def __init__(self, name: str, mask: Mask, definition: str = "") -> None:
+        if not isinstance(mask, Mask):
+            raise InputError(f"mask is {type(mask).__name__}, expected a mask from qkv.masks, such as Dense(tensor)")
         self.name, self.label, self.mask = name, name, mask
         self.definition = definition or f"weight inside {mask!r}"
+
+    def check(self, grid: Grid) -> None:
+        self.mask.check(grid)
 
     def tile(self, tile: WeightTile) -> Tensor:
         inside = self.mask.allowed(tile.region, tile.grid)

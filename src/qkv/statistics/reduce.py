@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,13 @@ from qkv._engine.call import Call
 from qkv._engine.row_state import Rows
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import HIDDEN, ScoreTiles
+from qkv._engine.tiles import HIDDEN
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
 from qkv.masks import FULL, PARTIAL, Mask
 from qkv.statistics.base import WeightTile
+from qkv.statistics.patterns import Patterns
 from qkv.statistics.sums import RowSums, Sums
 
 
@@ -34,15 +34,7 @@ class Asked:
     queries: Tensor | None
     offset: int
     """How many positions the first query stands after the first key."""
-    patterns: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-    """What is the same for all tiles as far from the diagonal: distances, and the insides of bands."""
-
-    def pattern(self, name: object, start: int, tile: Tile, make: Callable[[], Tensor]) -> Tensor:
-        """What depends on nothing but how far a tile, whose first query stands at `start`, is from the diagonal."""
-        key = (name, start - tile.columns.start, *tile.shape[2:])
-        if key not in self.patterns:
-            self.patterns[key] = make()
-        return self.patterns[key]
+    patterns: Patterns = field(default_factory=Patterns)
 
 
 def add_statistics(call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:
@@ -153,8 +145,8 @@ class _Statistics(Reducer[_Job, _Rows]):
         scratch = tile.buffer("scores")
         total = rows.sums.add(weights, log2, scratch, middle, sign)
         if sign == 0:
-            steps = self.asked.pattern("steps", start, tile, partial(_steps, start, tile, weights))
-            sums.distance[at] += torch.mul(weights, steps, out=scratch).sum(-1)
+            distances = self.asked.patterns.distances(start, tile)
+            sums.distance[at] += torch.mul(weights, distances, out=scratch).sum(-1)
         if cols.start <= heads.first < cols.stop:
             sums.sink[at] += weights[..., heads.first - cols.start]
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
@@ -164,8 +156,7 @@ class _Statistics(Reducer[_Job, _Rows]):
             if kind == FULL:
                 sums.mass[name][at] += total
             elif kind == PARTIAL:
-                make = partial(_inside, inner, tiles, tile)
-                inside = make() if inner.band is None else self.asked.pattern(name, start, tile, make)
+                inside = self.asked.patterns.inside(name, inner, start, tile)
                 sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
 
     def end(self, rows: _Rows, space: Workspace) -> None:
@@ -181,7 +172,8 @@ class _Statistics(Reducer[_Job, _Rows]):
         if uncounted is not None:
             counts = ~uncounted[..., tile.rows, None].expand(*tile.shape)
             visible = counts if visible is None else visible & counts
-        seen = WeightTile(weights, tile.region, tile.group.tiles.call.grid, visible, log2 * math.log(2))
+        grid, first = tile.group.tiles.call.grid, job.heads.first
+        seen = WeightTile(weights, tile.region, grid, visible, log2 * math.log(2), first)
         for s in self.sums.own:
             rows = self.sums.of_heads(s, tile.block.at[:2])
             into = rows[..., tile.rows] if s.over == "query" else job.own[s][..., tile.columns]
@@ -223,18 +215,6 @@ class _Statistics(Reducer[_Job, _Rows]):
         given, audience = job.early[..., cs.start - heads.first : cs.stop - heads.first]
         given += weights[..., *inside].sum(-2)
         audience += seen.sum(-2)
-
-
-def _steps(start: int, tile: Tile, like: Tensor) -> Tensor:
-    """How far the keys of a tile are from its queries, the first of which stands at `start`."""
-    places = torch.arange(start, start + tile.shape[2], device=like.device)
-    keys = torch.arange(tile.columns.start, tile.columns.stop, device=like.device)
-    return (places[:, None] - keys).abs().to(like.dtype)
-
-
-def _inside(mask: Mask, tiles: ScoreTiles, tile: Tile) -> Tensor:
-    """1 at the pairs of a tile that are inside a mask, 0 elsewhere."""
-    return mask.allowed(tile.region, tiles.call.grid).to(tiles.dtype)
 
 
 def _log2(weights: Tensor, call: Call) -> Tensor:

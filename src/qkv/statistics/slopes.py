@@ -8,7 +8,7 @@ the tile of weights is, and from there on it is the backward of attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from qkv.masks import EMPTY, FULL, Mask
 from qkv.normalizers import SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.tile import level_slopes
+from qkv.statistics.patterns import Patterns
 
 OfQueries = Float[Tensor, "b h nq"]
 SMALLEST_LOG2 = -2000.0  # 2 to it is 0; what a bias of −inf hides must not grow out of a float when it is multiplied
@@ -61,14 +62,7 @@ class Places:
     firsts: Sequence[int]
     """The first key of the text of each batch item."""
     mass: Mapping[str, Mask]
-    patterns: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
-    """What is the same for all tiles as far from the diagonal."""
-
-    def pattern(self, name: str, tile: Tile, make: Callable[[], Tensor]) -> Tensor:
-        key = (name, tile.rows.start - tile.columns.start, *tile.shape[2:])
-        if key not in self.patterns:
-            self.patterns[key] = make()
-        return self.patterns[key]
+    patterns: Patterns = field(default_factory=Patterns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +145,7 @@ class StatisticsGradients(WeightGradients):
         at, cols, of, tiles = tile.block.at, tile.columns, self.slopes, tile.group.tiles
         start = tile.rows.start + tiles.call.grid.offset  # where the first query stands
         if of.distance is not None:
-            steps = self.places.pattern("distance", tile, lambda: _steps(start, tile, slope))
-            slope.addcmul_(steps, of.distance[at][..., None])
+            slope.addcmul_(self.places.patterns.distances(start, tile), of.distance[at][..., None])
         if of.first is not None and cols.start <= heads.first < cols.stop:
             slope[..., heads.first - cols.start] += of.first[at]
         for offset, x in of.near.items():
@@ -166,11 +159,7 @@ class StatisticsGradients(WeightGradients):
             if kind == FULL:
                 slope += x[at][..., None]
             elif kind != EMPTY:
-
-                def make(mask: Mask = mask) -> Tensor:
-                    return mask.allowed(tile.region, tiles.call.grid).to(tiles.dtype)
-
-                inside = make() if mask.band is None else self.places.pattern(f"mass {name}", tile, make)
+                inside = self.places.patterns.inside(name, mask, start, tile)
                 slope.addcmul_(inside, x[at][..., None])
 
 
@@ -220,10 +209,3 @@ class LevelSlopes(StatisticsGradients):
             total = total + fall
             sum_ = sum_ if at_sink is None else sum_ + fall * at_sink
         return (sum_ / torch.where(total == 0, 1.0, total)).to(self.slopes.constant)
-
-
-def _steps(start: int, tile: Tile, like: Tensor) -> Tensor:
-    """How far the keys of a tile are from its queries, the first of which stands at `start`."""
-    places = torch.arange(start, start + tile.shape[2], device=like.device)
-    keys = torch.arange(tile.columns.start, tile.columns.stop, device=like.device)
-    return (places[:, None] - keys).abs().to(like.dtype)

@@ -27,12 +27,12 @@ OnRows = Callable[[int], None]
 
 
 class AttentionMap:
-    """The weights of one head on one input, as pictures of any part of them. Made by `of`.
+    """The weights of one head on one input, as pictures of any part of them. Made by `attention_map`.
 
     Rows are queries and columns are keys, both counted in the tokens of the call, padding included. What is kept is
     the head's queries, keys and log-sum-exp, and up to `cache` bytes of the tiles made last.
 
-    >>> found = of("qkv-mini", "def f(x):\\n    return x\\n", layer=0, head=3)
+    >>> found = attention_map("qkv-mini", "def f(x):\\n    return x\\n", layer=0, head=3)
     >>> found.n_queries, found.picture(size=4).mean.shape
     (10, torch.Size([4, 4]))
     """
@@ -126,7 +126,7 @@ class AttentionMap:
         return picture
 
 
-def of(
+def attention_map(
     model: nn.Module | str,
     inputs: str | Tensor | Mapping[str, Tensor],
     *,
@@ -159,7 +159,7 @@ def of(
     Raises:
         InputError: for inputs the model cannot take, and a layer, head or group it does not have.
 
-    >>> found = of("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)", layer=1, head=2)
+    >>> found = attention_map("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)", layer=1, head=2)
     >>> found
     AttentionMap(qkv-mini, self attention, layer 1, head 2: 21 queries × 21 keys)
     >>> picture = found.picture(rows=slice(16, 21), size=4)
