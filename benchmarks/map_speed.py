@@ -38,12 +38,12 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
     """
     torch.set_num_threads(THREADS)
     call = call_of(tokens)
-    found = flash.run(call)
+    found = flash.forward(call)
     head = HeadMap(call, settled(call, found.lse))
     windows = {
         side: (slice(tokens - side, tokens), slice(0, side)) for side in (tokens // 2, tokens // 8, tokens // 32)
     }
-    jobs = {"flash": lambda: flash.run(call), "whole": lambda: head.pooled(size=SIZE)}
+    jobs = {"flash": lambda: flash.forward(call), "whole": lambda: head.pooled(size=SIZE)}
     jobs |= {f"{side} × {side}": (lambda w=w: head.pooled(w[0], w[1], SIZE)) for side, w in windows.items()}  # type: ignore[misc]
     seconds = alternating(jobs, repeats)
     per_pair = {f"{side} × {side}": statistics.median(seconds[f"{side} × {side}"]) / side**2 for side in windows}

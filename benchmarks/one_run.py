@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import THREADS
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.bench.timing import resident
 from qkv.masks import Window
 from qkv.profiler.capture.models import random_gpt2
@@ -42,7 +42,7 @@ def swept(model: torch.nn.Module, ids: Tensor) -> None:
     """A profile of nothing but entropy, received attention, distances and the weights of named pairs."""
 
     def take(seen: Seen) -> None:
-        sweep(seen.call, Rows(seen.lse), mass={"local": Window(9, ahead=8)})
+        sweep(seen.call, RowState(seen.lse), mass={"local": Window(9, ahead=8)})
 
     with observe(Observer(model, take=take)), torch.no_grad():
         model(ids)

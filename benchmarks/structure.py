@@ -102,7 +102,7 @@ def main() -> None:
         "files of these": len({x.partition(":")[0] for x in q}),
         "functions from the hook to the report": len(s),
         "files of these ": len({x.partition(":")[0] for x in s}),
-        "files that name participation": len(naming("participation")),
+        "files that name effective_keys": len(naming("effective_keys")),
         "files that name Window": len(naming("Window")),
         "lines of the core": lines(*CORE),
         "lines of Python in src": lines("**/*.py"),

@@ -222,7 +222,7 @@ def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any], str]:
     if draw.chance(0.2):
         named["queries"] = draw.booleans(0.7, shape.b, shape.nq)
     if draw.chance(0.3):
-        named["early"] = draw.integer(1, 12)
+        named["prefix_keys"] = draw.integer(1, 12)
     if draw.chance(0.3):
         named["bins"] = draw.integer(1, 9)
     mass, text = {}, ""
@@ -231,4 +231,4 @@ def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any], str]:
         inner = _masked(inner)
         named["mass"] = {"inner": inner}
         mass = {"inner": dense(inner, shape.b, shape.h, shape.nq, shape.nk)}
-    return Asked(first, named.get("queries"), named.get("early"), named.get("bins"), mass), named, text
+    return Asked(first, named.get("queries"), named.get("prefix_keys"), named.get("bins"), mass), named, text

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-OF_SHAPE = ("entropy", "distance", "spread", "participation")
+OF_SHAPE = ("entropy", "distance", "spread", "effective_keys")
 """Statistics of a row's weights divided by their sum."""
-OF_COLUMNS = ("received", "early", "thumbnail maximum", "thumbnail mean")
+OF_COLUMNS = ("received", "prefix_sink_scores", "thumbnail maximum", "thumbnail mean")
 """Statistics that all queries add to."""
-COUNTS = ("visible", "audience")
+COUNTS = ("visible", "visible_queries")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Asked:
     first: list[int]
     """One for each batch item."""
     queries: Tensor | None = None
-    early: int | None = None
+    prefix_keys: int | None = None
     bins: int | None = None
     mass: dict[str, Tensor] = field(default_factory=dict)
 
@@ -44,11 +44,11 @@ def statistics(weights: Tensor, allowed: Tensor, sink_weight: Tensor | None, ask
         "entropy": -torch.special.xlogy(share, share).sum(-1),
         "distance": (share * (p - j).abs()).sum(-1),
         "spread": (share * (j - mean).square()).sum(-1).sqrt(),
-        "participation": torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1.0), 0.0),
+        "effective_keys": torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1.0), 0.0),
         "sink": a.gather(-1, first)[..., 0],
         "received": a.sum(-2),
         "visible": seen.sum(-1),
-        "audience": seen.sum(-2),
+        "visible_queries": seen.sum(-2),
     }
     for name, ahead in (("self_", 0), ("previous", -1), ("next_", 1)):
         found[name] = (a * (j == p + ahead)).sum(-1)
@@ -56,20 +56,20 @@ def statistics(weights: Tensor, allowed: Tensor, sink_weight: Tensor | None, ask
         found[f"mass {name}"] = (a * inside).sum(-1)
     if sink_weight is not None:
         found["sink_mass"] = sink_weight.masked_fill(~counted[..., 0], 0)
-    if asked.early is not None:
-        found["early"] = _early(a, seen, asked.early, asked.first)
+    if asked.prefix_keys is not None:
+        found["prefix_sink_scores"] = _prefix_sink_scores(a, seen, asked.prefix_keys, asked.first)
     if asked.bins is not None:
         found |= _thumbnail(a, asked.bins)
     return found
 
 
-def _early(a: Tensor, seen: Tensor, early: int, first: list[int]) -> Tensor:
+def _prefix_sink_scores(a: Tensor, seen: Tensor, count: int, first: list[int]) -> Tensor:
     """Weight on each of the text's first keys, averaged over those of as many first queries that see it."""
     b, h, n_queries, n_keys = a.shape
-    found = a.new_zeros(b, h, early)
+    found = a.new_zeros(b, h, count)
     for item, start in enumerate(first):
-        rows = slice(max(0, start - n_keys + n_queries), max(0, start + early - n_keys + n_queries))
-        keys = slice(start, min(start + early, n_keys))
+        rows = slice(max(0, start - n_keys + n_queries), max(0, start + count - n_keys + n_queries))
+        keys = slice(start, min(start + count, n_keys))
         count = seen[item, :, rows, keys].sum(-2).clamp(min=1)
         found[item, :, : keys.stop - start] = a[item, :, rows, keys].sum(-2) / count
     return found

@@ -32,7 +32,7 @@ jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.che
 
 from fuzz.tiles import small  # noqa: E402
 
-from qkv import masks, reference  # noqa: E402
+from qkv import InputError, masks, reference  # noqa: E402
 from qkv._engine import workspace  # noqa: E402
 from qkv._engine.sizes import BY_DEVICE  # noqa: E402
 from qkv.kernels import linear  # noqa: E402
@@ -309,3 +309,11 @@ def grids(draw: st.DrawFn, most: int = 12) -> masks.Grid:
     sizes = [draw(st.integers(1, n)) for n in (2, 3, most, most)]
     batch, heads, nq, nk = sizes
     return masks.Grid.of(nq, nk, batch, heads)
+
+
+@contextlib.contextmanager
+def refused(argument: str) -> Iterator[None]:
+    """Inside, an `InputError` is raised that names this argument."""
+    with pytest.raises(InputError) as raised:
+        yield
+    assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"

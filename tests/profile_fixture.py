@@ -58,7 +58,7 @@ def dataset_from_weights(
     n_queries, n_keys = [w.shape[2] for w in weights], [w.shape[3] for w in weights]
     Q, K = max(n_queries), max(n_keys)
     columns = ("entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread")
-    query = {name: np.full((*shape, Q), np.nan, np.float32) for name in (*columns, "participation", "visible")}
+    query = {name: np.full((*shape, Q), np.nan, np.float32) for name in (*columns, "effective_keys", "visible")}
     received = np.full((*shape, K), np.nan, np.float32)
     dense = np.full((*shape, Q, K), np.nan, np.float32)
     learned = np.full((*shape, Q), np.nan, np.float32)
@@ -73,7 +73,7 @@ def dataset_from_weights(
             "entropy": -(A * log).sum(-1),
             "sink": A[..., 0],
             "spread": np.sqrt(np.maximum((A * j**2).sum(-1) / mass - position**2, 0)),
-            "participation": 1 / (A**2).sum(-1),
+            "effective_keys": 1 / (A**2).sum(-1),
             "visible": (A > 0).sum(-1),
         }
         if paired:
@@ -268,7 +268,7 @@ def long(n: int = 8192, layers: int = 6, heads: int = 6) -> Profile:
         "local": local,
         "distance": sink * position + (rest - local).clip(0) * position / 3,
         "spread": np.sqrt(sink * rest) * position,
-        "participation": np.exp(entropy) ** 0.8,
+        "effective_keys": np.exp(entropy) ** 0.8,
         "visible": np.broadcast_to(position + 1, entropy.shape),
     }
     variables: dict[str, Any] = {

@@ -164,7 +164,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
         mass={"near": masks.Window(6, ahead=5), "odd": masks.Predicate(lambda b, h, q, k: k % 2 == 1)},
         first=torch.tensor([0, 9]),
         queries=move(counted, 1),
-        early=12,
+        prefix_keys=12,
         **case.composed(case.parameters()),
         **group,
     )
@@ -189,7 +189,7 @@ def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
     found = measured(case, lambda x, dim=2: qkv.ring.shard(x, group, dim), group=group)
-    return {name: x if name == "early" else qkv.ring.unshard(x, group) for name, x in found.items()}
+    return {name: x if name == "prefix_sink_scores" else qkv.ring.unshard(x, group) for name, x in found.items()}
 
 
 def _refused(group: dist.ProcessGroup) -> dict[str, str]:

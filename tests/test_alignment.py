@@ -257,7 +257,7 @@ def test_a_watcher_sees_one_call_with_the_weights_that_count() -> None:
     call, result = seen[0]
     want, weights = luong_loops(module, query.numpy(), keys.numpy(), [7, 4])
     close(out, want)
-    close(KERNELS["eager"].run(call).weights[:, 0], weights)
+    close(KERNELS["eager"].forward(call).weights[:, 0], weights)
     close(result.out[:, 0], weights @ keys.numpy())
     given = call.given
     found = measure(

@@ -84,7 +84,7 @@ def expected(weights: Tensor, queries: Tensor, keys: Tensor) -> dict[str, np.nda
         "received": from_weights.received,
         "distance": from_weights.distance,
         "spread": from_weights.spread,
-        "participation": from_weights.participation,
+        "effective_keys": from_weights.effective_keys,
         "sink": np.stack([A[b, :, :, key] for b, key in enumerate(first)]),
         "self_": (A * (steps == 0)).sum(-1),
         "previous": (A * (steps == 1)).sum(-1),
@@ -99,7 +99,7 @@ def check(record: Record, weights: Tensor, queries: Tensor, keys: Tensor) -> Non
     """The record's statistics are those of `weights`, for every head."""
     got, want = record.statistics, expected(weights, queries, keys)
     where = f"{record.group} layer {record.layer} ({record.module})"
-    for name in ("entropy", "received", "distance", "participation", "sink", "self_", "previous", "next_"):
+    for name in ("entropy", "received", "distance", "effective_keys", "sink", "self_", "previous", "next_"):
         close(getattr(got, name), want[name], f"{name} of {where}")
     close(got.mass["local"], want["local"], f"local of {where}")
     # Moments are about the middle of a tile: float32 resolves the variance to about 1e-3 token²

@@ -58,7 +58,7 @@ def test_bfloat16_against_float32() -> None:
         assert np.array_equal(data[name].values, b.data[name].values - a.data[name].values, equal_nan=True)
     assert data["entropy"].dims == ("text", "layer", "head", "query")
     assert len(heads) == 24
-    for x in ("entropy", "sink", "local", "participation"):
+    for x in ("entropy", "sink", "local", "effective_keys"):
         assert np.array_equal(heads[f"{x}_a"], a.heads()[x])
         assert np.array_equal(heads[f"{x}_b"], b.heads()[x])
         np.testing.assert_allclose(heads[f"{x}_difference"], b.heads()[x] - a.heads()[x])

@@ -65,17 +65,17 @@ def test_heads_of_one_layer_edited_differently_have_the_weights_of_eager() -> No
         found = model(ids)
     assert list(seen) == [0, 1, 2]
     call = calls[1]  # of layer 1, which no edit of an earlier layer reaches
-    torch.testing.assert_close(seen[0], eager.run(calls[0]).weights, rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen[0], eager.forward(calls[0]).weights, rtol=0, atol=1e-6)
     given = call.given
     for head, normalizer in enumerate(normalizers):
         if normalizer is None:
             continue
         made = Call.of(given.q, given.k, given.v, given.mask, given.biases, given.score, normalizer)
-        wanted = eager.run(made).weights
+        wanted = eager.forward(made).weights
         assert wanted is not None
         torch.testing.assert_close(seen[1][:, head], wanted[:, head], rtol=0, atol=1e-5)
     # The sigmoid by hand: σ(score / 0.5 − ln n), n the visible keys.
-    plain = eager.run(call)
+    plain = eager.forward(call)
     assert plain.weights is not None
     assert plain.lse is not None
     scores = plain.weights[:, 2].log() + plain.lse[:, 2, :, None]  # −inf where hidden

@@ -20,7 +20,7 @@ from qkv.errors import InputError
 from qkv.figures.eviction import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.surprise import surprise
+from qkv.models.token_loss import token_loss
 from qkv.profiler.analyses.eviction import POLICIES, eviction, expiry, mass_lost
 from qkv.profiler.analyses.eviction_run import nats_of
 from qkv.profiler.capture.calls import calls_of
@@ -146,10 +146,10 @@ def test_heavy_hitters_go_one_by_one() -> None:
     lm, ids = model(positions="rotary"), text(33)
     found = nats_of("caches", lm, ids, "heavy", 9, FIRST, lambda tokens: None)
     heard: list[int] = []
-    expected = surprise(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
+    expected = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
     assert found == pytest.approx(float(expected.sum()), rel=1e-12)
     assert heard == [1] * 32
-    together = surprise(lm, ids, lambda: HeavyHitters(4, 5), chunk=16)
+    together = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=16)
     assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 

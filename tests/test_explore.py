@@ -23,7 +23,7 @@ from qkv.models import load
 from qkv.models.bundled import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
-from qkv.profiler.explore.explorer import Cancelled, Explorer, Room
+from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
 from qkv.profiler.explore.pyramid import Pyramid, kept_tiles
 from qkv.profiler.explore.tile_cache import Kept
 from qkv.scores import Additive
@@ -334,7 +334,7 @@ def test_a_decoder_that_goes_step_by_step_is_one_layer() -> None:
     found = explore.of(model, batch)
     assert profile.data["weights"].values.shape[1:] == (1, 1, 7, 9)
     check_model(found, profile)
-    scarce = explore.of(model, batch, room=Room(1))  # the model runs again: all steps are found once more
+    scarce = explore.of(model, batch, room=CacheBudget(1))  # the model runs again: all steps are found once more
     check_model(scarce, profile)
 
 
@@ -356,7 +356,7 @@ def test_layers_of_other_shapes_are_a_group_of_their_own() -> None:
     profile = qkv.profile(model, batch, progress=False, probe=False)
     assert {name: data.sizes["layer"] for name, data in profile.groups.items()} == {"self": 2, "self-2": 1}
     check_model(explore.of(model, batch), profile)
-    check_model(explore.of(model, batch, room=Room(1)), profile)
+    check_model(explore.of(model, batch, room=CacheBudget(1)), profile)
 
 
 def forwards(model: nn.Module) -> list[int]:
@@ -376,12 +376,12 @@ def test_the_model_runs_once_if_there_is_room_and_again_if_not() -> None:
     check_model(rich, profile)
     assert len(heard) == 1
     heard.clear()
-    poor = explore.of(model, batch, room=Room(1))
+    poor = explore.of(model, batch, room=CacheBudget(1))
     check_model(poor, profile)
     assert len(heard) > 2
     heard.clear()
     a_layer = rich._kept.bytes // 2
-    half = explore.of(model, batch, room=Room(8 * (a_layer + 100) // 7))
+    half = explore.of(model, batch, room=CacheBudget(8 * (a_layer + 100) // 7))
     half.row("self", 0, 1, 0, 0)  # the layer that is asked for is kept before others
     half.row("self", 1, 1, 3, 5)
     assert len(heard) == 1
@@ -399,7 +399,7 @@ def test_two_explorers_in_one_room_do_not_mix() -> None:
     for model in models:
         profiles.append(qkv.profile(model, batch, progress=False, probe=False))
     for budget in (2**31, 1):
-        room = Room(budget)
+        room = CacheBudget(budget)
         one, other = (explore.of(model, batch, room=room) for model in models)
         check_model(one, profiles[0])
         alone = room.calls.bytes

@@ -186,7 +186,7 @@ def gradients_agree(name: str, device: torch.device, dtype: torch.dtype, *, d: i
     found = []
     for kernel in (flex, eager):
         call = Call.of(q, k, v, masks.Causal() & masks.Padding([12, 8]), tuple(given), None, Softmax(0.7, sink))
-        result: Result = kernel.run(call)
+        result: Result = kernel.forward(call)
         assert result.lse is not None
         loss = result.out.double().cos().sum() + result.lse.double().sin().sum()
         found.append(torch.autograd.grad(loss, list(leaves.values())))
@@ -224,7 +224,7 @@ def test_refusals_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
                 return torch.device(device) if name == "device" else getattr(call.q, name)
 
         with unchecked():
-            return flex.why_not(replace(call, q=Elsewhere()))  # type: ignore[arg-type]
+            return flex.unsupported_reason(replace(call, q=Elsewhere()))  # type: ignore[arg-type]
 
     assert why("mps") == "tensors are on mps; it is for CUDA, and for tests on CPU"
     monkeypatch.setattr(flex, "_has_triton", lambda: False)

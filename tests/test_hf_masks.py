@@ -109,7 +109,7 @@ def shown(lazy: LazyMask) -> Tensor:
     else:
         lazy.mask.check(grid)
         region = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
-        seen[..., : grid.n_keys] = lazy.mask.allowed(region, grid)
+        seen[..., : grid.n_keys] = lazy.mask.visible(region, grid)
     assert torch.equal(seen, lazy.tensor() == 0)
     return seen
 

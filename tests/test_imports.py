@@ -14,8 +14,8 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 # Layers of the package, the lowest first. A dotted name is a package of its own inside another.
 ORDER = [
-    "_lazy", "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features",
-    "partial",
+    "_lazy", "errors", "_contract", "_deprecated", "_files",
+    "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_cost", "attention",
     "testing", "cache", "nn", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",

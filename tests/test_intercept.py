@@ -27,7 +27,7 @@ WIDE = 12  # of the model
 
 
 def weights_of(call: Any) -> Tensor:
-    weights = eager.run(call).weights
+    weights = eager.forward(call).weights
     assert weights is not None
     return weights
 
@@ -54,7 +54,7 @@ def test_sdpa_is_read_as_it_is_computed(given: dict[str, Any]) -> None:
     call, shape = of_sdpa(None, q, k, v, **given)
     want = F.scaled_dot_product_attention(q, k, v, **given)
     assert shape == want.shape
-    close(eager.run(call).out, want)
+    close(eager.forward(call).out, want)
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (B * H,), (2, 3, H)])
@@ -64,13 +64,13 @@ def test_sdpa_of_other_dimensions(lead: tuple[int, ...]) -> None:
         call, shape = of_sdpa(H, q, k, v, mask)
         assert call.q.shape[1] == (H if lead and lead[-1] % H == 0 else 1)
         want = F.scaled_dot_product_attention(q, k, v, mask)
-        close(eager.run(call).out.reshape(shape), want)
+        close(eager.forward(call).out.reshape(shape), want)
 
 
 def test_sdpa_broadcasts_batch_and_heads() -> None:
     q, k, v = rand(B, H, NQ, D), rand(1, 1, NK, D, seed=1), rand(B, 1, NK, DV, seed=2)
     call, shape = of_sdpa(H, q, k, v)
-    close(eager.run(call).out.reshape(shape), F.scaled_dot_product_attention(q, k, v))
+    close(eager.forward(call).out.reshape(shape), F.scaled_dot_product_attention(q, k, v))
 
 
 CHOICES = {
@@ -115,7 +115,7 @@ def test_multi_head_attention_is_read_as_it_is_computed(values: tuple[Any, ...],
     assert len(heard) == 2  # the layer makes floats of boolean masks
     for call in heard:
         close(weights_of(call), want)
-        close(layer.out_proj(eager.run(call).out.transpose(1, 2).flatten(2)), out)
+        close(layer.out_proj(eager.forward(call).out.transpose(1, 2).flatten(2)), out)
 
 
 def test_keys_that_somebody_else_projected_are_not_read() -> None:
@@ -139,7 +139,7 @@ def test_a_softmax_of_scores_is_a_call_whatever_hides(lowest: float) -> None:
     close(weights_of(call), want)
     got = sweep(call, settled(call))
     named = statistics(want.numpy())
-    for name in ("entropy", "received", "distance", "participation"):
+    for name in ("entropy", "received", "distance", "effective_keys"):
         np.testing.assert_allclose(getattr(got, name), getattr(named, name), atol=1e-12, err_msg=name)
     assert (got.visible == seen.sum(-1)).all()
     close(got.lse, scores.logsumexp(-1))

@@ -105,7 +105,7 @@ def test_a_region_is_a_part_of_the_whole(data: st.DataObject) -> None:
         start = data.draw(st.integers(0, size - 1))
         cuts.append(slice(start, data.draw(st.integers(start + 1, size))))
     b, h, rows, columns = cuts
-    part = mask.allowed(Region(rows, columns, b, h), grid)
+    part = mask.visible(Region(rows, columns, b, h), grid)
     want = shown(mask, grid)[b, h, rows, columns]
     assert torch.equal(part.expand_as(want), want)
 
@@ -254,7 +254,7 @@ def test_blockwise_is_the_mask_of_the_blocks(inner: Mask, size: int, nq: int, nk
     position = torch.arange(nq) + nk - nq
     first = position[0].item() // size  # blocks of queries before the first key are negative
     blocks = Grid(1, 1, position[-1].item() // size - first + 1, -(-nk // size), first)
-    table = inner.allowed(Region(slice(0, blocks.n_queries), slice(0, blocks.n_keys)), blocks)[0, 0]
+    table = inner.visible(Region(slice(0, blocks.n_queries), slice(0, blocks.n_keys)), blocks)[0, 0]
     want = table[position.div(size, rounding_mode="floor") - first][:, torch.arange(nk) // size]
     assert torch.equal(Blockwise(inner, size).dense(nq, nk)[0, 0], want)
 
@@ -387,11 +387,11 @@ def test_bands_say_what_they_show() -> None:
 # --- cutting a mask into calls ----------------------------------------------------------------------------------------
 
 
-def pieces(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[parts.Part | parts.Gathered]:
+def pieces(mask: Mask | None, grid: Grid, *, biased: bool = False) -> list[parts.DenseBlock | parts.GatheredBlock]:
     """What the flash kernel would call the stock kernel with."""
     q, k = (torch.zeros(grid.batch, grid.heads, n, 1) for n in (grid.n_queries, grid.n_keys))
     bias = (Bias(torch.zeros(1, 1)),) if biased else ()
-    cut = cuts.covers(Call.of(q, k, k, mask, bias), training=False)
+    cut = cuts.decompose(Call.of(q, k, k, mask, bias), training=False)
     return [part for cover in cut for block in cover for part in block]
 
 
@@ -399,23 +399,23 @@ def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
     """How many of the flash kernel's calls show each pair."""
     count = torch.zeros(grid.batch, grid.heads, grid.n_queries, grid.n_keys, dtype=torch.int64)
     for part in pieces(mask, grid, biased=biased):
-        if isinstance(part, parts.Gathered):
+        if isinstance(part, parts.GatheredBlock):
             count_gathered(part, count, grid)
             continue
         for call in range(part.count):
             rows, keys = (slice(x.start + call * part.step, x.stop + call * part.step) for x in (part.rows, part.keys))
             where = count[part.batch][:, :, rows, keys]
             assert where.shape[2:] == (rows.stop - rows.start, keys.stop - keys.start)  # inside the matrix
-            seen = torch.ones(where.shape[2:], dtype=torch.bool) if part.allowed is None else part.allowed
+            seen = torch.ones(where.shape[2:], dtype=torch.bool) if part.visible is None else part.visible
             if part.pattern is not None:
-                assert part.allowed is None
+                assert part.visible is None
                 seen = part.pattern == 0
                 assert seen.any(3).all()  # what the kernel relies on: every row of a pattern sees a key
             where += (seen.tril() if part.causal else seen).long()
     return count
 
 
-def count_gathered(part: parts.Gathered, count: Tensor, grid: Grid) -> None:
+def count_gathered(part: parts.GatheredBlock, count: Tensor, grid: Grid) -> None:
     """Add what gathered tiles show; no key may stand twice in a row."""
     size = part.tile
     for t, (row, columns) in enumerate(zip(part.row_tiles.tolist(), part.key_tiles.tolist(), strict=True)):
@@ -423,8 +423,8 @@ def count_gathered(part: parts.Gathered, count: Tensor, grid: Grid) -> None:
         for c, column in enumerate(columns):
             where = count[part.item, :, row * size : (row + 1) * size, column * size : (column + 1) * size]
             seen = torch.ones(1, size, size, dtype=torch.bool)
-            if part.allowed is not None:
-                seen = part.allowed[t, :, :, c * size : (c + 1) * size]
+            if part.visible is not None:
+                seen = part.visible[t, :, :, c * size : (c + 1) * size]
                 assert not seen[..., where.shape[2] :].any()  # beyond the last key
             where += seen[..., : where.shape[2]].long()
 
@@ -456,13 +456,13 @@ def test_bands_are_covered_once_mostly_by_one_call(
         assert torch.equal(covered(mask, grid, biased=False), shown(mask, grid).long())
         assert torch.equal(covered(mask, grid, biased=True), shown(mask, grid).long())
         if min(nq, nk) > 40 and tile < 16:
-            assert max(part.count for part in pieces(mask, grid) if isinstance(part, parts.Part)) >= 2
+            assert max(part.count for part in pieces(mask, grid) if isinstance(part, parts.DenseBlock)) >= 2
 
 
 def test_no_mask_and_causal_need_no_mask_tensor() -> None:
     for mask in (None, Causal(), Window(99), Window(99, ahead=99)):
         for nq, nk in ((9, 9), (5, 9), (9, 5), (1, 9)):
-            assert all(part.allowed is None and part.pattern is None for part in pieces(mask, Grid.of(nq, nk)))
+            assert all(part.visible is None and part.pattern is None for part in pieces(mask, Grid.of(nq, nk)))
             seen = Causal().dense(nq, nk) if mask in (Causal(), Window(99)) else torch.ones(1, 1, nq, nk)
             assert torch.equal(covered(mask, Grid.of(nq, nk), biased=False), seen.long())
 

@@ -29,13 +29,21 @@ from conftest import (
 )
 from qkv import InputError, attend, biases, masks, normalizers, reference
 from qkv._engine.call import Call
-from qkv.masks import Causal, Dense, Mask, Padding, Predicate, Window
+from qkv.masks import Causal, Dense, Grid, Mask, Padding, Predicate, Region, Window
 from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
 from qkv.statistics.measure import Statistics, sweep
 
 HEADS = {"mha": (3, 3), "gqa": (6, 2), "mqa": (5, 1)}
-LATER = ("mass", "own", "sink_mass", "visible", "audience", "early", "thumbnail")  # have tests of their own
+LATER = (
+    "mass",
+    "own",
+    "sink_mass",
+    "visible",
+    "visible_queries",
+    "prefix_sink_scores",
+    "thumbnail",
+)  # have tests of their own
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in LATER]
 
 
@@ -208,7 +216,7 @@ def test_by_hand() -> None:
         return x[0, 0].tolist()
 
     assert row(got.entropy) == pytest.approx([0, math.log(2), math.log(3), math.log(4)])
-    assert row(got.participation) == pytest.approx([1, 2, 3, 4])
+    assert row(got.effective_keys) == pytest.approx([1, 2, 3, 4])
     assert row(got.distance) == pytest.approx([0, 1 / 2, 1, 3 / 2])
     assert row(got.spread) == pytest.approx([0, 1 / 2, math.sqrt(2 / 3), math.sqrt(5 / 4)])
     assert row(got.sink) == row(got.self_) == pytest.approx([1 / 2, 1 / 3, 1 / 4, 1 / 5])
@@ -308,21 +316,21 @@ def test_audience_early_scores_and_thumbnail(name: str, heads: str, nq: int, nk:
     h, hkv = HEADS[heads]
     q, k, v = triple(h=h, hkv=hkv, nq=nq, nk=nk)
     mask = MASKS[name](nq, nk, 2, h)
-    allowed = (
+    visible = (
         torch.ones(2, h, nq, nk).bool() if mask is None else mask.dense(nq, nk, batch=2, heads=h).expand(2, h, -1, -1)
     )
     counts = rand(2, nq, seed=5) > -0.5
     first = torch.tensor([2, 0])
-    got = qkv.measure(q, k, mask=mask, first=first, queries=counts, early=5, bins=bins)
+    got = qkv.measure(q, k, mask=mask, first=first, queries=counts, prefix_keys=5, bins=bins)
     weights = torch.where(counts[:, None, :, None], oracle(q, k, v, mask=mask)[2], 0.0)
-    seen = allowed & counts[:, None, :, None]
-    close(got.audience, seen.sum(2).double())
+    seen = visible & counts[:, None, :, None]
+    close(got.visible_queries, seen.sum(2).double())
     want = torch.zeros(2, h, 5, dtype=torch.float64)
     for item, begin in enumerate(first.tolist()):
         rows = slice(max(0, begin - nk + nq), max(0, begin + 5 - nk + nq))
-        given, audience = (x[item, :, rows, begin : begin + 5].sum(1) for x in (weights, seen))
-        want[item] = given / audience.clamp(min=1)
-    close(got.early, want)
+        given, visible_queries = (x[item, :, rows, begin : begin + 5].sum(1) for x in (weights, seen))
+        want[item] = given / visible_queries.clamp(min=1)
+    close(got.prefix_sink_scores, want)
     small = got.thumbnail
     assert small is not None
     assert max(small.mean.shape[2:]) <= bins
@@ -335,11 +343,11 @@ def test_audience_early_scores_and_thumbnail(name: str, heads: str, nq: int, nk:
 
 def test_early_scores_are_those_of_the_first_tokens_alone() -> None:
     q, k, _ = triple(nq=13, nk=13)
-    whole = qkv.measure(q, k, mask=Causal(), early=7).early
+    whole = qkv.measure(q, k, mask=Causal(), prefix_keys=7).prefix_sink_scores
     alone = qkv.measure(q[:, :, :7], k[:, :, :7], mask=Causal())
     assert whole is not None
-    close(whole, alone.received / alone.audience)
-    assert qkv.measure(q, k).early is None
+    close(whole, alone.received / alone.visible_queries)
+    assert qkv.measure(q, k).prefix_sink_scores is None
     assert qkv.measure(q, k).thumbnail is None
 
 
@@ -352,7 +360,7 @@ def test_nan_where_a_query_does_not_count_stays_there_and_elsewhere_is_said() ->
     q[0, :, 7:] = math.nan
     compare(qkv.measure(q, k, queries=counts), {name: getattr(clean, name) for name in TENSORS})
     spoilt = qkv.measure(q, k)
-    for name in ("entropy", "participation", "distance", "spread", "sink", "lse"):
+    for name in ("entropy", "effective_keys", "distance", "spread", "sink", "lse"):
         assert getattr(spoilt, name)[0, :, 7:].isnan().all(), name
         assert not getattr(spoilt, name)[0, :, :7].isnan().any(), name
 
@@ -440,7 +448,7 @@ def test_participation_is_a_pass_at_half_the_temperature(name: str) -> None:
     lse = attend(q, k, v, mask=mask, return_lse=True)[1]
     twice = attend(q, k, v, mask=mask, normalizer=Softmax(0.5), return_lse=True)[1]
     want = torch.where(lse == -torch.inf, 0.0, (2 * lse - twice).exp())
-    close(qkv.measure(q, k, mask=mask).participation, want)
+    close(qkv.measure(q, k, mask=mask).effective_keys, want)
 
 
 @pytest.mark.parametrize("part", [Window(2), masks.Prefix(4), masks.Prefix(1) | Window(3), ~Window(2)], ids=str)
@@ -473,9 +481,9 @@ def test_what_is_given_is_received() -> None:
     got = qkv.measure(q, k, mask=Window(4), normalizer=Softmax(sink=0.3))
     close(got.received.sum(-1), (1 - got.sink_mass).sum(-1), eps=256)
     assert (got.entropy <= math.log(4) + 1e-12).all()
-    assert (got.participation <= 4 + 1e-12).all()
-    assert (got.participation >= 1 - 1e-12).all()
-    assert (got.participation.log() <= got.entropy + 1e-12).all()  # Rényi entropies fall with their order
+    assert (got.effective_keys <= 4 + 1e-12).all()
+    assert (got.effective_keys >= 1 - 1e-12).all()
+    assert (got.effective_keys.log() <= got.entropy + 1e-12).all()  # Rényi entropies fall with their order
 
 
 # --- memory and resolution --------------------------------------------------------------------------------------------
@@ -574,3 +582,19 @@ def test_negative_weights_have_no_entropy() -> None:
     q, k, _ = triple()
     with pytest.raises(InputError, match="Identity gives negative weights here, which have no entropy"):
         qkv.measure(q, k, normalizer=normalizers.Identity())
+
+
+def test_old_names_of_statistics_warn_and_work() -> None:
+    q = k = rand(1, 2, 5, 4)
+    with pytest.warns(DeprecationWarning, match="prefix_keys"):
+        found = qkv.measure(q, k, early=3)
+    for old, new in (
+        ("participation", "effective_keys"),
+        ("audience", "visible_queries"),
+        ("early", "prefix_sink_scores"),
+    ):
+        with pytest.warns(DeprecationWarning, match=new):
+            assert getattr(found, old) is getattr(found, new)
+    grid, region = Grid.of(4, 4), Region(slice(0, 4), slice(0, 4))
+    with pytest.warns(DeprecationWarning, match="visible"):
+        assert torch.equal(Causal().allowed(region, grid), Causal().visible(region, grid))

@@ -33,7 +33,7 @@ def test_elu_plus_one_by_its_sum_neither_cancels_nor_underflows(low: float, kern
     (slope,) = torch.autograd.grad(out, k)
     assert slope.flatten().tolist() == pytest.approx([share * (1 - share), -share * (1 - share)], rel=2e-5)
     found = measure(q, k, score=scores.Dot(1.0), normalizer=normalizers.EluPlusOne("sum"))
-    assert found.participation.item() == pytest.approx(1 / (share**2 + (1 - share) ** 2), rel=1e-5)
+    assert found.effective_keys.item() == pytest.approx(1 / (share**2 + (1 - share) ** 2), rel=1e-5)
     assert found.lse is None
 
 
@@ -48,10 +48,10 @@ def test_elu_plus_one_keeps_the_digits_of_small_weights() -> None:
 def test_the_effective_number_of_keys_of_tiny_weights(low: float) -> None:
     q, k = of_scores([low] * 6)
     found = measure(q, k, score=scores.Dot(1.0), normalizer=normalizers.Softmax(sink=0.0))
-    assert found.participation.item() == pytest.approx(6, rel=1e-5)
+    assert found.effective_keys.item() == pytest.approx(6, rel=1e-5)
     assert found.entropy.item() == pytest.approx(math.log(6), rel=1e-5)
     vanished = measure(q, k * 4, score=scores.Dot(1.0), normalizer=normalizers.Softmax(sink=0.0))
-    assert vanished.participation.isfinite().all()
+    assert vanished.effective_keys.isfinite().all()
 
 
 def test_alibi_has_the_digits_of_a_float64_call() -> None:

@@ -241,7 +241,7 @@ def _as_before(path: Path) -> Path:
     """The file as the first surveys were: other words, "share" for a unit, another order of quantities."""
     old = path.with_name("old.qkv.zip")
     names = [
-        "entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "participation",
+        "entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "effective_keys",
         "sink_mass",
     ]  # fmt: skip
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(old, "w") as made:

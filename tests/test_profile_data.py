@@ -14,7 +14,8 @@ import xarray as xr
 import profile_fixture as made
 from qkv.errors import InputError
 from qkv.profiler import Profile
-from qkv.profiler.data import tables
+from qkv.profiler.data import archive, tables
+from qkv.profiler.data.variables import RENAMED
 
 
 def weights_of(profile: Profile, text: int = 0, group: str | None = None) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_head_table_of_bidirectional_attention_agrees_with_the_weights() -> None
         "next": (A * (j == i + 1)).sum((-1, -2)) / n,
         "local": (A * (abs(i - j) <= 8)).sum((-1, -2)) / n,
         "distance": (A * abs(i - j)).sum((-1, -2)) / n,
-        "participation": (1 / (A**2).sum(-1)).mean(-1),
+        "effective_keys": (1 / (A**2).sum(-1)).mean(-1),
         "sink_share": (A[..., 1:, 0] > 0.3).mean(-1),
         "top_key_share": A.sum(-2).max(-1) / n,
     }
@@ -195,6 +196,15 @@ def test_strange_tokens_survive_the_file(tmp_path: Path) -> None:
     assert list(back.data["key_token"].values[0]) == tokens
 
 
+def test_names_of_older_files_are_those_of_today(tmp_path: Path) -> None:
+    profile = made.gpt()
+    old = {new: name for name, new in RENAMED.items()}
+    for data in profile.groups.values():
+        before = data.rename({str(name): old[str(name)] for name in (*data.variables, *data.dims) if name in old})
+        archive.write_archive(tmp_path / "old", {"groups": {"self": before}}, {})
+        assert Profile.load(tmp_path / "old").data.identical(data)
+
+
 def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made.gpt().save(tmp_path / "x.qkv.zip")
     before = path.read_bytes()
@@ -229,7 +239,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_sentence(tmp_path: Path) ->
 
     newer = {"attributes": header["attributes"] | {"format_version": 99}}
     for name, root, message in (
-        ("newer", newer, "has profile format 99; this version of qkv reads formats up to 1: update qkv"),
+        ("newer", newer, "has profile format 99; this version of qkv reads formats up to 2: update qkv"),
         ("foreign", {"attributes": {}}, "is not a profile; expected a file written by Profile.save"),
         ("list", [1], "is not a profile"),
     ):

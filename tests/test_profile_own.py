@@ -128,7 +128,7 @@ def by_definition(weights: np.ndarray) -> dict[str, np.ndarray]:
             "local": (A * (abs(key - at) <= LOCAL)).sum(-1),
             "distance": (a * abs(key - at)).sum(-1),
             "variance": (a * (key - mean) ** 2).sum(-1),
-            "participation": np.where(mass[..., 0] > 0, 1 / (a**2).sum(-1), 0),
+            "effective_keys": np.where(mass[..., 0] > 0, 1 / (a**2).sum(-1), 0),
             "weights": A,
         }
 
@@ -385,7 +385,7 @@ def test_step_by_step_is_all_at_once(attention: str, kind: str, map_tokens: int)
     beyond = {name for name in whole if name not in steps}  # of vectors, and of pictures of all queries: see `_Steps`
     assert beyond == {
         "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",
-        "streaming", "early",
+        "streaming_mass", "prefix_sink_scores",
     }  # fmt: skip
     assert set(steps) == set(whole) - beyond
     assert ("weights" in whole) is (map_tokens == 256)

@@ -30,7 +30,7 @@ TEXTS = (
     "Who kept it?",
 )
 PER_QUERY = (
-    "entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "participation",
+    "entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "effective_keys",
 )  # fmt: skip
 LOCAL = 5
 
@@ -77,7 +77,7 @@ def test_statistics_of_minilm_are_those_of_its_own_weights(result: Profile, own:
         "next": (A * (steps == -1)).sum(-1),
         "local": (A * (abs(steps) <= LOCAL)).sum(-1),
         "distance": want.distance,
-        "participation": want.participation,
+        "effective_keys": want.effective_keys,
         "received": want.received,
         "weights": A,
         "visible": np.full((6, 12, n), n),
@@ -244,7 +244,7 @@ def test_an_encoder_decoder_with_a_target() -> None:
     }  # fmt: skip
     for name in ("self", "previous", "next", "local", "distance"):
         assert np.isnan(cross[name]).all(), f"{name}: queries and keys are other texts"
-    for name in ("entropy", "sink", "participation", "received"):
+    for name in ("entropy", "sink", "effective_keys", "received"):
         assert np.isfinite(cross[name]).all(), name
     np.testing.assert_allclose(cross["received"].sum("key"), 10, rtol=1e-5)
 

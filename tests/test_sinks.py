@@ -161,14 +161,16 @@ def test_scores_are_those_of_the_weights(real: Profile) -> None:
     for i, (n, weights) in enumerate(zip(data["n_keys"].values, data["weights"].values.astype(float), strict=True)):
         a = weights[..., :n, :n]
         seen = np.tril(np.ones((n, n))) if causal else np.ones((n, n))
-        np.testing.assert_allclose(data["audience"].values[i, ..., :n], np.broadcast_to(seen.sum(0), a.shape[:3]))
+        np.testing.assert_allclose(
+            data["visible_queries"].values[i, ..., :n], np.broadcast_to(seen.sum(0), a.shape[:3])
+        )
         rows = min(64, n)
-        early = a[..., :rows, :rows].sum(-2) / seen[:rows, :rows].sum(0)
-        np.testing.assert_allclose(data["early"].values[i, ..., :rows], early, atol=3e-5)
-        assert np.isnan(data["early"].values[i, ..., n:]).all()
+        scores = a[..., :rows, :rows].sum(-2) / seen[:rows, :rows].sum(0)
+        np.testing.assert_allclose(data["prefix_sink_scores"].values[i, ..., :rows], scores, atol=3e-5)
+        assert np.isnan(data["prefix_sink_scores"].values[i, ..., n:]).all()
         streamed = np.tril(np.ones((n, n)), 63) * np.triu(np.ones((n, n)), -63)
         streamed[:, :4] = 1
-        np.testing.assert_allclose(data["streaming"].values[i, ..., :n], (a * streamed).sum(-1), atol=3e-5)
+        np.testing.assert_allclose(data["streaming_mass"].values[i, ..., :n], (a * streamed).sum(-1), atol=3e-5)
         score = sink_scores(data)[i, ..., :n]
         told = seen.sum(0) >= max(8, n / 8)
         np.testing.assert_allclose(score[..., told], (a.sum(-2) / seen.sum(0))[..., told], atol=3e-5)
@@ -211,8 +213,8 @@ def test_padding_changes_nothing() -> None:
     assert "map_max" not in both.data, "bins would mix padding with the text"
     for i, one in enumerate(alone):
         n = one.data.sizes["key"]
-        for name in ("audience", "early", "streaming", "key_norm", "value_norm", "query_norm"):
-            got = both.data[name].values[i][..., : 64 if name == "early" else n]
+        for name in ("visible_queries", "prefix_sink_scores", "streaming_mass", "key_norm", "value_norm", "query_norm"):
+            got = both.data[name].values[i][..., : 64 if name == "prefix_sink_scores" else n]
             np.testing.assert_allclose(got, one.data[name].values[0], atol=2e-5, rtol=2e-5, err_msg=name)
         for name in ("cosine_first", "cosine_others", "first_key_angle", "key_directions"):
             np.testing.assert_allclose(both.data[name][i], one.data[name][0], atol=2e-3, err_msg=name)
@@ -289,7 +291,7 @@ def test_kinds_are_a_table_without_doubt() -> None:
 
 
 def test_a_profile_without_audience_says_so(planted: Profile) -> None:
-    old = Profile({"self": planted.data.drop_vars("audience")})
+    old = Profile({"self": planted.data.drop_vars("visible_queries")})
     with pytest.raises(InputError, match="profile again"):
         old.sinks()
     assert old.types()["other sink"].isna().all()
@@ -363,8 +365,8 @@ def test_cross_attention_has_no_first_queries() -> None:
     model = qkv.models.EncoderDecoder(qkv.models.EncoderDecoderConfig(20, 20, d_model=16, heads=2, layers=1)).eval()
     batch = {"source": torch.randint(3, 20, (1, 9)), "target": torch.randint(3, 20, (1, 5))}
     profile = qkv.profile(model, batch, progress=False)
-    assert np.isnan(profile.groups["cross"]["early"]).all()
-    assert not np.isnan(profile.groups["decoder"]["early"][..., :5]).any()
+    assert np.isnan(profile.groups["cross"]["prefix_sink_scores"]).all()
+    assert not np.isnan(profile.groups["decoder"]["prefix_sink_scores"][..., :5]).any()
 
 
 def test_a_probe_that_the_model_refuses_does_not_cost_the_profile() -> None:

@@ -21,7 +21,7 @@ from qkv.statistics.gradients import DIFFERENTIABLE
 from qkv.statistics.measure import Statistics
 
 PARTS = {"near": Window(2), "odd": masks.Strided(2), "early": masks.Prefix(5), "late": ~masks.Window(3)}
-DETACHED = ("spread", "visible", "audience")
+DETACHED = ("spread", "visible", "visible_queries")
 
 
 def formulas(a: Tensor, first: int | list[int] = 0, parts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def formulas(a: Tensor, first: int | list[int] = 0, parts: dict[str, Tensor] | N
     firsts = torch.as_tensor(first).expand(len(a))
     found = {
         "entropy": -(share * log).sum(-1),
-        "participation": torch.where(mass > 0, 1 / torch.where(mass > 0, squares, 1.0), 0.0),
+        "effective_keys": torch.where(mass > 0, 1 / torch.where(mass > 0, squares, 1.0), 0.0),
         "distance": (share * (where[:, None] - keys).abs()).sum(-1),
         "sink": torch.stack([x[..., f] for x, f in zip(a, firsts.tolist(), strict=True)]),
         "received": a.sum(-2),
@@ -294,7 +294,7 @@ def test_what_a_bias_hides_from_a_row_of_little_mass() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
     q, k, _ = triple(b=1, nq=70, nk=70, d=8, dtype=dtype)
-    names, grads = ("entropy", "received", "sink", "participation"), []
+    names, grads = ("entropy", "received", "sink", "effective_keys"), []
     for wide in (torch.float64, dtype):
         leaves = [x.to(wide).requires_grad_() for x in (q, k)]
         found = of(measure(*leaves, mask=Causal(), differentiable=True))
@@ -394,7 +394,7 @@ HIDDEN_SCALE = torch.ones((), dtype=torch.float64, requires_grad=True)
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"early": 3}, "differentiable=True with early"),
+        ({"prefix_keys": 3}, "differentiable=True with prefix_keys"),
         ({"bins": 3}, "differentiable=True with bins"),
         ({"statistics": [object()]}, "differentiable=True with statistics"),
         ({"group": object()}, "differentiable=True with group"),

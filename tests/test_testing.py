@@ -656,8 +656,8 @@ class WrongCount(Even):
         return torch.full((1, 1, grid.n_queries), grid.n_keys // 3)
 
 
-class WrongAllowed(Even):
-    def allowed(self, region: masks.Region, grid: masks.Grid) -> Tensor:
+class WrongVisible(Even):
+    def visible(self, region: masks.Region, grid: masks.Grid) -> Tensor:
         q, k = grid.rows(region.rows.start, region.rows.stop), grid.columns(0, region.columns.stop)
         return ((q[:, None] - k) % 2 == 0)[None, None, :, : region.columns.stop - region.columns.start]
 
@@ -701,7 +701,7 @@ MASKS: list[tuple[Callable[[], Any], str, str]] = [
     (WrongBand, "band", r"\(-8, 8\) says that query position 3 sees key 0, but sees says False"),
     (WrongKeys, "key_mask", "but sees says"),
     (WrongCount, "visible_keys", "the number of keys that sees shows"),
-    (WrongAllowed, "allowed", "of a tile of columns"),
+    (WrongVisible, "visible", "of a tile of columns"),
     (WrongFactors, "factors", "all of them say that query position"),
     (WrongAlternatives, "alternatives", "one of them says that query position"),
     (NotItsValue, "by_value", "a copy of the mask is not equal"),

@@ -93,11 +93,11 @@ def choose_keys(
 def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
     """The key that each query takes; −1 for none. The same on any kernel."""
     if pick(call, "auto") == "eager":  # so few scores that tiles, of one batch item each, would take longer
-        weights = eager.run(detached(call)).weights
+        weights = eager.forward(detached(call)).weights
         assert weights is not None
         most, key = weights.max(-1)
         return key.masked_fill(most == 0, -1)
-    chosen = tiled.settle(call).chosen
+    chosen = tiled.row_state(call).chosen
     assert chosen is not None
     return chosen
 

@@ -44,7 +44,7 @@ class Found:
     lse: Tensor | None = None
 
 
-def forward(call: Call, *, training: bool = False) -> Found:
+def forward_tiles(call: Call, *, training: bool = False) -> Found:
     """What the rows find; for a backward of weights that sum to one, also `mean`."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))

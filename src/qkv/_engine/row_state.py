@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowState:
     """What a query needs to know of all its scores before one of them becomes a weight."""
 
     level: Float[Tensor, "b h nq"] | None = None

@@ -186,7 +186,7 @@ class ScoreTiles:
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
         if key in self._patterns:
             return self._patterns[key]
-        hidden = ~mask.allowed(self.region(rows, columns), self.call.grid)
+        hidden = ~mask.visible(self.region(rows, columns), self.call.grid)
         if mask.band is not None:
             self._patterns[key] = hidden
         return hidden
@@ -212,11 +212,11 @@ def heads_together(call: Call, most: int) -> int:
     return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
 
 
-def without_unseen(x: Float[Tensor, "b h k d"], allowed: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
+def without_unseen(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
     """Keys or values with zeros where no query that shares them may look, so that NaN in padding stays there."""
-    if allowed is None:
+    if visible is None:
         return x
-    seen = allowed.any(2)
+    seen = visible.any(2)
     unseen = ~(seen if seen.shape[1] == 1 else seen.unflatten(1, (x.shape[1], -1)).any(2))
     return x.masked_fill(unseen[..., None], 0) if unseen.any() else x
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.tiles import HIDDEN, ScoreTiles
 
 
@@ -19,7 +19,7 @@ class WeightTiles:
         queries: True where a query counts; the weights of others are 0.
     """
 
-    def __init__(self, tiles: ScoreTiles, rows: Rows, queries: Bool[Tensor, "b nq"] | None = None) -> None:
+    def __init__(self, tiles: ScoreTiles, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> None:
         self.tiles = tiles
         here = (tiles.batch, tiles.heads)
         self.level, self.total, self.chosen = (

@@ -211,12 +211,12 @@ def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:
         table.add_column(name, justify="right")
     clear = heads[heads["target"] != "spread"].sort_values("target_share", ascending=False)
     telling = clear.groupby("target", sort=False).head(each).head(most)
-    spread = heads[heads["target"] == "spread"].sort_values("participation", ascending=False).head(each)
+    spread = heads[heads["target"] == "spread"].sort_values("effective_keys", ascending=False).head(each)
     for rows in (telling, spread):
         for row in rows.sort_values("target", kind="stable").itertuples():
             table.add_row(
                 f"{row.layer}.{row.head}", Text(row.goes_to), f"{row.sink_share:.0%}", f"{row.entropy:.2f}",
-                f"{row.entropy_ratio:.0%}", _number(row.distance), _number(row.participation),
+                f"{row.entropy_ratio:.0%}", _number(row.distance), _number(row.effective_keys),
             )  # fmt: skip
     return table
 

@@ -95,7 +95,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     one = data.isel(text=0, layer=layer, head=head)
     facts = [
         f"entropy {written(row['entropy'], 'nats')} (ratio {row['entropy_ratio']:.2f})",
-        written(row["participation"], "effective keys"),
+        written(row["effective_keys"], "effective keys"),
         *([f"distance {written(row['distance'], 'tokens')}"] if np.isfinite(row["distance"]) else []),
         f"spread {written(row['spread'], 'tokens')}",
     ]

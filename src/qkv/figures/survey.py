@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from qkv.errors import InputError
 from qkv.figures.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, WARM, percent
-from qkv.profiler.surveys.accumulators import EARLY_THRESHOLD
+from qkv.profiler.surveys.accumulators import SINK_THRESHOLD
 from qkv.profiler.surveys.quantities import Quantity, edges
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
     wide, tall = max(cell * columns, 1.2), max(cell * layers, 0.8)
     left, top, gap_x, gap_y = 0.62, 1.15, 0.95, 0.75
     figure = Drawing(figsize=(max(left + across * (wide + gap_x), 7.2), top + down * (tall + gap_y)))
-    caught = int((table["sink_score"] > EARLY_THRESHOLD).sum())
+    caught = int((table["sink_score"] > SINK_THRESHOLD).sum())
     titled(
         figure,
         f"{caught:,} of {len(table):,} heads have a sink at the first token, on average",
-        f"{_about(survey)} · means over all queries; a sink is a score above {EARLY_THRESHOLD}",
+        f"{_about(survey)} · means over all queries; a sink is a score above {SINK_THRESHOLD}",
     )
     for at, name in enumerate(names):
         x, y = left + at % across * (wide + gap_x), top + at // across * (tall + gap_y)
@@ -122,7 +122,7 @@ def sinks(survey: Survey, group: str | None = None) -> Figure:
         first = table["share"].iloc[0]
         title = f"The first token is a sink in {percent(first)} of texts × heads, no other in more than "
         title += percent(table["share"].iloc[1:].max())
-    titled(figure, title, f"{_about(survey)} · sink score above {EARLY_THRESHOLD} over the first 64 tokens")
+    titled(figure, title, f"{_about(survey)} · sink score above {SINK_THRESHOLD} over the first 64 tokens")
     axes = place(figure, 0.75, 1.05, 7.2, 2.5)
     plain(axes)
     if known:

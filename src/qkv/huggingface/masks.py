@@ -56,7 +56,7 @@ class LazyMask:
         if self.mask is None:
             added[..., : grid.n_keys] = 0
         else:
-            seen = self.mask.allowed(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+            seen = self.mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
             added[..., : grid.n_keys].masked_fill_(seen, 0)
         return added
 

@@ -1,7 +1,7 @@
 """Kernels: ways to compute one attention call, and the choice among them.
 
-A kernel is a module with ``why_not(call)``, which says why it cannot serve a call or returns None, and ``run(call)``,
-which serves it. None imports another.
+A kernel is a module with ``unsupported_reason(call)``, which says why it cannot serve a call or returns None, and
+``forward(call)``, which serves it. None imports another.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     if editor is not None:
         with editing(None):  # calls that the editor and the watcher make are their own
             return _edited(editor(call, weights), kernel, watcher, weights=weights)
-    result: Result = KERNELS[pick(call, kernel, weights=weights)].run(call)
+    result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
     if watcher is not None:
         watcher(call, result)
     return result
@@ -167,7 +167,11 @@ def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     names = WITH_GRADIENTS if wanted else OF_PIECES
     for name in (kernel,) if kernel in names else names:
         fits = name != "flash" or wanted <= {"q", "k", "v"}
-        if fits and _why_not(name, call, weights=False) is None and (kernel == name or not _only_for_tests(name, call)):
+        if (
+            fits
+            and _unsupported_reason(name, call, weights=False) is None
+            and (kernel == name or not _only_for_tests(name, call))
+        ):
             return KERNELS[name]
     raise AssertionError("tiled serves every piece, and a kernel asked for by name serves the whole call")
 
@@ -176,15 +180,15 @@ def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
     """The kernel that serves `call`, as `choose` has it, without asking all of them."""
     if kernel == "auto":
         for name in _preferred(call):
-            if _why_not(name, call, weights=weights) is None and not _only_for_tests(name, call):
+            if _unsupported_reason(name, call, weights=weights) is None and not _only_for_tests(name, call):
                 return name
     return choose(call, kernel, weights=weights)[0]
 
 
-def _why_not(name: str, call: Call, *, weights: bool) -> str | None:
+def _unsupported_reason(name: str, call: Call, *, weights: bool) -> str | None:
     if weights and name not in FORM_WEIGHTS:
         return "it never forms the weights that were asked for"
-    why: str | None = KERNELS[name].why_not(call)
+    why: str | None = KERNELS[name].unsupported_reason(call)
     return why
 
 
@@ -201,7 +205,7 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
     rejected = {}
     for name in KERNELS:
-        why = _why_not(name, call, weights=weights)
+        why = _unsupported_reason(name, call, weights=weights)
         if why is not None:
             rejected[name] = why
     if kernel != "auto":

@@ -17,7 +17,7 @@ from qkv.normalizers.level import differentiable_level
 from qkv.normalizers.softmax import log_sum_exp
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if mapped():
         return "torch.func.vmap maps it; put the mapped dimension into the batch or the heads"
@@ -30,21 +30,21 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention and its weights, after dropout as they met the values; dtype of the inputs."""
     tiles = ScoreTiles(call)
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
     v = call.v
-    allowed = None if call.mask is None else call.mask.allowed(whole, call.grid)
-    if allowed is not None:
-        tiles.k = without_unseen(tiles.k.view(call.k.shape), allowed).flatten(0, 1)
-        v = without_unseen(v, allowed)
+    visible = None if call.mask is None else call.mask.visible(whole, call.grid)
+    if visible is not None:
+        tiles.k = without_unseen(tiles.k.view(call.k.shape), visible).flatten(0, 1)
+        v = without_unseen(v, visible)
     scores = tiles.scores(rows, columns)
     if call.shift is not None:
         scores = scores + call.shift[..., None]
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     weights, lse = _weights(call, scores)
     if call.dropout_p:
         kept = noise.uniform(call.seed, whole, call.grid) >= call.dropout_p

@@ -32,7 +32,7 @@ SMALLEST_HEAD = 16  # of Triton's matrix product
 COMPOSITIONS = 256  # compiled kernels kept; torch's own limit of 8 is meant for one function, not for a library
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     device = call.q.device.type
     if device not in ("cpu", "cuda"):
@@ -78,7 +78,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
     from torch.nn.attention.flex_attention import AuxRequest
 

@@ -8,13 +8,13 @@ keys one by one (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are worke
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkv._deprecated import warn
 from qkv._engine.call import Call, Result, at_least_float32
 from qkv._engine.transforms import REASON, transformed
 from qkv.masks import Grid, Mask
@@ -52,7 +52,7 @@ class LinearState:
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
         """The old name of `zero`."""
-        warnings.warn("LinearState.empty is now LinearState.zero", DeprecationWarning, stacklevel=2)
+        warn("LinearState.empty", "LinearState.zero")
         return LinearState.zero(batch, key_heads, n_features, value_dim, dtype, device)
 
     def merge(self, other: LinearState, /) -> LinearState:
@@ -64,7 +64,7 @@ class LinearState:
         return LinearState(self.kv + k.mT @ v, self.k_sum + k.sum(2))
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
@@ -101,7 +101,7 @@ def causal(call: Call) -> bool:
     return parts is not None and parts[0]
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
     parts = _parts(call.mask, call.grid)
     assert parts is not None

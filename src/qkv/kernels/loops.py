@@ -10,7 +10,7 @@ from qkv._engine.transforms import REASON, transformed
 from qkv.normalizers import SumToOne
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if call.needs_grad:
         return "it has no gradients; detach the inputs or use torch.no_grad()"
@@ -27,7 +27,7 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention and its weights by definition, in float64, returned in the dtypes of the other kernels."""
     given = call.given
     found = reference.attention(

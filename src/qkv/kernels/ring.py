@@ -65,7 +65,7 @@ def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor
             tensors = next_.wait()
 
 
-class Carried:
+class RingAccumulator:
     """Sums that travel with the blocks of `blocks`: each process adds its share to those of the block it has."""
 
     TAG = 16  # apart from those of blocks
@@ -78,12 +78,12 @@ class Carried:
     def add(self, *shares: Tensor) -> None:
         """Add to the sums of the block at hand, which came while it was worked on, and pass them on."""
         if self.sums is not None:
-            for share, before in zip(shares, self.home(), strict=True):
+            for share, before in zip(shares, self.finish(), strict=True):
                 share.add_(before)
         self.sums = shares
         self.on_way = Passing(self.shared, shares, self.TAG) if self.shared.size > 1 else None
 
-    def home(self) -> tuple[Tensor, ...]:
+    def finish(self) -> tuple[Tensor, ...]:
         """After the last block: the sums of this process's own."""
         assert self.sums is not None
         return self.sums if self.on_way is None else self.on_way.wait()
@@ -97,7 +97,7 @@ def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
     for source, (k, v) in blocks(shared, call.k, call.v):
         for piece in shared.pieces(source):
             part = piece.of(call, k, v)
-            found = choose(part, set()).run(part)
+            found = choose(part, set()).forward(part)
             at = (slice(None), slice(None), piece.rows)
             whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
             out[at], lse[at] = whole.out, whole.lse
@@ -137,7 +137,7 @@ def _backward(
     if call.sink is not None:
         totals["sink"] = sink_gradient(call.sink, whole, grad, grad_lse)
     of_pieces = {"q", "k", "v"} | (wanted - {"sink"})
-    carried = Carried(shared)
+    carried = RingAccumulator(shared)
     for source, (k, v) in blocks(shared, call.k, call.v):
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for piece in shared.pieces(source):
@@ -155,5 +155,5 @@ def _backward(
             for name in of_pieces:
                 places[name].add_(grads[name])
         carried.add(dk, dv)
-    totals["k"], totals["v"] = carried.home()
+    totals["k"], totals["v"] = carried.finish()
     return totals

@@ -12,39 +12,39 @@ from torch import Tensor
 
 from qkv._engine.backward import backward
 from qkv._engine.call import Call, Result, detached
-from qkv._engine.forward import Found, forward
-from qkv._engine.row_state import Rows
+from qkv._engine.forward import Found, forward_tiles
+from qkv._engine.row_state import RowState
 from qkv._engine.transforms import REASON, once, transformed
 from qkv.partial import Partial
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if transformed(call):
         return REASON
     return call.untracked
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in every tensor of the call and through the lse."""
     if not call.needs_grad:
-        found = forward(detached(call))
+        found = forward_tiles(detached(call))
         return Result(found.out.to(call.v.dtype), found.lse)
     tensors = call.tensors()
     out, lse = _Tiled.apply(call, list(tensors), *tensors.values())
     return Result(out, lse if call.normalizer.has_lse else None)
 
 
-def settle(call: Call) -> Rows:
+def row_state(call: Call) -> RowState:
     """What every query knows of its scores after a forward: enough to make any of its weights alone."""
-    found = forward(detached(call))
-    return Rows(found.level, found.total, found.chosen)
+    found = forward_tiles(detached(call))
+    return RowState(found.level, found.total, found.chosen)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: list[str], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        found = forward(detached(call), training=True)
+        found = forward_tiles(detached(call), training=True)
         out = found.out.to(call.v.dtype)
         ctx.save_for_backward(*tensors, out, found.level, found.mean, found.total, found.chosen)
         ctx.call, ctx.names = call, names

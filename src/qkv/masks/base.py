@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
+from qkv._deprecated import warn
 from qkv.errors import InputError
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
@@ -30,7 +31,7 @@ class Mask(Definition):
     """
 
     definitions: ClassVar = {
-        "sees": ("classify", "band", "by_value", "allowed", "visible_keys", "key_mask", "factors", "alternatives")
+        "sees": ("classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives")
     }
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
@@ -93,12 +94,17 @@ class Mask(Definition):
             )
         return seen
 
-    def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
+    def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """Visibility inside a region; b and h may be 1."""
         b, h, q, k = region.indices(grid)
         seen = self.is_visible(b, h, q, k, grid)
         seen = seen[(None,) * (4 - seen.ndim)]
         return seen.expand(*seen.shape[:2], len(q), len(k))
+
+    def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
+        """Deprecated name of `visible`."""
+        warn("Mask.allowed", "visible")
+        return self.visible(region, grid)
 
     def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
         """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are alike.
@@ -109,7 +115,7 @@ class Mask(Definition):
         """
         grid = Grid.of(n_queries, n_keys, batch, heads)
         self.check(grid)
-        return self.allowed(Region(slice(0, n_queries), slice(0, n_keys)), grid)
+        return self.visible(Region(slice(0, n_queries), slice(0, n_keys)), grid)
 
     def visible_keys(self, grid: Grid) -> Int[Tensor, "b h nq"]:
         """How many keys each query may attend to, in linear memory; b and h may be 1.
@@ -192,7 +198,7 @@ def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     for row, column in partial.nonzero().tolist():
         rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
         region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
-        seen = mask.allowed(region, grid).sum(-1)
+        seen = mask.visible(region, grid).sum(-1)
         seen = seen * (kinds[:, :, row, column, None] == PARTIAL).to(grid.device)
         if seen.shape[:2] != total.shape[:2]:
             shape = torch.broadcast_shapes(seen.shape[:2], total.shape[:2])
@@ -265,11 +271,11 @@ class Placed(Mask):
         moved = Tiles(tiles.q_first + down, tiles.q_last + down, tiles.k_first + right, tiles.k_last + right)
         return self.mask.classify(moved, self.grid)
 
-    def allowed(self, region: Region, grid: Grid) -> Tensor:
+    def visible(self, region: Region, grid: Grid) -> Tensor:
         down, right = self.down + grid.offset - self.grid.offset, self.right  # of rows, not of positions
         rows = slice(region.rows.start + down, region.rows.stop + down)
         columns = slice(region.columns.start + right, region.columns.stop + right)
-        return self.mask.allowed(replace(region, rows=rows, columns=columns), self.grid)
+        return self.mask.visible(replace(region, rows=rows, columns=columns), self.grid)
 
 
 @dataclass(frozen=True)

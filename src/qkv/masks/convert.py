@@ -281,7 +281,7 @@ def survey(mask: Mask, grid: Grid, size: int) -> Survey:
     """Classes of blocks, where `classify` may say PARTIAL for want of knowing, and which queries and keys take part."""
     ready = _ready(mask, grid)
     known = mask.classify(Tiles.of(grid, size, size), grid)
-    probe = ready.allowed(Region(slice(0, 1), slice(0, 1)), grid)
+    probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
     shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
     kinds = known.to(grid.device).expand(*shape, -1, -1).clone()
     partial = (known == PARTIAL).any(0).any(0)
@@ -292,7 +292,7 @@ def survey(mask: Mask, grid: Grid, size: int) -> Survey:
         first, stop = int(found[0]), int(found[-1]) + 1
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         columns = slice(first * size, min(stop * size, grid.n_keys))
-        seen = ready.allowed(Region(rows, columns), grid)
+        seen = ready.visible(Region(rows, columns), grid)
         queries[:, :, rows] |= seen.any(-1)
         keys[:, columns] |= seen.any(2).any(1)
         spare = (stop - first) * size - seen.shape[3]

@@ -188,7 +188,7 @@ class Dense(_TensorMask):
         seen = self.tensor.to(k.device)
         return seen[tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, seen.shape, strict=True))]
 
-    def allowed(self, region: Region, grid: Grid) -> Tensor:
+    def visible(self, region: Region, grid: Grid) -> Tensor:
         seen = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
         size = (region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
         return seen.expand(*seen.shape[:2], *size)

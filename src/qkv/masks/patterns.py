@@ -305,7 +305,7 @@ def _with_repeats(drawn: Tensor) -> Tensor:
 
 
 def _shown(mask: Mask, rows: slice, grid: Grid) -> Tensor:
-    return mask.allowed(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
+    return mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
 
 
 def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:

@@ -193,7 +193,7 @@ class ReferenceStatistics:
     received: Array
     distance: Array
     spread: Array
-    participation: Array
+    effective_keys: Array
 
 
 def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
@@ -201,9 +201,9 @@ def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
     entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j
-    under a, participation 1 / Σ_j a². Query i stands at p_i = i + offset. A query with M = 0 gives 0 everywhere.
+    under a, effective_keys 1 / Σ_j a². Query i stands at p_i = i + offset. A query with M = 0 gives 0 everywhere.
 
-    >>> statistics(np.full((1, 4), 0.25)).participation.tolist()
+    >>> statistics(np.full((1, 4), 0.25)).effective_keys.tolist()
     [4.0]
     """
     weights = np.asarray(weights, dtype=np.float64)
@@ -220,5 +220,5 @@ def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -
         received=weights.sum(-2),
         distance=(a * np.abs(position - key)).sum(-1),
         spread=np.sqrt((a * (key - mean) ** 2).sum(-1)),
-        participation=np.divide(1, squares, out=np.zeros_like(squares), where=squares > 0),
+        effective_keys=np.divide(1, squares, out=np.zeros_like(squares), where=squares > 0),
     )

@@ -163,7 +163,7 @@ def _of_heads(data: xr.Dataset) -> dict[str, Any]:
     """What kind each head is, and its sinks, layer by layer, over all texts; what was not measured is not there."""
     kinds = type_table(data)
     found = {"types": _columns(kinds) | {"traits": [row.split(", ") if row else [] for row in kinds["traits"]]}}
-    if "audience" in data:
+    if "visible_queries" in data:
         found["sinks"] = _columns(sinks.sink_table(data))
         found["sink_tokens"] = _columns(sinks.sink_tokens(data).head(SINK_TOKENS), every=True)
     return found

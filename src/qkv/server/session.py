@@ -84,7 +84,7 @@ class Session:
         self.aligners = Aligners()
         self.aligners_described: dict[str, Any] = {"models": [], "captioner": None}
         self._asked: dict[int, tuple[Loaded, Any, str | None]] = {}  # twins of models that never run; what they read
-        self._room = explore.Room()
+        self._room = explore.CacheBudget()
         self._cores = torch.get_num_threads()
         self._remedies: dict[tuple[int, str], Source] = {}
         self._makers: list[tuple[Source, Maker]] = []
@@ -238,7 +238,7 @@ def _always(model: nn.Module, changes: list[edits.Edit]) -> None:
 
 
 def _profiled(
-    source: Source, loaded: Loaded, inputs: Any, target: str | None, room: explore.Room, stopped: Stopped
+    source: Source, loaded: Loaded, inputs: Any, target: str | None, room: explore.CacheBudget, stopped: Stopped
 ) -> None:
     """The profile, and the maps of all heads."""
     model, tokenizer, name = loaded.model, loaded.tokenizer, loaded.name

@@ -7,18 +7,18 @@
 """
 
 from qkv.statistics.base import Statistic, WeightTile
+from qkv.statistics.effective_keys import EffectiveKeys
 from qkv.statistics.entropy import Entropy
 from qkv.statistics.near import At, Local, Mass, Next, Previous, Self, Sink, Streaming
-from qkv.statistics.participation import Participation
 from qkv.statistics.position import Distance, Spread
-from qkv.statistics.received import Audience, Received, Visible
+from qkv.statistics.received import Received, Visible, VisibleQueries
 from qkv.statistics.sums import Statistics, Thumbnail
 
 BUILT_IN: dict[str, Statistic] = {
     s.name: s
     for s in (
-        Entropy(), Sink(), Self(), Previous(), Next(), Distance(), Spread(), Participation(), Visible(), Received(),
-        Audience(),
+        Entropy(), Sink(), Self(), Previous(), Next(), Distance(), Spread(), EffectiveKeys(), Visible(), Received(),
+        VisibleQueries(),
     )
 }  # fmt: skip
 """The statistics that `measure` gives without being asked, by name."""
@@ -26,13 +26,12 @@ BUILT_IN: dict[str, Statistic] = {
 __all__ = [
     "BUILT_IN",
     "At",
-    "Audience",
     "Distance",
+    "EffectiveKeys",
     "Entropy",
     "Local",
     "Mass",
     "Next",
-    "Participation",
     "Previous",
     "Received",
     "Self",
@@ -43,6 +42,7 @@ __all__ = [
     "Streaming",
     "Thumbnail",
     "Visible",
+    "VisibleQueries",
     "WeightTile",
 ]
 

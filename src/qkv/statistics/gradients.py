@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkv._engine.backward import add_sink_gradients, finite, summed, zeros
 from qkv._engine.call import Call, at_least_float32, detached
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.sweep import groups, reduce_tiles, tile_size
 from qkv._engine.transforms import only_once, transformed
 from qkv.errors import InputError
@@ -31,7 +31,7 @@ from qkv.statistics.slopes import LevelSlopes, Places, Slopes, StatisticsGradien
 from qkv.statistics.sums import Statistics
 
 DIFFERENTIABLE = (
-    "entropy", "participation", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
+    "entropy", "effective_keys", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
 )  # fmt: skip
 """Fields of `Statistics` that carry gradients, beside every `mass`; the others are detached."""
 ON_KEYS = {"sink": "first", "self_": 0, "previous": -1, "next_": 1}
@@ -39,10 +39,10 @@ ON_KEYS = {"sink": "first", "self_": 0, "previous": -1, "next_": 1}
 TOTAL = "mass on all keys\0"
 UNTRACKED = ("v", "values")  # tensors of a call that no statistic depends on
 
-Measure = Callable[..., tuple[Rows, Statistics]]
+Measure = Callable[..., tuple[RowState, Statistics]]
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why the statistics of a call have no gradients, or None if they have."""
     if isinstance(call.normalizer, SumToOne) and call.normalizer.one_key:
         return f"{type(call.normalizer).__name__} chooses one key, and a choice has no derivative"
@@ -72,7 +72,7 @@ def with_gradients(
     Raises:
         InputError: if they have none.
     """
-    why = why_not(call)
+    why = unsupported_reason(call)
     if why is not None:
         raise InputError(f"measure: differentiable=True, but {why}; expected differentiable=False")
     tensors = {name: x for name, x in call.tensors().items() if name not in UNTRACKED}
@@ -114,7 +114,7 @@ class _Measured(torch.autograd.Function):
         made |= {f"mass {name}": found.mass[name] for name in masks}
         made = {name: x.clone() for name, x in made.items() if x is not None}  # lse is what the rows know
         run.names, run.found = tuple(made), found
-        seen = found.audience > 0
+        seen = found.visible_queries > 0
         ctx.save_for_backward(*tensors, rows.level, rows.total, found.mass[TOTAL], seen, *made.values())
         ctx.run = run
         ctx.set_materialize_grads(False)
@@ -132,7 +132,7 @@ class _Measured(torch.autograd.Function):
             wanted = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
             found = dict(zip(run.names, made, strict=True))
             asked = {name: x for name, x in zip(run.names, given, strict=True) if x is not None}
-            grads = _gradients(call, Rows(level, total), mass, seen, found, asked, run, wanted)
+            grads = _gradients(call, RowState(level, total), mass, seen, found, asked, run, wanted)
             back = [grads[name].to(x) if name in wanted else None for name, x in zip(names, tensors, strict=True)]
         error = InputError(
             "second derivatives were asked for of statistics, which have only first ones; "
@@ -142,8 +142,8 @@ class _Measured(torch.autograd.Function):
 
 
 def _gradients(
-    call: Call, rows: Rows, mass: Tensor, seen: Tensor, found: dict[str, Tensor], grads: dict[str, Tensor], run: _Run,
-    wanted: set[str],
+    call: Call, rows: RowState, mass: Tensor, seen: Tensor, found: dict[str, Tensor], grads: dict[str, Tensor],
+    run: _Run, wanted: set[str],
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of the tensors of a call, from those of its statistics `found`; `mass` is that of each row."""
     wide = at_least_float32(call.q.dtype)
@@ -204,9 +204,9 @@ def _slopes(found: dict[str, Tensor], grads: dict[str, Tensor], mass: Tensor) ->
         given = grads["entropy"] * per_mass
         slopes.log = -given
         slopes.constant += given * (torch.log(total.abs()) - found["entropy"])
-    if "participation" in grads:  # 2 (p − p² a) / M
-        given = 2 * grads["participation"] * found["participation"] * per_mass
-        slopes.share = -given * found["participation"]
+    if "effective_keys" in grads:  # 2 (p − p² a) / M
+        given = 2 * grads["effective_keys"] * found["effective_keys"] * per_mass
+        slopes.share = -given * found["effective_keys"]
         slopes.constant += given
     if "distance" in grads:  # (|p − j| − D) / M
         slopes.distance = grads["distance"] * per_mass
@@ -215,11 +215,11 @@ def _slopes(found: dict[str, Tensor], grads: dict[str, Tensor], mass: Tensor) ->
 
 
 def _mean_of_slopes(
-    call: Call, rows: Rows, found: dict[str, Tensor], grads: dict[str, Tensor], received: Tensor | None
+    call: Call, rows: RowState, found: dict[str, Tensor], grads: dict[str, Tensor], received: Tensor | None
 ) -> Tensor:
     """Σ_j A_ij ∂L/∂A_ij less the gradient of the lse.
 
-    Entropy, participation and distance add nothing: a row that is multiplied by a number keeps them.
+    Entropy, effective_keys and distance add nothing: a row that is multiplied by a number keeps them.
     """
     inner = torch.zeros_like(found["entropy"])
     for name, x in grads.items():

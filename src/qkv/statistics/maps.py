@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, detached
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, reduce_tiles
 from qkv._engine.tiles import ScoreTiles, classes
@@ -62,7 +62,7 @@ class Picture:
 
 def pooled(
     call: Call,
-    rows: Rows,
+    rows: RowState,
     *,
     item: int = 0,
     head: int = 0,
@@ -110,7 +110,7 @@ class HeadMap:
     """One head of a call, ready for any number of pictures; arguments as in `pooled`."""
 
     def __init__(
-        self, call: Call, rows: Rows, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
+        self, call: Call, rows: RowState, *, item: int = 0, head: int = 0, real: Bool[Tensor, "b nq"] | None = None
     ) -> None:
         b, h, n_queries, _ = call.q.shape
         for name, given, n in (("item", item, b), ("head", head, h)):
@@ -255,7 +255,7 @@ class _Paint(Reducer[_Drawing, _Drawing]):
         masked, call = None, tile.group.tiles.call
         if tile.kind == PARTIAL:
             assert call.mask is not None
-            masked = ~call.mask.allowed(tile.region, call.grid)
+            masked = ~call.mask.visible(tile.region, call.grid)
         if self.uncounted is not None and self.uncounted[tile.rows].any():
             out = self.uncounted[None, None, tile.rows, None].expand(1, 1, -1, tile.shape[3])
             masked = out if masked is None else masked | out
@@ -264,7 +264,7 @@ class _Paint(Reducer[_Drawing, _Drawing]):
 
 @torch.no_grad()
 def rectangle(
-    call: Call, rows: Rows, queries: slice, keys: slice, *, item: int = 0, head: int | None = None
+    call: Call, rows: RowState, queries: slice, keys: slice, *, item: int = 0, head: int | None = None
 ) -> Float[Tensor, "h q k"]:
     """The weights of a small rectangle as they are: of one query head, or of all if None. No gradients.
 
@@ -307,14 +307,14 @@ def rectangle(
             tiles = tiles.of_head(head % group)
         hidden = None
         if part.mask is not None:
-            hidden = ~part.mask.allowed(tiles.region(whole.rows, whole.columns), part.grid)
+            hidden = ~part.mask.visible(tiles.region(whole.rows, whole.columns), part.grid)
         out = tiles.q.new_empty(*tiles.shape, part.q.shape[2], part.k.shape[2])
         WeightTiles(tiles, known).fill(whole.rows, whole.columns, hidden, out, out)
         found.append(out[0])
     return torch.cat(found)
 
 
-def cut(call: Call, rows: Rows, queries: slice, keys: slice) -> tuple[Call, Rows]:
+def cut(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, RowState]:
     """The call of some queries and keys alone, and what its rows know: of all keys, not only of these.
 
     Pictures of it are those of a rectangle of the whole. No query or key is copied.
@@ -332,7 +332,7 @@ def cut(call: Call, rows: Rows, queries: slice, keys: slice) -> tuple[Call, Rows
         small, biases=tuple(_Moved(bias, queries.start, keys.start, call.grid.offset) for bias in call.biases)
     )
     chosen = None if rows.chosen is None else rows.chosen[:, :, queries] - keys.start
-    return small, Rows(along(rows.level), along(rows.total), chosen)
+    return small, RowState(along(rows.level), along(rows.total), chosen)
 
 
 def hides(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:

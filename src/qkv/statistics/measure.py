@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from qkv._deprecated import warn
 from qkv._engine.call import Call, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
@@ -29,12 +30,12 @@ from qkv.ring import Shared
 from qkv.scores import Score
 from qkv.statistics.base import Statistic, all_checked
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Asked, add_statistics
+from qkv.statistics.reduce import Request, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 
 ARGUMENTS = (
-    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "early", "bins", "statistics", "differentiable",
-    "group",
+    "mask", "bias", "score", "normalizer", "mass", "first", "queries", "prefix_keys", "bins", "statistics",
+    "differentiable", "group",
 )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def measure(
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    early: int | None = None,
+    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     differentiable: bool = False,
@@ -72,17 +73,17 @@ def measure(
             weight 0. For chosen tokens use ``Dense(chosen[None, :])``.
         first: which key counts as the first of the text in `sink`; one for each batch item if padding is on the left.
         queries: True where a query counts; others (padding) give zeros and add nothing to `received`.
-        early: how many of the text's first keys get a sink score; none if None.
+        prefix_keys: for how many of the first keys of the text `prefix_sink_scores` is wanted; none if None.
         bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
             makes a bin. None: no thumbnail.
         statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
-        differentiable: whether `entropy`, `participation`, `distance`, `sink`, `self_`, `previous`, `next_`,
+        differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
-            composition, in linear memory. Others are detached. First derivatives only; no `early`, `bins`,
+            composition, in linear memory. Others are detached. First derivatives only; no `prefix_keys`, `bins`,
             `statistics` or `group`, no arrays, and no `Hard`.
         group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
-            what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `early` is of the whole on every
-            process. No `bins`, no `statistics`.
+            what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `prefix_sink_scores` is of the whole
+            on every process. No `bins`, no `statistics`.
         **unknown: refused, as in `attend`.
 
     Returns:
@@ -106,12 +107,20 @@ def measure(
     >>> q.grad.shape
     torch.Size([1, 1, 4, 8])
     """
+    if "early" in unknown:
+        warn("measure(early=…)", "prefix_keys")
+        prefix_keys = cast("int | None", unknown.pop("early"))
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
     asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
-    more: dict[str, Any] = {"early": early, "bins": bins, "statistics": statistics}
+    more: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, given in (("early", early), ("bins", bins), ("statistics", statistics or None), ("group", group)):
+        for name, given in (
+            ("prefix_keys", prefix_keys),
+            ("bins", bins),
+            ("statistics", statistics or None),
+            ("group", group),
+        ):
             if given is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
@@ -120,7 +129,7 @@ def measure(
             shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
             with watching(None):
                 level = serve_shared(shared).lse
-            return sweep(shared.call, Rows(level), shared=shared, **more, **asked)
+            return sweep(shared.call, RowState(level), shared=shared, **more, **asked)
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -137,7 +146,7 @@ def measure(
             return form.all_back(sweep(call, settled(call), **more, **asked))
 
 
-def _measured(call: Call, **asked: Any) -> tuple[Rows, Statistics]:
+def _measured(call: Call, **asked: Any) -> tuple[RowState, Statistics]:
     """What the rows of a call know, and its statistics."""
     rows = settled(call)
     return rows, sweep(call, rows, **asked)
@@ -149,24 +158,24 @@ def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) 
         raise InputError(f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {shape}")
 
 
-def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> Rows:
+def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
     """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
-        return Rows()  # each weight stands alone
+        return RowState()  # each weight stands alone
     if not call.normalizer.has_lse:
-        return tiled.settle(call)
-    return Rows(KERNELS[pick(call, "auto")].run(call).lse if lse is None else lse)
+        return tiled.row_state(call)
+    return RowState(KERNELS[pick(call, "auto")].forward(call).lse if lse is None else lse)
 
 
 @torch.no_grad()
 def sweep(
     call: Call,
-    rows: Rows | Float[Tensor, "b h nq"],
+    rows: RowState | Float[Tensor, "b h nq"],
     *,
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
     queries: Bool[Tensor, "b nq"] | None = None,
-    early: int | None = None,
+    prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
@@ -177,7 +186,7 @@ def sweep(
     """
     call, mass = detached(call), dict(mass or {})
     grid = call.grid if shared is None else shared.grid
-    rows = rows if isinstance(rows, Rows) else Rows(rows)
+    rows = rows if isinstance(rows, RowState) else RowState(rows)
     b = len(call.q)
     for name, part in mass.items():
         if not isinstance(part, Mask):
@@ -192,7 +201,7 @@ def sweep(
             assert rows.level is not None
             rows = replace(rows, level=rows.level.masked_fill(~queries[:, None], -torch.inf))
         call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
-    for name, number in (("early", early), ("bins", bins)):
+    for name, number in (("prefix_keys", prefix_keys), ("bins", bins)):
         if number is not None and number < 1:
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
@@ -202,13 +211,13 @@ def sweep(
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
         statistic.check(grid)
-    sums = Sums(call, mass, early, bins, statistics)
+    sums = Sums(call, mass, prefix_keys, bins, statistics)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    asked = Asked(mass, firsts, early or 0, queries, grid.offset)
+    asked = Request(mass, firsts, prefix_keys or 0, queries, grid.offset)
     if shared is None:
         add_statistics(call, rows, asked, sums)
     else:
@@ -218,27 +227,27 @@ def sweep(
     return sums.statistics(call, rows)
 
 
-def _add_shared(shared: Shared, call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:
+def _add_shared(shared: Shared, call: Call, rows: RowState, asked: Request, sums: Sums) -> None:
     """Add what this process's rows give the keys of all, as they pass; what keys receive travels with them."""
     assert rows.level is not None
-    carried = ring.Carried(shared)
+    carried = ring.RingAccumulator(shared)
     for source, (k,) in ring.blocks(shared, call.k):
-        received, audience = torch.zeros_like(sums.received), torch.zeros_like(sums.audience)
+        received, visible_queries = torch.zeros_like(sums.received), torch.zeros_like(sums.visible_queries)
         for piece in shared.pieces(source):
             here, first_key = piece.rows, piece.region.columns.start
             add_statistics(
                 piece.of(call, k, k),
-                Rows(rows.level[:, :, here]),
-                Asked(
+                RowState(rows.level[:, :, here]),
+                Request(
                     {name: piece.see(mask) for name, mask in asked.mass.items()},
                     [first - first_key for first in asked.firsts],
-                    asked.early,
+                    asked.prefix_keys,
                     None if asked.queries is None else asked.queries[:, here],
                     piece.ahead,
                 ),
-                sums.of(here, piece.keys, received, audience),
+                sums.of(here, piece.keys, received, visible_queries),
             )
-        carried.add(received, audience)
-    sums.received, sums.audience = carried.home()
-    if sums.early is not None:
-        dist.all_reduce(sums.early, group=shared.group)
+        carried.add(received, visible_queries)
+    sums.received, sums.visible_queries = carried.finish()
+    if sums.prefix_sink_scores is not None:
+        dist.all_reduce(sums.prefix_sink_scores, group=shared.group)

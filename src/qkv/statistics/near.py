@@ -116,7 +116,7 @@ class Mass(Statistic):
         self.mask.check(grid)
 
     def tile(self, tile: WeightTile) -> Tensor:
-        inside = self.mask.allowed(tile.region, tile.grid)
+        inside = self.mask.visible(tile.region, tile.grid)
         return (tile.weights * inside).sum(-1)
 
 
@@ -150,7 +150,7 @@ class Streaming(Mass):
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
     >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
-    >>> [round(n, 3) for n in found.own["streaming"][0, 0].tolist()]
+    >>> [round(n, 3) for n in found.own["streaming_mass"][0, 0].tolist()]
     [1.0, 1.0, 1.0, 1.0]
     """
 
@@ -165,7 +165,7 @@ class Streaming(Mass):
             after = torch.arange(n_keys, device=first.device) - first[:, None]
             mask = Dense(((after >= 0) & (after < kept))[:, None, None]) | last
         super().__init__(
-            "streaming",
+            "streaming_mass",
             mask,
             "weight on what a streaming cache keeps: the first `streaming_first` and last `streaming_last` keys",
         )

@@ -32,7 +32,7 @@ class Patterns:
         if key in self._inside:
             return self._inside[key]
         tiles = tile.group.tiles
-        made = mask.allowed(tile.region, tiles.call.grid).to(tiles.dtype)
+        made = mask.visible(tile.region, tiles.call.grid).to(tiles.dtype)
         if mask.band is not None:
             self._inside[key] = made
         return made

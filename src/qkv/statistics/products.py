@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32, detached
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
 from qkv._engine.weight_tiles import WeightTiles
 from qkv.errors import InputError
@@ -23,7 +23,7 @@ from qkv.errors import InputError
 
 @torch.no_grad()
 def weights_transposed_matmul(
-    call: Call, rows: Rows, w: Float[Tensor, "b #h nq m"], *, queries: Bool[Tensor, "b nq"] | None = None
+    call: Call, rows: RowState, w: Float[Tensor, "b #h nq m"], *, queries: Bool[Tensor, "b nq"] | None = None
 ) -> Float[Tensor, "b h nk m"]:
     """Aᵀw: for each key Σ_i A_ij w_i, exactly, for m columns at once. No gradients.
 
@@ -55,7 +55,7 @@ def weights_transposed_matmul(
 
 @torch.no_grad()
 def weights_matmul(
-    call: Call, rows: Rows, x: Float[Tensor, "b #h nk m"], *, queries: Bool[Tensor, "b nq"] | None = None
+    call: Call, rows: RowState, x: Float[Tensor, "b #h nk m"], *, queries: Bool[Tensor, "b nq"] | None = None
 ) -> Float[Tensor, "b h nq m"]:
     """A x: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
 
@@ -120,7 +120,7 @@ class _Job:
 class _Factor(Reducer[_Job, _Job]):
     """Weights of a call times a factor."""
 
-    def __init__(self, rows: Rows, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
+    def __init__(self, rows: RowState, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
         self.rows, self.factor, self.queries, self.out = rows, factor, queries, out
 
     def prepare(self, group: Group) -> _Heads:

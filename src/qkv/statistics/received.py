@@ -46,17 +46,17 @@ class Visible(Statistic):
         return _visible(tile).sum(-1)
 
 
-class Audience(Statistic):
+class VisibleQueries(Statistic):
     """How many queries may attend to a key.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Audience()])
-    >>> [round(n, 3) for n in found.own["audience"][0, 0].tolist()]
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[VisibleQueries()])
+    >>> [round(n, 3) for n in found.own["visible_queries"][0, 0].tolist()]
     [4.0, 3.0, 2.0, 1.0]
     """
 
-    name, label, unit, over, highest, logarithmic = "audience", "Visible queries", "queries", "key", 20.0, True
+    name, label, unit, over, highest, logarithmic = "visible_queries", "Visible queries", "queries", "key", 20.0, True
     definition = "how many queries may attend to the key"
 
     def tile(self, tile: WeightTile) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._engine.call import Call
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
 from qkv._engine.tiles import HIDDEN
@@ -24,20 +24,20 @@ from qkv.statistics.sums import RowSums, Sums
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class Request:
     """What to ask of the weights of a call, in its own rows and keys."""
 
     mass: Mapping[str, Mask]
     firsts: Sequence[int]
     """Key of each batch item with which its text begins; it need not be one of the call's own."""
-    early: int
+    prefix_keys: int
     queries: Tensor | None
     offset: int
     """How many positions the first query stands after the first key."""
     patterns: Patterns = field(default_factory=Patterns)
 
 
-def add_statistics(call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:
+def add_statistics(call: Call, rows: RowState, asked: Request, sums: Sums) -> None:
     """Add what the rows give the keys of a call to the sums."""
     size = sizes(call.q.device).tile  # bins of a thumbnail divide it
     reduce_tiles(groups(call, size), _Statistics(rows, asked, sums, size), call.q.device)
@@ -46,12 +46,12 @@ def add_statistics(call: Call, rows: Rows, asked: Asked, sums: Sums) -> None:
 class _Heads:
     """What all tiles of a group need."""
 
-    def __init__(self, group: Group, rows: Rows, asked: Asked, size: int) -> None:
+    def __init__(self, group: Group, rows: RowState, asked: Request, size: int) -> None:
         tiles = group.tiles
         mask, grid, first = tiles.call.mask, tiles.call.grid, asked.firsts[tiles.batch.start]
         self.group, self.first = group, first
-        self.early_keys = slice(max(0, first), min(first + asked.early, grid.n_keys))
-        self.early_rows = slice(max(0, first - asked.offset), max(0, first + asked.early - asked.offset))
+        self.prefix_columns = slice(max(0, first), min(first + asked.prefix_keys, grid.n_keys))
+        self.prefix_rows = slice(max(0, first - asked.offset), max(0, first + asked.prefix_keys - asked.offset))
         self.weights = WeightTiles(tiles, rows, asked.queries)
         self.uncounted = self.weights.uncounted
         self.mass_kinds = {name: tiles.classes(part, size) for name, part in asked.mass.items()}
@@ -64,16 +64,21 @@ class _Job:
     def __init__(self, heads: _Heads, sums: Sums) -> None:
         of = (heads.group.tiles.batch, heads.group.tiles.heads)
         self.heads = heads
-        self.received, self.audience = torch.zeros_like(sums.received[of]), torch.zeros_like(sums.audience[of])
-        self.early = None if sums.early is None else torch.zeros_like(sums.early[:, *of])
+        self.received, self.visible_queries = (
+            torch.zeros_like(sums.received[of]),
+            torch.zeros_like(sums.visible_queries[of]),
+        )
+        self.prefix_sink_scores = (
+            None if sums.prefix_sink_scores is None else torch.zeros_like(sums.prefix_sink_scores[:, *of])
+        )
         self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
         self.own = {s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.own if s.over == "key"}
 
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
         sums.received[of] += self.received
-        sums.audience[of] += self.audience
-        if sums.early is not None and self.early is not None:
-            sums.early[:, *of] += self.early
+        sums.visible_queries[of] += self.visible_queries
+        if sums.prefix_sink_scores is not None and self.prefix_sink_scores is not None:
+            sums.prefix_sink_scores[:, *of] += self.prefix_sink_scores
         if sums.pooled is not None and self.pooled is not None:
             maximum, total = sums.pooled[:, *of]
             torch.maximum(maximum, self.pooled[0], out=maximum)
@@ -98,7 +103,7 @@ class _Rows:
 class _Statistics(Reducer[_Job, _Rows]):
     over_queries = True
 
-    def __init__(self, rows: Rows, asked: Asked, sums: Sums, size: int) -> None:
+    def __init__(self, rows: RowState, asked: Request, sums: Sums, size: int) -> None:
         self.rows, self.asked, self.sums, self.size = rows, asked, sums, size
 
     def prepare(self, group: Group) -> _Heads:
@@ -129,17 +134,17 @@ class _Statistics(Reducer[_Job, _Rows]):
         tiles, cols, start = tile.group.tiles, tile.columns, rows.start
         masked = tile.masked()
         if masked is None:
-            job.audience[:, :, cols] += rows.asking
+            job.visible_queries[:, :, cols] += rows.asking
         else:
             seen = ~masked
             sums.visible[at] += seen.sum(-1)
-            job.audience[:, :, cols] += (seen if rows.counted is None else seen & rows.counted).sum(-2)
+            job.visible_queries[:, :, cols] += (seen if rows.counted is None else seen & rows.counted).sum(-2)
         weights, log2 = tile.weights(heads.weights)
         log2 = _log2(weights, tiles.call) if log2 is None else log2
         if sums.own:
             self._add_own(job, weights, log2, masked, tile)
         job.received[:, :, cols] += self._pool(job, weights, tile)
-        self._add_early(job, weights, masked, tile)
+        self._add_prefix(job, weights, masked, tile)
         sign = -1 if heads.backward or start >= cols.stop - 1 else 1 if rows.stop - 1 <= cols.start else 0
         middle = cols.start + (cols.stop - cols.start) // 2 - start
         scratch = tile.buffer("scores")
@@ -199,22 +204,22 @@ class _Statistics(Reducer[_Job, _Rows]):
         total += sums.unflatten(-1, (-1, key_bin)).sum(-1)
         return sums.sum(-2)[..., : weights.shape[-1]]
 
-    def _add_early(self, job: _Job, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
+    def _add_prefix(self, job: _Job, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
         """Add prefix sink scores of a tile, if it has any of the text's first queries and keys."""
         heads, rows, cols = job.heads, tile.rows, tile.columns
         rs, cs = (
             slice(max(of.start, x.start), min(of.stop, x.stop))
-            for of, x in ((heads.early_rows, rows), (heads.early_keys, cols))
+            for of, x in ((heads.prefix_rows, rows), (heads.prefix_columns, cols))
         )
-        if job.early is None or rs.start >= rs.stop or cs.start >= cs.stop:
+        if job.prefix_sink_scores is None or rs.start >= rs.stop or cs.start >= cs.stop:
             return
         inside = slice(rs.start - rows.start, rs.stop - rows.start), slice(cs.start - cols.start, cs.stop - cols.start)
         seen = torch.ones_like(weights[..., *inside], dtype=torch.bool) if masked is None else ~masked[..., *inside]
         if heads.uncounted is not None:
             seen = seen & ~heads.uncounted[..., rs, None]
-        given, audience = job.early[..., cs.start - heads.first : cs.stop - heads.first]
+        given, count = job.prefix_sink_scores[..., cs.start - heads.first : cs.stop - heads.first]
         given += weights[..., *inside].sum(-2)
-        audience += seen.sum(-2)
+        count += seen.sum(-2)
 
 
 def _log2(weights: Tensor, call: Call) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkv._engine.backward import Job, RowSlopes, WeightGradients
 from qkv._engine.call import Call
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv._engine.sweep import Group, Tile
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
@@ -89,7 +89,7 @@ class StatisticsGradients(WeightGradients):
     def __init__(
         self,
         call: Call,
-        rows: Rows,
+        rows: RowState,
         level: Tensor | None,
         slopes: Slopes,
         places: Places,

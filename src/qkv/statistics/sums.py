@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from qkv._deprecated import alias
 from qkv._engine.call import Call, at_least_float32
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.statistics.base import Statistic
@@ -43,7 +44,7 @@ class Statistics:
 
     Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
     logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
-    `distance`, `spread` and `participation` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
+    `distance`, `spread` and `effective_keys` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
     are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38;
     of float64 inputs, 1e-150).
     Where q had fewer than four dimensions, or was a NumPy array, so are the numbers here.
@@ -71,15 +72,15 @@ class Statistics:
     """Σ a · distance, the distance of a pair being `|p − j|` tokens."""
     spread: Float[Tensor, "b h nq"]
     """Standard deviation of j under a, in tokens; float32 inputs resolve its square to 0.002."""
-    participation: Float[Tensor, "b h nq"]
+    effective_keys: Float[Tensor, "b h nq"]
     """1 / Σ a²: the effective number of keys (Rényi-2 perplexity, participation ratio)."""
     received: Float[Tensor, "b h nk"]
     """Σ_i A_ij: what each key gets from all queries."""
     visible: Float[Tensor, "b h nq"]
     """How many keys each query may attend to."""
-    audience: Float[Tensor, "b h nk"]
-    """How many queries may attend to each key: `received` / `audience` is what one that sees the key gives it."""
-    early: Float[Tensor, "b h early"] | None = None
+    visible_queries: Float[Tensor, "b h nk"]
+    """How many queries may attend to each key; `received` divided by it is the mean weight they put on the key."""
+    prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
     """Sink score of the first keys of the text: the weight on each, averaged over those of as many first queries of the
     text that see it. For causal masks it is what the first tokens alone would have (α_k of Gu et al. 2025,
     arXiv:2410.10781, section 3)."""
@@ -91,6 +92,10 @@ class Statistics:
     """Weight inside each sub-mask asked for."""
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """Each `Statistic` asked for, by its name."""
+
+    participation = alias("participation", "effective_keys")
+    audience = alias("audience", "visible_queries")
+    early = alias("early", "prefix_sink_scores")
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
         """A statistic by its name, a mass among them; None if it was not measured."""
@@ -126,7 +131,7 @@ class Sums:
         self,
         call: Call,
         mass: Mapping[str, Mask],
-        early: int | None,
+        prefix_keys: int | None,
         bins: int | None,
         statistics: Sequence[Statistic] = (),
     ) -> None:
@@ -138,8 +143,10 @@ class Sums:
         self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
         self.visible = torch.zeros_like(zeros)
-        self.received, self.audience = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
-        self.early = None if early is None else zeros.new_zeros(2, b, h, early)  # weights, and how many
+        self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
+        self.prefix_sink_scores = (
+            None if prefix_keys is None else zeros.new_zeros(2, b, h, prefix_keys)
+        )  # weights, and how many
         self.own = {
             s: zeros.new_full((*s.lead, b, h, n_queries if s.over == "query" else n_keys), s.zero) for s in statistics
         }
@@ -149,13 +156,13 @@ class Sums:
             sides = [-(-n // size) for n, size in zip((n_queries, n_keys), self.bins, strict=True)]
             self.pooled = call.q.new_zeros(2, b, h, *sides, dtype=at_least_float32(call.q.dtype))
 
-    def of(self, queries: slice, keys: slice, received: Tensor, audience: Tensor) -> Sums:
+    def of(self, queries: slice, keys: slice, received: Tensor, visible_queries: Tensor) -> Sums:
         """The sums of some queries, and of some of other keys: views, so what is added to them is added to all."""
         part = copy(self)
         for name in self.OF_QUERIES:
             setattr(part, name, getattr(self, name)[:, :, queries])
         part.mass = {name: x[:, :, queries] for name, x in self.mass.items()}
-        part.received, part.audience = received[:, :, keys], audience[:, :, keys]
+        part.received, part.visible_queries = received[:, :, keys], visible_queries[:, :, keys]
         return part
 
     def of_heads(self, statistic: Statistic, at: tuple[slice, ...]) -> Tensor:
@@ -174,7 +181,7 @@ class Sums:
             x[-1] -= len(x) * x[0].item() - n  # the last bin is what is left
         return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
 
-    def statistics(self, call: Call, rows: Rows) -> Statistics:
+    def statistics(self, call: Call, rows: RowState) -> Statistics:
         lse = rows.level if call.given.normalizer.has_lse else None
         seen = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights are 0; NaN is not nothing
         total = torch.where(seen, self.total, 1.0)
@@ -184,6 +191,9 @@ class Sums:
             sink_mass = _sink_mass(call, rows)
         entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(seen, self.squares, 1.0)
+        prefix = self.prefix_sink_scores
+        if prefix is not None:
+            prefix = (prefix[0] / prefix[1].clamp(min=1)).to(at_least_float32(call.q.dtype))
         dtype = at_least_float32(call.q.dtype)
         return Statistics(
             lse=lse,
@@ -194,11 +204,11 @@ class Sums:
             next_=self.next_.to(dtype),
             distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
-            participation=torch.where(seen, total * total / squares, 0.0).to(dtype),
+            effective_keys=torch.where(seen, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
             visible=self.visible.to(dtype),
-            audience=self.audience.to(dtype),
-            early=None if self.early is None else (self.early[0] / self.early[1].clamp(min=1)).to(dtype),
+            visible_queries=self.visible_queries.to(dtype),
+            prefix_sink_scores=prefix,
             thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
@@ -206,7 +216,7 @@ class Sums:
         )
 
 
-def _sink_mass(call: Call, rows: Rows) -> Tensor:
+def _sink_mass(call: Call, rows: RowState) -> Tensor:
     """The weight of the sink, 0 in rows that do not count."""
     assert call.sink is not None
     assert rows.level is not None

@@ -33,7 +33,7 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
 
     Checked are: that ``sees`` returns booleans that broadcast, and depends on the positions that it is given alone, not
     on the tile; each shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``,
-    ``factors``, ``alternatives``, ``allowed``, ``by_value``) against ``sees``; output, weights and gradients of
+    ``factors``, ``alternatives``, ``visible``, ``by_value``) against ``sees``; output, weights and gradients of
     `attend` on every kernel against a dense definition in float64, where queries that see nothing give 0; finite
     differences; bfloat16 and float16; NaN in hidden keys; `measure`; pickle and copy.deepcopy.
 
@@ -114,9 +114,9 @@ def _check_tiles(mask: Mask, size: Size, seen: Tensor) -> None:
     grid = size.grid
     for name, region in parts(size):
         _same(mask, "sees", f"of a tile of {name}", definition.seen(mask, region, grid), region.of(seen))
-        with calling(mask, "allowed", "called"):
-            made = mask.allowed(region, grid)
-        _same(mask, "allowed", f"of a tile of {name}", made, region.of(seen))
+        with calling(mask, "visible", "called"):
+            made = mask.visible(region, grid)
+        _same(mask, "visible", f"of a tile of {name}", made, region.of(seen))
     some = torch.randint(2**30, (4, 50), generator=torch.Generator().manual_seed(3))
     b, h, i, k = (x % n for x, n in zip(some, seen.shape, strict=True))
     with calling(mask, "sees", "called with a list of pairs, all indices of shape (50,)"):

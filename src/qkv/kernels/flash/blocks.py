@@ -18,14 +18,14 @@ from qkv.masks import Grid, Region
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class DenseBlock:
     """Queries `rows` against `keys`; or `count` such pieces, each `step` further along the diagonal."""
 
     rows: slice
     keys: slice
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
-    allowed: Bool[Tensor, "b h q k"] | None = None
+    visible: Bool[Tensor, "b h q k"] | None = None
     pattern: Float[Tensor, "1 h q k"] | None = None  # additive, and every row sees a key
     flipped: bool = False  # the pattern is for the rows in reverse
     count: int = 1
@@ -36,8 +36,8 @@ class Part:
         part = self._cut(x, self.rows)
         return part.flip(2) if self.flipped else part
 
-    def keys_of(self, x: Tensor, room: Room | None = None) -> Tensor:
-        """Its part of x (b, hkv, nk, …), shaped as by `rows_of`; a view that needs no room."""
+    def keys_of(self, x: Tensor, buffer: ScratchBuffer | None = None) -> Tensor:
+        """Its part of x (b, hkv, nk, …), shaped as by `rows_of`; a view that needs no buffer."""
         return self._cut(x, self.keys)
 
     def put(self, x: Tensor, value: Tensor) -> None:
@@ -64,14 +64,14 @@ class Part:
         """Queries and keys of one piece."""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
-    def covers(self, batch: int) -> int:
+    def rows_covered(self, batch: int) -> int:
         """How many of all queries in the batch it has."""
         return len(range(*self.batch.indices(batch))) * self.count * self.size[0]
 
     @functools.cached_property
     def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
         """The rows that its mask hides entirely, or None."""
-        hidden = None if self.allowed is None else ~self.allowed.any(-1)
+        hidden = None if self.visible is None else ~self.visible.any(-1)
         return hidden if hidden is not None and hidden.any() else None
 
     def _span(self, x: Tensor, where: slice) -> Tensor:
@@ -97,21 +97,21 @@ class Part:
             span[:, :, start:stop].unfold(2, size, self.step).add_(piece.transpose(-1, -2))
 
 
-class Room:
+class ScratchBuffer:
     """Memory for gathered rows that is used again and again: fresh memory would cost more than the copy."""
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
 
     def of(self, rows: int, like: Tensor) -> Tensor:
-        """Room for as many rows as those of `like`."""
+        """ScratchBuffer for as many rows as those of `like`."""
         if self.kept is None or self.kept.numel() < rows * like.shape[1]:
             self.kept = like.new_empty(rows * like.shape[1])
         return self.kept[: rows * like.shape[1]].view(rows, -1)
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
+class GatheredBlock:
     """Tiles of rows of one batch item, each with the tiles of keys it sees, gathered side by side."""
 
     item: int
@@ -119,7 +119,7 @@ class Gathered:
     tile: int
     row_tiles: Int[Tensor, " tiles"]
     key_tiles: Int[Tensor, "tiles seen"]
-    allowed: Bool[Tensor, "tiles h q k"] | None
+    visible: Bool[Tensor, "tiles h q k"] | None
     causal = False
     pattern = None
 
@@ -135,10 +135,10 @@ class Gathered:
             return tiled[:, self._runs[0][0]].transpose(0, 1)
         return torch.cat([tiled[:, tiles] for tiles, _ in self._runs], 1).transpose(0, 1)
 
-    def keys_of(self, x: Tensor, room: Room | None = None) -> Tensor:
-        """Its part of x (b, hkv, nk, d): (tiles, hkv, size, d), made in `room` if given. Fast if x is contiguous."""
+    def keys_of(self, x: Tensor, buffer: ScratchBuffer | None = None) -> Tensor:
+        """Its part of x (b, hkv, nk, d): (tiles, hkv, size, d), made in `buffer` if given. Fast if x is contiguous."""
         flat, index = self._flat(self._whole(x))
-        seen = torch.index_select(flat, 0, index, out=None if room is None else room.of(len(index), flat))
+        seen = torch.index_select(flat, 0, index, out=None if buffer is None else buffer.of(len(index), flat))
         return seen.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
 
     def put(self, x: Tensor, value: Tensor) -> None:
@@ -170,14 +170,14 @@ class Gathered:
         zero = torch.zeros(1, 1, 1, 1, dtype=dtype)  # of no dimension it would not make bfloat16 tensors wider
         return bias.at(zero, torch.tensor(self.item), heads, rows[:, None, :, None], keys)
 
-    def covers(self, batch: int) -> int:
+    def rows_covered(self, batch: int) -> int:
         """How many of all queries in the batch it has."""
         return len(self.row_tiles) * self.tile
 
     @functools.cached_property
     def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
         """The rows that its mask hides entirely, or None."""
-        hidden = None if self.allowed is None else ~self.allowed.any(-1)
+        hidden = None if self.visible is None else ~self.visible.any(-1)
         return hidden if hidden is not None and hidden.any() else None
 
     @functools.cached_property

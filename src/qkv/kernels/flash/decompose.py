@@ -22,7 +22,7 @@ from qkv._engine.call import Call, at_least_float32
 from qkv._engine.sizes import BY_DEVICE, Sizes
 from qkv._engine.tiles import classes
 from qkv.biases import Bias, ByDistance
-from qkv.kernels.flash.blocks import Gathered, Part, positions
+from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 
 CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
@@ -33,8 +33,8 @@ GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should st
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
 MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
 
-Block = Sequence[Part | Gathered]  # parts that share their rows; their results merge
-Cover = Iterable[Block]  # blocks of rows that do not overlap; results of several covers merge
+RowBlock = Sequence[DenseBlock | GatheredBlock]  # parts that share their rows; their results merge
+Decomposition = Iterable[RowBlock]  # blocks of rows that do not overlap; results of several covers merge
 
 
 def _sizes() -> Sizes:
@@ -42,8 +42,8 @@ def _sizes() -> Sizes:
     return BY_DEVICE["cpu"]
 
 
-def covers(call: Call, *, training: bool) -> list[Cover]:
-    """The calls of a dense kernel that cover what the mask of a call shows."""
+def decompose(call: Call, *, training: bool) -> list[Decomposition]:
+    """Decompose the mask of a call into blocks that a dense kernel computes one at a time."""
     mask, grid = call.mask, call.grid
     band = (-math.inf, math.inf) if mask is None else mask.band
     if band is None:
@@ -60,7 +60,7 @@ def covers(call: Call, *, training: bool) -> list[Cover]:
             return [_tile_blocks(mask, grid, 0, grid.n_queries)]
         return [_biased_band_blocks(by_distance, band, mask, call, training=training)]
     if mask is None or band == (-math.inf, math.inf):
-        return [[[Part(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
+        return [[[DenseBlock(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
     if band[0] == 0 and band[1] >= grid.n_keys - 1:
         return [[_causal_block(grid.n_queries, grid.offset)]]
     if math.isfinite(band[0]) and math.isfinite(band[1]):
@@ -80,17 +80,17 @@ def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     return None
 
 
-_KEPT: OrderedDict[tuple[Mask, Grid], list[Block]] = OrderedDict()  # what the last few masks were cut into
+_KEPT: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # what the last few masks were cut into
 
 
-def _kept(mask: Mask, grid: Grid) -> Iterable[Block]:
+def _kept(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
     """`_sparse_blocks`, kept for the next call if the mask is the same whenever it looks the same, and is not large."""
     if not mask.by_value:
         return _sparse_blocks(mask, grid)
     cut = _KEPT.get((mask, grid))
     if cut is None:
         cut = list(_sparse_blocks(mask, grid))
-        held = sum(part.allowed.numel() for block in cut for part in block if part.allowed is not None)
+        held = sum(part.visible.numel() for block in cut for part in block if part.visible is not None)
         if held <= KEPT_ELEMENTS:
             _KEPT[mask, grid] = cut
         while len(_KEPT) > KEPT_MASKS:
@@ -108,19 +108,19 @@ def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
     return total if total.isfinite().all() else None
 
 
-def _causal_block(n_queries: int, offset: int) -> Block:
+def _causal_block(n_queries: int, offset: int) -> RowBlock:
     """Causal over the first `n_queries`: keys before query 0 are a full rectangle, the rest the kernel's own square."""
     rows = slice(max(0, -offset), n_queries)
     if rows.stop - rows.start == 1:  # decoding: the last query sees everything
-        return [Part(rows, slice(0, n_queries + offset))]
+        return [DenseBlock(rows, slice(0, n_queries + offset))]
     lead = max(0, offset)
-    square = Part(rows, slice(lead, n_queries + offset), causal=True)
-    return [Part(rows, slice(0, lead)), square] if lead else [square]
+    square = DenseBlock(rows, slice(lead, n_queries + offset), causal=True)
+    return [DenseBlock(rows, slice(0, lead)), square] if lead else [square]
 
 
 def _band_blocks(
     mask: Mask, call: Call, bias: Float[Tensor, "h distances"] | None = None, *, training: bool
-) -> Iterator[Block]:
+) -> Iterator[RowBlock]:
     """Few calls for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
     assert mask.band is not None
     grid, shares, dtype = call.grid, 4 if training else 8, at_least_float32(call.q.dtype)
@@ -150,7 +150,7 @@ def _band_blocks(
             if bias is not None:
                 added = ByDistance(bias, grid.n_keys).tile(Region(slice(start, start + size), keys))
                 pattern = (pattern + added).repeat(1, grid.batch if repeats > 1 and len(bias) > 1 else 1, 1, 1)
-            yield [Part(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
+            yield [DenseBlock(slice(start, start + size), keys, pattern=pattern, count=repeats, step=step)]
     yield from _tile_blocks(mask, grid, last, grid.n_queries)
 
 
@@ -163,7 +163,7 @@ def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dty
 
 def _biased_band_blocks(
     bias: Float[Tensor, "h distances"], band: tuple[float, float], mask: Mask | None, call: Call, *, training: bool
-) -> Iterator[Block]:
+) -> Iterator[RowBlock]:
     """Rows of tiles whose bias is a view of one vector a head: what depends on i − j needs no matrix.
 
     With the rows in reverse the bias of row i and key j stands at i + j of the reversed vector, and a view with both
@@ -186,16 +186,16 @@ def _biased_band_blocks(
         right = grid.n_keys if math.isinf(low) else min(grid.n_keys, stop + grid.offset - int(low))
         shape, stride = (1, len(vector), stop - start, right - left), vector.stride(0)
         view = vector.as_strided(shape, (0, stride, 1, 1), vector.storage_offset() + grid.n_queries - stop + left)
-        yield [Part(slice(start, stop), slice(left, right), pattern=view, flipped=True)]
+        yield [DenseBlock(slice(start, stop), slice(left, right), pattern=view, flipped=True)]
 
 
-def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
+def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
     """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
     sizes = _sizes()
     size = sizes.sparse_tile
     if grid.n_queries * grid.n_keys <= _sizes().whole_mask:
         all_pairs = Region(slice(0, grid.n_queries), slice(0, grid.n_keys))
-        yield [Part(all_pairs.rows, all_pairs.columns, allowed=mask.allowed(all_pairs, grid))]
+        yield [DenseBlock(all_pairs.rows, all_pairs.columns, visible=mask.visible(all_pairs, grid))]
         return
     if grid.n_keys < sizes.sparse_keys or grid.n_keys > size * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
@@ -225,8 +225,8 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[Block]:
             together = max(1, GATHERED // (size * (key // 2) * grid.heads))
             for some in rows.split(together):
                 columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
-                allowed = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
-                yield [Gathered(item, grid, size, some, columns, allowed)]
+                visible = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
+                yield [GatheredBlock(item, grid, size, some, columns, visible)]
 
 
 def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
@@ -250,7 +250,7 @@ def _shared_keys(kinds: Tensor) -> slice | None:
     return slice(int(columns[0]) * _sizes().sparse_tile, (int(columns[-1]) + 1) * _sizes().sparse_tile)
 
 
-def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[Block]:
+def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[RowBlock]:
     """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
     row = torch.zeros(kinds.shape[2], dtype=torch.bool)
     row[keys.start // _sizes().sparse_tile : keys.stop // _sizes().sparse_tile] = True
@@ -262,13 +262,13 @@ def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterat
             yield from _tile_blocks(mask, grid, start, at)
             continue
         rows, columns = slice(start, at), slice(keys.start, min(keys.stop, grid.n_keys))
-        allowed = mask.allowed(Region(rows, columns), grid)
-        some = allowed.any(2).any(1).any(0).nonzero()[:, 0]
+        visible = mask.visible(Region(rows, columns), grid)
+        some = visible.any(2).any(1).any(0).nonzero()[:, 0]
         if len(some):
             first = columns.start + int(some[0]) // ALIGN * ALIGN
             last = min(columns.start + int(some[-1]) // ALIGN * ALIGN + ALIGN, columns.stop)
             inside = slice(first - columns.start, last - columns.start)
-            yield [Part(rows, slice(first, last), allowed=allowed[..., inside].contiguous())]
+            yield [DenseBlock(rows, slice(first, last), visible=visible[..., inside].contiguous())]
 
 
 def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:
@@ -290,7 +290,7 @@ def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Ten
     return seen.expand(len(rows), *seen.shape[1:])
 
 
-def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterator[Block]:
+def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterator[RowBlock]:
     """Queries `start` to `stop` of any mask: runs of full and of partial tiles, equal rows of tiles together."""
     if start >= stop:
         return
@@ -313,18 +313,20 @@ def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterat
             row = end
 
 
-def _runs(mask: Mask | None, grid: Grid, kinds: list[int], rows: slice, size: int, batch: slice) -> Iterator[Part]:
+def _runs(
+    mask: Mask | None, grid: Grid, kinds: list[int], rows: slice, size: int, batch: slice
+) -> Iterator[DenseBlock]:
     """Consecutive tiles of one class are one part; a partial one carries its mask unless it proves full or empty."""
     column = 0
     for kind, group in itertools.groupby(kinds):
         first, column = column, column + len(list(group))
         keys = slice(first * size, min(column * size, grid.n_keys))
         if kind == FULL:
-            yield Part(rows, keys, batch)
+            yield DenseBlock(rows, keys, batch)
         elif kind == PARTIAL:
             assert mask is not None
-            seen = mask.allowed(Region(rows, keys, batch), grid)
+            seen = mask.visible(Region(rows, keys, batch), grid)
             if seen.all():
-                yield Part(rows, keys, batch)
+                yield DenseBlock(rows, keys, batch)
             elif seen.any():
-                yield Part(rows, keys, batch, allowed=seen)
+                yield DenseBlock(rows, keys, batch, visible=seen)

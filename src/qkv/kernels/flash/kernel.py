@@ -21,15 +21,15 @@ from qkv._engine.call import Call, Result, at_least_float32
 from qkv._engine.tiles import harmless, without_unseen
 from qkv._engine.transforms import REASON, once, transformed, transforming
 from qkv.biases import Additive
-from qkv.kernels.flash.blocks import Gathered, Part, Room
-from qkv.kernels.flash.decompose import Block, covers
+from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, ScratchBuffer
+from qkv.kernels.flash.decompose import RowBlock, decompose
 from qkv.masks import Grid
 from qkv.partial import Partial, merge, sink_gradient
 
 SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN or infinite
 
 
-def why_not(call: Call) -> str | None:
+def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if call.q.device.type != "cpu":
         return f"tensors are on {call.q.device.type}; the stock kernel it folds is torch's CPU one"
@@ -46,7 +46,7 @@ def why_not(call: Call) -> str | None:
     if call.reshaped is not None:
         return f"the bias {type(call.reshaped).__name__} does more to a score than add to it"
     if call.values is not None:
-        return "it has no room for values that depend on the distance"
+        return "it has no buffer for values that depend on the distance"
     if torch.is_grad_enabled() and any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
         return "the stock kernel has no gradient for a bias"
     if transformed(call):
@@ -54,7 +54,7 @@ def why_not(call: Call) -> str | None:
     return call.untracked
 
 
-def run(call: Call) -> Result:
+def forward(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
@@ -177,13 +177,13 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
     turned = _sign(call)  # as in `run`
     if turned != 1:
         q, call = q * turned, replace(call, factor=abs(call.factor) or 1.0)
-    cut = [list(cover) for cover in covers(call, training=True)]
+    cut = [list(cover) for cover in decompose(call, training=True)]
     dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
     return {"q": dq[..., :d] * turned, "k": dk[..., :d], "v": dv_[..., :dv]}
 
 
 def _gradients(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[Block]],
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[RowBlock]],
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of q, k and v with equal head sizes, in float32 or better."""
@@ -200,28 +200,28 @@ def _gradients(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
-) -> tuple[Partial, list[list[Block]]]:
+) -> tuple[Partial, list[list[RowBlock]]]:
     """Attention of all parts, the sink included, and the parts."""
-    cut = [list(cover) for cover in covers(call, training=training)]
+    cut = [list(cover) for cover in decompose(call, training=training)]
     part = _fold(q, k, v, cut, call)
     return (part if sink is None else part.with_sink(sink, in_place=True)), cut
 
 
-def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -> Partial:
-    clean, rooms = _clean(cut, k, v), (Room(), Room())
-    if any(isinstance(block[0], Gathered) for cover in cut for block in cover):
+def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[RowBlock]], call: Call) -> Partial:
+    clean, buffers = _clean(cut, k, v), (ScratchBuffer(), ScratchBuffer())
+    if any(isinstance(block[0], GatheredBlock) for cover in cut for block in cover):
         k, v = k.contiguous(), v.contiguous()
     first = cut[0]
     if len(cut) == len(first) == 1 and _covers(first[0], call.grid):
-        return merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in first[0]])
-    covered = sum(block[0].covers(len(q)) for block in first)
+        return merge(*[_attend(part, q, k, v, call, buffers, clean=clean) for part in first[0]])
+    covered = sum(block[0].rows_covered(len(q)) for block in first)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
     if covered < len(q) * q.shape[2]:
         out.zero_()
         lse.fill_(-torch.inf)
     for cover in cut:
         for block in cover:
-            whole = merge(*[_attend(part, q, k, v, call, rooms, clean=clean) for part in block])
+            whole = merge(*[_attend(part, q, k, v, call, buffers, clean=clean) for part in block])
             if cover is not first:
                 whole = merge(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole, out=whole)
             block[0].put(out, whole.out)
@@ -229,16 +229,16 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[Block]], call: Call) -
     return Partial(out, lse)
 
 
-def _clean(cut: list[list[Block]], k: Tensor, v: Tensor) -> bool:
+def _clean(cut: list[list[RowBlock]], k: Tensor, v: Tensor) -> bool:
     """Whether no part has to mind what is in the keys and values that it hides."""
     parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
-    return all(part.allowed is None for part in parts) or harmless(k, v)
+    return all(part.visible is None for part in parts) or harmless(k, v)
 
 
-def _covers(block: Block, grid: Grid) -> bool:
+def _covers(block: RowBlock, grid: Grid) -> bool:
     part = block[0]
     return (
-        isinstance(part, Part)
+        isinstance(part, DenseBlock)
         and part.count == 1
         and not part.flipped
         and part.batch == slice(None)
@@ -247,10 +247,17 @@ def _covers(block: Block, grid: Grid) -> bool:
 
 
 def _attend(
-    part: Part | Gathered, q: Tensor, k: Tensor, v: Tensor, call: Call, rooms: tuple[Room, Room], *, clean: bool
+    part: DenseBlock | GatheredBlock,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    buffers: tuple[ScratchBuffer, ScratchBuffer],
+    *,
+    clean: bool,
 ) -> Partial:
     added, hidden = _added(part, call)
-    k, v = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
+    k, v = (_seen(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
     rows = part.rows_of(q)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
     if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
@@ -263,15 +270,15 @@ def _attend(
 
 
 def _fold_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cut: list[list[Block]], call: Call
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cut: list[list[RowBlock]], call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0)  # such rows see nothing, so e^(−∞ − 0) = 0 is their weight
-    clean, rooms = _clean(cut, k, v), (Room(), Room())
+    clean, buffers = _clean(cut, k, v), (ScratchBuffer(), ScratchBuffer())
     for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
         added, _ = _added(part, call)
-        keys, values = (_seen(part, x, room, clean=clean) for x, room in zip((k, v), rooms, strict=True))
+        keys, values = (_seen(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
         slope, queries, known, level = (part.rows_of(x) for x in (grad, q, out, lse))
         grads = _stock_backward(
             slope, queries, keys, values, known, level, causal=part.causal, scale=_scale(call), added=added
@@ -282,17 +289,17 @@ def _fold_backward(
     return dq, dk, dv
 
 
-def _seen(part: Part | Gathered, x: Tensor, room: Room, *, clean: bool) -> Tensor:
+def _seen(part: DenseBlock | GatheredBlock, x: Tensor, buffer: ScratchBuffer, *, clean: bool) -> Tensor:
     """Keys or values of a part, zero where none of its queries may look unless that does not matter."""
-    x = part.keys_of(x, room)
-    return x if clean else without_unseen(x, part.allowed)
+    x = part.keys_of(x, buffer)
+    return x if clean else without_unseen(x, part.visible)
 
 
 def _scale(call: Call) -> float:
     return call.factor / call.normalizer.temperature
 
 
-def _added(part: Part | Gathered, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
+def _added(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
     """The additive mask of a part (0 or a bias where visible, −inf where not), and the rows it hides entirely."""
     if part.pattern is not None:
         return part.pattern, None
@@ -304,9 +311,9 @@ def _added(part: Part | Gathered, call: Call) -> tuple[Tensor | None, Bool[Tenso
         added = tile if added is None else added + tile
     if added is not None and call.normalizer.temperature != 1:
         added = added / call.normalizer.temperature
-    if part.allowed is not None:
+    if part.visible is not None:
         zero = torch.zeros((), dtype=dtype) if added is None else added
-        added = torch.where(part.allowed, zero, -torch.inf)
+        added = torch.where(part.visible, zero, -torch.inf)
     if added is None:
         return None, None
     if call.biases:  # they may hide pairs, too

@@ -16,7 +16,7 @@ from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, V
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig, DecoderLM
-from qkv.models.surprise import surprise
+from qkv.models.token_loss import token_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,7 +140,7 @@ def perplexity_by_position(
 ) -> Float[np.ndarray, " positions"]:
     """Perplexity of the next token at each of n − 1 positions, e to the mean over texts of its surprise in nats.
 
-    See `qkv.models.surprise`. Its natural logarithm is what to average over positions.
+    See `qkv.models.token_loss`. Its natural logarithm is what to average over positions.
 
     Args:
         model: of rotary, ALiBi or no positions, where texts are longer than those it was trained on.
@@ -153,7 +153,7 @@ def perplexity_by_position(
     >>> perplexity_by_position(model, torch.arange(9)[None], lambda: Sliding(4)).shape
     (8,)
     """
-    found: np.ndarray = surprise(model, ids, make_cache, chunk=chunk).mean(0).exp().cpu().numpy()
+    found: np.ndarray = token_loss(model, ids, make_cache, chunk=chunk).mean(0).exp().cpu().numpy()
     return found
 
 

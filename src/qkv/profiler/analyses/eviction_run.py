@@ -17,7 +17,7 @@ from qkv.huggingface.routing import routed
 from qkv.kernels import serve
 from qkv.masks import Mask, Prefix, Window
 from qkv.models.decoder import DecoderLM
-from qkv.models.surprise import surprise
+from qkv.models.token_loss import token_loss
 
 CACHES, MASKS = "caches", "masks"  # the ways to run
 
@@ -73,7 +73,7 @@ def nats_of(
         try:
             model.eval()
             chunk, begin = (1, budget) if policy == "heavy" else (64, 0)
-            return float(surprise(model, ids, makers[policy], chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
+            return float(token_loss(model, ids, makers[policy], chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
         finally:
             model.train(training)
     found = _with_mask(model, ids, None if policy == "full" else held(policy, budget, first))

@@ -18,7 +18,7 @@ import xarray as xr
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, sequences_of
@@ -196,7 +196,7 @@ class _Layer:
     """Ã of one layer: what it takes to multiply with it."""
 
     seen: Seen
-    rows: Rows
+    rows: RowState
     queries: Bool[Tensor, "b n"]
     residual: float
     divisor: Float[Tensor, "b n 1"]  # of each row: 1, unless weights add up to less, as with a learned sink

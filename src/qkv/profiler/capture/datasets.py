@@ -11,7 +11,7 @@ import xarray as xr
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.profiler.capture.observe import EARLY, Observer, Record
+from qkv.profiler.capture.observe import PREFIX, Observer, Record
 from qkv.profiler.capture.tokens import Tokens
 from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, own_attrs
 from qkv.statistics import Statistic, Streaming
@@ -71,8 +71,8 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
         values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
         if cross and about.one_text:
             values = values * np.nan
-        if name == "early":
-            values = np.where(np.arange(EARLY) < real_k.sum(1)[:, None, None, None], values, np.nan)
+        if name == "prefix_sink_scores":
+            values = np.where(np.arange(PREFIX) < real_k.sum(1)[:, None, None, None], values, np.nan)
         variables[name] = (dims, values, about.attrs)
     causal = all(r.causal for r in records)
     for x in statistics:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from qkv import ring
 from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.routing import routed
@@ -32,7 +32,7 @@ from qkv.profiler.capture import groups
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept
-from qkv.profiler.capture.outputs import Asked, heard, returned
+from qkv.profiler.capture.outputs import Inputs, recorded_inputs, returned
 from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
@@ -40,7 +40,7 @@ from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import settled, sweep
 from qkv.statistics.sums import Statistics
 
-EARLY = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
+PREFIX = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
 FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values
 
 
@@ -167,7 +167,7 @@ class Observer:
         self._calls[group] = layer + 1
         if self.layers is None or layer in self.layers:
             statistics = sweep(
-                call, Rows(result.lse), mass=self._masses(0, shared.grid.n_keys), early=EARLY, shared=shared
+                call, RowState(result.lse), mass=self._masses(0, shared.grid.n_keys), prefix_keys=PREFIX, shared=shared
             )
             whole = shared_statistics(statistics, shared.group)
             self.records.append(Record(name, group, layer, whole, {}, None, None, None, causal))
@@ -190,7 +190,7 @@ class Observer:
         group = groups.of_transformers(name, self.model) if theirs else self._group(name, call, causal)
         self._record(name, call, result, group, causal, None)
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Inputs) -> None:
         """Of modules that could not be read, take the weights that the model itself returns, if it does."""
         unread = [name for name in self.names.values() if name in self.outside]
         seen = {groups.of_transformers(name, self.model) for name in self.fired}
@@ -291,7 +291,7 @@ class Observer:
             mass=mass,
             first=first,
             queries=queries,
-            early=EARLY if whole else None,
+            prefix_keys=PREFIX if whole else None,
             bins=self.map_bins if whole and self.map_bins else None,
             statistics=(*(UNFUSED if whole else ()), *self.statistics),
         )
@@ -309,7 +309,7 @@ def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics
     by_token = {
         f.name: whole(getattr(statistics, f.name))
         for f in fields(Statistics)
-        if f.name not in ("mass", "own", "early", "thumbnail")
+        if f.name not in ("mass", "own", "prefix_sink_scores", "thumbnail")
     }
     mass = {name: whole(x) for name, x in statistics.mass.items()}
     return replace(statistics, **by_token, mass=mass)  # type: ignore[arg-type]
@@ -326,8 +326,8 @@ class _Steps:
         self.weights: list[Tensor] = []
         self.received: Tensor | None = None
         self.received_of_real: Tensor | None = None
-        self.audience: Tensor | None = None
-        self.audience_of_real: Tensor | None = None
+        self.visible_queries: Tensor | None = None
+        self.visible_queries_of_real: Tensor | None = None
 
     def add(self, statistics: Statistics, weights: Tensor | None) -> None:
         """One more query. What keys receive is added up at once, to take no more memory than the queries do."""
@@ -336,11 +336,13 @@ class _Steps:
         of_real = received * counts
         self.received = received if self.received is None else self.received + received
         self.received_of_real = of_real if self.received_of_real is None else self.received_of_real + of_real
-        seen = statistics.audience
-        self.audience = seen if self.audience is None else self.audience + seen
+        seen = statistics.visible_queries
+        self.visible_queries = seen if self.visible_queries is None else self.visible_queries + seen
         seen = seen * counts
-        self.audience_of_real = seen if self.audience_of_real is None else self.audience_of_real + seen
-        self.parts.append(replace(statistics, received=received[..., :0], audience=received[..., :0]))
+        self.visible_queries_of_real = (
+            seen if self.visible_queries_of_real is None else self.visible_queries_of_real + seen
+        )
+        self.parts.append(replace(statistics, received=received[..., :0], visible_queries=received[..., :0]))
         if weights is not None and n < self.observer.map_tokens:
             self.weights.append(weights)
 
@@ -348,7 +350,7 @@ class _Steps:
         """The record of the first step with all of them along the queries."""
         queries = self.observer.query_masks.get(len(self.parts))
         received = self.received if queries is None else self.received_of_real
-        audience = self.audience if queries is None else self.audience_of_real
+        visible_queries = self.visible_queries if queries is None else self.visible_queries_of_real
 
         def along(values: list[Tensor | None], empty: float = 0.0) -> Tensor | None:
             kept = [x for x in values if x is not None]
@@ -360,14 +362,14 @@ class _Steps:
         per_query = {
             f.name: along([getattr(p, f.name) for p in self.parts], -torch.inf if f.name == "lse" else 0.0)
             for f in fields(Statistics)
-            if f.name not in ("received", "audience", "early", "thumbnail", "mass", "own")
+            if f.name not in ("received", "visible_queries", "prefix_sink_scores", "thumbnail", "mass", "own")
         }
         mass, own = (
             {name: along([getattr(p, kind)[name] for p in self.parts]) for name in getattr(self.parts[0], kind)}
             for kind in ("mass", "own")
         )
         whole = len(self.weights) == len(self.parts)
-        statistics = Statistics(**per_query, received=received, audience=audience, mass=mass, own=own)  # type: ignore[arg-type]
+        statistics = Statistics(**per_query, received=received, visible_queries=visible_queries, mass=mass, own=own)  # type: ignore[arg-type]
         weights = torch.cat(self.weights, 2) if whole else None
         return replace(record, statistics=statistics, weights=weights, queries=queries)
 
@@ -384,7 +386,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        with _uncompiled(), heard(model) as asked, _routed(observer), _followed(observer):
+        with _uncompiled(), recorded_inputs(model) as asked, _routed(observer), _followed(observer):
             with torch.no_grad(), observer.intercept(), watching(observer.see):
                 yield observer
             observer.finish()
@@ -441,7 +443,7 @@ def unobserved(observer: Observer) -> list[str]:
 def formed(call: Call) -> Tensor:
     """The weights of a short call, float32 or better whatever its dtype."""
     q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
-    weights = eager.run(replace(call, q=q, k=k, v=v)).weights
+    weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
     assert weights is not None
     return weights
 

@@ -19,7 +19,7 @@ RETURNED = {  # what models of transformers call them
 }
 
 
-class Asked:
+class Inputs:
     """What the model was called with, to call it once more."""
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Asked:
 
 
 @contextmanager
-def heard(model: nn.Module) -> Iterator[Asked]:
+def recorded_inputs(model: nn.Module) -> Iterator[Inputs]:
     """Inside, what the model is called with is kept."""
-    asked = Asked()
+    asked = Inputs()
     handle = model.register_forward_pre_hook(asked, with_kwargs=True)
     try:
         yield asked
@@ -42,7 +42,7 @@ def heard(model: nn.Module) -> Iterator[Asked]:
 
 
 @torch.no_grad()
-def returned(model: nn.Module, asked: Asked, modules: list[str], seen: set[str]) -> dict[str, Tensor]:
+def returned(model: nn.Module, asked: Inputs, modules: list[str], seen: set[str]) -> dict[str, Tensor]:
     """Weights (batch, heads, nq, nk) that the model returns for `modules`, by their names; only what is beyond doubt.
 
     The model runs once more, and forms all of its weights. A kind of attention is taken as a whole or not at all: as

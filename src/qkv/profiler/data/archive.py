@@ -12,9 +12,10 @@ import xarray as xr
 
 from qkv._files import write_whole
 from qkv.errors import InputError
+from qkv.profiler.data.variables import as_today
 
 FORMAT = "qkv-profile"
-VERSION = 1  # raise when an older qkv could misread what this one writes
+VERSION = 2  # raise when an older qkv could misread what this one writes
 
 
 PARTS = ("groups", "residual")  # folders of data sets, and the lists of their names in the header
@@ -56,7 +57,7 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
             for part, datasets in parts.items():
                 for name in header.get(part, []):
                     with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None) as data:
-                        datasets[name] = data.load()
+                        datasets[name] = as_today(data.load())
         return parts, dict(header["profile"])
     except Exception as error:  # zip, zarr and codecs each have their own family of errors
         raise InputError(f"path: {str(path)!r} is a damaged profile ({_reason(error)})") from error

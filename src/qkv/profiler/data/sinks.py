@@ -9,7 +9,7 @@ import xarray as xr
 
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.types import early_sinks, sink_scores
+from qkv.profiler.data.types import prefix_sink_scores, sink_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,11 +29,11 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     sink = data["sink"].values
     later = tables.valid_queries(data) & (np.arange(data.sizes["query"]) >= 1)
     entries = np.where(np.isnan(sink), np.nan, sink > threshold)
-    early, score = early_sinks(data), sink_scores(data)
+    prefix, score = prefix_sink_scores(data), sink_scores(data)
     assert score is not None
     columns = {
         "sink_share": tables.over_texts(tables.mean_over_queries(entries, later)),
-        "alpha_first": None if early is None else early[..., 0],
+        "alpha_first": None if prefix is None else prefix[..., 0],
     }
     columns |= {f"alpha_{kind}": _values(data, f"probe_sink_{kind}") for kind in ("random", "repeated")}
     best, text, key = _best(score)
@@ -115,8 +115,10 @@ def drain(norm: np.ndarray) -> np.ndarray:
 def _check(data: xr.Dataset, threshold: float) -> None:
     if not 0 < threshold < 1:
         raise InputError(f"threshold is {threshold}, expected a weight between 0 and 1")
-    if "audience" not in data:
-        raise InputError("this profile has no 'audience' (it is of an older qkv, or made by hand): profile again")
+    if "visible_queries" not in data:
+        raise InputError(
+            "this profile has no 'visible_queries' (it is of an older qkv, or made by hand): profile again"
+        )
 
 
 def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

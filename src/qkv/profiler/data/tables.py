@@ -54,7 +54,7 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     table["target"], table["target_share"] = _targets(data, table)
     table["goes_to"] = [
         f"spread ({keys:.0f} keys)" if target == "spread" else f"{target} {100 * share:.0f} %"
-        for target, share, keys in zip(table["target"], table["target_share"], table["participation"], strict=True)
+        for target, share, keys in zip(table["target"], table["target_share"], table["effective_keys"], strict=True)
     ]
     for name in own(data):
         table[name] = over_texts(data[name + BY_HEAD].values).ravel()

@@ -37,13 +37,13 @@ def _column(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
     return score
 
 
-def early_sinks(data: xr.Dataset) -> np.ndarray | None:
+def prefix_sink_scores(data: xr.Dataset) -> np.ndarray | None:
     """α_k of the first 64 tokens, averaged over texts: (layer, head, key)."""
-    return over_texts(data["early"].values) if "early" in data else None
+    return over_texts(data["prefix_sink_scores"].values) if "prefix_sink_scores" in data else None
 
 
 def _first(data: xr.Dataset) -> np.ndarray | None:
-    score = early_sinks(data)
+    score = prefix_sink_scores(data)
     return None if score is None else score[..., 0]
 
 
@@ -53,13 +53,15 @@ def sink_scores(data: xr.Dataset) -> np.ndarray | None:
     NaN where fewer than an eighth of the queries, or fewer than eight, see the key: the last tokens of a causal text.
     (Where a window is so short that no key has more, those with most count.)
     """
-    if "audience" not in data:
+    if "visible_queries" not in data:
         return None
-    audience = data["audience"].values
-    most = np.nanmax(audience, -1, keepdims=True, initial=0)
+    visible_queries = data["visible_queries"].values
+    most = np.nanmax(visible_queries, -1, keepdims=True, initial=0)
     least = np.minimum(np.maximum(8, data["n_queries"].values / 8)[:, None, None, None], most)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where((audience >= least) & (audience > 0), data["received"].values / audience, np.nan)
+        return np.where(
+            (visible_queries >= least) & (visible_queries > 0), data["received"].values / visible_queries, np.nan
+        )
 
 
 def _other_sink(data: xr.Dataset) -> np.ndarray | None:
@@ -98,13 +100,13 @@ def _local(data: xr.Dataset) -> np.ndarray:
 
 def _streaming(data: xr.Dataset) -> np.ndarray | None:
     """Weight on what a streaming cache keeps, of the queries that see at least four times as many keys."""
-    if "streaming" not in data or "streaming_first" not in data.attrs:
+    if "streaming_mass" not in data or "streaming_first" not in data.attrs:
         return None
     kept = data.attrs["streaming_first"] + data.attrs["streaming_last"]
     long = data["visible"].values >= 4 * kept
     if not long.any():
         return None
-    values = np.where(long, data["streaming"].values, np.nan)
+    values = np.where(long, data["streaming_mass"].values, np.nan)
     return over_texts(tables.mean_over_queries(values, tables.valid_queries(data)))
 
 
@@ -139,7 +141,7 @@ ROLES = {  # what a head does: the first that holds is its type
     "uniform": Kind("entropy divided by that of uniform attention", 0.9, _column("entropy_ratio")),
 }  # fmt: skip
 TRAITS = {  # how it does it: none excludes another
-    "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("participation"), below=True),
+    "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("effective_keys"), below=True),
     "streaming": Kind("weight on the first and last keys, as a streaming cache keeps them", 0.95, _streaming),
     "retrieval": Kind("weight on the keys that a streaming cache loses (after Xiao et al. 2024, DuoAttention)",
                       0.3, _retrieval),

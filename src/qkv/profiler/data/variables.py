@@ -58,12 +58,12 @@ UNFUSED = tuple(s for s in BUILT_IN.values() if field_of(s.name) not in _MEASURE
 """Built-in statistics that `measure` gives only when asked."""
 OF_WEIGHTS: dict[str, Statistic] = BUILT_IN | {s.name: s for s in (Local(), Streaming())}
 """All statistics of weights in a profile: those of `qkv.statistics`, and two weights inside a mask."""
-_LATER = {"audience", "streaming", *(s.name for s in UNFUSED)}  # the first profiles have none
+_LATER = {"visible_queries", "streaming_mass", *(s.name for s in UNFUSED)}  # the first profiles have none
 VARIABLES = {name: Variable.of(s, always=name not in _LATER) for name, s in OF_WEIGHTS.items()} | {
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
     "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit", label="Learned sink", share=True),
-    "early": Variable(
-        ("text", "layer", "head", "early_key"), "1",
+    "prefix_sink_scores": Variable(
+        ("text", "layer", "head", "prefix_key"), "1",
         "sink score α_k: weight on the k-th token, averaged over those of the first 64 queries that may see it",
         one_text=True,
     ),
@@ -87,8 +87,19 @@ VARIABLES = {name: Variable.of(s, always=name not in _LATER) for name, s in OF_W
         HEAD, "1", "1 − total variation distance between the weights on the text and on its tokens shuffled"
     ),
 }  # fmt: skip
-OF_HEADS = tuple(name for name, s in OF_WEIGHTS.items() if s.over == "query" and name not in ("visible", "streaming"))
+OF_HEADS = tuple(
+    name for name, s in OF_WEIGHTS.items() if s.over == "query" and name not in ("visible", "streaming_mass")
+)
 """Statistics of which a table of heads has the mean. How many keys are visible is the mask's, not the head's."""
+
+RENAMED = {
+    "participation": "effective_keys",
+    "audience": "visible_queries",
+    "early": "prefix_sink_scores",
+    "early_key": "prefix_key",
+    "streaming": "streaming_mass",
+}
+"""Names in files of before, and what they are called now."""
 
 COORDINATES = {
     "layer": ("layer",),
@@ -100,6 +111,12 @@ COORDINATES = {
     "n_keys": ("text",),
 }
 ATTRIBUTES = ("causal", "local_window", "special_tokens")
+
+
+def as_today(data: xr.Dataset) -> xr.Dataset:
+    """A data set read from a file, with the names of today."""
+    old = {name: RENAMED[str(name)] for name in (*data.variables, *data.dims) if name in RENAMED}
+    return data.rename({name: new for name, new in old.items() if new not in data.variables})
 
 
 # --- statistics of one's own: a data set says of each what the object said, so a saved profile does not need the class

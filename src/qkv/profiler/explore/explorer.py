@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._engine.call import Call
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.biases import Dense as DenseBias
 from qkv.errors import InputError
 from qkv.masks import Dense, Region
@@ -32,13 +32,13 @@ from qkv.profiler.explore.tile_cache import WAIT, Cancelled, Kept, Stopped, neve
 from qkv.statistics.maps import Picture, rectangle
 from qkv.statistics.measure import settled
 
-__all__ = ["Cancelled", "Explorer", "Info", "Room", "of"]
+__all__ = ["CacheBudget", "Cancelled", "Explorer", "Info", "of"]
 
 BUDGET = 2**31
 FOR_TILES = 8  # one part in so many of the budget
 
 
-class Room:
+class CacheBudget:
     """Where explorers keep what they have found, together in so many bytes: queries and keys of layers, and tiles."""
 
     def __init__(self, budget: int = BUDGET) -> None:
@@ -78,11 +78,11 @@ class _Known:
     call: Call
     lse: Tensor | None
     bytes: int
-    _rows: list[Rows] = field(default_factory=list)
+    _rows: list[RowState] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowState:
         with self._lock:
             if not self._rows:
                 self._rows.append(settled(self.call, self.lse))
@@ -98,7 +98,7 @@ class Explorer:
     True, `Cancelled` is raised, and nothing is lost that was done by then.
     """
 
-    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, room: Room) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, room: CacheBudget) -> None:
         self.model, self.name = model, name
         self._runs = list(runs)
         self._groups: dict[int, dict[str, list[_Layer]]] = {}
@@ -333,7 +333,7 @@ def of(
     tokenizer: Any = None,
     target: str | None = None,
     name: str = "",
-    room: Room | None = None,
+    room: CacheBudget | None = None,
 ) -> Explorer:
     """What answers any question about the weights of a model on some inputs.
 
@@ -365,7 +365,7 @@ def of(
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, room or Room())
+    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, room or CacheBudget())
 
 
 def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:
@@ -423,7 +423,7 @@ def _joined(steps: list[Seen]) -> Call:
     seen = []
     for step in steps:
         mask, one = step.call.mask, Region(slice(0, 1), slice(0, n_keys))
-        shown = weights.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask.allowed(one, step.call.grid)
+        shown = weights.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask.visible(one, step.call.grid)
         seen.append(shown.expand(b, h, 1, n_keys))
     zeros = weights.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)

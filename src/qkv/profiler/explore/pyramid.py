@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv._engine.row_state import Rows
+from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.profiler.explore.tile_cache import Cancelled, Kept, Stopped, never
 from qkv.statistics.maps import HeadMap, Picture, cut, hides, span
@@ -100,7 +100,7 @@ class Pyramid:
     def __init__(
         self,
         call: Call,
-        known: Rows,
+        known: RowState,
         item: int,
         head: int,
         kept: Tiles,

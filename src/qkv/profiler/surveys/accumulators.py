@@ -21,7 +21,7 @@ from qkv.profiler.surveys.quantities import BINS, QUANTITIES, Quantities, edges
 
 DIGITS = 40
 """Binary digits after the point of a sum."""
-EARLY, EARLY_THRESHOLD = 64, 0.3
+PREFIX, SINK_THRESHOLD = 64, 0.3
 """T and ε of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3)."""
 ROUNDING = 1e-6
 """What is less than this below 0 counts as 0."""
@@ -64,9 +64,9 @@ class Layer:
             "sum": exact(np.zeros(shape)),
             "squares": exact(np.zeros(shape)),
             "histogram": np.zeros((*shape, BINS), np.int64),
-            "early_count": np.zeros(heads, np.int64),  # (head): texts of `EARLY` tokens or more
-            "early_sum": exact(np.zeros((heads, EARLY))),  # (head, key): Σ α over them
-            "early_sinks": np.zeros((heads, EARLY), np.int64),  # (head, key): how many have α > ε
+            "early_count": np.zeros(heads, np.int64),  # (head): texts of `PREFIX` tokens or more
+            "early_sum": exact(np.zeros((heads, PREFIX))),  # (head, key): Σ α over them
+            "early_sinks": np.zeros((heads, PREFIX), np.int64),  # (head, key): how many have α > ε
             "received": exact(np.zeros((3, heads))),  # (all, special, delimiter; head): weight on keys of that kind
             "queries": np.zeros(heads, np.int64),  # (head)
         }
@@ -96,12 +96,12 @@ class Layer:
         self.added["histogram"] += _histogram(x, valid, self.quantities)
         self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
 
-    def add_early(self, score: Float[Tensor, "b h early"], which: Bool[Tensor, " b"]) -> None:
-        """Add the sink scores α of the first `EARLY` keys of those texts that are so long."""
+    def add_prefix(self, score: Float[Tensor, "b h prefix"], which: Bool[Tensor, " b"]) -> None:
+        """Add the sink scores α of the first `PREFIX` keys of those texts that are so long."""
         score = score[which].double().cpu()
         self.added["early_count"] += len(score)
         self.added["early_sum"] += exact(score.sum(0).numpy())
-        self.added["early_sinks"] += (score > EARLY_THRESHOLD).sum(0).numpy()
+        self.added["early_sinks"] += (score > SINK_THRESHOLD).sum(0).numpy()
 
     def add_keys(self, received: Float[Tensor, "b h nk"], kinds: Bool[Tensor, "kind b nk"], queries: int) -> None:
         """Add the weight that keys got from `queries` queries: on all, and on those of each kind."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.profiler.surveys.accumulators import EARLY, LIMB, Group, Layer, joined, number
+from qkv.profiler.data.variables import RENAMED
+from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
 from qkv.profiler.surveys.quantities import Quantities, as_today, of_description
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Survey:
         total = sum(number(x.added["early_sum"].sum(0)) for x in layers)
         sinks = sum(x.added["early_sinks"].sum(0) for x in layers)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return pd.DataFrame({"key": np.arange(EARLY), "score": total / pairs, "share": sinks / pairs})
+            return pd.DataFrame({"key": np.arange(PREFIX), "score": total / pairs, "share": sinks / pairs})
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
         """The `k` tokens of the vocabulary that received most.
@@ -213,8 +214,9 @@ class Survey:
                         f"expected {FORMAT} {VERSION}"
                     )
                 definition = head["definition"]
-                order = list(definition["quantities"])
-                definition["quantities"] = as_today(definition["quantities"])
+                said = {RENAMED.get(name, name): entry for name, entry in definition["quantities"].items()}
+                order = list(said)
+                definition["quantities"] = as_today(said)
                 said = definition["quantities"]
                 quantities = of_description(said), [order.index(name) for name in said]
                 groups = {

@@ -18,7 +18,7 @@ from qkv.profiler.capture.special import Special, tokens_of
 from qkv.profiler.capture.tokens import as_read, special_ids
 from qkv.profiler.data.delimiters import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
-from qkv.profiler.surveys.accumulators import EARLY, Group, Layer, number
+from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, number
 from qkv.profiler.surveys.corpus import Document
 from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
@@ -151,16 +151,16 @@ class Reader:
             mass={local.name: local.mask},
             first=seen.first,
             queries=counts,
-            early=EARLY,
+            prefix_keys=PREFIX,
             statistics=(*(s for s in UNFUSED if s.name in self.quantities), *self.statistics),
         )
         layer = group.layers.get(seen.layer)
         if layer is None:
             layer = group.layers[seen.layer] = Layer(seen.module, seen.call.q.shape[1], self.quantities)
         layer.add(*_values(self.quantities, statistics, seen, batch.counted))
-        assert statistics.early is not None
-        long = batch.counted[:, :EARLY].all(1) if batch.counted.shape[1] >= EARLY else torch.zeros_like(batch.begins)
-        layer.add_early(statistics.early, long & batch.begins)
+        assert statistics.prefix_sink_scores is not None
+        long = batch.counted[:, :PREFIX].all(1) if batch.counted.shape[1] >= PREFIX else torch.zeros_like(batch.begins)
+        layer.add_prefix(statistics.prefix_sink_scores, long & batch.begins)
         layer.add_keys(statistics.received, kinds[:, batch.ids] & batch.real, int(batch.counted.sum()))
         group.add_tokens(batch.ids, statistics.received, batch.real)
 

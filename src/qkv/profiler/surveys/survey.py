@@ -280,7 +280,7 @@ def _definition(
         "overlap": overlap,
         "long": long,
         "local_window": local_window,
-        "sink_score": {"queries": accumulators.EARLY, "threshold": accumulators.EARLY_THRESHOLD},
+        "sink_score": {"queries": accumulators.PREFIX, "threshold": accumulators.SINK_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
         "quantities": described(statistics),
     }

@@ -8,17 +8,17 @@ from torch import Tensor
 from qkv.statistics.base import Statistic, WeightTile
 
 
-class Participation(Statistic):
+class EffectiveKeys(Statistic):
     """How many keys share a query's weight (participation ratio, Rényi-2 perplexity).
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Participation()])
-    >>> [round(n, 3) for n in found.own["participation"][0, 0].tolist()]
+    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[EffectiveKeys()])
+    >>> [round(n, 3) for n in found.own["effective_keys"][0, 0].tolist()]
     [1.0, 2.0, 3.0, 4.0]
     """
 
-    name, label, unit, highest, logarithmic = "participation", "Effective keys", "keys", 20.0, True
+    name, label, unit, highest, logarithmic = "effective_keys", "Effective keys", "keys", 20.0, True
     definition = "1 / Σ a²: how many keys share the weight"
 
     def tile(self, tile: WeightTile) -> Tensor:

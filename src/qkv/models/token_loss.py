@@ -15,7 +15,7 @@ from qkv.nn.projection import project
 
 
 @torch.no_grad()
-def surprise(
+def token_loss(
     model: DecoderLM,
     ids: Int[Tensor, "b n"],
     make_cache: Callable[[], Cache],
@@ -43,7 +43,7 @@ def surprise(
     >>> from qkv.cache import Sliding
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, positions="rotary")).eval()
-    >>> surprise(model, torch.arange(9)[None], lambda: Sliding(4)).shape
+    >>> token_loss(model, torch.arange(9)[None], lambda: Sliding(4)).shape
     torch.Size([1, 8])
     """
     if ids.ndim != 2 or ids.shape[1] < 2:

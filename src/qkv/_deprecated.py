@@ -1,0 +1,21 @@
+"""Old public names: they work, and a DeprecationWarning says the new one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+
+def warn(old: str, new: str) -> None:
+    """Warn the caller of the function that calls this: `old` is now `new`."""
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
+
+
+def alias(old: str, new: str) -> Any:
+    """A property of a class for an attribute's old name."""
+
+    def get(self: object) -> Any:
+        warn(f"{type(self).__name__}.{old}", new)
+        return getattr(self, new)
+
+    return property(get, doc=f"Deprecated name of `{new}`.")
