@@ -1,12 +1,15 @@
-"""What the core's tests share: shapes in signatures are checked, generators are seeded, tolerances come from the dtype.
+"""What the core's tests share: seeded generators, tolerances from the dtype, small tiles, shapes checked on request.
 
-The import hook must come before the first import of qkv. It covers the core, module by module.
+With QKV_CHECK_SHAPES=1 every call of the core checks the shapes and types of its signature (jaxtyping and beartype).
+That takes twice the time of the tests, so tests/test_shapes.py does it with one case of each. The import hook must come
+before the first import of qkv.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +31,8 @@ CORE = (
     "cache", "nn", "models",
 )  # fmt: skip
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
-jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
+if os.environ.get("QKV_CHECK_SHAPES") == "1":
+    jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")
 
 from fuzz.tiles import small  # noqa: E402
 
@@ -43,6 +47,16 @@ from qkv.scores import Score  # noqa: E402
 torch.set_num_threads(1)  # the tests are many small products: threads would only wait for one another
 settings.register_profile("qkv", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("qkv")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-case", action="store_true", help="of each parametrised test only the first case")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--one-case"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = [item for item in items if item is first[item.nodeid.partition("[")[0]]]
 
 
 @contextlib.contextmanager
