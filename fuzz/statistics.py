@@ -63,13 +63,13 @@ def statistics(weights: Tensor, allowed: Tensor, sink_weight: Tensor | None, ask
     return found
 
 
-def _prefix_sink_scores(a: Tensor, seen: Tensor, count: int, first: list[int]) -> Tensor:
+def _prefix_sink_scores(a: Tensor, seen: Tensor, prefix_keys: int, first: list[int]) -> Tensor:
     """Weight on each of the text's first keys, averaged over those of as many first queries that see it."""
     b, h, n_queries, n_keys = a.shape
-    found = a.new_zeros(b, h, count)
+    found = a.new_zeros(b, h, prefix_keys)
     for item, start in enumerate(first):
-        rows = slice(max(0, start - n_keys + n_queries), max(0, start + count - n_keys + n_queries))
-        keys = slice(start, min(start + count, n_keys))
+        rows = slice(max(0, start - n_keys + n_queries), max(0, start + prefix_keys - n_keys + n_queries))
+        keys = slice(start, min(start + prefix_keys, n_keys))
         count = seen[item, :, rows, keys].sum(-2).clamp(min=1)
         found[item, :, : keys.stop - start] = a[item, :, rows, keys].sum(-2) / count
     return found

@@ -1,0 +1,170 @@
+"""Mutation testing of the core: how many small faults in the source do the tests find?
+
+    python -m benchmarks.mutants --number 60 --jobs 2 --out mutants.json
+
+Every mutant is a copy of src with one change: a comparison, an operator, a number or a boolean is another one, or a
+Every mutant is a copy of src with one change: a comparison, an operator, a number or a boolean is another, or a `not`
+is gone. The tests of the changed package run on it and stop at the first failure: the mutant is killed. Docstrings,
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.progress import Progress
+
+ROOT = Path(__file__).parent.parent
+ATTENTION = ("attend", "laws", "gradients", "matrix", "peers", "own", "transforms", "numbers", "fuzz")
+STATISTICS = ("measure", "statistics", "statistics_gradients", "flow", "maps", "own_statistics")
+TESTS = {  # of a package, the files that test it; what finds most comes first
+    "src/qkv/masks": ("masks", "attend", "laws", "convert", "hf_masks"),
+    "src/qkv/biases": ("attend", "gradients", "laws", "matrix", "own", "peers"),
+    "src/qkv/normalizers": ("laws", "attend", "matrix", "gradients", "own", "peers", "measure"),
+    "src/qkv/_engine": (*ATTENTION, *STATISTICS),
+    "src/qkv/kernels": (*ATTENTION, "linear", "masks", "alignment", "flex"),
+    "src/qkv/statistics": STATISTICS,
+    "src/qkv/cache": ("cache",),
+    "src/qkv/partial.py": ("partial", *ATTENTION),
+    "src/qkv/scores.py": ("attend", "laws", "gradients", "own", "alignment"),
+    "src/qkv/positions.py": ("positions", "decoder"),
+    "src/qkv/linear.py": ("linear",),
+    "src/qkv/choice.py": ("choice",),
+}
+COMPARE = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    file: str
+    line: int
+    start: int
+    stop: int
+    """Characters of the file that are replaced."""
+    old: str
+    new: str
+    package: str
+
+
+def mutants(file: Path, package: str) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    source = file.read_text()
+    starts = [0]
+    for text in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(text.encode()))
+    data = source.encode()
+
+    def between(left: ast.expr, right: ast.expr) -> tuple[int, int]:
+        """The bytes of the operator between two operands, without brackets and spaces."""
+        start = starts[(left.end_lineno or 1) - 1] + (left.end_col_offset or 0)
+        stop = starts[right.lineno - 1] + right.col_offset
+        text = data[start:stop].decode()
+        inner = text.strip(" ()\n\\")
+        start += len(text[: text.index(inner)].encode()) if inner else 0
+        return start, start + len(inner.encode())
+
+    def mutant(node: ast.expr, start: int, stop: int, new: str) -> Mutant:
+        return Mutant(str(file.relative_to(ROOT)), node.lineno, start, stop, data[start:stop].decode(), new, package)
+
+    tree = ast.parse(source)
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        parts = [node] if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert) else []
+        parts += [x for x in (getattr(node, "annotation", None), getattr(node, "returns", None)) if x is not None]
+        for part in parts:
+            skipped.update(id(x) for x in ast.walk(part))
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, ast.expr):
+            continue
+        at = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARE:
+            yield mutant(node, *between(node.left, node.comparators[0]), COMPARE[type(node.ops[0])])
+        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            yield mutant(node, *between(node.left, node.right), OPERATORS[type(node.op)])
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            yield mutant(node, *between(*node.values), "or" if isinstance(node.op, ast.And) else "and")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield mutant(node, at, at + 3, "")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            yield mutant(node, at, at + 1, "+")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield mutant(node, at, end, str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < 1000:
+            yield mutant(node, at, end, str(node.value + 1))
+
+
+def chosen(number: int, seed: int) -> list[Mutant]:
+    """That many mutants, drawn from all of the core."""
+    found = []
+    for package in TESTS:
+        path = ROOT / package
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found += mutants(file, package)
+    return random.Random(seed).sample(found, number)
+
+
+def test(mutant: Mutant, limit: float, options: list[str]) -> dict[str, object]:
+    """Whether the tests kill a mutant, the first that failed, and the seconds it took."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        file = Path(folder) / mutant.file
+        data = file.read_bytes()
+        file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.stop :])
+        files = [str(ROOT / f"tests/test_{name}.py") for name in TESTS[mutant.package]]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *files]
+        paths = f"{folder}/src:{ROOT}:{ROOT / 'tests'}"
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=limit
+            )
+            lines = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+            by, killed = (lines[0][:160] if lines else ""), done.returncode != 0
+        except subprocess.TimeoutExpired:
+            by, killed = f"no end after {limit:.0f} s", True
+    return {**asdict(mutant), "killed": killed, "by": by, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=60, help="of mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tested at the same time")
+    parser.add_argument("--limit", type=float, default=900, help="seconds after which a mutant counts as killed")
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
+    parser.add_argument("--options", default="", help="more options for pytest")
+    asked = parser.parse_args()
+    found: list[dict[str, object]] = []
+    with Progress() as progress, ThreadPoolExecutor(asked.jobs) as pool:
+        bar = progress.add_task("mutants", total=asked.number)
+        every = chosen(asked.number, asked.seed)
+        for result in pool.map(lambda m: test(m, asked.limit, asked.options.split()), every):
+            found.append(result)
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+            progress.advance(bar)
+    killed = sum(bool(x["killed"]) for x in found)
+    print(f"{killed} of {len(found)} mutants killed ({killed / len(found):.0%})")
+    for x in found:
+        if not x["killed"]:
+            print(f"  survived: {x['file']}:{x['line']}  {x['old']!r} → {x['new']!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The checks of qkv.testing on every object of the package."""
+
+import pytest
+import torch
+
+import qkv
+import qkv_example as mine
+from qkv import testing
+from qkv.lab import experiments, tasks
+
+
+def test_mask_bias_score_normalizer_and_statistic_keep_the_contract() -> None:
+    testing.check_mask(mine.Triangle(2))
+    testing.check_bias(mine.Weekly())
+    testing.check_score(mine.Gaussian())
+    testing.check_normalizer(mine.SoftplusSquared())
+    testing.check_statistic(mine.Older())
+
+
+def test_the_policy_evicts_the_key_of_least_mean_attention() -> None:
+    cache, causal = mine.MeanAttention(6, recent=2), qkv.Attention(mask=qkv.masks.Causal())
+    for q, k, v in torch.randn(20, 3, 1, 2, 1, 8):
+        out = cache.attend(causal, q, k, v)
+    assert out.shape == (1, 2, 1, 8)
+    assert (cache.seen, cache.length) == (20, 6)
+
+
+def test_the_command_line_finds_the_task_and_the_experiment() -> None:
+    assert "first" in tasks.names()
+    assert tasks.task_class("first")(length=4).batch(0, size=3, seed=0)["ids"].shape == (3, 6)
+    assert experiments.experiment("temperature").question.startswith("Does")
+
+
+@pytest.mark.parametrize("command", [["train", "first", "--steps", "3"], ["experiment", "temperature", "--quick"]])
+def test_commands_run(command: list[str], tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkv import cli
+
+    monkeypatch.chdir(str(tmp_path))
+    assert not cli.main(command)
