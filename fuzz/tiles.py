@@ -35,7 +35,7 @@ def tiles(size: int | None) -> Iterator[None]:
         return
     with (
         patch.dict(BY_DEVICE, cpu=small(size)),
-        patch.object(decompose, "_KEPT", OrderedDict()),  # what was cut with other tiles
+        patch.object(decompose, "_CACHE", OrderedDict()),  # what was cut with other tiles
         patch.object(linear, "attention", functools.partial(linear.attention, chunk=size)),
     ):
         yield

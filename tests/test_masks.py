@@ -44,7 +44,7 @@ from qkv.masks import (
     patterns,
     picture,
 )  # fmt: skip
-from qkv.reference.parts import sees
+from qkv.reference.parts import is_visible
 
 mpl.use("Agg")
 SIZES = [(1, 1), (7, 11), (11, 7), (1, 5), (5, 1)]
@@ -56,7 +56,7 @@ def defined(mask: Mask | None, grid: Grid) -> Tensor:
     seen = np.empty((grid.batch, grid.heads, nq, nk), dtype=bool)
     with unchecked():
         for b, h, i, j in np.ndindex(*seen.shape):
-            seen[b, h, i, j] = sees(mask, b, h, i, j, nq, nk)
+            seen[b, h, i, j] = is_visible(mask, b, h, i, j, nq, nk)
     return torch.from_numpy(seen)
 
 

@@ -249,8 +249,8 @@ def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tup
         for column in range(0, nk, nk // 4):
             rows, keys = slice(row, row + nq // 4), slice(column, column + nk // 4)
             piece = Piece(slice(0, nq // 4), slice(0, nk // 4), Region(rows, keys), grid)
-            seen = piece.see(mask)
-            want, kinds = whole[:, :, rows, keys], piece.kinds(mask)
+            seen = piece.local_mask(mask)
+            want, kinds = whole[:, :, rows, keys], piece.block_status(mask)
             assert torch.equal(seen.dense(nq // 4, nk // 4, batch=b, heads=h).expand_as(want), want)
             here = Grid.of(nq // 4, nk // 4, b, h)
             pair = torch.meshgrid(*map(torch.arange, want.shape), indexing="ij")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv._engine.forward import Found, dropped
+from qkv._engine.forward import ForwardState, dropped
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import HIDDEN
+from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.workspace import Workspace
 from qkv.biases import Additive
 from qkv.biases.tensors import ByQuery, clipped
@@ -28,7 +28,7 @@ from qkv.normalizers.tile import TileWeights
 from qkv.partial import Partial, sink_gradient
 
 
-def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
+def backward(call: Call, found: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
     """Gradients of the call's tensors whose names are `wanted`, in float32 or better, from that of its output."""
     wide = at_least_float32(call.q.dtype)
     grad, out = grad.to(wide), found.out.to(wide)
@@ -84,7 +84,7 @@ def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def finite(level: Tensor | None) -> Tensor | None:
     """A level for rows that see nothing, too, at which all their weights are 0."""
-    return None if level is None else level.masked_fill(level == -torch.inf, -HIDDEN)  # e^(s − ∞) = 0
+    return None if level is None else level.masked_fill(level == -torch.inf, -MASKED_SCORE)  # e^(s − ∞) = 0
 
 
 def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
@@ -107,8 +107,8 @@ def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[st
     """
     assert call.sink is not None
     column = call.sink.expand_as(level)[..., None].clone()  # a shortcut may work in place
-    names = [name for name in call.own if name in totals and name.startswith("normalizer ")]
-    weigh = TileWeights(call.normalizer, [call.own[name] for name in names])
+    names = [name for name in call.learned if name in totals and name.startswith("normalizer ")]
+    weigh = TileWeights(call.normalizer, [call.learned[name] for name in names])
     masked = column == -torch.inf
     weigh.weights(column, level, masked if masked.any() else None)
     at_sink, found = weigh.slopes(slope[..., None].clone())
@@ -185,13 +185,13 @@ class WeightGradients(Reducer[Job, RowSlopes]):
 
     def begin(self, job: Job, block: Block) -> RowSlopes:
         tiles = block.group.tiles
-        names = self._own(tiles.call, "normalizer")
+        names = self._learned(tiles.call, "normalizer")
         return RowSlopes(
             block,
             job,
             torch.zeros_like(tiles.q[:, :, block.rows]).flatten(1, 2),
             None if self.level is None else self.level[block.at],
-            TileWeights(tiles.call.normalizer, [tiles.call.own[name] for name in names]),
+            TileWeights(tiles.call.normalizer, [tiles.call.learned[name] for name in names]),
             names,
         )
 
@@ -226,9 +226,9 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         for name, x in job.learned.items():
             self.totals[name] += x
 
-    def _own(self, call: Call, of: str) -> list[str]:
+    def _learned(self, call: Call, of: str) -> list[str]:
         """Names of learned tensors of the score or the normalizer that want gradients."""
-        return [name for name in call.own if name.startswith(of) and name in self.totals]
+        return [name for name in call.learned if name.startswith(of) and name in self.totals]
 
     def _through_biases(self, job: Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:
         """The slope at the product, from that at the final scores; biases get theirs."""
@@ -274,8 +274,8 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         if masked is not None and not tile.group.clean:
             q = q.masked_fill(masked.all(-1, keepdim=True), 0)
             k = k.masked_fill(masked.all(-2)[..., None], 0)
-        names = self._own(tiles.call, "score")
-        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.own[name] for name in names])
+        names = self._learned(tiles.call, "score")
+        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.learned[name] for name in names])
         if of_q is not None:
             rows.q += of_q.view(rows.q.shape)
         if of_k is not None:

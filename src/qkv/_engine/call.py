@@ -18,7 +18,7 @@ from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
-from qkv.masks.convert import survey
+from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Score
 
@@ -65,7 +65,7 @@ class Call:
     seed: int
     """Of dropout and draws."""
     given: Given
-    own: Mapping[str, Tensor] = field(default_factory=dict)
+    learned: Mapping[str, Tensor] = field(default_factory=dict)
     """Learned tensors that the methods of the score and of the normalizer use, by name."""
 
     @staticmethod
@@ -93,9 +93,9 @@ class Call:
             bias.check(grid)
         if mask is not None and torch.is_grad_enabled():
             if isinstance(score, Pairwise) or overrides(score, Score, "project"):
-                q, k = _without_idle(q, k, mask, grid, normalizer)
+                q, k = _zero_masked_nonfinite(q, k, mask, grid, normalizer)
             elif mask.band is None and (q.requires_grad or k.requires_grad):
-                q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
+                q, _ = _zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
             random = dropout_p > 0 or _draws(normalizer)
@@ -108,9 +108,9 @@ class Call:
         if _by_logarithms(normalizer):
             assert isinstance(normalizer, Pointwise)
             biases, normalizer = (*biases, LogWeight(normalizer)), Softmax()
-        own = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
+        learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
         if isinstance(score, Pairwise):
-            own |= {f"score {name}": x for name, x in score.tensors().items()}
+            learned |= {f"score {name}": x for name, x in score.tensors().items()}
         return Call(
             projected,
             keys,
@@ -127,7 +127,7 @@ class Call:
             dropout_p,
             seed,
             given,
-            own,
+            learned,
         )
 
     @property
@@ -157,7 +157,7 @@ class Call:
         named = {name: getattr(self, name) for name in PLAIN}
         for i, bias in enumerate(self.biases):
             named |= {f"bias {i} {name}": x for name, x in bias.tensors().items()}
-        return {name: x for name, x in (named | dict(self.own)).items() if isinstance(x, Tensor)}
+        return {name: x for name, x in (named | dict(self.learned)).items() if isinstance(x, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Call:
         """The same call made of other tensors; those that users' objects hold stay."""
@@ -172,7 +172,7 @@ class Call:
     @cached_property
     def untracked(self) -> str | None:
         """Why gradients need autograd through all scores, if so: a kernel cannot see a tensor in a closure."""
-        if not torch.is_grad_enabled() or not any(map(_foreign, (self.normalizer, self.pairwise, *self.biases))):
+        if not torch.is_grad_enabled() or not any(map(_user_defined, (self.normalizer, self.pairwise, *self.biases))):
             return None
         like = torch.zeros(1, self.q.shape[1], 1, 1, dtype=at_least_float32(self.q.dtype), device=self.q.device)
         region = Region(
@@ -180,16 +180,16 @@ class Call:
         )
         found = None
         with torch.enable_grad():
-            if isinstance(self.normalizer, Pointwise) and _foreign(self.normalizer):
+            if isinstance(self.normalizer, Pointwise) and _user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
-            elif isinstance(self.normalizer, SumToOne) and _foreign(self.normalizer):
+            elif isinstance(self.normalizer, SumToOne) and _user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
-            if self.pairwise is not None and _foreign(self.pairwise):
+            if self.pairwise is not None and _user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
                 found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
             for bias in self.biases:
-                if _foreign(bias):
+                if _user_defined(bias):
                     found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
         return found
 
@@ -213,10 +213,10 @@ PLAIN = ("q", "k", "v", "sink", "shift", "values")
 """Fields of a call that are tensors and may want a gradient."""
 
 
-def detached(call: Call, *, own: bool = False) -> Call:
+def detached(call: Call, *, learned: bool = False) -> Call:
     """The same call with nothing that wants a gradient, but, if asked for, the tensors that users' objects hold."""
     made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
-    return made if own else replace(made, own={})
+    return made if learned else replace(made, learned={})
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -258,7 +258,7 @@ def _by_logarithms(normalizer: Normalizer) -> bool:
     )
 
 
-def _foreign(thing: object) -> bool:
+def _user_defined(thing: object) -> bool:
     """Whether an object is of a class outside this package, whose methods may use tensors it does not list."""
     return thing is not None and not type(thing).__module__.startswith("qkv.")
 
@@ -276,13 +276,13 @@ def _draws(normalizer: Normalizer) -> bool:
     return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
 
 
-def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
+def _zero_masked_nonfinite(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
     """Keys that nobody sees, and queries that see nothing, as 0 if they hold NaN or ∞: 0 · NaN would be a gradient."""
     keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    found = survey(mask, grid, 128)
+    found = block_visibility(mask, grid, 128)
     if not clean_q:
         q = q.masked_fill(~found.queries.expand(*q.shape[:2], -1)[..., None], 0)
     return q, k if clean_k else k.masked_fill(~found.keys[:, None, :, None], 0)

@@ -24,12 +24,12 @@ from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_of_rows
-from qkv.normalizers.tile import level_slopes, pointwise, solved
+from qkv.normalizers.tile import level_slopes, pointwise, solve_rows
 from qkv.partial import Partial
 
 
 @dataclass(eq=False)
-class Found:
+class ForwardState:
     """What a forward leaves, (b, h, nq, …) in float32 or better."""
 
     out: Tensor
@@ -44,13 +44,13 @@ class Found:
     lse: Tensor | None = None
 
 
-def forward_tiles(call: Call, *, training: bool = False) -> Found:
+def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     """What the rows find; for a backward of weights that sum to one, also `mean`."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
     reducer: type[_Softmax | _Pointwise | _Panels] = _Softmax
-    found = Found(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    found = ForwardState(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
         reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
     elif normalizer.has_lse:
@@ -91,7 +91,7 @@ def dropped(tile: Tile) -> Tensor:
 class _Attention(Reducer[None, "_Sums"]):
     """Weights times values."""
 
-    def __init__(self, found: Found, near: ByQuery | None) -> None:
+    def __init__(self, found: ForwardState, near: ByQuery | None) -> None:
         """`near` collects weights by distance, if values depend on that."""
         self.found, self.near = found, near
 
@@ -190,12 +190,12 @@ class _Panel:
 class _Panels(Reducer[None, _Panel]):
     """Weights whose level is found on whole rows, a few at a time."""
 
-    def __init__(self, found: Found, near: ByQuery | None) -> None:
+    def __init__(self, found: ForwardState, near: ByQuery | None) -> None:
         self.found, self.near = found, near
 
     def blocks(self, block: Block) -> Iterator[Block]:
         tiles = block.group.tiles
-        width = sum(block.group.columns[c].stop - block.group.columns[c].start for c, _ in block.kinds)
+        width = sum(block.group.columns[c].stop - block.group.columns[c].start for c, _ in block.status)
         height = max(1, sizes(tiles.q.device).panel // (math.prod(tiles.shape) * max(width, 1)))
         for start in range(block.rows.start, block.rows.stop, height):
             yield Block(block.group, block.index, slice(start, min(start + height, block.rows.stop)))
@@ -234,12 +234,12 @@ class _Panels(Reducer[None, _Panel]):
         values = tiles.v[:, first:last] if last - first == len(keys) else tiles.v[:, keys]
         if not (block.group.clean or seen.all()):
             values = torch.where(seen[:, None], values, 0.0)
-        level, weights = solved(normalizer, scores, sink)
+        level, weights = solve_rows(normalizer, scores, sink)
         found.level[at] = level
         kept = torch.cat(panel.dropped, -1) if panel.dropped else None
         falls = None
         if found.mean is not None:
-            falls = _falls(normalizer, scores, level, weights, sink)
+            falls = _normalized_level_slopes(normalizer, scores, level, weights, sink)
             falls = falls if kept is None else falls * kept
             found.mean[at] = tiles.weigh(falls, values)
         if normalizer.one_key:
@@ -273,7 +273,7 @@ class _Panels(Reducer[None, _Panel]):
             self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
 
 
-def _falls(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None) -> Tensor:
+def _normalized_level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None) -> Tensor:
     """How much each weight falls as the level rises, as a share of what all of the row do, the sink's included."""
     falls = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
     total = falls.sum(-1, keepdim=True)

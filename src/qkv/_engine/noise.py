@@ -15,17 +15,17 @@ from qkv.masks import Grid, Region
 _MASK = 0xFFFFFFFF
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _hash32(x: Tensor) -> Tensor:
     """A 32-bit bijection in which every bit of the input matters to every bit of the output."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
 
 
-def _scrambled(seed: int) -> int:
+def _hash_seed(seed: int) -> int:
     """The seed hashed on its own: else the next seed would be this one, moved by a query."""
-    once = int(_mixed(torch.tensor(seed & _MASK)))
-    return int(_mixed(torch.tensor((once + 0x9E3779B9) & _MASK)))
+    once = int(_hash32(torch.tensor(seed & _MASK)))
+    return int(_hash32(torch.tensor((once + 0x9E3779B9) & _MASK)))
 
 
 def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
@@ -38,10 +38,10 @@ def uniform(seed: int, region: Region, grid: Grid) -> Float[Tensor, "b h q k"]:
     True
     """
     b, h, q, k = region.indices(grid)
-    row = _mixed((q - grid.offset + _scrambled(seed)) & _MASK)
+    row = _hash32((q - grid.offset + _hash_seed(seed)) & _MASK)
     for index in (h, b):
-        row = _mixed((row + (index + 1) * 0x9E3779B9) & _MASK)
-    bits = _mixed((row ^ _mixed(k + 0x632BE5AB)) & _MASK)
+        row = _hash32((row + (index + 1) * 0x9E3779B9) & _MASK)
+    bits = _hash32((row ^ _hash32(k + 0x632BE5AB)) & _MASK)
     return ((bits >> 8).float() + 0.5) * 2**-24
 
 

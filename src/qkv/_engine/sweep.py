@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
 from qkv._engine.threads import each
-from qkv._engine.tiles import ScoreTiles, harmless, heads_together, spans, without_unseen
+from qkv._engine.tiles import ScoreTiles, all_finite, heads_together, spans, zero_masked_keys
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
@@ -34,18 +34,18 @@ class Group:
     tiles: ScoreTiles
     rows: list[slice]
     columns: list[slice]
-    kinds: list[list[int]]
+    status: list[list[int]]
     jobs: list[Sequence[int]] | None = None
     """Blocks of queries that one thread has to do together; None if any thread may do any block."""
 
     @cached_property
     def clean(self) -> bool:
         """Whether its keys and values are finite, so that no masked one can turn a sum into NaN."""
-        return harmless(self.tiles.k, self.tiles.v)
+        return all_finite(self.tiles.k, self.tiles.v)
 
     def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
         """Keys or values of a tile (key heads, k, d), zero where no query of it may look, if that matters."""
-        return x if self.clean else without_unseen(x[None], ~masked)[0]
+        return x if self.clean else zero_masked_keys(x[None], ~masked)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +67,21 @@ class Block:
         return (*self.group.tiles.shape, self.rows.stop - self.rows.start)
 
     @cached_property
-    def kinds(self) -> list[tuple[int, int]]:
+    def status(self) -> list[tuple[int, int]]:
         """Number and status of its tiles that are not empty."""
-        return [(c, kind) for c, kind in enumerate(self.group.kinds[self.index]) if kind != EMPTY]
+        return [(c, kind) for c, kind in enumerate(self.group.status[self.index]) if kind != EMPTY]
 
 
 class Tile:
     """One tile that is not empty, with memory to compute it in."""
 
-    __slots__ = ("_masked", "block", "columns", "group", "index", "kind", "rows", "shape", "space")
+    __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
 
     def __init__(self, block: Block, index: int, kind: int, space: Workspace) -> None:
         self._masked: Tensor | None
         self.block, self.group, self.index, self.space = block, block.group, index, space
         self.rows, self.columns = block.rows, block.group.columns[index]
-        self.kind, self._masked = kind, None
+        self.status, self._masked = kind, None
         self.shape = (*block.shape, self.columns.stop - self.columns.start)
 
     @property
@@ -94,8 +94,8 @@ class Tile:
 
     def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
         """Which pairs the mask hides; None if it shows all."""
-        if self._masked is None and self.kind == PARTIAL:
-            self._masked = self.group.tiles.hidden(self.rows, self.columns)
+        if self._masked is None and self.status == PARTIAL:
+            self._masked = self.group.tiles.masked(self.rows, self.columns)
         return self._masked
 
     def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
@@ -158,7 +158,7 @@ class Reducer(Generic[Job, State]):
 
 
 def reduce_tiles(
-    groups: Iterable[Group], reducer: Reducer[Any, Any], device: torch.device, *, little: bool = False
+    groups: Iterable[Group], reducer: Reducer[Any, Any], device: torch.device, *, single_threaded: bool = False
 ) -> None:
     """Go over all tiles of the groups; on CPU blocks of queries are shared out among threads.
 
@@ -168,13 +168,13 @@ def reduce_tiles(
     for group in groups:
         wave.append(group)
         if sum(len(one.rows) for one in wave) >= WAVE:
-            _reduce(wave, reducer, device, little=little)
+            _reduce(wave, reducer, device, single_threaded=single_threaded)
             wave = []
     if wave:
-        _reduce(wave, reducer, device, little=little)
+        _reduce(wave, reducer, device, single_threaded=single_threaded)
 
 
-def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.device, *, little: bool) -> None:
+def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.device, *, single_threaded: bool) -> None:
     prepared = [reducer.prepare(group) for group in groups]
     jobs: list[tuple[int, Sequence[int]]] = []
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -191,11 +191,11 @@ def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.devic
         for r in rows:
             for block in reducer.blocks(Block(group, r, group.rows[r])):
                 state = reducer.begin(job, block)
-                for index, kind in block.kinds:
+                for index, kind in block.status:
                     reducer.tile(state, Tile(block, index, kind, space))
                 reducer.end(state, space)
 
-    each(run, range(len(jobs)), device, little=little)
+    each(run, range(len(jobs)), device, single_threaded=single_threaded)
     for (which, _), job in zip(jobs, found, strict=True):
         reducer.finish(groups[which], job)
 
@@ -209,7 +209,7 @@ def groups(call: Call, size: int | None = None) -> Iterator[Group]:
     for item in range(len(call.q)):
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
-            yield Group(tiles, rows, columns, tiles.classes(call.mask, size))
+            yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
 
 
 def tile_size(call: Call) -> int:

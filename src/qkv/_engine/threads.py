@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def each(
-    work: Callable[[T, Workspace], None], items: Sequence[T], device: torch.device, *, little: bool = False
+    work: Callable[[T, Workspace], None], items: Sequence[T], device: torch.device, *, single_threaded: bool = False
 ) -> None:
     """Run `work` on every item, without gradients; on CPU by as many threads as torch may use.
 
@@ -32,9 +32,9 @@ def each(
     before = torch.get_num_threads()
     threads = min(before, len(items)) if device.type == "cpu" else 1
     try:
-        if little:
+        if single_threaded:
             torch.set_num_threads(1)
-        if little or threads <= 1:
+        if single_threaded or threads <= 1:
             for item in items:
                 run(item)
             return

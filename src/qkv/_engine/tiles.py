@@ -20,7 +20,7 @@ from qkv.normalizers.base import checked_shape, weights_of
 from qkv.scores import Pairwise
 
 LOG2_E = math.log2(math.e)
-HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
+MASKED_SCORE = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
 
 
 class ScoreTiles:
@@ -170,26 +170,26 @@ class ScoreTiles:
         torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
         return out
 
-    def classes(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
+    def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
         """EMPTY, PARTIAL or FULL for each tile of rows × columns (square unless given), over all these heads."""
         columns = rows if columns is None else columns
-        kinds = classes(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
+        status = block_status(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
         everything = slice(None)
-        kinds = Region(everything, everything, self.batch, self.heads).of(kinds)
-        low, high = kinds.amin((0, 1)), kinds.amax((0, 1))
+        status = Region(everything, everything, self.batch, self.heads).of(status)
+        low, high = status.amin((0, 1)), status.amax((0, 1))
         return torch.where(low == high, low, PARTIAL).tolist()
 
-    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
+    def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Which pairs of a tile are not visible; the pattern of a band depends on the offset only and is kept."""
         mask = self.call.mask
         assert mask is not None
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
         if key in self._patterns:
             return self._patterns[key]
-        hidden = ~mask.visible(self.region(rows, columns), self.call.grid)
+        masked = ~mask.visible(self.region(rows, columns), self.call.grid)
         if mask.band is not None:
-            self._patterns[key] = hidden
-        return hidden
+            self._patterns[key] = masked
+        return masked
 
     def weigh(
         self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
@@ -212,7 +212,7 @@ def heads_together(call: Call, most: int) -> int:
     return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
 
 
-def without_unseen(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
+def zero_masked_keys(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
     """Keys or values with zeros where no query that shares them may look, so that NaN in padding stays there."""
     if visible is None:
         return x
@@ -221,12 +221,12 @@ def without_unseen(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k
     return x.masked_fill(unseen[..., None], 0) if unseen.any() else x
 
 
-def harmless(k: Tensor, v: Tensor) -> bool:
-    """Whether certainly no key or value can do harm where it is hidden: weights there are 0, but 0 times NaN is not."""
+def all_finite(k: Tensor, v: Tensor) -> bool:
+    """Whether certainly no key or value can do harm where it is masked: weights there are 0, but 0 times NaN is not."""
     return bool((k.sum() + v.sum()).isfinite())
 
 
-def classes(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
+def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
     """EMPTY, PARTIAL or FULL for each tile; without a mask everything is full."""
     if mask is None:
         return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), FULL, dtype=torch.int8)

@@ -38,7 +38,7 @@ def mapped() -> bool:
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """First derivatives as they are, which refuse to be differentiated again."""
 
     @staticmethod
@@ -51,16 +51,16 @@ class _Once(torch.autograd.Function):
         raise ctx.error
 
 
-def once(kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients for the backward of a kernel to return, as `only_once` has them."""
+def kernel_once_differentiable(kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients for the backward of a kernel to return, as `once_differentiable` has them."""
     error = InputError(
         f"second derivatives were asked for of attention on the kernel {kernel!r}, "
         "which has only first ones; pass kernel='eager', which has all"
     )
-    return only_once(error, grads, inputs)
+    return once_differentiable(error, grads, inputs)
 
 
-def only_once(
+def once_differentiable(
     error: InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Gradients for a backward to return: with ``create_graph=True``, differentiating them again raises `error`."""
@@ -68,5 +68,5 @@ def only_once(
         return grads
     found = [x for x in grads if x is not None]
     sources = [x for x in inputs if x.requires_grad]
-    marked = iter(_Once.apply(error, len(found), *found, *sources))
+    marked = iter(_OnceDifferentiable.apply(error, len(found), *found, *sources))
     return tuple(None if x is None else next(marked) for x in grads)

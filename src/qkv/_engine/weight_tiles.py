@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.row_state import RowState
-from qkv._engine.tiles import HIDDEN, ScoreTiles
+from qkv._engine.tiles import MASKED_SCORE, ScoreTiles
 
 
 class WeightTiles:
@@ -31,34 +31,34 @@ class WeightTiles:
             assert self.level is not None
             unseen = self.level == -torch.inf
             unseen = unseen if self.uncounted is None else unseen | self.uncounted
-            self.level = self.level.masked_fill(unseen, -HIDDEN)
+            self.level = self.level.masked_fill(unseen, -MASKED_SCORE)
 
     def fill(
         self,
         rows: slice,
         columns: slice,
-        hidden: Bool[Tensor, "#b #h q k"] | None,
+        masked: Bool[Tensor, "#b #h q k"] | None,
         out: Float[Tensor, "b h q k"],
         scratch: Float[Tensor, "b h q k"],
     ) -> Float[Tensor, "b h q k"] | None:
-        """Make the weights of a tile in `out`; `hidden` is what `ScoreTiles.hidden` says, None if all is visible.
+        """Make the weights of a tile in `out`; `masked` is what `ScoreTiles.masked` says, None if all is visible.
 
         Returns their base-2 logarithms, if they came by: those of a softmax.
         """
         if not self.tiles.call.normalizer.has_lse:
-            self._fill_by_definition(rows, columns, hidden, out)
+            self._fill_by_definition(rows, columns, masked, out)
             return None
         tiles = self.tiles
         assert self.level is not None
         log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
-        if hidden is not None:
-            log2.masked_fill_(hidden, HIDDEN)
+        if masked is not None:
+            log2.masked_fill_(masked, MASKED_SCORE)
         if not tiles.linear:
-            log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
+            log2.clamp_(min=MASKED_SCORE)  # a bias may hide pairs with −inf, too
         torch.exp2(log2, out=out)
         return log2
 
-    def _fill_by_definition(self, rows: slice, columns: slice, hidden: Tensor | None, out: Tensor) -> None:
+    def _fill_by_definition(self, rows: slice, columns: slice, masked: Tensor | None, out: Tensor) -> None:
         """The weights of any normalizer."""
         tiles, call = self.tiles, self.tiles.call
         if self.chosen is not None:
@@ -69,13 +69,13 @@ class WeightTiles:
             shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
             if shift is not None:
                 scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
-            if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)  # what is masked may be NaN
+            if masked is not None:
+                scores = scores.masked_fill(masked, -torch.inf)  # what is masked may be NaN
             out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
             for by in (self.total, divisor):
                 if by is not None:
                     out /= by[:, :, rows, None]
-        if hidden is not None:
-            out.masked_fill_(hidden, 0)
+        if masked is not None:
+            out.masked_fill_(masked, 0)
         if self.uncounted is not None:
             out.masked_fill_(self.uncounted[..., rows, None], 0)

@@ -169,7 +169,7 @@ class Additive(Bias):
     at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
 
 
-class Tensorial(Additive):
+class TensorBias(Additive):
     """Base of the additive biases of this package once bound: made of one tensor, which may want a gradient."""
 
     tensor: Tensor
@@ -178,7 +178,7 @@ class Tensorial(Additive):
     def tensors(self) -> dict[str, Tensor]:
         return {"tensor": self.tensor}
 
-    def with_tensors(self, tensors: dict[str, Tensor]) -> Tensorial:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> TensorBias:
         made: Any = self
-        bound: Tensorial = replace(made, **tensors)
+        bound: TensorBias = replace(made, **tensors)
         return bound

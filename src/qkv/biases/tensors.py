@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv.biases.base import Tensorial
+from qkv.biases.base import TensorBias
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
-from qkv.masks.base import unambiguous
+from qkv.masks.base import check_unambiguous
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Tensorial):
+class Dense(TensorBias):
     """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
 
     −inf hides a pair. Learnable if it requires a gradient.
@@ -47,7 +47,7 @@ class Dense(Tensorial):
 
     def check(self, grid: Grid) -> None:
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
-        unambiguous("bias", self.ndim, self.tensor, grid)
+        check_unambiguous("bias", self.ndim, self.tensor, grid)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(
                 f"bias: shape {tuple(self.tensor.shape)} does not broadcast to "
@@ -70,7 +70,7 @@ class Dense(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class ByDistance(Tensorial):
+class ByDistance(TensorBias):
     """A number for each distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
 
     Entry t is added at distance t − (nk − 1) + (nk − nq): row i, key j find theirs at i − j + nk − 1. O(n) memory;
@@ -153,7 +153,7 @@ def distances(grid: Grid) -> Int[Tensor, " distances"]:
 
 
 @dataclass(frozen=True, eq=False)
-class ByQuery(Tensorial):
+class ByQuery(TensorBias):
     """A number for each query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), entry clip(j − p) + reach."""
 
     tensor: Float[Tensor, "b h nq distances"]

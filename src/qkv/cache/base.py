@@ -39,8 +39,8 @@ class Cache:
         self._most = most
         self._stop = 0
         self._buffers: dict[str, Tensor] = {}
-        self._kind: tuple[Any, ...] = ()
-        self._working = False
+        self._signature: tuple[Any, ...] = ()
+        self._in_call = False
         self._checked_call: tuple[Any, ...] = ()  # what need not be checked again: decoding repeats itself
 
     @property
@@ -81,26 +81,26 @@ class Cache:
         Raises:
             InputError: for arguments that do not fit together, or that this cache cannot serve exactly.
         """
-        if self._working:
+        if self._in_call:
             raise InputError("the cache is of a call that did not finish, expected a new one")
-        self._thaw()
+        self._leave_inference_mode()
         call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device)
         own = as_mask(attention.mask) if isinstance(attention, Attention) else None
         if call != self._checked_call or torch.is_grad_enabled():
-            kind = self._checked(attention, q, k, v)
-            _hides_the_future(own)
+            kind = self._checked_signature(attention, q, k, v)
+            _check_causal(own)
         assert own is not None
         self._check(attention, own, k.shape[2], rotary, positions, mask)
         if not self._buffers:
             self._allocate(k, v)
-            self._kind = kind
-        self._working = True
+            self._signature = kind
+        self._in_call = True
         if torch.is_grad_enabled():
             with torch.no_grad():
                 out = self._attend(attention, own, q, k, v, rotary, positions, mask)
         else:
             out = self._attend(attention, own, q, k, v, rotary, positions, mask)
-        self._working, self._checked_call = False, call
+        self._in_call, self._checked_call = False, call
         self.seen += k.shape[2]
         return out
 
@@ -108,8 +108,8 @@ class Cache:
         """Gather batch items, as beam search does: item i is now what item ``rows[i]`` was. Any number of them."""
         if not self._buffers:
             return
-        self._thaw()
-        batch = self._kind[0]
+        self._leave_inference_mode()
+        batch = self._signature[0]
         if rows.ndim != 1 or len(rows) == 0 or int(rows.min()) < 0 or int(rows.max()) >= batch:
             raise InputError(f"rows is {rows.tolist()}, expected batch items from 0 to {batch - 1}")
         with torch.no_grad():
@@ -118,10 +118,10 @@ class Cache:
                 new = old if len(rows) == batch else old.new_empty(len(rows), *old.shape[1:])
                 new[:, :, : self._stop] = used  # rows that are not in use need no copy
                 self._buffers[name] = new
-        self._kind = (len(rows), *self._kind[1:])
+        self._signature = (len(rows), *self._signature[1:])
         self._checked_call = ()
 
-    def _thaw(self) -> None:
+    def _leave_inference_mode(self) -> None:
         """Make buffers of inference mode, which nothing outside of it may write to, ordinary ones."""
         if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in self._buffers.values()):
             self._buffers = {name: x.clone() for name, x in self._buffers.items()}
@@ -150,7 +150,7 @@ class Cache:
         """Take the tokens in and attend; `own` is the mask of the composition, `seen` still without them."""
         raise TypeError(f"{type(self).__name__} does not say how it attends")
 
-    def _checked(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    def _checked_signature(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
         """What may not change from call to call, or `InputError`."""
         if not isinstance(attention, Attention):
             raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
@@ -164,15 +164,15 @@ class Cache:
             name = "k" if k.requires_grad else "v" if v.requires_grad else "q"
             raise InputError(f"{name} requires a gradient, which no cache passes on; expected torch.no_grad()")
         kind = (ks[0], ks[1], qs[1], ks[3], vs[3], k.dtype, k.device)
-        if self._kind and kind != self._kind:
+        if self._signature and kind != self._signature:
             raise InputError(
-                f"batch, key heads, query heads, head sizes, dtype and device are {_shown(kind)}, "
-                f"but the tokens in the cache came with {_shown(self._kind)}"
+                f"batch, key heads, query heads, head sizes, dtype and device are {_joined(kind)}, "
+                f"but the tokens in the cache came with {_joined(self._signature)}"
             )
         return kind
 
 
-class Track(Cache):
+class RecentKeysCache(Cache):
     """Base of the caches that hold recent keys side by side, in order: a linear buffer with room to spare.
 
     New rows go to its end; when that is reached, the rows still needed move to the front. As every token reads the
@@ -212,7 +212,7 @@ class Track(Cache):
         return keys[:, :, first : self._stop], values[:, :, first : self._stop]
 
 
-def _hides_the_future(own: Mask | None) -> None:
+def _check_causal(own: Mask | None) -> None:
     """Raise `InputError` for masks that show keys which have not come yet, as far as that can be told."""
     if own is None:
         raise InputError("mask is None with a cache; a cache needs a mask that hides the future, such as Causal()")
@@ -230,7 +230,7 @@ def at_least_one(cache: str, **sizes: int) -> None:
             raise InputError(f"{cache}: {name} is {size!r}, expected a whole number of keys, at least 1")
 
 
-def by_distance_alone(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
+def check_distance_mask(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
     """Raise `InputError` for what a cache that lets keys go cannot serve."""
     if own.band is None:
         raise InputError(
@@ -246,17 +246,17 @@ def by_distance_alone(cache: str, own: Mask, positions: Tensor | None, mask: Mas
         )
 
 
-def composed(attention: Attention, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Any:
+def attend_with(attention: Attention, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Any:
     """`attend` with the composition but for its mask, and without dropout."""
     return attend(
         q, k, v, mask=mask, bias=attention.bias, score=attention.score, normalizer=attention.normalizer, **asked
     )
 
 
-def turned(
+def rotated(
     rotary: Rotary | None, q: Tensor, k: Tensor, start: int, positions: Tensor | None = None, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by `positions`, or from position `start` on; as of a sequence of `length` if given."""
+    """q and k rotated by `positions`, or from position `start` on; as of a sequence of `length` if given."""
     if rotary is None:
         return q, k
     if q.shape[2] == 1 and q.shape[3] == k.shape[3]:  # one token is so little that starting operations is what costs
@@ -272,5 +272,5 @@ def _rows(x: Tensor, size: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], size, x.shape[3])
 
 
-def _shown(kind: tuple[Any, ...]) -> str:
+def _joined(kind: tuple[Any, ...]) -> str:
     return ", ".join(map(str, kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, composed, turned
+from qkv.cache.base import PAST, Cache, at_least_one, attend_with, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.positions import Rotary
@@ -46,7 +46,7 @@ class Full(Cache):
     ) -> Tensor:  # fmt: skip
         keys, values = self._buffers["keys"], self._buffers["values"]
         self._stop = stop = self.seen + k.shape[2]
-        q, k = turned(rotary, q, k, self.seen, positions)
+        q, k = rotated(rotary, q, k, self.seen, positions)
         keys.narrow(2, self.seen, k.shape[2]).copy_(k)
         values.narrow(2, self.seen, k.shape[2]).copy_(v)
         whole: Mask | None = own
@@ -54,4 +54,4 @@ class Full(Cache):
             whole = mask
         elif mask is not None:
             whole = own & mask
-        return composed(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))
+        return attend_with(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv._engine.call import as_biases, at_least_float32
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, by_distance_alone, composed, turned
+from qkv.cache.base import PAST, Cache, at_least_one, check_distance_mask, attend_with, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
@@ -36,7 +36,7 @@ class HeavyHitters(Cache):
         self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
         mask: Mask | None,
     ) -> None:  # fmt: skip
-        by_distance_alone("HeavyHitters", own, positions, mask)
+        check_distance_mask("HeavyHitters", own, positions, mask)
         if own.band != PAST:
             raise InputError(f"HeavyHitters: mask is {own!r}, but keys here stand in no order; expected Causal()")
         for bias in as_biases(attention.bias):
@@ -61,7 +61,7 @@ class HeavyHitters(Cache):
         self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
         positions: Tensor | None, mask: Mask | None,
     ) -> Tensor:  # fmt: skip
-        q, k = turned(rotary, q, k, self.seen, positions)
+        q, k = rotated(rotary, q, k, self.seen, positions)
         return self._step(attention, q, k, v) if k.shape[2] == 1 else self._chunk(attention, own, q, k, v)
 
     def _step(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -72,16 +72,16 @@ class HeavyHitters(Cache):
                 self._buffers[name][:, :, self._stop : self._stop + 1] = x
             self._stop += 1
         else:
-            slot = self._weakest()
+            slot = self._eviction_slots()
             for name, x in new.items():
                 index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
                 self._buffers[name].scatter_(2, index, x)
         keys, values, received = (self._buffers[name][:, :, : self._stop] for name in ("keys", "values", "received"))
-        out, weights = composed(attention, None, q, keys, values, return_weights=True)
+        out, weights = attend_with(attention, None, q, keys, values, return_weights=True)
         received += _of_key_heads(weights[:, :, 0].to(received), k.shape[1])
         return out
 
-    def _weakest(self) -> Tensor:
+    def _eviction_slots(self) -> Tensor:
         """The slot of each key head that goes, (b, hkv, 1)."""
         received, positions = self._buffers["received"], self._buffers["positions"]
         received = received.masked_fill(positions > self.seen - self.recent, torch.inf)
@@ -94,10 +94,10 @@ class HeavyHitters(Cache):
             name: torch.cat([self._buffers[name][:, :, : self._stop], x], 2) for name, x in self._new(k, v).items()
         }
         keys, values = whole["keys"], whole["values"]
-        out: Tensor = composed(attention, own, q, keys, values)
+        out: Tensor = attend_with(attention, own, q, keys, values)
         whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
         if keys.shape[2] > self._most:
-            slots = self._best(whole["received"], whole["positions"])
+            slots = self._kept_slots(whole["received"], whole["positions"])
             whole = {
                 name: x.gather(2, slots if x.ndim == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]))
                 for name, x in whole.items()
@@ -107,7 +107,7 @@ class HeavyHitters(Cache):
             self._buffers[name][:, :, : self._stop] = x
         return out
 
-    def _best(self, received: Tensor, positions: Tensor) -> Tensor:
+    def _kept_slots(self, received: Tensor, positions: Tensor) -> Tensor:
         """The slots of each key head that stay, (b, hkv, heavy + recent)."""
         by_age = positions.argsort(-1)
         old, recent = by_age[..., : -self.recent], by_age[..., -self.recent :]

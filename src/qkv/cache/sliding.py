@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import Track, at_least_one, by_distance_alone, composed, turned
+from qkv.cache.base import RecentKeysCache, at_least_one, check_distance_mask, attend_with, rotated
 from qkv.masks import Mask, Window
 from qkv.positions import Rotary
 
 
-class Sliding(Track):
+class Sliding(RecentKeysCache):
     """The last `window` keys, the query's own included: exactly attention with ``mask & Window(window)``.
 
     With a rotary scaling that depends on the length, keys keep the turn of the length at which they came.
@@ -29,14 +29,14 @@ class Sliding(Track):
         self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
         mask: Mask | None,
     ) -> None:  # fmt: skip
-        by_distance_alone("Sliding", own, positions, mask)
+        check_distance_mask("Sliding", own, positions, mask)
 
     def _attend(
         self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
         positions: Tensor | None, mask: Mask | None,
     ) -> Tensor:  # fmt: skip
         keep = min(self.seen, self.window - 1)
-        q, k = turned(rotary, q, k, self.seen, positions)
+        q, k = rotated(rotary, q, k, self.seen, positions)
         keys, values = self._append(k, v, keep, 0)
         low, high = own.band or (0, 0)
         whole: Mask | None = own
@@ -44,4 +44,4 @@ class Sliding(Track):
             whole = None
         elif high >= self.window:
             whole = own & Window(self.window)
-        return composed(attention, whole, q, keys, values)
+        return attend_with(attention, whole, q, keys, values)

@@ -53,12 +53,12 @@ FEW_REASON = "so few scores that forming the weights is the fastest"
 
 def _preferred(call: Call) -> tuple[str, ...]:
     """Kernels for ``"auto"``, the best first."""
-    if _few(call):
+    if _few_scores(call):
         return (*(name for name in PREFERENCE if name != "tiled"), "tiled")
     return tuple(PREFERENCE)
 
 
-def _few(call: Call) -> bool:
+def _few_scores(call: Call) -> bool:
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     return n_queries == 1 or n_queries * n_keys <= sizes(call.q.device).few_scores
 
@@ -123,14 +123,14 @@ def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     editor, watcher = _EDITOR.get(), _WATCHER.get()
     if editor is not None:
         with editing(None):  # calls that the editor and the watcher make are their own
-            return _edited(editor(call, weights), kernel, watcher, weights=weights)
+            return _serve_edited(editor(call, weights), kernel, watcher, weights=weights)
     result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
     if watcher is not None:
         watcher(call, result)
     return result
 
 
-def _edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
+def _serve_edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
     if isinstance(made, Call):
         return serve(made, kernel, weights=weights)
     if watcher is not None:
@@ -141,30 +141,30 @@ def _edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weight
     return made
 
 
-OF_PIECES = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
-WITH_GRADIENTS = ("flash", "tiled")  # those that make gradients of a piece from the out and lse of the whole row
+BLOCK_KERNELS = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
+BLOCK_KERNELS_WITH_GRADIENTS = ("flash", "tiled")  # those that make gradients of a piece from the out and lse of the whole row
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
     """A call that a group of processes makes together: `kernel` is that of its pieces."""
-    if kernel != "auto" and kernel not in OF_PIECES:
+    if kernel != "auto" and kernel not in BLOCK_KERNELS:
         raise InputError(
-            f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, OF_PIECES))}"
+            f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, BLOCK_KERNELS))}"
         )
     if kernel != "auto":
         choose(shared.call, kernel)
     if _EDITOR.get() is not None:
         raise InputError("group is given, but attention that processes share is not edited; expected a model without")
-    result = ring.run(shared, functools.partial(_of_piece, kernel))
+    result = ring.run(shared, functools.partial(_block_kernel, kernel))
     watcher = _WATCHER.get()
     if watcher is not None:
         watcher(shared, result)
     return result
 
 
-def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
+def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
     """The kernel for a piece, of which the tensors of these names want gradients."""
-    names = WITH_GRADIENTS if wanted else OF_PIECES
+    names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names else names:
         fits = name != "flash" or wanted <= {"q", "k", "v"}
         if (
@@ -220,5 +220,5 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
     for name in KERNELS:
         if name != chosen and name not in rejected:
             rejected[name] = "slower" if name in PREFERENCE else "the oracle: for tests and reading"
-    few = chosen == "eager" and "tiled" in rejected and not weights and _few(call)
+    few = chosen == "eager" and "tiled" in rejected and not weights and _few_scores(call)
     return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

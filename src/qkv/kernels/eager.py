@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv._engine import noise
 from qkv._engine.call import Call, Result
-from qkv._engine.tiles import ScoreTiles, without_unseen
+from qkv._engine.tiles import ScoreTiles, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
 from qkv.biases.tensors import clipped
 from qkv.masks import Region
@@ -38,8 +38,8 @@ def forward(call: Call) -> Result:
     v = call.v
     visible = None if call.mask is None else call.mask.visible(whole, call.grid)
     if visible is not None:
-        tiles.k = without_unseen(tiles.k.view(call.k.shape), visible).flatten(0, 1)
-        v = without_unseen(v, visible)
+        tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
+        v = zero_masked_keys(v, visible)
     scores = tiles.scores(rows, columns)
     if call.shift is not None:
         scores = scores + call.shift[..., None]

@@ -24,7 +24,7 @@ from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias
 from qkv.masks import Grid, Mask
-from qkv.masks.convert import block_mask, survey
+from qkv.masks.convert import block_mask, block_visibility
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys of a block of the mask: what FlexAttention's kernels are tuned for
@@ -85,14 +85,14 @@ def forward(call: Call) -> Result:
     if not call.needs_grad:
         call = detached(call)  # FlexAttention on CPU refuses tensors that want a gradient even where none is kept
     q, k, v = call.q, call.k, call.v
-    seen = None
+    blocked = None
     if call.mask is not None:
         lay = (
-            _seen if call.mask.by_value or is_dataclass(call.mask) else _seen.__wrapped__
+            _blocked_mask if call.mask.by_value or is_dataclass(call.mask) else _blocked_mask.__wrapped__
         )  # what may change is not kept
-        seen = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-        if seen.idle_keys is not None:  # so that NaN in padding stays there
-            k, v = (x.masked_fill(seen.idle_keys[:, None, :, None], 0) for x in (k, v))
+        blocked = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+        if blocked.masked_keys is not None:  # so that NaN in padding stays there
+            k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
     d, dv = q.shape[3], v.shape[3]
     q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
     out, aux = _attention(q.device.type)(
@@ -100,14 +100,14 @@ def forward(call: Call) -> Result:
         k,
         v,
         score_mod=_score_mod(call),
-        block_mask=None if seen is None else seen.blocks,
+        block_mask=None if blocked is None else blocked.blocks,
         scale=call.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
-    if seen is not None and seen.blind is not None:
-        out, lse = out.masked_fill(seen.blind[..., None], 0), lse.masked_fill(seen.blind, -torch.inf)
+    if blocked is not None and blocked.empty_rows is not None:
+        out, lse = out.masked_fill(blocked.empty_rows[..., None], 0), lse.masked_fill(blocked.empty_rows, -torch.inf)
     part = Partial(out, lse)
     if call.sink is not None:
         part = part.with_sink(call.sink)
@@ -197,26 +197,26 @@ def _ready(bias: Bias, call: Call) -> Bias:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class BlockedMask:
     """A mask laid over a grid."""
 
     blocks: Any  # BlockMask
-    blind: Bool[Tensor, "b h nq"] | None
+    empty_rows: Bool[Tensor, "b h nq"] | None
     """Queries that see nothing; None if there are none."""
-    idle_keys: Bool[Tensor, "b nk"] | None
+    masked_keys: Bool[Tensor, "b nk"] | None
     """Keys that no query sees; None if there are none."""
 
 
 @functools.lru_cache(maxsize=8)
-def _seen(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> Seen:
+def _blocked_mask(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> BlockedMask:
     """Kept for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
     with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training, too
-        found = survey(mask, grid, size)
-        blind, idle = ~found.queries, ~found.keys
-        return Seen(
-            block_mask(mask, grid, found.kinds, size),
-            blind if blind.any() else None,
-            idle if idle.any() else None,
+        found = block_visibility(mask, grid, size)
+        empty_rows, masked_keys = ~found.queries, ~found.keys
+        return BlockedMask(
+            block_mask(mask, grid, found.status, size),
+            empty_rows if empty_rows.any() else None,
+            masked_keys if masked_keys.any() else None,
         )
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.transforms import once
+from qkv._engine.transforms import kernel_once_differentiable
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.ring import Shared, part_of
+from qkv.ring import Shared, slice_bias
 
 Choose = Callable[[Call, set[str]], ModuleType]
 """The kernel for a piece, of which the tensors of these names want gradients (none: going forward)."""
@@ -35,7 +35,7 @@ def run(shared: Shared, choose: Choose) -> Result:
     return Result(part.out, part.lse)
 
 
-class Passing:
+class Transfer:
     """Tensors on their way to the next process, and those that come from the one before, which have the same shapes."""
 
     def __init__(self, shared: Shared, tensors: tuple[Tensor, ...], tag: int) -> None:
@@ -59,7 +59,7 @@ class Passing:
 def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Every process's number and its `tensors`, this one's first; the next come while these are worked on."""
     for step in range(shared.size):
-        next_ = Passing(shared, tensors, tag=0) if step + 1 < shared.size else None
+        next_ = Transfer(shared, tensors, tag=0) if step + 1 < shared.size else None
         yield (shared.rank - step) % shared.size, tensors
         if next_ is not None:
             tensors = next_.wait()
@@ -73,7 +73,7 @@ class RingAccumulator:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.sums: tuple[Tensor, ...] | None = None
-        self.on_way: Passing | None = None
+        self.transfer: Transfer | None = None
 
     def add(self, *shares: Tensor) -> None:
         """Add to the sums of the block at hand, which came while it was worked on, and pass them on."""
@@ -81,12 +81,12 @@ class RingAccumulator:
             for share, before in zip(shares, self.finish(), strict=True):
                 share.add_(before)
         self.sums = shares
-        self.on_way = Passing(self.shared, shares, self.TAG) if self.shared.size > 1 else None
+        self.transfer = Transfer(self.shared, shares, self.TAG) if self.shared.size > 1 else None
 
     def finish(self) -> tuple[Tensor, ...]:
         """After the last block: the sums of this process's own."""
         assert self.sums is not None
-        return self.sums if self.on_way is None else self.on_way.wait()
+        return self.sums if self.transfer is None else self.transfer.wait()
 
 
 def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
@@ -96,7 +96,7 @@ def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
     lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
     for source, (k, v) in blocks(shared, call.k, call.v):
         for piece in shared.pieces(source):
-            part = piece.of(call, k, v)
+            part = piece.local_call(call, k, v)
             found = choose(part, set()).forward(part)
             at = (slice(None), slice(None), piece.rows)
             whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
@@ -118,14 +118,14 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
+            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
             slope = torch.zeros_like(out) if grad is None else grad  # the others go round, so this process goes, too
             wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
             totals = _backward(ctx.shared, call, Partial(out, lse), slope, grad_lse, wanted, ctx.choose)
             found = tuple(
                 totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, None, *once("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return None, None, None, *kernel_once_differentiable("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None])
 
 
 def _backward(
@@ -141,7 +141,7 @@ def _backward(
     for source, (k, v) in blocks(shared, call.k, call.v):
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for piece in shared.pieces(source):
-            part, rows = piece.of(call, k, v), (slice(None), slice(None), piece.rows)
+            part, rows = piece.local_call(call, k, v), (slice(None), slice(None), piece.rows)
             seen = Partial(whole.out[rows], whole.lse[rows])
             slope = None if grad_lse is None else grad_lse[rows]
             grads = choose(part, of_pieces).gradients(part, seen, grad[rows], slope, of_pieces)
@@ -150,7 +150,7 @@ def _backward(
                 names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_pieces}
                 if names:
                     sums = bias.with_tensors({name: totals[key] for name, key in names.items()})
-                    of_part = part_of(sums, piece.region).tensors()
+                    of_part = slice_bias(sums, piece.region).tensors()
                     places |= {key: of_part[name] for name, key in names.items()}
             for name in of_pieces:
                 places[name].add_(grads[name])

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qkv._engine.backward import backward
 from qkv._engine.call import Call, Result, detached
-from qkv._engine.forward import Found, forward_tiles
+from qkv._engine.forward import ForwardState, forward_tiles
 from qkv._engine.row_state import RowState
-from qkv._engine.transforms import REASON, once, transformed
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
 from qkv.partial import Partial
 
 
@@ -63,14 +63,14 @@ class _Tiled(torch.autograd.Function):
         with torch.no_grad():
             slope = torch.zeros_like(out) if grad is None else grad
             # Tensors that users' objects hold are theirs still: `saved_tensors` has seen that nobody changed them.
-            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
-            found = Found(out, level, mean, total, chosen)
+            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
+            found = ForwardState(out, level, mean, total, chosen)
             wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if need}
             grads = backward(call, found, slope, grad_lse, wanted)
             given = tuple(
                 grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, *once("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return None, None, *kernel_once_differentiable("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None])
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -78,4 +78,4 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
 
     `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` names tensors of the call.
     """
-    return backward(detached(call, own=True), Found(whole.out, whole.lse), grad, grad_lse, wanted)
+    return backward(detached(call, learned=True), ForwardState(whole.out, whole.lse), grad, grad_lse, wanted)

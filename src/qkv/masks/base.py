@@ -171,7 +171,7 @@ def _as_mask(value: object) -> Mask:
     return value
 
 
-def unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
+def check_unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
     """Raise `InputError` for a tensor given as (x, nq, nk) where x may be the heads as well as the batch."""
     if ndim == 3 and len(tensor[0]) > 1 and grid.batch == grid.heads == tensor.shape[1]:
         raise InputError(
@@ -190,16 +190,16 @@ def _is_value(x: object) -> bool:
 
 def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     tiles = Tiles.of(grid, tile, tile)
-    kinds = mask.classify(tiles, grid)
+    status = mask.classify(tiles, grid)
     widths = tiles.k_last - tiles.k_first + 1
-    full = ((kinds == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
+    full = ((status == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
     total = full.to(grid.device)
-    partial = (kinds == PARTIAL).any(0).any(0)
+    partial = (status == PARTIAL).any(0).any(0)
     for row, column in partial.nonzero().tolist():
         rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
         region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
         seen = mask.visible(region, grid).sum(-1)
-        seen = seen * (kinds[:, :, row, column, None] == PARTIAL).to(grid.device)
+        seen = seen * (status[:, :, row, column, None] == PARTIAL).to(grid.device)
         if seen.shape[:2] != total.shape[:2]:
             shape = torch.broadcast_shapes(seen.shape[:2], total.shape[:2])
             total = total.expand(*shape, -1).clone()
@@ -207,7 +207,7 @@ def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     return total
 
 
-def tile_classes(full: Tensor, empty: Tensor) -> Tensor:
+def tile_status(full: Tensor, empty: Tensor) -> Tensor:
     """PARTIAL everywhere but where `full` or `empty` says better; given (rows, cols) or (b, h, rows, cols)."""
     out = torch.where(empty, EMPTY, torch.where(full, FULL, PARTIAL)).to(torch.int8)
     return out if out.ndim == 4 else out[None, None]
@@ -252,7 +252,7 @@ class Shifted(Mask):
 
 
 @dataclass(frozen=True)
-class Placed(Mask):
+class Submask(Mask):
     """`mask` of a whole matrix `grid`, as a rectangle of it sees it.
 
     In the whole, positions of queries are `down` more than here, and keys `right` more.

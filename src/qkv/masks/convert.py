@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Placed, Shifted
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Submask, Shifted
 from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
@@ -102,10 +102,10 @@ def to_multihead(mask: Mask, n_queries: int, n_keys: int, *, batch: int, heads: 
     >>> to_multihead(Causal(), 2, 3, batch=4, heads=8).int().tolist()
     [[0, 0, 1], [0, 0, 0]]
     """
-    hidden = ~mask.dense(n_queries, n_keys, batch=batch, heads=heads)
-    if hidden.shape[:2] == (1, 1):
-        return hidden[0, 0]
-    return hidden.expand(batch, heads, -1, -1).flatten(0, 1)
+    masked = ~mask.dense(n_queries, n_keys, batch=batch, heads=heads)
+    if masked.shape[:2] == (1, 1):
+        return masked[0, 0]
+    return masked.expand(batch, heads, -1, -1).flatten(0, 1)
 
 
 def from_multihead(
@@ -126,18 +126,18 @@ def from_multihead(
     """
     parts: list[Mask] = []
     if attn_mask is not None:
-        hidden = _boolean("from_multihead: attn_mask", attn_mask, "may not attend")
-        shape = tuple(hidden.shape)
-        if hidden.ndim not in (2, 3):
+        masked = _boolean("from_multihead: attn_mask", attn_mask, "may not attend")
+        shape = tuple(masked.shape)
+        if masked.ndim not in (2, 3):
             raise InputError(f"from_multihead: attn_mask is {shape}, expected (nq, nk) or (batch · heads, nq, nk)")
-        if hidden.ndim == 3:
+        if masked.ndim == 3:
             if heads is None or heads < 1 or shape[0] % heads:
                 raise InputError(
                     f"from_multihead: attn_mask is {shape} and heads is {heads}, "
                     "expected (batch · heads, nq, nk) and the number of heads"
                 )
-            hidden = hidden.unflatten(0, (-1, heads))
-        parts.append(Dense(~hidden))
+            masked = masked.unflatten(0, (-1, heads))
+        parts.append(Dense(~masked))
     if key_padding_mask is not None:
         padding = _boolean("from_multihead: key_padding_mask", key_padding_mask, "padding")
         if padding.ndim not in (1, 2):
@@ -201,8 +201,8 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
             return Not(_ready(inner, grid))
         case Shifted(inner, offset):
             return Predicate(_moved(_ready(inner, mask._grid(grid)), offset - grid.offset, mask._grid(grid)))
-        case Placed(inner, whole, down, right):
-            return Predicate(_placed(_ready(inner, whole), down, right, whole))
+        case Submask(inner, whole, down, right):
+            return Predicate(_submask(_ready(inner, whole), down, right, whole))
         case Blockwise(inner, size):
             return Predicate(_blocked(_ready(inner, mask._grid(grid)), size, mask._grid(grid)))
         case Padding(lengths):
@@ -220,7 +220,7 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
     return mask
 
 
-_KNOWN = (And, Or, Not, Shifted, Placed, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
+_KNOWN = (And, Or, Not, Shifted, Submask, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
 
 
 def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
@@ -230,7 +230,7 @@ def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
     return visible
 
 
-def _placed(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
+def _submask(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.sees(b, h, q + down, k + right, whole)
 
@@ -266,10 +266,10 @@ def _drawn(keys: Tensor) -> Visible:
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
+class BlockVisibility:
     """What a mask shows of a grid, in blocks of `size` × `size`: exact, and found one row of blocks at a time."""
 
-    kinds: Int[Tensor, "b h rows cols"]
+    status: Int[Tensor, "b h rows cols"]
     """EMPTY, PARTIAL or FULL; b and h may be 1."""
     queries: Bool[Tensor, "b h nq"]
     """Which queries see a key."""
@@ -277,16 +277,16 @@ class Survey:
     """Which keys a query of any head sees."""
 
 
-def survey(mask: Mask, grid: Grid, size: int) -> Survey:
+def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
     """Classes of blocks, where `classify` may say PARTIAL for want of knowing, and which queries and keys take part."""
     ready = _ready(mask, grid)
     known = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
     shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
-    kinds = known.to(grid.device).expand(*shape, -1, -1).clone()
+    status = known.to(grid.device).expand(*shape, -1, -1).clone()
     partial = (known == PARTIAL).any(0).any(0)
-    queries = (kinds == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
-    keys = (kinds == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
+    queries = (status == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
+    keys = (status == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
     for row in partial.any(1).nonzero()[:, 0].tolist():
         found = partial[row].nonzero()
         first, stop = int(found[0]), int(found[-1]) + 1
@@ -299,23 +299,23 @@ def survey(mask: Mask, grid: Grid, size: int) -> Survey:
         some, every = seen.any(2), seen.all(2)
         some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
-        kinds[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(kinds)
-    return Survey(kinds, queries, keys)
+        status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
+    return BlockVisibility(status, queries, keys)
 
 
-def block_mask(mask: Mask, grid: Grid, kinds: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
-    """FlexAttention's own form of a mask whose blocks are of these `kinds`."""
+def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
+    """FlexAttention's own form of a mask whose blocks are of these `status`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    kinds = kinds.clone()
-    # A short block at the edge is never full in FlexAttention, which pads with hidden pairs.
+    status = status.clone()
+    # A short block at the edge is never full in FlexAttention, which pads with masked pairs.
     if grid.n_queries % size:
-        kinds[:, :, -1] = kinds[:, :, -1].clamp(max=PARTIAL)
+        status[:, :, -1] = status[:, :, -1].clamp(max=PARTIAL)
     if grid.n_keys % size:
-        kinds[..., -1] = kinds[..., -1].clamp(max=PARTIAL)
+        status[..., -1] = status[..., -1].clamp(max=PARTIAL)
     return BlockMask.from_kv_blocks(
-        *_listing(kinds == PARTIAL),
-        *_listing(kinds == FULL),
+        *_listing(status == PARTIAL),
+        *_listing(status == FULL),
         BLOCK_SIZE=size,
         mask_mod=grid_mod(mask, grid),
         seq_lengths=(grid.n_queries, grid.n_keys),
@@ -351,16 +351,16 @@ def to_flex(
         raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
     grid = _grid(n_queries, n_keys, batch or 1, heads or 1, device)
     mask.check(grid)
-    kinds = survey(mask, grid, block_size).kinds.expand(grid.batch, grid.heads, -1, -1)
-    return block_mask(mask, grid, kinds, block_size)
+    status = block_visibility(mask, grid, block_size).status.expand(grid.batch, grid.heads, -1, -1)
+    return block_mask(mask, grid, status, block_size)
 
 
 def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: int | None = None) -> Mask:
     """The mask of a BlockMask, or of a ``mask_mod(b, h, q, k)`` that counts queries from row 0; True = may attend.
 
-    A mask_mod is called on broadcasting index tensors. Of a BlockMask, blocks it does not list are hidden and blocks
+    A mask_mod is called on broadcasting index tensors. Of a BlockMask, blocks it does not list are masked and blocks
     it lists as full are visible, as in its compiled kernels. Pairs beyond the lengths it was made for, or beyond
-    `n_queries` and `n_keys` where given, are hidden.
+    `n_queries` and `n_keys` where given, are masked.
 
     Raises `InputError` for anything else, for a sliced BlockMask (torch takes its mask_mod away), and for lengths that
     are not those of the BlockMask.

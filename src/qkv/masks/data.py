@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Mask, tile_classes, unambiguous
+from qkv.masks.base import Mask, tile_status, check_unambiguous
 from qkv.masks.grid import Grid, Region, Tiles
 
 
@@ -80,7 +80,7 @@ class Padding(_TensorMask):
         shape = (-1, -1, len(tiles.q_first), -1)
         full = (tiles.k_first >= start) & (tiles.k_last < stop)
         empty = (tiles.k_last < start) | (tiles.k_first >= stop)
-        return tile_classes(full.expand(shape), empty.expand(shape))
+        return tile_status(full.expand(shape), empty.expand(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class Document(_TensorMask):
         k_min, k_max = k_min[:, None, None, :], k_max[:, None, None, :]
         full = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
         empty = (q_max < k_min) | (k_max < q_min) | (q_max < 0) | (k_max < 0)
-        return tile_classes(full, empty)
+        return tile_status(full, empty)
 
 
 def _extremes(ids: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ class Dense(_TensorMask):
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
-        unambiguous("mask", self.ndim, self.tensor, grid)
+        check_unambiguous("mask", self.ndim, self.tensor, grid)
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(
@@ -201,7 +201,7 @@ class Dense(_TensorMask):
             cut = [(slice(None),) * dim + (slice(0, 1) if one else span,) for span in spans]
             some = torch.cat([some[c].any(dim, keepdim=True) for c in cut], dim)
             every = torch.cat([every[c].all(dim, keepdim=True) for c in cut], dim)
-        return tile_classes(every.cpu(), ~some.cpu())
+        return tile_status(every.cpu(), ~some.cpu())
 
 
 @dataclass(frozen=True, eq=False)

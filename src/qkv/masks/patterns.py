@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Blockwise, Mask, tile_classes
+from qkv.masks.base import Blockwise, Mask, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 
@@ -30,7 +30,7 @@ class _Band(Mask):
         assert self.band is not None
         low, high = self.band
         least, most = _distances(tiles)
-        return tile_classes((least >= low) & (most <= high), (most < low) | (least > high))
+        return tile_status((least >= low) & (most <= high), (most < low) | (least > high))
 
 
 def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -105,14 +105,14 @@ class Strided(Mask):
         return (q - k) % self.step == 0
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        return _step_classes(*_distances(tiles), self.step)
+        return _step_status(*_distances(tiles), self.step)
 
 
-def _step_classes(least: Tensor, most: Tensor, step: int) -> Tensor:
+def _step_status(least: Tensor, most: Tensor, step: int) -> Tensor:
     """Classes of tiles of distances least … most when every `step`-th distance is visible."""
     multiple = most.div(step, rounding_mode="floor") * step  # the greatest that is not above
     full = (multiple >= least) & ((least == most) | (step == 1))
-    return tile_classes(full, multiple < least)
+    return tile_status(full, multiple < least)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Dilated(Mask):
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         least, most = _distances(tiles)
         low, high = -self.ahead * self.step, (self.size - 1) * self.step  # both multiples of the step
-        inside = _step_classes(least.clamp(low, high), most.clamp(low, high), self.step)
+        inside = _step_status(least.clamp(low, high), most.clamp(low, high), self.step)
         return torch.minimum(inside, self._window().classify(tiles, grid))
 
 
@@ -168,7 +168,7 @@ class Prefix(Mask):
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
         empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)
-        return tile_classes(full, empty)
+        return tile_status(full, empty)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Global(Mask):
             return found > 0, found == last - first + 1
 
         (some_q, all_q), (some_k, all_k) = share(tiles.q_first, tiles.q_last), share(tiles.k_first, tiles.k_last)
-        return tile_classes(all_q[:, None] | all_k, ~(some_q[:, None] | some_k))
+        return tile_status(all_q[:, None] | all_k, ~(some_q[:, None] | some_k))
 
 
 @functools.lru_cache(maxsize=8)
@@ -273,7 +273,7 @@ class RandomKeys(Mask):
             # Tiles may share a column: under Blockwise they are of blocks, which two tiles of tokens may cut.
             found[row] = torch.searchsorted(keys, tiles.k_last, right=True) - torch.searchsorted(keys, tiles.k_first)
         area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
-        return tile_classes(found == area, found == 0)
+        return tile_status(found == area, found == 0)
 
 
 DRAW_ROWS = 1024  # rows whose candidates are all held in memory at once, when some are excluded

@@ -33,8 +33,8 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
         _, ax = plt.subplots(figsize=(4.2, 4.2 * min(2.0, max(0.5, n_queries / n_keys))), layout="constrained")
     extent = (-0.5, n_keys - 0.5, n_queries - 0.5, -0.5)
     if tile is not None:
-        kinds = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
-        shown: np.ndarray = np.repeat(np.repeat(kinds, tile, 0), tile, 1)[:n_queries, :n_keys]
+        status = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
+        shown: np.ndarray = np.repeat(np.repeat(status, tile, 0), tile, 1)[:n_queries, :n_keys]
         ax.imshow(shown, cmap=ListedColormap(list(SHADES.values())), vmin=0, vmax=2, extent=extent, alpha=0.45)
     share = shares(mask, grid)
     fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])

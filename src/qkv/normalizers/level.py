@@ -2,7 +2,7 @@
 
 The search works on log Σ w(s, level), which falls in the level; for a softmax it is a straight line. A secant method
 does the steps, and bisection takes over where these do not shrink the bracket. A sample of the keys gives the first
-guess. Rows that have converged stop moving, so a row's result does not depend on the others in the batch.
+guess. PerRow that have converged stop moving, so a row's result does not depend on the others in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qkv._contract import overrides
 from qkv.errors import InputError
 from qkv.normalizers.base import Scores, SumToOne, checked_shape, weights_of
 
-Rows = Float[Tensor, "*n"]
+PerRow = Float[Tensor, "*n"]
 
 STEPS = 200  # of a search, at most: bisection alone needs fewer
 GROUP = 8  # neighbouring keys of which two stand for all in the first guess
@@ -27,7 +27,7 @@ JUMP = 0.01  # of log Σ w at a level to all its digits: more is a jump, not a r
 FARTHEST = 1e12  # how far a search goes from the largest score before it gives up, in units of 1 + |score|
 
 
-def level_of_rows(normalizer: SumToOne, scores: Scores) -> Rows:
+def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
     """The level of rows given whole, −inf where masked and a sink as one more score; 0 where nothing is visible.
 
     No gradient passes: see `differentiable_level`.
@@ -38,7 +38,7 @@ def level_of_rows(normalizer: SumToOne, scores: Scores) -> Rows:
         return solve(normalizer, scores)[0]
 
 
-def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
+def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
     """Level and weights of rows given whole, by search; without gradients.
 
     Raises:
@@ -47,13 +47,13 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
-    rows = _Masked(normalizer, scores, top)
+    rows = _MaskedRows(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
     if scores.shape[-1] > FEW:
         sample = _sample(scores)
         best = sample.amax(-1)
-        sampled = _Masked(normalizer, sample, best)
+        sampled = _MaskedRows(normalizer, sample, best)
 
         def estimate(level: Tensor) -> Tensor:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
@@ -69,33 +69,33 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
 
     level, _, sure = _root(total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
-        _refuse(normalizer, top, level, kept[0].sum(-1), sure)
+        _raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
     return level, kept[0]  # the last weights are those of the last level
 
 
-class _Masked:
-    """Rows of scores some of which are −inf, and their weights, which are 0 there."""
+class _MaskedRows:
+    """PerRow of scores some of which are −inf, and their weights, which are 0 there."""
 
-    def __init__(self, normalizer: SumToOne, scores: Scores, top: Rows) -> None:
+    def __init__(self, normalizer: SumToOne, scores: Scores, top: PerRow) -> None:
         self.normalizer, self.scores = normalizer, scores
-        self.hidden: Tensor | None = None
+        self.masked: Tensor | None = None
         if normalizer.zero_at_minus_infinity:
             return
-        hidden = scores == -torch.inf
-        where = hidden.flatten(0, -2).any(0).nonzero()[:, 0]
+        masked = scores == -torch.inf
+        where = masked.flatten(0, -2).any(0).nonzero()[:, 0]
         if len(where):  # most columns of a panel have nothing to hide
             self.columns = slice(int(where[0]), int(where[-1]) + 1)
-            self.hidden = hidden[..., self.columns]
+            self.masked = masked[..., self.columns]
             self.scores = scores.clone()
             ordinary = top.masked_fill(top == -torch.inf, 0)[..., None]
-            self.scores[..., self.columns] = torch.where(self.hidden, ordinary, scores[..., self.columns])
+            self.scores[..., self.columns] = torch.where(self.masked, ordinary, scores[..., self.columns])
 
-    def weights(self, level: Rows) -> Scores:
+    def weights(self, level: PerRow) -> Scores:
         """Weights at a level of each row."""
         made = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
-        if self.hidden is not None:
+        if self.masked is not None:
             made = made.contiguous()
-            made[..., self.columns].masked_fill_(self.hidden, 0)
+            made[..., self.columns].masked_fill_(self.masked, 0)
         return made
 
 
@@ -107,11 +107,11 @@ def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
 
 
 def _root(
-    total: Callable[[Tensor], Tensor], start: Rows, fall: Rows, empty: Bool[Tensor, "*n"], tolerance: float
-) -> tuple[Rows, Rows, Bool[Tensor, "*n"]]:
+    total: Callable[[Tensor], Tensor], start: PerRow, fall: PerRow, empty: Bool[Tensor, "*n"], tolerance: float
+) -> tuple[PerRow, PerRow, Bool[Tensor, "*n"]]:
     """Where log `total` is 0 to within a tolerance, how fast it falls there, and for which rows that was found.
 
-    `fall` is a guess of the second. Rows that are `empty` stay where they are.
+    `fall` is a guess of the second. PerRow that are `empty` stay where they are.
     """
     eps, tiny = torch.finfo(start.dtype).eps, torch.finfo(start.dtype).tiny
     x, done = start, empty
@@ -148,7 +148,7 @@ def _root(
     return x, fall, near | (done & (y.abs() <= JUMP))
 
 
-def _refuse(normalizer: SumToOne, top: Rows, level: Rows, total: Rows, sure: Bool[Tensor, "*n"]) -> None:
+def _raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
     """Raise `InputError` for rows whose weights no level makes sum to one."""
     name = type(normalizer).__name__
     small, large = ~sure & (total < 1 - JUMP), ~sure & (total > 1 + JUMP)
@@ -166,7 +166,7 @@ def _refuse(normalizer: SumToOne, top: Rows, level: Rows, total: Rows, sure: Boo
     raise InputError(f"{name}: no level was found at which the weights of a query sum to 1; is its weight continuous?")
 
 
-def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor]) -> Rows:
+def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
     """`level_of_rows` with gradients, of the scores and of learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)

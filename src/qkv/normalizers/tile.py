@@ -22,7 +22,7 @@ def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
     return scores
 
 
-def solved(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def solve_rows(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Level and weights of whole rows, of whose scores a sink is one that has no value."""
     together = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
     if overrides(normalizer, SumToOne, "level_of"):
@@ -59,8 +59,8 @@ class TileWeights:
         self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
         self.made: tuple[Tensor, Tensor] | Tensor
 
-    def weights(self, scores: Tensor, level: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Weights of scores, which are spoilt, at the level of their rows; 0 where hidden."""
+    def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
+        """Weights of scores, which are spoilt, at the level of their rows; 0 where masked."""
         normalizer = self.normalizer
         if self.shortcut:
             if isinstance(normalizer, Pointwise):
@@ -69,10 +69,10 @@ class TileWeights:
                 assert isinstance(normalizer, SumToOne)
                 assert level is not None
                 weights = normalizer.weight_(scores, level[..., None])
-            self.made = weights if hidden is None else weights.masked_fill_(hidden, 0)
+            self.made = weights if masked is None else weights.masked_fill_(masked, 0)
             return self.made
         row = level[..., None] if level is not None else None
-        s = (scores if hidden is None else unmasked(scores, hidden, row)).detach().requires_grad_()
+        s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
         with torch.enable_grad():
             if isinstance(normalizer, SumToOne):
                 assert row is not None
@@ -82,10 +82,10 @@ class TileWeights:
                 made = normalizer.weight(s)
             made = checked_shape(normalizer, made, s)
         self.made = s, made
-        return made.detach() if hidden is None else made.detach().masked_fill(hidden, 0)
+        return made.detach() if masked is None else made.detach().masked_fill(masked, 0)
 
     def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Slopes of the scores and of the learned tensors, from those of the weights: 0 where hidden, and spoilt."""
+        """Slopes of the scores and of the learned tensors, from those of the weights: 0 where masked, and spoilt."""
         if not isinstance(self.made, tuple):
             assert isinstance(self.normalizer, Pointwise | SumToOne)
             return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)

@@ -3,9 +3,9 @@
 Read `qkv.reference.parts`, then this, to know what qkv computes. One query is served at a time:
 
 1. `compare`: a score says how much the query and a key have to do with each other;
-2. `bends`: biases change that number, one after another; then the temperature divides it;
-3. `sees`: a mask says which keys the query may attend to at all;
-4. `weigh`: a normalizer turns the scores of those keys into weights;
+2. `apply_bias`: biases change that number, one after another; then the temperature divides it;
+3. `is_visible`: a mask says which keys the query may attend to at all;
+4. `normalize`: a normalizer turns the scores of those keys into weights;
 5. `attention`: the output is the sum of the values, each times its weight.
 
 It shares no code with anything fast, forms everything, and is slow. The only things it takes as data are the functions
@@ -27,15 +27,15 @@ from qkv import biases, masks, normalizers, scores
 from qkv.errors import InputError
 from qkv.reference.parts import (
     array,
-    bends,
+    apply_bias,
     compare,
     factor,
     log_sum_exp,
     of_head,
     query_of,
-    sees,
+    is_visible,
     vector_of,
-    weigh,
+    normalize,
 )
 
 Array = np.ndarray
@@ -65,13 +65,13 @@ class Reference:
     weights: Float64[Array, "*bh nq nk"]
 
 
-def undefined(*parts: Any) -> str | None:
+def first_undefined(*parts: Any) -> str | None:
     """The first of some masks, biases, scores and normalizers, or of the masks inside them, that is not defined here.
 
     A subclass is not: it may redefine what this module knows.
 
     >>> class Mine(normalizers.Softmax): ...
-    >>> undefined(scores.Dot(), Mine())
+    >>> first_undefined(scores.Dot(), Mine())
     'Mine'
     """
     for part in parts:
@@ -79,7 +79,7 @@ def undefined(*parts: Any) -> str | None:
             continue
         if type(part) not in DEFINED:
             return type(part).__name__
-        inside = undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
+        inside = first_undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
         if inside is not None:
             return inside
     return None
@@ -119,7 +119,7 @@ def attention(
     ndim = q.ndim
     score = scores.Dot() if score is None else score
     normalizer = normalizers.Softmax() if normalizer is None else normalizer
-    unknown = undefined(mask, *bias, score, normalizer)
+    unknown = first_undefined(mask, *bias, score, normalizer)
     if unknown is not None:
         raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
     if q.ndim < 4:
@@ -135,12 +135,12 @@ def attention(
     for b, h, i in np.ndindex(batch, heads, n_queries):
         g = h // (heads // key_heads)
         query = query_of(score, q[b, h, i], h)
-        shown = [j for j in range(n_keys) if sees(mask, b, h, i, j, n_queries, n_keys)]
+        shown = [j for j in range(n_keys) if is_visible(mask, b, h, i, j, n_queries, n_keys)]
         final = {}
         for j in shown:
             s = compare(score, q[b, h, i], k[b, g, j], h, g)
             for one in bias:
-                s = bends(
+                s = apply_bias(
                     one, s, b, h, i, j, n_queries=n_queries, n_keys=n_keys, heads=heads, query=query,
                     scale=factor(score, len(query)),
                 )  # fmt: skip
@@ -149,7 +149,7 @@ def attention(
         sink = _sink(normalizer, score, q[b, h, i], b, h, i, g)
         seen = np.array([final[j] for j in keys])
         lse[b, h, i] = log_sum_exp(seen, sink)
-        weights[b, h, i, keys] = weigh(normalizer, seen, h, len(shown), sink)
+        weights[b, h, i, keys] = normalize(normalizer, seen, h, len(shown), sink)
         for j in keys:
             out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
     return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)

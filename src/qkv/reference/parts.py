@@ -114,15 +114,15 @@ def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
 # Query i of nq stands at position p = i + nk − nq: the last query at the last key.
 
 
-def bends(
+def apply_bias(
     bias: biases.Bias, score: float, b: int, h: int, i: int, j: int, *,
     n_queries: int, n_keys: int, heads: int = 1, query: Array | None = None, scale: float = 1.0,
 ) -> float:  # fmt: skip
     """The score of query i and key j after `bias`; `query` is the query where it is compared.
 
-    >>> bends(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
+    >>> apply_bias(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
     2.0
-    >>> bends(biases.ALiBi(), 1.0, 0, 0, 3, 1, n_queries=4, n_keys=4, heads=8)
+    >>> apply_bias(biases.ALiBi(), 1.0, 0, 0, 3, 1, n_queries=4, n_keys=4, heads=8)
     0.0
     """
     back = i + n_keys - n_queries - j  # p − j: how far back the key is
@@ -199,16 +199,16 @@ def vector_of(table: Any, h: int, back: int) -> Array:
 # p among the keys, so that decoding one token sees what the whole sequence saw there. Masks compose by and, or and not.
 
 
-def sees(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
+def is_visible(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
     """Whether `mask` lets query i attend to key j.
 
-    >>> [sees(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
+    >>> [is_visible(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
     [True, True, False]
     """
-    return mask is None or _sees(mask, b, h, i + n_keys - n_queries, i, j, n_keys)
+    return mask is None or _is_visible(mask, b, h, i + n_keys - n_queries, i, j, n_keys)
 
 
-def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
+def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
     """The same for query i standing at position p among the keys."""
     match mask:
         case masks.Causal():  # itself and what comes before
@@ -243,15 +243,15 @@ def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int)
             return bool(function(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
         case masks.Blockwise(inner, size):  # a mask over blocks of tokens: rows are those of the queries' blocks
             first = (p - i) // size  # the block of query 0
-            return _sees(inner, b, h, p // size, p // size - first, j // size, math.ceil(n_keys / size))
+            return _is_visible(inner, b, h, p // size, p // size - first, j // size, math.ceil(n_keys / size))
         case masks.Shifted(inner, offset):  # query 0 stands at `offset` instead
-            return _sees(inner, b, h, i + offset, i, j, n_keys)
+            return _is_visible(inner, b, h, i + offset, i, j, n_keys)
         case masks.And(left, right):
-            return _sees(left, b, h, p, i, j, n_keys) and _sees(right, b, h, p, i, j, n_keys)
+            return _is_visible(left, b, h, p, i, j, n_keys) and _is_visible(right, b, h, p, i, j, n_keys)
         case masks.Or(left, right):
-            return _sees(left, b, h, p, i, j, n_keys) or _sees(right, b, h, p, i, j, n_keys)
+            return _is_visible(left, b, h, p, i, j, n_keys) or _is_visible(right, b, h, p, i, j, n_keys)
         case masks.Not(inner):
-            return not _sees(inner, b, h, p, i, j, n_keys)
+            return not _is_visible(inner, b, h, p, i, j, n_keys)
     raise TypeError(f"the reference has no definition of {type(mask).__name__}")
 
 
@@ -266,14 +266,14 @@ def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int)
 # the mask shows to the query.
 
 
-def weigh(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
+def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
     """Weights (n,) of final scores (n,) of one query of head h, none of them −∞; its mask shows it `visible` keys.
 
-    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
+    >>> normalize(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
     [0.25, 0.75]
-    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2, sink=math.log(4)).round(3).tolist()
+    >>> normalize(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2, sink=math.log(4)).round(3).tolist()
     [0.125, 0.375]
-    >>> weigh(normalizers.ReLU(), np.array([-1.0, 6.0, 2.0]), 0, 4).tolist()
+    >>> normalize(normalizers.ReLU(), np.array([-1.0, 6.0, 2.0]), 0, 4).tolist()
     [0.0, 1.5, 0.5]
     """
     if len(s) == 0:

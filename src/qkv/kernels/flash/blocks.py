@@ -69,10 +69,10 @@ class DenseBlock:
         return len(range(*self.batch.indices(batch))) * self.count * self.size[0]
 
     @functools.cached_property
-    def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
+    def masked_rows(self) -> Bool[Tensor, "b h q"] | None:
         """The rows that its mask hides entirely, or None."""
-        hidden = None if self.visible is None else ~self.visible.any(-1)
-        return hidden if hidden is not None and hidden.any() else None
+        masked = None if self.visible is None else ~self.visible.any(-1)
+        return masked if masked is not None and masked.any() else None
 
     def _span(self, x: Tensor, where: slice) -> Tensor:
         return x[self.batch][:, :, where.start : where.stop + (self.count - 1) * self.step]
@@ -175,10 +175,10 @@ class GatheredBlock:
         return len(self.row_tiles) * self.tile
 
     @functools.cached_property
-    def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
+    def masked_rows(self) -> Bool[Tensor, "b h q"] | None:
         """The rows that its mask hides entirely, or None."""
-        hidden = None if self.visible is None else ~self.visible.any(-1)
-        return hidden if hidden is not None and hidden.any() else None
+        masked = None if self.visible is None else ~self.visible.any(-1)
+        return masked if masked is not None and masked.any() else None
 
     @functools.cached_property
     def _runs(self) -> list[tuple[slice, slice]]:

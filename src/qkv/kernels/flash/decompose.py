@@ -20,14 +20,14 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.sizes import BY_DEVICE, Sizes
-from qkv._engine.tiles import classes
+from qkv._engine.tiles import block_status
 from qkv.biases import Bias, ByDistance
 from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 
 CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
-KEPT_MASKS = 8
-KEPT_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
+CACHED_MASKS = 8
+CACHED_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
 SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have them gathered
 GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
@@ -50,10 +50,10 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
         assert mask is not None
         if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles need it
             return [_tile_blocks(mask, grid, 0, grid.n_queries)]
-        near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _near(mask, grid)
+        near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _split_window(mask, grid)
         if near is not None:  # a sliding window and something else: the window has no need of gathering
-            return [_band_blocks(near[0], call, training=training), _kept(near[1], grid)]
-        return [_kept(mask, grid)]
+            return [_band_blocks(near[0], call, training=training), _cached_sparse_blocks(near[1], grid)]
+        return [_cached_sparse_blocks(mask, grid)]
     if call.biases:
         by_distance = _by_distance(call)
         if by_distance is None:
@@ -68,7 +68,7 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
     return [_tile_blocks(mask, grid, 0, grid.n_queries)]
 
 
-def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
+def _split_window(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     """A union as its narrow band and the rest, if it has one."""
     either = mask.alternatives()
     if len(either) != 2:
@@ -80,21 +80,21 @@ def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     return None
 
 
-_KEPT: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # what the last few masks were cut into
+_CACHE: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # what the last few masks were cut into
 
 
-def _kept(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
+def _cached_sparse_blocks(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
     """`_sparse_blocks`, kept for the next call if the mask is the same whenever it looks the same, and is not large."""
     if not mask.by_value:
         return _sparse_blocks(mask, grid)
-    cut = _KEPT.get((mask, grid))
+    cut = _CACHE.get((mask, grid))
     if cut is None:
         cut = list(_sparse_blocks(mask, grid))
         held = sum(part.visible.numel() for block in cut for part in block if part.visible is not None)
-        if held <= KEPT_ELEMENTS:
-            _KEPT[mask, grid] = cut
-        while len(_KEPT) > KEPT_MASKS:
-            _KEPT.popitem(last=False)
+        if held <= CACHED_ELEMENTS:
+            _CACHE[mask, grid] = cut
+        while len(_CACHE) > CACHED_MASKS:
+            _CACHE.popitem(last=False)
     return cut
 
 
@@ -128,7 +128,7 @@ def _band_blocks(
     # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
     # more: an eighth of the band was fastest forward, a quarter both ways.
     step = min(_sizes().tile, max(_sizes().tile // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
-    spare = -(step + high - low) % ALIGN  # hidden keys at the end of each tile
+    spare = -(step + high - low) % ALIGN  # masked keys at the end of each tile
     first = max(0, high - grid.offset)  # queries before it would see keys before key 0
     last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
     count = (min(last, grid.n_keys - grid.offset + low - spare) - first) // step
@@ -200,31 +200,31 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
     if grid.n_keys < sizes.sparse_keys or grid.n_keys > size * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
-    kinds = classes(mask, Tiles.of(grid, size, size), grid)
-    low, high = kinds.amin(1), kinds.amax(1)
-    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
-    shared = _shared_keys(kinds)
+    status = block_status(mask, Tiles.of(grid, size, size), grid)
+    low, high = status.amin(1), status.amax(1)
+    status = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    shared = _shared_keys(status)
     if shared is not None:
-        yield from _shared_blocks(mask, grid, kinds, shared)
+        yield from _shared_blocks(mask, grid, status, shared)
         return
-    kinds = kinds.expand(grid.batch, -1, -1)
-    seen = (kinds != EMPTY).sum(-1)
+    status = status.expand(grid.batch, -1, -1)
+    seen = (status != EMPTY).sum(-1)
     sparse = seen * size <= grid.n_keys * SPARSE_SHARE
     sparse[:, grid.n_queries // size :] = False  # a last short tile
     if sparse.double().mean() < 0.5:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
     whole = ~sparse.all(0)
-    for start, stop in _stretches(whole.tolist()):
+    for start, stop in _true_runs(whole.tolist()):
         yield from _tile_blocks(mask, grid, start * size, min(stop * size, grid.n_queries))
-    partial = (kinds == PARTIAL).any(-1)
+    partial = (status == PARTIAL).any(-1)
     pattern = 2 * seen + partial
     for item in range(grid.batch):
         for key in sorted(set(pattern[item, ~whole].tolist()) - {0, 1}):
             rows = ((pattern[item] == key) & ~whole).nonzero()[:, 0]
             together = max(1, GATHERED // (size * (key // 2) * grid.heads))
             for some in rows.split(together):
-                columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
+                columns = (status[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
                 visible = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
                 yield [GatheredBlock(item, grid, size, some, columns, visible)]
 
@@ -233,28 +233,28 @@ def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
     """Whether half of a few tiles of rows see few tiles of keys: to classify all of them is work."""
     tiles = Tiles.of(grid, _sizes().sparse_tile, _sizes().sparse_tile)
     some = slice(None, None, -(-len(tiles.q_first) // probes))
-    kinds = classes(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
-    share = (kinds != EMPTY).double().mean(-1)
+    status = block_status(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
+    share = (status != EMPTY).double().mean(-1)
     return bool((share <= SPARSE_SHARE).double().mean() >= 0.5)
 
 
-def _shared_keys(kinds: Tensor) -> slice | None:
+def _shared_keys(status: Tensor) -> slice | None:
     """The keys of one or two neighbouring tiles, if half of the rows or more see no others."""
-    row = kinds[0, len(kinds[0]) // 2] != EMPTY
+    row = status[0, len(status[0]) // 2] != EMPTY
     columns = row.nonzero()[:, 0]
     if not 1 <= len(columns) <= 2 or columns[-1] - columns[0] != len(columns) - 1:
         return None
-    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    alike = ((status != EMPTY) <= row).all(-1).all(0)
     if alike.double().mean() < 0.5:
         return None
     return slice(int(columns[0]) * _sizes().sparse_tile, (int(columns[-1]) + 1) * _sizes().sparse_tile)
 
 
-def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[RowBlock]:
+def _shared_blocks(mask: Mask, grid: Grid, status: Tensor, keys: slice) -> Iterator[RowBlock]:
     """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
-    row = torch.zeros(kinds.shape[2], dtype=torch.bool)
+    row = torch.zeros(status.shape[2], dtype=torch.bool)
     row[keys.start // _sizes().sparse_tile : keys.stop // _sizes().sparse_tile] = True
-    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    alike = ((status != EMPTY) <= row).all(-1).all(0)
     at = 0
     for same, group in itertools.groupby(alike.tolist()):
         start, at = at, min(at + len(list(group)) * _sizes().sparse_tile, grid.n_queries)
@@ -271,7 +271,7 @@ def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterat
             yield [DenseBlock(rows, slice(first, last), visible=visible[..., inside].contiguous())]
 
 
-def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:
+def _true_runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
     """Runs of True: where each starts and ends."""
     at = 0
     for flag, group in itertools.groupby(flags):
@@ -295,11 +295,11 @@ def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterat
     if start >= stop:
         return
     size = max(_sizes().tile, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # keeps the table of classes small
-    kinds = classes(mask, Tiles.of(grid, size, size, start, stop), grid)
-    low, high = kinds.amin(1), kinds.amax(1)
-    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
-    for item, table in enumerate(kinds.tolist()):
-        batch = slice(None) if len(kinds) == 1 else slice(item, item + 1)
+    status = block_status(mask, Tiles.of(grid, size, size, start, stop), grid)
+    low, high = status.amin(1), status.amax(1)
+    status = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    for item, table in enumerate(status.tolist()):
+        batch = slice(None) if len(status) == 1 else slice(item, item + 1)
         row = 0
         while row < len(table):
             most = max(1, MASK_ELEMENTS // max(1, table[row].count(PARTIAL) * size * size))
@@ -314,11 +314,11 @@ def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterat
 
 
 def _runs(
-    mask: Mask | None, grid: Grid, kinds: list[int], rows: slice, size: int, batch: slice
+    mask: Mask | None, grid: Grid, status: list[int], rows: slice, size: int, batch: slice
 ) -> Iterator[DenseBlock]:
     """Consecutive tiles of one class are one part; a partial one carries its mask unless it proves full or empty."""
     column = 0
-    for kind, group in itertools.groupby(kinds):
+    for kind, group in itertools.groupby(status):
         first, column = column, column + len(list(group))
         keys = slice(first * size, min(column * size, grid.n_keys))
         if kind == FULL:

@@ -18,8 +18,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32
-from qkv._engine.tiles import harmless, without_unseen
-from qkv._engine.transforms import REASON, once, transformed, transforming
+from qkv._engine.tiles import all_finite, zero_masked_keys
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed, transforming
 from qkv.biases import Additive
 from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, ScratchBuffer
 from qkv.kernels.flash.decompose import RowBlock, decompose
@@ -164,7 +164,7 @@ class _Flash(torch.autograd.Function):
                 grad_sink = sink_gradient(sink, Partial(out, lse), slope, grad_lse)
             grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
             given = (*(g.to(q.dtype) for g in grads), grad_sink)
-        return *once("flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]), None
+        return *kernel_once_differentiable("flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]), None
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -208,7 +208,7 @@ def _forward(
 
 
 def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[RowBlock]], call: Call) -> Partial:
-    clean, buffers = _clean(cut, k, v), (ScratchBuffer(), ScratchBuffer())
+    clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
     if any(isinstance(block[0], GatheredBlock) for cover in cut for block in cover):
         k, v = k.contiguous(), v.contiguous()
     first = cut[0]
@@ -229,10 +229,10 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[RowBlock]], call: Call
     return Partial(out, lse)
 
 
-def _clean(cut: list[list[RowBlock]], k: Tensor, v: Tensor) -> bool:
+def _no_nan_to_mask(cut: list[list[RowBlock]], k: Tensor, v: Tensor) -> bool:
     """Whether no part has to mind what is in the keys and values that it hides."""
     parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
-    return all(part.visible is None for part in parts) or harmless(k, v)
+    return all(part.visible is None for part in parts) or all_finite(k, v)
 
 
 def _covers(block: RowBlock, grid: Grid) -> bool:
@@ -256,16 +256,16 @@ def _attend(
     *,
     clean: bool,
 ) -> Partial:
-    added, hidden = _added(part, call)
-    k, v = (_seen(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
+    added, masked = _additive_mask(part, call)
+    k, v = (_keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
     rows = part.rows_of(q)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
     if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
         lse = lse.masked_fill(lost, torch.nan)
         out = out.masked_fill(lost[..., None], torch.nan)
-    if hidden is not None:  # the stock kernel says lse = 0 where nothing is visible
-        lse = lse.masked_fill(hidden, -torch.inf)
-        out = out.masked_fill(hidden[..., None], 0)
+    if masked is not None:  # the stock kernel says lse = 0 where nothing is visible
+        lse = lse.masked_fill(masked, -torch.inf)
+        out = out.masked_fill(masked[..., None], 0)
     return Partial(out, lse)
 
 
@@ -275,10 +275,10 @@ def _fold_backward(
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0)  # such rows see nothing, so e^(−∞ − 0) = 0 is their weight
-    clean, buffers = _clean(cut, k, v), (ScratchBuffer(), ScratchBuffer())
+    clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
     for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
-        added, _ = _added(part, call)
-        keys, values = (_seen(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
+        added, _ = _additive_mask(part, call)
+        keys, values = (_keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
         slope, queries, known, level = (part.rows_of(x) for x in (grad, q, out, lse))
         grads = _stock_backward(
             slope, queries, keys, values, known, level, causal=part.causal, scale=_scale(call), added=added
@@ -289,17 +289,17 @@ def _fold_backward(
     return dq, dk, dv
 
 
-def _seen(part: DenseBlock | GatheredBlock, x: Tensor, buffer: ScratchBuffer, *, clean: bool) -> Tensor:
+def _keys_or_values(part: DenseBlock | GatheredBlock, x: Tensor, buffer: ScratchBuffer, *, clean: bool) -> Tensor:
     """Keys or values of a part, zero where none of its queries may look unless that does not matter."""
     x = part.keys_of(x, buffer)
-    return x if clean else without_unseen(x, part.visible)
+    return x if clean else zero_masked_keys(x, part.visible)
 
 
 def _scale(call: Call) -> float:
     return call.factor / call.normalizer.temperature
 
 
-def _added(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
+def _additive_mask(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
     """The additive mask of a part (0 or a bias where visible, −inf where not), and the rows it hides entirely."""
     if part.pattern is not None:
         return part.pattern, None
@@ -318,7 +318,7 @@ def _added(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor | None,
         return None, None
     if call.biases:  # they may hide pairs, too
         none = (added == -torch.inf).all(-1)
-        hidden = none if none.any() else None
+        masked = none if none.any() else None
     else:
-        hidden = part.hidden_rows
-    return added.expand(*added.shape[:2], *part.size), hidden
+        masked = part.masked_rows
+    return added.expand(*added.shape[:2], *part.size), masked
