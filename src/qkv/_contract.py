@@ -62,7 +62,9 @@ def require(thing: object, base: type, method: str, arguments: str, returns: str
     """Raise `InputError` if the class of `thing` lacks the method that defines a `base`."""
     if not overrides(thing, base, method):
         name = type(thing).__name__
-        raise InputError(f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {returns}")
+        raise InputError(
+            f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {returns}"
+        )
 
 
 def learned_tensors(thing: object) -> dict[str, Tensor]:

@@ -244,7 +244,9 @@ def _shared(
     if dropout_p:
         raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: sharded attention has no dropout")
     if return_weights:
-        raise InputError("return_weights is True with a group, expected False: sharded attention never forms the weights")
+        raise InputError(
+            "return_weights is True with a group, expected False: sharded attention never forms the weights"
+        )
     shared = Shared.of(group, q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
     result = serve_shared(shared, kernel)
     if not return_lse:

@@ -82,7 +82,9 @@ def choose_keys(
     drawn = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
-        raise InputError("choose_keys: bias is RelativePosition with values, which keys are not chosen by; expected none")
+        raise InputError(
+            "choose_keys: bias is RelativePosition with values, which keys are not chosen by; expected none"
+        )
     lse = serve(call).lse
     assert lse is not None
     none = drawn < 0

@@ -94,7 +94,9 @@ def linear_attend(
     if form not in ("chunked", "recurrent"):
         raise InputError(f"form is {form!r}, expected 'chunked' or 'recurrent'")
     if form == "recurrent" and not causal:
-        raise InputError("form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query")
+        raise InputError(
+            "form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query"
+        )
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected at least 1 token")
     if state is not None:

@@ -1,7 +1,7 @@
-"""Positions: how a model knows where a token stands.
+"""Positional encodings: `Sinusoidal` and `Learned`, added to embeddings, and `Rotary`, applied to queries and keys.
 
-Added to embeddings (`Sinusoidal`, `Learned`) or rotate into queries and keys (`Rotary`); biases that depend on the
-distance are in `qkv.biases`. No position at all is no object at all.
+The scalings `Linear`, `NTK`, `DynamicNTK`, `YaRN` and `Llama3` extend `Rotary` beyond the training length. Positional
+biases (ALiBi, T5, relative positions) are in `qkv.biases`.
 """
 
 from __future__ import annotations
@@ -251,12 +251,12 @@ class Llama3(Scaling):
 
 @dataclass(frozen=True)
 class Rotary:
-    """Queries and keys rotate by their position, so that their product depends on the distance alone.
+    """RoPE: queries and keys rotated by their position, so that their product depends on the distance alone.
 
-    Pair i of dimensions turns by p · base^(−2i/dim) (Su et al. 2021, arXiv:2104.09864, eq. 34). Pairs are
+    Pair i of dimensions is rotated by p · base^(−2i/dim) (Su et al. 2021, arXiv:2104.09864, eq. 34). Pairs are
     (i, i + dim/2) as in Llama and Hugging Face, or with `interleaved` (2i, 2i + 1) as in the paper and GPT-J.
-    Dimensions beyond `dim` pass. Tables are float32 or better whatever the dtype of the model: in bfloat16 positions
-    beyond 256 would collide.
+    Dimensions beyond `dim` are left unchanged. Tables are float32 or better for models of any dtype: in bfloat16,
+    positions beyond 256 would collide.
 
     >>> x = torch.ones(1, 1, 2, 4)
     >>> Rotary(4)(x, torch.tensor([0, 1]))[0, 0, 0].tolist()
@@ -290,9 +290,8 @@ class Rotary:
     def __call__(
         self, x: Float[Tensor, "b h n d"], positions: Int[Tensor, "..."], length: int | None = None
     ) -> Float[Tensor, "b h n d"]:
-        """x rotate by `positions`, (n,) or (b, n)."""
-        if x.shape[-1] < self.dim:
-            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        """x rotated by `positions`, (n,) or (b, n)."""
+        self._check_size(x)
         if positions.ndim not in (1, 2) or positions.shape[-1] != x.shape[2]:
             raise InputError(
                 f"Rotary: positions is {tuple(positions.shape)} for x {tuple(x.shape)}, expected (n,) or (b, n)"
@@ -303,11 +302,10 @@ class Rotary:
         return rotate(x, cos, sin, interleaved=self.interleaved)
 
     def span(self, x: Float[Tensor, "b h n d"], start: int = 0, length: int | None = None) -> Float[Tensor, "b h n d"]:
-        """x rotate by positions start, start + 1, …: the same as a call, with tables that layers share."""
-        if x.shape[-1] < self.dim:
-            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        """x rotated by positions start, start + 1, …: the same as a call, with tables cached across layers."""
+        self._check_size(x)
         stop = start + x.shape[2]
-        ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # no tracing of any kind
+        ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # not being traced
         tables = _cached_span_tables if ordinary else _span_tables
         cos, sin = tables(self, start, stop, stop if length is None else length, _rotation_dtype(x), x.device)
         return rotate(x, cos, sin, interleaved=self.interleaved)
@@ -335,7 +333,7 @@ _cached_span_tables = functools.lru_cache(maxsize=8)(_span_tables)  # all layers
 def rotate(
     x: Float[Tensor, "b h n d"], cos: Float[Tensor, "*n pairs"], sin: Float[Tensor, "*n pairs"], *, interleaved: bool
 ) -> Float[Tensor, "b h n d"]:
-    """Rotate the first 2 · pairs dimensions of x by tables of cos and sin, in float32 or better; keeps the dtype of x."""
+    """Rotate the first 2 · pairs dimensions of x by tables of cos and sin, in float32 or better; same dtype as x."""
     dim = 2 * cos.shape[-1]
     wide = x[..., :dim].to(_rotation_dtype(x))
     if interleaved:

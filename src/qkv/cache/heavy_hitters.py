@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv._engine.call import as_biases, at_least_float32
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, check_distance_mask, attend_with, rotated
+from qkv.cache.base import PAST, Cache, at_least_one, attend_with, check_distance_mask, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne

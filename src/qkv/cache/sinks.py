@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv._engine.call import as_biases
 from qkv.attention import Attention
-from qkv.cache.base import PAST, RecentKeysCache, at_least_one, check_distance_mask, attend_with, rotated
+from qkv.cache.base import PAST, RecentKeysCache, at_least_one, attend_with, check_distance_mask, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import RecentKeysCache, at_least_one, check_distance_mask, attend_with, rotated
+from qkv.cache.base import RecentKeysCache, at_least_one, attend_with, check_distance_mask, rotated
 from qkv.masks import Mask, Window
 from qkv.positions import Rotary
 

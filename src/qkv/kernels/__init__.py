@@ -142,7 +142,10 @@ def _serve_edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, 
 
 
 BLOCK_KERNELS = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
-BLOCK_KERNELS_WITH_GRADIENTS = ("flash", "tiled")  # those that make gradients of a piece from the out and lse of the whole row
+BLOCK_KERNELS_WITH_GRADIENTS = (
+    "flash",
+    "tiled",
+)  # those that make gradients of a piece from the out and lse of the whole row
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:

@@ -125,7 +125,12 @@ class _Ring(torch.autograd.Function):
             found = tuple(
                 totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, None, *kernel_once_differentiable("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return (
+            None,
+            None,
+            None,
+            *kernel_once_differentiable("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None]),
+        )
 
 
 def _backward(

@@ -70,7 +70,11 @@ class _Tiled(torch.autograd.Function):
             given = tuple(
                 grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, *kernel_once_differentiable("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return (
+            None,
+            None,
+            *kernel_once_differentiable("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None]),
+        )
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Submask, Shifted
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted, Submask
 from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Mask, tile_status, check_unambiguous
+from qkv.masks.base import Mask, check_unambiguous, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 

@@ -26,16 +26,16 @@ from jaxtyping import Float64
 from qkv import biases, masks, normalizers, scores
 from qkv.errors import InputError
 from qkv.reference.parts import (
-    array,
     apply_bias,
+    array,
     compare,
     factor,
+    is_visible,
     log_sum_exp,
+    normalize,
     of_head,
     query_of,
-    is_visible,
     vector_of,
-    normalize,
 )
 
 Array = np.ndarray

@@ -164,7 +164,9 @@ class _Flash(torch.autograd.Function):
                 grad_sink = sink_gradient(sink, Partial(out, lse), slope, grad_lse)
             grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
             given = (*(g.to(q.dtype) for g in grads), grad_sink)
-        return *kernel_once_differentiable("flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]), None
+        return *kernel_once_differentiable(
+            "flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
+        ), None
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
@@ -278,7 +280,9 @@ def _fold_backward(
     clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
     for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
         added, _ = _additive_mask(part, call)
-        keys, values = (_keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
+        keys, values = (
+            _keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True)
+        )
         slope, queries, known, level = (part.rows_of(x) for x in (grad, q, out, lse))
         grads = _stock_backward(
             slope, queries, keys, values, known, level, causal=part.causal, scale=_scale(call), added=added
