@@ -302,7 +302,7 @@ def test_a_picture_is_what_dense_says(mask: Mask, nq: int, nk: int, monkeypatch:
     (image,) = axes.get_images()
     assert np.array_equal(np.asarray(image.get_array()), seen.numpy())
     assert tuple(image.get_extent()) == (-0.5, nk - 0.5, nq - 0.5, -0.5)
-    assert f"{1 - seen.mean():.0%} hidden" in axes.get_title()
+    assert f"{1 - seen.mean():.0%} masked" in axes.get_title()
     monkeypatch.setattr(picture, "PAIRS", 4)  # a cell is now the visible share of a tile, also at the edges
     size = -(-nk // 4)
     shares = picture.shares(mask, grid)

@@ -1,4 +1,4 @@
-"""A cache that keeps the last keys."""
+"""`Sliding`: a cache that keeps the last keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from qkv.positions import Rotary
 
 
 class Sliding(RecentKeysCache):
-    """The last `window` keys, the query's own included: exactly attention with ``mask & Window(window)``.
+    """Keeps the last `window` keys, including the query's own: exactly attention with ``mask & Window(window)``.
 
-    With a rotary scaling that depends on the length, keys keep the turn of the length at which they came.
+    With a rotary scaling that depends on the length, each key keeps the rotation for the length at which it was added.
 
-    Memory does not grow with the tokens. (Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825.)
+    Memory is constant. (Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825.)
 
     >>> Sliding(64)
     Sliding(window=64, seen=0, length=0)
@@ -40,7 +40,7 @@ class Sliding(RecentKeysCache):
         keys, values = self._append(k, v, keep, 0)
         low, high = own.band or (0, 0)
         whole: Mask | None = own
-        if k.shape[2] == 1 and low == 0 and high >= keep:  # one query sees all there is
+        if k.shape[2] == 1 and low == 0 and high >= keep:  # all keys are visible to a single query
             whole = None
         elif high >= self.window:
             whole = own & Window(self.window)

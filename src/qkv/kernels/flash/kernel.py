@@ -1,9 +1,10 @@
-"""Flash attention of torch's own CPU kernel, folded over the parts of a mask that are not empty.
+"""Block-sparse flash attention on CPU: torch's fused kernel, called on the non-empty blocks of a mask.
 
-The stock kernel does dense, causal and tensor-masked attention and returns the log-sum-exp. A mask is cut into few
-rectangular calls of it: full rectangles need no mask tensor, repeated patterns (a sliding window) become one call over
-strided views, and the results merge exactly. The backward is the same fold: a part's gradient is exact when the stock
-backward gets the *global* output and log-sum-exp. (Dao 2023, arXiv:2307.08691; the identities are in docs/design.md.)
+The stock kernel computes dense, causal or tensor-masked attention and returns the log-sum-exp. A mask is decomposed
+into few rectangular calls: full rectangles need no mask tensor, repeated patterns (a sliding window) become one call
+over strided views, and the partial results merge exactly. The backward runs over the same blocks: the gradient of a
+block is exact because the stock backward gets the *global* output and log-sum-exp. (Dao 2023, arXiv:2307.08691; the
+identities are in docs/design.md.)
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a quer
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     if call.q.device.type != "cpu":
-        return f"tensors are on {call.q.device.type}; the stock kernel it folds is torch's CPU one"
+        return f"tensors are on {call.q.device.type}; it calls torch's CPU kernel"
     if not _stock_kernel_works():
-        return f"torch {torch.__version__} lacks the flash kernel for CPU that it folds"
+        return f"torch {torch.__version__} lacks the CPU flash kernel that it calls"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
     if not call.normalizer.has_lse:
         return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.q.dtype != call.v.dtype:
-        return f"the score makes {call.q.dtype} of queries whose values are {call.v.dtype}"
+        return f"the score projects queries to {call.q.dtype}, but values are {call.v.dtype}"
     if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
     if call.reshaped is not None:
-        return f"the bias {type(call.reshaped).__name__} does more to a score than add to it"
+        return f"the bias {type(call.reshaped).__name__} is not additive"
     if call.values is not None:
-        return "it has no buffer for values that depend on the distance"
+        return "it has no values that depend on the distance"
     if torch.is_grad_enabled() and any(x.requires_grad for bias in call.biases for x in bias.tensors().values()):
         return "the stock kernel has no gradient for a bias"
     if transformed(call):
@@ -57,8 +58,8 @@ def unsupported_reason(call: Call) -> str | None:
 def forward(call: Call) -> Result:
     """Attention in memory linear in the sequence, differentiable in q, k, v, the sink, and through the lse."""
     d, dv = call.q.shape[3], call.v.shape[3]
-    q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel wants one head size
-    if call.factor <= 0:  # its causal form masks before it scales: −inf · 0 is NaN, −inf · −1 is +inf
+    q, k, v = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v))  # the stock kernel has one head dimension
+    if call.factor <= 0:  # the stock causal kernel masks before scaling: −inf · 0 is NaN, −inf · −1 is +inf
         q, call = q * _sign(call), replace(call, factor=abs(call.factor) or 1.0)
     sink = call.sink
     if call.needs_grad:
@@ -69,14 +70,14 @@ def forward(call: Call) -> Result:
 
 
 def _sign(call: Call) -> int:
-    """Of what q·k is multiplied by: −1, 0 or 1, by which queries can be multiplied without rounding."""
+    """Sign of the factor of q·k: −1, 0 or 1. Queries can be multiplied by it without rounding."""
     return (call.factor > 0) - (call.factor < 0)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor | None:
-    """Dot-product softmax attention by one call of torch, or None where `run` has more to do than that call.
+    """Dot-product softmax attention by one call of torch's SDPA, or None if `forward` would need more than that.
 
-    It checks no more than whether it can serve: what is wrong with arguments is for `Call.of` to say.
+    It only checks whether it applies; `Call.of` reports wrong arguments.
     """
     if not all(isinstance(x, Tensor) and x.ndim == 4 and x.device.type == "cpu" for x in (q, k, v)):
         return None
@@ -93,7 +94,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
         return None
     causal = causal and n_queries > 1
     attention = torch.nn.functional.scaled_dot_product_attention
-    if n_queries == 1 and h != hkv:  # the heads that share a key head are as many queries of it
+    if n_queries == 1 and h != hkv:  # the query heads of a group become queries of one key head
         return attention(q.reshape(b, hkv, h // hkv, d), k, v, scale=scale).reshape(b, h, 1, d)
     return attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=h != hkv)
 
@@ -102,12 +103,12 @@ def _pad(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
-# --- the stock kernel: the only place that touches torch's private operators -----------------------------------------
+# --- the stock kernel: the only use of torch's private operators ------------------------------------------------------
 
 
 @functools.cache
 def _stock_kernel_works() -> bool:
-    """Whether this build of torch has the operators and they do what this file relies on."""
+    """Whether this build of torch has the operators, and they behave as this file assumes."""
     try:
         q, k = torch.ones(1, 1, 2, 8), torch.arange(32.0).view(1, 1, 4, 8) / 32
         out, lse = _stock(q, k, k, causal=False, scale=1.0, added=None)
@@ -134,7 +135,7 @@ def _stock_backward(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The same with the entries of a vector side by side in memory, as the operators take for granted."""
+    """x with its last dimension contiguous, which the operators assume without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -142,7 +143,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _Flash(torch.autograd.Function):
-    """out and lse, the sink included, of q, k, v with equal head sizes."""
+    """out and lse, including the sink, for q, k, v with equal head dimensions."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
@@ -170,29 +171,29 @@ class _Flash(torch.autograd.Function):
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of q, k and v of a call that is part of a larger one, whose out and lse are `whole`; at least float32.
+    """Gradients of q, k, v of a call over a subset of the keys, given `whole`, the result over all keys; ≥ float32.
 
-    `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` holds no other names.
+    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` is a subset of q, k, v.
     """
     d, dv = call.q.shape[3], call.v.shape[3]
     q, k, v, out, grad = (_pad(x, max(d, dv)) for x in (call.q, call.k, call.v, whole.out, grad))
-    turned = _sign(call)  # as in `run`
-    if turned != 1:
-        q, call = q * turned, replace(call, factor=abs(call.factor) or 1.0)
+    sign = _sign(call)  # as in `forward`
+    if sign != 1:
+        q, call = q * sign, replace(call, factor=abs(call.factor) or 1.0)
     cut = [list(cover) for cover in decompose(call, training=True)]
     dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
-    return {"q": dq[..., :d] * turned, "k": dk[..., :d], "v": dv_[..., :dv]}
+    return {"q": dq[..., :d] * sign, "k": dk[..., :d], "v": dv_[..., :dv]}
 
 
 def _gradients(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[RowBlock]],
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of q, k and v with equal head sizes, in float32 or better."""
+    """Gradients of q, k and v with equal head dimensions, in float32 or better."""
     d, out = q.shape[3], whole.out
     if grad_lse is not None:
-        # One more dimension turns the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly what
-        # a gradient of the log-sum-exp adds; q, k and v are 0 there.
+        # An extra dimension turns the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly the
+        # contribution of a gradient of the log-sum-exp; q, k and v are 0 there.
         q, k, v = (_pad(x, d + 1) for x in (q, k, v))
         out = torch.cat([out, -torch.ones_like(out[..., :1])], -1)
         grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
@@ -203,7 +204,7 @@ def _gradients(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
 ) -> tuple[Partial, list[list[RowBlock]]]:
-    """Attention of all parts, the sink included, and the parts."""
+    """Attention over all blocks, including the sink; and the decomposition."""
     cut = [list(cover) for cover in decompose(call, training=training)]
     part = _fold(q, k, v, cut, call)
     return (part if sink is None else part.with_sink(sink, in_place=True)), cut
@@ -232,7 +233,7 @@ def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[RowBlock]], call: Call
 
 
 def _no_nan_to_mask(cut: list[list[RowBlock]], k: Tensor, v: Tensor) -> bool:
-    """Whether no part has to mind what is in the keys and values that it hides."""
+    """Whether masked keys and values need not be zeroed: there are no mask tensors, or all entries are finite."""
     parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
     return all(part.visible is None for part in parts) or all_finite(k, v)
 
@@ -265,7 +266,7 @@ def _attend(
     if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
         lse = lse.masked_fill(lost, torch.nan)
         out = out.masked_fill(lost[..., None], torch.nan)
-    if masked is not None:  # the stock kernel says lse = 0 where nothing is visible
+    if masked is not None:  # the stock kernel returns lse = 0 for fully masked rows
         lse = lse.masked_fill(masked, -torch.inf)
         out = out.masked_fill(masked[..., None], 0)
     return Partial(out, lse)
@@ -276,7 +277,7 @@ def _fold_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
-    lse = lse.masked_fill(lse == -torch.inf, 0)  # such rows see nothing, so e^(−∞ − 0) = 0 is their weight
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # fully masked rows: e^(−∞ − 0) = 0
     clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
     for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
         added, _ = _additive_mask(part, call)
@@ -294,7 +295,7 @@ def _fold_backward(
 
 
 def _keys_or_values(part: DenseBlock | GatheredBlock, x: Tensor, buffer: ScratchBuffer, *, clean: bool) -> Tensor:
-    """Keys or values of a part, zero where none of its queries may look unless that does not matter."""
+    """Keys or values of a block; zero where masked for all its queries, unless everything is finite (`clean`)."""
     x = part.keys_of(x, buffer)
     return x if clean else zero_masked_keys(x, part.visible)
 
@@ -304,7 +305,7 @@ def _scale(call: Call) -> float:
 
 
 def _additive_mask(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor | None, Bool[Tensor, "b h q"] | None]:
-    """The additive mask of a part (0 or a bias where visible, −inf where not), and the rows it hides entirely."""
+    """The additive mask of a block (0 or a bias where visible, −inf elsewhere), and its fully masked rows."""
     if part.pattern is not None:
         return part.pattern, None
     dtype = at_least_float32(call.q.dtype)
@@ -320,7 +321,7 @@ def _additive_mask(part: DenseBlock | GatheredBlock, call: Call) -> tuple[Tensor
         added = torch.where(part.visible, zero, -torch.inf)
     if added is None:
         return None, None
-    if call.biases:  # they may hide pairs, too
+    if call.biases:  # a bias of −inf also masks
         none = (added == -torch.inf).all(-1)
         masked = none if none.any() else None
     else:
