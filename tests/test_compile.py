@@ -59,7 +59,7 @@ torch.testing.assert_close(compiled(ids), model(ids), rtol=1e-4, atol=1e-5)
 """)
 
 
-def test_compiling_warns_of_nothing_of_ours() -> None:
+def test_compiling_emits_no_warnings_about_qkv() -> None:
     python("""
 import warnings
 with warnings.catch_warnings(record=True) as seen:

@@ -123,14 +123,14 @@ def test_second_derivatives_of_other_kernels_are_refused_when_they_are_taken(
         want = torch.autograd.grad(loss(attend(q, k, v, **asked)), (q, k, v))
         for x, y in zip(first, want, strict=True):
             close(x.detach(), y, eps=1)
-        with pytest.raises(InputError, match=r"second derivatives.*kernel='eager'"):
+        with pytest.raises(InputError, match=r"only first derivatives.*kernel='eager'"):
             first[0].square().sum().backward()
 
 
 def test_second_derivatives_with_learned_tensors_in_a_searched_level_are_refused() -> None:
     q, k, v = (x.requires_grad_() for x in tensors())
     out = attend(q, k, v, normalizer=HeavyTail(), kernel="eager")
-    with pytest.raises(InputError, match="HeavyTail: second derivatives"):
+    with refused("create_graph"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 
 

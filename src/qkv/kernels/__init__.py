@@ -213,7 +213,7 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
             rejected[name] = why
     if kernel != "auto":
         if kernel in rejected:
-            raise InputError(f"kernel {kernel!r} cannot serve this call: {rejected[kernel]}")
+            raise InputError(f"kernel={kernel!r} cannot serve this call: {rejected[kernel]}")
         return kernel, "requested by name", rejected
     if _only_for_tests("flex", call) and "flex" not in rejected:
         rejected["flex"] = "it forms all scores unless on CUDA: for tests"

@@ -35,7 +35,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.q.device.type != "cpu":
         return f"tensors are on {call.q.device.type}; it calls torch's CPU kernel"
     if not _stock_kernel_works():
-        return f"torch {torch.__version__} lacks the CPU flash kernel that it calls"
+        return f"torch {torch.__version__} lacks the flash kernel for CPU that it calls"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
     if not call.normalizer.has_lse:
