@@ -137,13 +137,13 @@ def test_the_block_mask_is_cached_until_its_tensor_is_written_to() -> None:
     q, k, v = triple()
     allowed = rand(NQ, NK) > 0
     mask = masks.Dense(allowed)
-    flex._seen.cache_clear()
+    flex._blocked_mask.cache_clear()
     for _ in range(3):
         same(q, k, v, mask=mask)
-    assert flex._seen.cache_info()[:2] == (2, 1)
+    assert flex._blocked_mask.cache_info()[:2] == (2, 1)
     allowed.logical_not_()
     same(q, k, v, mask=mask)
-    with torch.inference_mode():  # and what was kept there serves elsewhere
+    with torch.inference_mode():  # what is cached there must work outside, too
         same(q, k, v, mask=masks.Causal())
     same(q, k, v, mask=masks.Causal())
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import qkv
-from conftest import close, rand, triple, unchecked
+from conftest import close, rand, refused, triple, unchecked
 from own_objects import HEADS, HeavyTail, Manhattan, Ramp, SoftplusSquared, Squeeze
 from qkv import InputError, attend, biases, masks, normalizers, scores
 
