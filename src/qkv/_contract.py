@@ -78,10 +78,10 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
     ['parts.0.bias', 'parts.0.weight', 'scale']
     """
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, x in _tensors(thing, "", set()):
-        if x.requires_grad and id(x) not in seen:
-            seen.add(id(x))
+        if x.requires_grad and id(x) not in visited:
+            visited.add(id(x))
             found[name] = x
     return found
 
@@ -89,13 +89,13 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)
 
 
-def _tensors(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(x: object, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(x, Tensor):
         yield name, x
         return
-    if isinstance(x, _PLAIN) or id(x) in seen:
+    if isinstance(x, _PLAIN) or id(x) in visited:
         return
-    seen.add(id(x))
+    visited.add(id(x))
     parts: Iterator[tuple[str, object]]
     if isinstance(x, nn.Module):
         parts = iter([*x.named_parameters(), *x.named_buffers(), *_fields(x)])
@@ -106,7 +106,7 @@ def _tensors(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor
     else:
         parts = iter(_fields(x))
     for part, value in parts:
-        yield from _tensors(value, f"{name}.{part}" if name else part, seen)
+        yield from _tensors(value, f"{name}.{part}" if name else part, visited)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -136,12 +136,12 @@ def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:
     """Whether `result` depends on a tensor that requires gradients but is not in `listed`, such as one in a closure."""
     ends = {x.grad_fn for x in listed.values() if x.grad_fn is not None}
     leaves = {id(x) for x in listed.values()}
-    queue, seen = [result.grad_fn], set()
+    queue, visited = [result.grad_fn], set()
     while queue:
         node = queue.pop()
-        if node is None or node in seen or node in ends:
+        if node is None or node in visited or node in ends:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in leaves:
             return True

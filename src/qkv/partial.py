@@ -41,9 +41,9 @@ class Partial:
 
     Over no keys, ``out = 0`` and ``lse = −inf``; this is the identity of `merge`.
 
-    >>> seen = Partial(torch.ones(1, 4), torch.zeros(1))
+    >>> part = Partial(torch.ones(1, 4), torch.zeros(1))
     >>> nothing = Partial(torch.zeros(1, 4), torch.full((1,), -torch.inf))
-    >>> merge(seen, nothing).lse.item()
+    >>> merge(part, nothing).lse.item()
     0.0
     """
 

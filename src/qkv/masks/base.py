@@ -86,20 +86,20 @@ class Mask(Definition):
 
     def is_visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """`sees`, with a check of its result."""
-        seen = self.sees(b, h, q, k, grid)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+        visible = self.sees(b, h, q, k, grid)
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
             raise InputError(
                 f"{type(self).__name__}: sees returned {got}, expected a boolean tensor, True where a query may attend"
             )
-        return seen
+        return visible
 
     def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """The visible pairs of a region; b and h may be 1."""
         b, h, q, k = region.indices(grid)
-        seen = self.is_visible(b, h, q, k, grid)
-        seen = seen[(None,) * (4 - seen.ndim)]
-        return seen.expand(*seen.shape[:2], len(q), len(k))
+        visible = self.is_visible(b, h, q, k, grid)
+        visible = visible[(None,) * (4 - visible.ndim)]
+        return visible.expand(*visible.shape[:2], len(q), len(k))
 
     def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """Deprecated name of `visible`."""
@@ -201,12 +201,12 @@ def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     for row, column in partial.nonzero().tolist():
         rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
         region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
-        seen = mask.visible(region, grid).sum(-1)
-        seen = seen * (status[:, :, row, column, None] == PARTIAL).to(grid.device)
-        if seen.shape[:2] != total.shape[:2]:
-            shape = torch.broadcast_shapes(seen.shape[:2], total.shape[:2])
+        visible = mask.visible(region, grid).sum(-1)
+        visible = visible * (status[:, :, row, column, None] == PARTIAL).to(grid.device)
+        if visible.shape[:2] != total.shape[:2]:
+            shape = torch.broadcast_shapes(visible.shape[:2], total.shape[:2])
             total = total.expand(*shape, -1).clone()
-        total[:, :, rows] += seen
+        total[:, :, rows] += visible
     return total
 
 

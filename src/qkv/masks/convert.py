@@ -259,10 +259,10 @@ def _drawn(keys: Tensor) -> Visible:
     columns = [keys[:, i].contiguous() for i in range(keys.shape[1])]
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k < 0  # none
+        drawn_pairs = k < 0  # none
         for column in columns:
-            seen = seen | (column[q] == k)
-        return seen
+            drawn_pairs = drawn_pairs | (column[q] == k)
+        return drawn_pairs
 
     return visible
 
@@ -294,11 +294,11 @@ def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
         first, stop = int(found[0]), int(found[-1]) + 1
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         columns = slice(first * size, min(stop * size, grid.n_keys))
-        seen = ready.visible(Region(rows, columns), grid)
-        queries[:, :, rows] |= seen.any(-1)
-        keys[:, columns] |= seen.any(2).any(1)
-        spare = (stop - first) * size - seen.shape[3]
-        some, every = seen.any(2), seen.all(2)
+        visible = ready.visible(Region(rows, columns), grid)
+        queries[:, :, rows] |= visible.any(-1)
+        keys[:, columns] |= visible.any(2).any(1)
+        spare = (stop - first) * size - visible.shape[3]
+        some, every = visible.any(2), visible.all(2)
         some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
         status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
@@ -392,10 +392,10 @@ def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: i
 
 def _within(visible: Visible, n_queries: int | None, n_keys: int | None) -> Visible:
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
+        pairs = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
         for x, size in ((q, n_queries), (k, n_keys)):
-            seen = seen if size is None else seen & (x >= 0) & (x < size)
-        return seen
+            pairs = pairs if size is None else pairs & (x >= 0) & (x < size)
+        return pairs
 
     return inside
 
@@ -418,8 +418,8 @@ def _block_visible(mask: Any) -> Visible:
             found = blocks.to(k.device)
             return found[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, found.shape, strict=True))]
 
-        seen = listed(partial) & mask.mask_mod(b, h, q, k)
-        return seen if full is None else seen | listed(full)
+        pairs = listed(partial) & mask.mask_mod(b, h, q, k)
+        return pairs if full is None else pairs | listed(full)
 
     return visible
 

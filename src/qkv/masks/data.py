@@ -60,7 +60,7 @@ class Padding(_TensorMask):
             raise InputError(f"Padding: lengths has {len(lengths)} numbers for a batch of {grid.batch}")
         if int(lengths.min()) < 0 or int(lengths.max()) > grid.n_keys:
             raise InputError(
-                f"Padding: lengths are in {int(lengths.min())}..{int(lengths.max())}, "
+                f"Padding: lengths lie in {int(lengths.min())}..{int(lengths.max())}, "
                 f"expected 0..{grid.n_keys} (the number of keys)"
             )
 
@@ -183,13 +183,15 @@ class Dense(_TensorMask):
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         where = (b, h, q - grid.offset, k)
-        seen = self.tensor.to(k.device)
-        return seen[tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, seen.shape, strict=True))]
+        visible = self.tensor.to(k.device)
+        return visible[
+            tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, visible.shape, strict=True))
+        ]
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
-        seen = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
+        visible = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
         size = (region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
-        return seen.expand(*seen.shape[:2], *size)
+        return visible.expand(*visible.shape[:2], *size)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         some = every = self.tensor

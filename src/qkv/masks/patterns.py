@@ -263,10 +263,10 @@ class RandomKeys(Mask):
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys).to(k.device)[q]
-        seen = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=k.device)
+        visible = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=k.device)
         for one in drawn.unbind(-1):
-            seen = seen | (one == k)
-        return seen
+            visible = visible | (one == k)
+        return visible
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)

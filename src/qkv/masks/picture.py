@@ -56,9 +56,9 @@ def shares(mask: Mask, grid: Grid) -> np.ndarray:
     area = torch.nn.functional.avg_pool2d
     for row in range(len(out)):
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
-        seen = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
-        spare = (0, -grid.n_keys % size, 0, size - len(seen))
-        counted = area(torch.nn.functional.pad(seen, spare)[None], size)
-        of = area(torch.nn.functional.pad(ones[: len(seen)], spare)[None], size)
+        visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
+        spare = (0, -grid.n_keys % size, 0, size - len(visible))
+        counted = area(torch.nn.functional.pad(visible, spare)[None], size)
+        of = area(torch.nn.functional.pad(ones[: len(visible)], spare)[None], size)
         out[row] = (counted / of)[0, 0]
     return out.numpy()

@@ -118,7 +118,7 @@ class GatheredBlock:
     grid: Grid
     tile: int
     row_tiles: Int[Tensor, " tiles"]
-    key_tiles: Int[Tensor, "tiles seen"]
+    key_tiles: Int[Tensor, "tiles visible"]
     visible: Bool[Tensor, "tiles h q k"] | None
     causal = False
     pattern = None
@@ -138,8 +138,8 @@ class GatheredBlock:
     def keys_of(self, x: Tensor, buffer: ScratchBuffer | None = None) -> Tensor:
         """Its keys of x (b, hkv, nk, d): (tiles, hkv, size, d), in `buffer` if given. Fast if x is contiguous."""
         flat, index = self._flat(self._whole(x))
-        seen = torch.index_select(flat, 0, index, out=None if buffer is None else buffer.of(len(index), flat))
-        return seen.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
+        gathered = torch.index_select(flat, 0, index, out=None if buffer is None else buffer.of(len(index), flat))
+        return gathered.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
 
     def put(self, x: Tensor, value: Tensor) -> None:
         """Assign `value`, shaped as by `rows_of`, to its rows of x."""

@@ -88,15 +88,15 @@ def _cached_sparse_blocks(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
     """`_sparse_blocks` with an LRU cache, for masks that compare by value and are not too large."""
     if not mask.by_value:
         return _sparse_blocks(mask, grid)
-    cut = _CACHE.get((mask, grid))
-    if cut is None:
-        cut = list(_sparse_blocks(mask, grid))
-        held = sum(part.visible.numel() for block in cut for part in block if part.visible is not None)
-        if held <= CACHED_ELEMENTS:
-            _CACHE[mask, grid] = cut
+    blocks = _CACHE.get((mask, grid))
+    if blocks is None:
+        blocks = list(_sparse_blocks(mask, grid))
+        elements = sum(part.visible.numel() for block in blocks for part in block if part.visible is not None)
+        if elements <= CACHED_ELEMENTS:
+            _CACHE[mask, grid] = blocks
         while len(_CACHE) > CACHED_MASKS:
             _CACHE.popitem(last=False)
-    return cut
+    return blocks
 
 
 def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
@@ -211,8 +211,8 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
         yield from _shared_blocks(mask, grid, status, shared)
         return
     status = status.expand(grid.batch, -1, -1)
-    seen = (status != EMPTY).sum(-1)
-    sparse = seen * size <= grid.n_keys * SPARSE_SHARE
+    n_visible = (status != EMPTY).sum(-1)
+    sparse = n_visible * size <= grid.n_keys * SPARSE_SHARE
     sparse[:, grid.n_queries // size :] = False  # a last short tile
     if sparse.double().mean() < 0.5:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
@@ -221,7 +221,7 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
     for start, stop in _true_runs(whole.tolist()):
         yield from _tile_blocks(mask, grid, start * size, min(stop * size, grid.n_queries))
     partial = (status == PARTIAL).any(-1)
-    pattern = 2 * seen + partial
+    pattern = 2 * n_visible + partial
     for item in range(grid.batch):
         for key in sorted(set(pattern[item, ~whole].tolist()) - {0, 1}):
             rows = ((pattern[item] == key) & ~whole).nonzero()[:, 0]
@@ -289,8 +289,8 @@ def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Ten
     inside = keys < grid.n_keys
     heads = torch.arange(grid.heads)[:, None, None]
     queries = positions(rows[:, None], _sizes().sparse_tile)[:, None, :, None] + grid.offset
-    seen = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
-    return seen.expand(len(rows), *seen.shape[1:])
+    visible = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
+    return visible.expand(len(rows), *visible.shape[1:])
 
 
 def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterator[RowBlock]:
@@ -328,8 +328,8 @@ def _runs(
             yield DenseBlock(rows, keys, batch)
         elif kind == PARTIAL:
             assert mask is not None
-            seen = mask.visible(Region(rows, keys, batch), grid)
-            if seen.all():
+            visible = mask.visible(Region(rows, keys, batch), grid)
+            if visible.all():
                 yield DenseBlock(rows, keys, batch)
-            elif seen.any():
-                yield DenseBlock(rows, keys, batch, visible=seen)
+            elif visible.any():
+                yield DenseBlock(rows, keys, batch, visible=visible)

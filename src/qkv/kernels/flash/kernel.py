@@ -27,7 +27,9 @@ from qkv.kernels.flash.decompose import RowBlock, decompose
 from qkv.masks import Grid
 from qkv.partial import Partial, merge, sink_gradient
 
-SHORT = 64  # with fewer keys than this the stock kernel may answer 0 for a query that is NaN or infinite
+Decompositions = list[list[RowBlock]]
+
+SHORT = 64  # with fewer keys, the stock kernel may return 0 for a query that is NaN or infinite
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -147,9 +149,9 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-        part, cut = _forward(q, k, v, sink, call, training=True)
+        part, decompositions = _forward(q, k, v, sink, call, training=True)
         ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
-        ctx.cut, ctx.call = cut, call
+        ctx.decompositions, ctx.call = decompositions, call
         ctx.set_materialize_grads(False)
         return part.out, part.lse
 
@@ -163,7 +165,7 @@ class _Flash(torch.autograd.Function):
             grad_sink = None
             if sink is not None:
                 grad_sink = sink_gradient(sink, Partial(out, lse), slope, grad_lse)
-            grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.cut, ctx.call)
+            grads = _gradients(slope, grad_lse, q, k, v, Partial(out, lse), ctx.decompositions, ctx.call)
             given = (*(g.to(q.dtype) for g in grads), grad_sink)
         return *kernel_once_differentiable(
             "flash", given, [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
@@ -180,14 +182,14 @@ def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None,
     sign = _sign(call)  # as in `forward`
     if sign != 1:
         q, call = q * sign, replace(call, factor=abs(call.factor) or 1.0)
-    cut = [list(cover) for cover in decompose(call, training=True)]
-    dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), cut, call)
+    decompositions = [list(row_blocks) for row_blocks in decompose(call, training=True)]
+    dq, dk, dv_ = _gradients(grad, grad_lse, q, k, v, Partial(out, whole.lse), decompositions, call)
     return {"q": dq[..., :d] * sign, "k": dk[..., :d], "v": dv_[..., :dv]}
 
 
 def _gradients(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial, cut: list[list[RowBlock]],
-    call: Call,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, whole: Partial,
+    decompositions: Decompositions, call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v with equal head dimensions, in float32 or better."""
     d, out = q.shape[3], whole.out
@@ -197,44 +199,44 @@ def _gradients(
         q, k, v = (_pad(x, d + 1) for x in (q, k, v))
         out = torch.cat([out, -torch.ones_like(out[..., :1])], -1)
         grad = torch.cat([grad, grad_lse[..., None].to(grad.dtype)], -1)
-    dq, dk, dv = _fold_backward(grad, q, k, v, out, whole.lse, cut, call)
+    dq, dk, dv = _fold_backward(grad, q, k, v, out, whole.lse, decompositions, call)
     return dq[..., :d], dk[..., :d], dv[..., :d]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: Call, *, training: bool
-) -> tuple[Partial, list[list[RowBlock]]]:
+) -> tuple[Partial, Decompositions]:
     """Attention over all blocks, including the sink; and the decomposition."""
-    cut = [list(cover) for cover in decompose(call, training=training)]
-    part = _fold(q, k, v, cut, call)
-    return (part if sink is None else part.with_sink(sink, in_place=True)), cut
+    decompositions = [list(row_blocks) for row_blocks in decompose(call, training=training)]
+    part = _fold(q, k, v, decompositions, call)
+    return (part if sink is None else part.with_sink(sink, in_place=True)), decompositions
 
 
-def _fold(q: Tensor, k: Tensor, v: Tensor, cut: list[list[RowBlock]], call: Call) -> Partial:
-    clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
-    if any(isinstance(block[0], GatheredBlock) for cover in cut for block in cover):
+def _fold(q: Tensor, k: Tensor, v: Tensor, decompositions: Decompositions, call: Call) -> Partial:
+    clean, buffers = _no_nan_to_mask(decompositions, k, v), (ScratchBuffer(), ScratchBuffer())
+    if any(isinstance(block[0], GatheredBlock) for row_blocks in decompositions for block in row_blocks):
         k, v = k.contiguous(), v.contiguous()
-    first = cut[0]
-    if len(cut) == len(first) == 1 and _covers(first[0], call.grid):
+    first = decompositions[0]
+    if len(decompositions) == len(first) == 1 and _covers(first[0], call.grid):
         return merge(*[_attend(part, q, k, v, call, buffers, clean=clean) for part in first[0]])
     covered = sum(block[0].rows_covered(len(q)) for block in first)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=at_least_float32(q.dtype))
     if covered < len(q) * q.shape[2]:
         out.zero_()
         lse.fill_(-torch.inf)
-    for cover in cut:
-        for block in cover:
+    for row_blocks in decompositions:
+        for block in row_blocks:
             whole = merge(*[_attend(part, q, k, v, call, buffers, clean=clean) for part in block])
-            if cover is not first:
+            if row_blocks is not first:
                 whole = merge(Partial(block[0].rows_of(out), block[0].rows_of(lse)), whole, out=whole)
             block[0].put(out, whole.out)
             block[0].put(lse, whole.lse)
     return Partial(out, lse)
 
 
-def _no_nan_to_mask(cut: list[list[RowBlock]], k: Tensor, v: Tensor) -> bool:
+def _no_nan_to_mask(decompositions: Decompositions, k: Tensor, v: Tensor) -> bool:
     """Whether masked keys and values need not be zeroed: there are no mask tensors, or all entries are finite."""
-    parts = itertools.chain.from_iterable(block for cover in cut for block in cover)
+    parts = itertools.chain.from_iterable(block for row_blocks in decompositions for block in row_blocks)
     return all(part.visible is None for part in parts) or all_finite(k, v)
 
 
@@ -273,13 +275,20 @@ def _attend(
 
 
 def _fold_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cut: list[list[RowBlock]], call: Call
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    decompositions: Decompositions,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = at_least_float32(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     lse = lse.masked_fill(lse == -torch.inf, 0)  # fully masked rows: e^(−∞ − 0) = 0
-    clean, buffers = _no_nan_to_mask(cut, k, v), (ScratchBuffer(), ScratchBuffer())
-    for part in itertools.chain.from_iterable(block for cover in cut for block in cover):
+    clean, buffers = _no_nan_to_mask(decompositions, k, v), (ScratchBuffer(), ScratchBuffer())
+    for part in itertools.chain.from_iterable(block for row_blocks in decompositions for block in row_blocks):
         added, _ = _additive_mask(part, call)
         keys, values = (
             _keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True)
