@@ -1,4 +1,4 @@
-"""What processes that share a sequence compute in tests/test_ring.py; as a script, what they do.
+"""The cases of tests/test_ring.py; as a script, the processes that share a sequence.
 
 python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
 FOLDER/found-SIZE.pt.
@@ -151,7 +151,7 @@ MEASURED = (
 
 
 def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
-    """All statistics, with everything that can be asked; queries of a few tokens do not count."""
+    """All statistics with all options; the queries of a few tokens are excluded."""
     q, k, *_ = case.tensors()
     at = torch.arange(N)
     counted = torch.stack([at % 11 != 3, at >= 9])

@@ -155,7 +155,7 @@ def test_non_contiguous_vectors_give_the_same_result(kernel: str, name: str) -> 
 
 @pytest.mark.usefixtures("tile4")
 def test_in_place_changes_of_a_mask_tensor_take_effect() -> None:
-    """What positions alone decide is cut once and kept; what data decide never is."""
+    """Decompositions of masks by position are cached; those of masks with data are not."""
     q, k, v = triple(nq=23, nk=23)
     tensor = rand(23, 23, seed=6) > 1
     mask = (Dense(tensor) | masks.Prefix(1)) & Causal()
@@ -268,7 +268,7 @@ def test_dtypes(kernel: str, dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.usefixtures("tile4")
 def test_dtypes_of_biases(dtype: torch.dtype) -> None:
-    """A bias of its own dtype neither breaks a kernel nor changes what comes back."""
+    """A bias of another dtype is accepted and does not change the dtype of the output."""
     q, k, v = triple(dtype=dtype)
     for bias in (torch.float64, torch.float32, torch.bfloat16):
         asked = {"mask": Causal(), "bias": biases.Dense(rand(11, 13, seed=2, dtype=bias))}
@@ -280,7 +280,7 @@ def test_dtypes_of_biases(dtype: torch.dtype) -> None:
             close(lse, want[1], eps=1024 if kernel == "flash" and dtype in LOW else 64)
 
 
-# --- nothing to see, and NaN where nobody looks -----------------------------------------------------------------------
+# --- fully masked queries, and NaN in masked keys ---------------------------------------------------------------------
 
 EMPTY_ROWS = {
     "nothing": (~masks.Prefix(13), slice(0, 11)),
@@ -325,7 +325,7 @@ def test_a_gradient_of_minus_infinity_is_not_nan(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("nq", [1, 5])
 def test_more_queries_than_keys_before_the_first_key(kernel: str, nq: int) -> None:
-    """Causal is bottom-right aligned: the first queries stand before the first key and see nothing."""
+    """Causal is bottom-right aligned: queries before the first key are fully masked."""
     q, k, v = triple(nq=nq + 6, nk=nq)
     out, lse = attend(q, k, v, mask=Causal(), kernel=kernel, return_lse=True)
     assert (out[:, :, :6] == 0).all()
@@ -611,7 +611,7 @@ def test_dropout_is_seeded_scaled_and_off_at_zero() -> None:
     assert torch.equal(out, dropped(3)[0])
     assert not torch.equal(out, dropped(4)[0])
     close(lse, attend(q, k, v, mask=Causal(), return_lse=True)[1])  # of the scores: dropout is not in it
-    close(weights, torch.where(weights == 0, 0.0, plain_weights / 0.75))  # those that met the values
+    close(weights, torch.where(weights == 0, 0.0, plain_weights / 0.75))  # the weights after dropout
     close(out, weights @ v.repeat_interleave(3, 1))
     share = (weights[plain_weights > 0] == 0).double().mean().item()
     n = int((plain_weights > 0).sum())

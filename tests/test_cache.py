@@ -243,7 +243,7 @@ def test_sliding_rotates_by_the_given_positions() -> None:
 
 
 def turned(x: np.ndarray, slot: int, turn: np.ndarray, size: float = 1.0) -> np.ndarray:
-    """One vector with pairs (i, i + pairs) turned, on its own."""
+    """One vector, rotated in the pairs (i, i + pairs)."""
     out, pairs = x.copy(), len(turn)
     for i in range(pairs):
         c, s = math.cos(slot * turn[i]) * size, math.sin(slot * turn[i]) * size
@@ -256,7 +256,7 @@ def by_slots(
     sink: Tensor | None = None, key: Tensor | None = None, slopes: Tensor | None = None, cap: float | None = None,
     reach: int | None = None, sigmoid: bool = False,
 ) -> Tensor:  # fmt: skip
-    """StreamingLLM by definition: for each query the list of slots, everything turned by slot, and a softmax."""
+    """StreamingLLM by definition: for each query the list of slots, keys and query rotated by slot, and a softmax."""
     q, k, v = (x.double().numpy() for x in qkv)
     turn_ = np.array(turn)
     b, h, n, d = q.shape
@@ -379,7 +379,7 @@ def test_sinks_one_query_is_one_call_on_views() -> None:
 def heavy_by_loops(
     qkv: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], heavy: int, recent: int, **parts: Any
 ) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
-    """H2O by definition: a dictionary of positions and what they have received, for each item and key head."""
+    """H2O by definition: a dictionary from positions to attention received, for each item and key head."""
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
@@ -513,7 +513,7 @@ def test_dtypes_are_kept(name: str, dtype: torch.dtype) -> None:
     got = feed(cache, CAUSAL, qkv, sizes, rotary=Rotary(6))
     assert got.dtype == dtype
     assert {x.dtype for n, x in cache._buffers.items() if "keys" in n or "values" in n} == {dtype}
-    if name != "HeavyHitters":  # where a rounding may decide who goes
+    if name != "HeavyHitters":  # where rounding may decide which key is evicted
         close(got, feed(MAKERS[name](), CAUSAL, exact, sizes, rotary=Rotary(6)), eps=32)
 
 

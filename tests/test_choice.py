@@ -94,7 +94,7 @@ def test_draws_come_from_torchs_generator_without_a_seed() -> None:
 
 
 def test_fully_masked_queries_choose_no_key() -> None:
-    q, k, v = triple(nq=13, nk=7, grad=True)  # six queries stand before the first key
+    q, k, v = triple(nq=13, nk=7, grad=True)  # six queries before the first key
     choice = choose_keys(q, k, mask=masks.Causal(), seed=1)
     assert (choice.index[:, :, :6] == -1).all()
     assert (choice.log_prob[:, :, :6] == 0).all()

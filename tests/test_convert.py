@@ -219,7 +219,7 @@ def test_converters_reject_float_masks() -> None:
     for convert in (masks.from_sdpa, masks.from_multihead, lambda x: masks.from_multihead(key_padding_mask=x)):
         with unchecked(), pytest.raises(InputError, match=r"float32.*True = .*bias=qkv\.biases\.Dense\(tensor\)"):
             convert(added)
-    assert biases.Dense(added).tensor.shape == (1, 1, NQ, NK)  # what the message asks for exists
+    assert biases.Dense(added).tensor.shape == (1, 1, NQ, NK)  # the error message recommends this
 
 
 def test_converters_reject_wrong_arguments() -> None:

@@ -143,7 +143,7 @@ def test_the_block_mask_is_cached_until_its_tensor_is_written_to() -> None:
     assert flex._blocked_mask.cache_info()[:2] == (2, 1)
     allowed.logical_not_()
     same(q, k, v, mask=mask)
-    with torch.inference_mode():  # what is cached there must work outside, too
+    with torch.inference_mode():  # tensors cached there must work outside, too
         same(q, k, v, mask=masks.Causal())
     same(q, k, v, mask=masks.Causal())
 
@@ -163,7 +163,7 @@ def test_drawn_and_looked_up_masks_can_be_traced() -> None:
 @pytest.mark.parametrize("name", ["cap after dense", "relative", "t5"])
 @pytest.mark.usefixtures("traced")
 def test_gradients_as_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that torch.compile makes, run by eager torch; the public function refuses gradients on CPU."""
+    """Run the graphs of torch.compile with eager torch, because the public function has no gradients on CPU."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "_attention", lambda device: flex._compiled_attention)
     compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)

@@ -171,7 +171,7 @@ def test_finite_differences_in_a_learned_bias() -> None:
 
 @pytest.mark.parametrize("kernel", FAST)
 def test_only_requested_gradients_are_computed(kernel: str) -> None:
-    """A gradient of the lse alone, of out alone, or of one tensor, is the same as when all are wanted."""
+    """A gradient of the lse alone, of out alone, or of one tensor, is the same as when all are requested."""
     q, k, v = triple(grad=True)
     out, lse = attend(q, k, v, kernel=kernel, return_lse=True, mask=Causal())
     seed_out, seed_lse = rand(*out.shape, seed=5), rand(*lse.shape, seed=6)
@@ -251,7 +251,7 @@ def test_mask_tensors_are_at_most_a_few_tiles(n: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["flash", "tiled"])
 def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
-    """Also for a query that sees nothing, whose lse is then −inf itself."""
+    """Also for a fully masked query, whose lse is −inf."""
     q, k, v = triple(1, 2, 2, 5, 3, 4, 4, grad=True)
     sink = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
     asked = {"mask": masks.Causal(), "kernel": kernel}  # five queries, three keys: the first two see nothing

@@ -62,7 +62,7 @@ each = pytest.mark.parametrize(("name", "kernel"), SERVED)
 
 
 def weights_of(q: Tensor, k: Tensor, **asked: Any) -> Tensor:
-    """(b, h, nq, nk), on any kernel: what it gives when the values are the unit vectors."""
+    """Weights (b, h, nq, nk) of any kernel: its output for unit vectors as values."""
     unit = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
     return attend(q, k, unit, **asked)
 
@@ -110,7 +110,7 @@ def test_fully_masked_queries_have_zero_weights(name: str, kernel: str) -> None:
     assert all((x[0] == 0).all() and x.isfinite().all() for x in grads)
 
 
-# --- what a query may not see -----------------------------------------------------------------------------------------
+# --- masked keys ------------------------------------------------------------------------------------------------------
 
 
 @each
@@ -145,7 +145,7 @@ def test_the_future_cannot_change_the_past(name: str, kernel: str, bad: float, m
     for key in (5, 12):
         other_k, other_v = k.clone(), v.clone()
         other_k[:, :, key:], other_v[:, :, key:] = bad, 1e4
-        past = key - 2  # rows: the first query stands at key 2
+        past = key - 2  # rows: the first query is aligned with key 2
         got = attend(q, other_k, other_v, mask=mask, normalizer=NORMALIZERS[name], kernel=kernel)
         if name.startswith("entmax"):  # its search ends when all rows are there: one more step may move a last bit
             close(got[:, :, :past], want[:, :, :past])
@@ -249,7 +249,7 @@ def test_one_query_and_one_key(name: str, kernel: str, nq: int, nk: int) -> None
 
 @pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
 def test_a_constant_added_to_all_keys_changes_nothing(kernel: str) -> None:
-    """One vector added to every key moves all scores of a query alike: softmax cannot see it, other weights can."""
+    """One vector added to every key shifts the scores of a query by a constant: only softmax does not change."""
     q, k, v = triple()
     bias = 2 * rand(2, 1, D, seed=7)
     want = attend(q, k, v, mask=Causal(), kernel=kernel)

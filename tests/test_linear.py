@@ -278,7 +278,7 @@ def test_the_future_cannot_change_the_past(feature_map: Any) -> None:
 @pytest.mark.parametrize("feature_map", MAPS.values(), ids=MAPS)
 def test_results_do_not_depend_on_the_rest_of_the_batch(feature_map: Any) -> None:
     q, k, v = triple(b=3)
-    k[1] *= 6  # an item with large keys must not take the others' digits
+    k[1] *= 6  # an item with large keys must not cost the rest of the batch precision
     together = linear_attend(q, k, v, features=feature_map)
     for i in range(3):
         alone = linear_attend(*(x[i : i + 1] for x in (q, k, v)), features=feature_map)
@@ -398,7 +398,7 @@ def test_scaling_of_queries_cancels() -> None:
 def test_large_vectors_do_not_overflow() -> None:
     phi = Favor(64)
     w = phi.weight.float()
-    worst = w[w.norm(dim=1).argmax()] * 64**0.25  # the key that comes out largest: w·x − |x|²/2 = |w|²/2
+    worst = w[w.norm(dim=1).argmax()] * 64**0.25  # the key with the largest features: w·x − |x|²/2 = |w|²/2
     largest = phi(worst).amax()
     assert largest.isfinite()
     for scale in (0.5, 0.9, 1.1, 2.0):

@@ -76,7 +76,7 @@ def truth(mask: Mask, tiles: Tiles, grid: Grid) -> Tensor:
     return out
 
 
-# --- what they show ---------------------------------------------------------------------------------------------------
+# --- visible pairs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_masks_match_examples_by_hand() -> None:
     assert picture(Dense(torch.tensor([[True, False]])), 2, 2) == ["x.", "x."]
     assert picture(Global([1, -1]), 4, 4) == [".x.x", "xxxx", ".x.x", "xxxx"]
     assert picture(Global([1, -1]), 2, 4) == [".x.x", "xxxx"]
-    assert picture(Global([0]), 4, 2) == ["x.", "x.", "xx", "x."]  # query 2 stands at key 0
+    assert picture(Global([0]), 4, 2) == ["x.", "x.", "xx", "x."]  # query 2 has position 0
     assert picture(Strided(3), 4, 4) == ["x..x", ".x..", "..x.", "x..x"]
     assert picture(Strided(2), 2, 5) == [".x.x.", "x.x.x"]
     assert picture(Dilated(2, 2), 4, 4) == ["x...", ".x..", "x.x.", ".x.x"]
     assert picture(Dilated(2, 2, ahead=1), 3, 5) == ["x.x.x", ".x.x.", "..x.x"]
-    assert picture(Blockwise(Causal(), 2), 3, 5) == ["xxxx.", "xxxx.", "xxxxx"]  # queries stand at 2, 3 and 4
+    assert picture(Blockwise(Causal(), 2), 3, 5) == ["xxxx.", "xxxx.", "xxxxx"]  # queries have positions 2, 3 and 4
     assert picture(Blockwise(Global([-1]), 2), 5, 5) == ["....x"] * 4 + ["xxxxx"]
     assert picture(longformer(2, [0]), 4, 4) == ["xxxx", "xxx.", "xxxx", "x.xx"]
     assert picture(longformer(2, [0], causal=True), 5, 5) == ["x....", "xx...", "xxx..", "xxxx.", "x.xxx"]
@@ -221,7 +221,7 @@ def test_random_keys_are_distinct_and_reproducible(size: int, seed: int) -> None
     assert (seen.sum(-1) == min(size, 13)).all()  # a key drawn twice would be missing
     patterns._draw.cache_clear()
     assert torch.equal(RandomKeys(size, seed).dense(13, 13), seen)
-    assert torch.equal(RandomKeys(size, seed).dense(5, 13), seen[:, :, 8:])  # a chunk of queries sees the same
+    assert torch.equal(RandomKeys(size, seed).dense(5, 13), seen[:, :, 8:])  # a chunk of queries has the same keys
     if 0 < size < 13:
         assert not torch.equal(RandomKeys(size, seed + 1).dense(13, 13), seen)
 
@@ -262,7 +262,7 @@ def test_blockwise_is_the_mask_of_the_blocks(inner: Mask, size: int, nq: int, nk
 @pytest.mark.parametrize("random", [0, 1, 2])
 @pytest.mark.parametrize("n", [40, 38])
 def test_bigbird_block_by_block(block: int, random: int, n: int) -> None:
-    """First and last blocks see all and are seen by all, three around its own, and `random` more, exactly."""
+    """First and last blocks are global; other blocks attend to three blocks around their own and `random` more."""
     seen = bigbird(block, random, seed=3).dense(n, n)[0, 0]
     count = -(-n // block)
     table = seen[::block, ::block]
@@ -369,7 +369,7 @@ def test_block_status_of_random_keys_is_exact(nq: int, nk: int, size: int) -> No
 
 def test_tiles_cover_the_matrix_once() -> None:
     tiles = Tiles.of(Grid.of(11, 7), 4, 3, start=2, stop=9)
-    assert tiles.q_first.tolist() == [-2, 2]  # positions: query i stands at i − 4
+    assert tiles.q_first.tolist() == [-2, 2]  # query i has position i − 4
     assert tiles.q_last.tolist() == [1, 4]
     assert tiles.k_first.tolist() == [0, 3, 6]
     assert tiles.k_last.tolist() == [2, 5, 6]
@@ -409,13 +409,13 @@ def covered(mask: Mask | None, grid: Grid, *, biased: bool) -> Tensor:
             if part.pattern is not None:
                 assert part.visible is None
                 seen = part.pattern == 0
-                assert seen.any(3).all()  # what the kernel relies on: every row of a pattern sees a key
+                assert seen.any(3).all()  # the kernel assumes that every row of a pattern has a visible key
             where += (seen.tril() if part.causal else seen).long()
     return count
 
 
 def count_gathered(part: parts.GatheredBlock, count: Tensor, grid: Grid) -> None:
-    """Add what gathered tiles show; no key may stand twice in a row."""
+    """Add the pairs of gathered tiles; a row must not contain a key twice."""
     size = part.tile
     for t, (row, columns) in enumerate(zip(part.row_tiles.tolist(), part.key_tiles.tolist(), strict=True)):
         assert len(set(columns)) == len(columns)
@@ -466,7 +466,7 @@ def test_no_mask_and_causal_need_no_mask_tensor() -> None:
             assert torch.equal(covered(mask, Grid.of(nq, nk), biased=False), seen.long())
 
 
-# --- what they refuse -------------------------------------------------------------------------------------------------
+# --- wrong arguments --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

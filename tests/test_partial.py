@@ -23,7 +23,7 @@ def nothing(*shape: int, d: int = 3) -> Partial:
 
 @st.composite
 def partials(draw: st.DrawFn, rows: int = 5) -> Partial:
-    """Some rows have seen nothing; scores lie far apart."""
+    """Some rows are fully masked; scores are far apart."""
     lse = draw(st.lists(st.floats(-800, 800) | st.just(-float("inf")), min_size=rows, max_size=rows))
     lse = torch.tensor(lse, dtype=torch.float64)
     out = rand(rows, 3, seed=draw(st.integers(0, 99)))

@@ -88,7 +88,7 @@ def test_sharded_statistics_equal_one_process(name: str, size: int, found: dict[
         assert got[key].dtype == x.dtype, key
         assert torch.equal(got[key] == -torch.inf, x == -torch.inf), key
         pair = [y.masked_fill(x == -torch.inf, 0) for y in (got[key], x)]
-        if key in ("distance", "spread"):  # what is resolved is the square
+        if key in ("distance", "spread"):  # only the square is resolved
             pair = [(y / ring_cases.N).square() for y in pair]
         assert not pair[1].isnan().any(), key
         close(*pair, eps=EPS[case.dtype])
@@ -203,7 +203,7 @@ def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int,
         }  # fmt: skip
         for name, values in got.data.items():
             pair = values, want.data[name]
-            if name == "spread":  # what is resolved is its square
+            if name == "spread":  # only its square is resolved
                 pair = pair[0] ** 2, pair[1] ** 2
             np.testing.assert_allclose(*pair, rtol=2e-4, atol=2e-3 if name == "spread" else 5e-5, err_msg=str(name))
         assert not got.residual
@@ -221,7 +221,7 @@ def test_of_a_shared_sequence_maps_and_own_statistics_are_refused(alone: dist.Pr
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("sizes", [(12, 12), (8, 16), (16, 8)])
 def test_a_mask_seen_from_a_piece_is_its_part_of_the_whole(name: str, sizes: tuple[int, int]) -> None:
-    """Every pair of chunks: which pairs it shows, what it says of itself, and what kernels make of it."""
+    """Every pair of chunks: its visible pairs, its block status, and the results of kernels on it."""
     (nq, nk), b, h = sizes, 2, 3
     if not fits(name, nq, nk):
         pytest.skip("this mask needs a key for every query")
