@@ -1,4 +1,4 @@
-"""``python -m fuzz``: random compositions on every kernel, against one dense formula; see --help."""
+"""The command ``python -m fuzz``: checks random compositions on every kernel against one dense formula; see --help."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fuzz.cases import case as make_case
 from fuzz.compare import Report, check, check_some
 
-AT_ONCE = 25  # cases that a process does before it reports
+AT_ONCE = 25  # cases per task of a process
 
 
 def main(
     cases: int = 1000, seed: int = 0, case: int | None = None, jobs: int = 1, start: int = 0, most: int = 20
 ) -> int:
-    """Try random compositions of mask, biases, score and normalizer on every kernel, and compare with one formula.
+    """Check random compositions of mask, biases, score and normalizer on every kernel against one formula.
 
     Each case compares the output, the log-sum-exp, every gradient and every statistic of `qkv.measure` with a dense
-    float64 formula that shares no code with the package. A failure is one line, with the command that repeats it. The
-    exit status is 1 if there was any.
+    float64 formula that shares no code with the package. A failure is printed as one line with the command that
+    reproduces it. The exit status is 1 if any case fails.
 
     Args:
-        cases: how many cases.
-        seed: of all of them.
-        case: run this one alone, and print what it is and what differs.
-        jobs: processes; each uses one thread, and two in a few cases.
+        cases: number of cases.
+        seed: random seed of all cases.
+        case: number of a single case to run; prints its description and all differences.
+        jobs: number of processes; each uses one thread, and two in a few cases.
         start: number of the first case.
-        most: stop after so many cases that fail.
+        most: stop after this many failed cases.
     """
     console = Console(highlight=False)
     if case is not None:
@@ -63,7 +63,7 @@ def _escaped(text: str) -> str:
 
 
 def _reports(seed: int, start: int, cases: int, jobs: int) -> Iterator[list[Report]]:
-    """Reports in the order in which they are ready."""
+    """Reports in the order of completion."""
     spans = [range(n, min(n + AT_ONCE, start + cases)) for n in range(start, start + cases, AT_ONCE)]
     if jobs == 1:
         yield from (check_some(seed, span) for span in spans)
@@ -100,7 +100,7 @@ def _summary(console: Console, found: list[Report], failed: int, seconds: float)
     refused: Counter[str] = sum((report.refused for report in found), Counter())
     comparisons = sum(report.comparisons for report in found)
     rate = len(found) / seconds
-    console.print(f"{len(found)} cases, {comparisons} comparisons, {failed} cases failed; {rate:.0f} cases a second")
+    console.print(f"{len(found)} cases, {comparisons} comparisons, {failed} cases failed; {rate:.0f} cases per second")
     for kernel in sorted({*served, *refused}):
         console.print(f"  {kernel:<11} served {served[kernel]:>6}   refused {refused[kernel]:>6}")
 

@@ -1,4 +1,4 @@
-"""One random case: what is asked of the kernels, made from the seed and the number of the case alone."""
+"""One random case: composition, shapes, inputs and settings, which depend only on the seed and the case number."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from torch import Tensor, nn
 from fuzz import masking, parts
 from fuzz.draw import Draw
 from fuzz.parts import Part, Shape
-from fuzz.statistics import Asked
+from fuzz.statistics import Request
 from fuzz.visible import dense
 from qkv import masks
 
 DTYPES = {torch.float64: 3.0, torch.float32: 5.0, torch.bfloat16: 2.0}
 HUGE = 1e4
 LARGE = 50.0
-"""How large scores get in hard cases; those that square a query, and those of bounded queries, only so far."""
+"""Factors of the queries in cases with large scores; `LARGE` for scores that square a query or bound it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
+    """The composition, inputs and settings of one case."""
+
     seed: int
     number: int
     shape: Shape
     dtype: torch.dtype
     mask: Any
-    allowed: Tensor
+    visible: Tensor
     """The mask, dense."""
     score: Part
     biases: list[Part]
     normalizer: Part
     inputs: dict[str, Tensor]
-    """q, k and v, in their dtype and as they lie in memory."""
+    """q, k and v, in their dtype and memory layout."""
     learn: set[str]
-    """Names of the tensors that want a gradient."""
+    """Names of the tensors that require gradients."""
     tile: int | None
     """Size of the kernels' tiles; None for the usual one."""
     threads: int
     flex: bool
-    """Whether FlexAttention is tried, which traces every composition anew: half a second."""
-    asked: Asked
+    """Whether FlexAttention is run; it traces every composition, which takes half a second."""
+    request: Request
     named: dict[str, Any]
-    """Arguments of `measure` that go with `asked`."""
+    """The arguments of `measure` for `request`."""
     text: str
     grad: Tensor
     """Gradient of the output, in its dtype, and of the log-sum-exp."""
@@ -53,17 +55,17 @@ class Case:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that may want a gradient: inputs, and what parts are made of, in their dtypes."""
+        """Every tensor that may require a gradient: inputs and parameters of parts, in their dtypes."""
         found = dict(self.inputs)
         for of, part in self.parts.items():
             for name, x in part.tensors.items():
-                # A learned key is one more key, in the dtype of the others.
+                # A learned key has the dtype of the keys.
                 wide = part.wide and name != "key"
                 found[f"{of} {name}"] = x.to(torch.promote_types(self.dtype, torch.float32) if wide else self.dtype)
         return found
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors; those that want a gradient are leaves, and of parts parameters."""
+        """The tensors as leaves of autograd; learned tensors of parts are parameters."""
         found = {}
         for name, x in self.tensors().items():
             learned = name in self.learn
@@ -74,7 +76,7 @@ class Case:
         return found
 
     def made(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Score, biases and normalizer of these tensors."""
+        """Score, biases and normalizer with these tensors."""
 
         def of(name: str) -> Any:
             part = self.parts[name]
@@ -94,26 +96,26 @@ def case(seed: int, number: int) -> Case:
     dtype = draw.weighted(DTYPES)
     shape = _shape(draw)
     score, d = parts.score(draw, shape)
-    trouble = draw.weighted({"none": 6.0, "far": 1.0, "very far": 1.0, "large": 1.0, "tiny mass": 1.0})
+    stress = draw.weighted({"none": 6.0, "far": 1.0, "very far": 1.0, "large": 1.0, "tiny mass": 1.0})
     bias = parts.bias_list(draw, shape, d)
-    if trouble in ("far", "very far"):
-        bias.append(parts.far(draw, shape, -60.0 if trouble == "far" else -200.0))
-    above = draw.choice([30.0, 70.0, 150.0]) if trouble == "tiny mass" else None
-    normalizer = parts.normalizer(draw, shape, above, large=trouble == "large")
+    if stress in ("far", "very far"):
+        bias.append(parts.far(draw, shape, -60.0 if stress == "far" else -200.0))
+    above = draw.choice([30.0, 70.0, 150.0]) if stress == "tiny mass" else None
+    normalizer = parts.normalizer(draw, shape, above, large=stress == "large")
     mask_text, mask = masking.mask(draw, shape)
     if draw.chance(0.15):
         text, padding = masking.padding(draw, shape)
         mask = padding if mask is None else padding & (_masked(mask))
         mask_text = f"{text} & ({mask_text})"
-    allowed = dense(mask, shape.b, shape.h, shape.nq, shape.nk)
-    inputs, layout = _inputs(draw, shape, dtype, score, allowed, large=trouble == "large")
+    visible = dense(mask, shape.b, shape.h, shape.nq, shape.nk)
+    inputs, layout = _inputs(draw, shape, dtype, score, visible, large=stress == "large")
     named = {"score": score, "normalizer": normalizer} | {f"bias {i}": part for i, part in enumerate(bias)}
     longest = max(shape.nq, shape.nk)
     tile = draw.choice([None, 4, 4] if longest <= 12 else [None, 8, 16] if longest <= 40 else [None, None, 64])
-    asked, words, inner = _asked(draw, shape)
+    request, words, inner = _random_request(draw, shape)
     made = Case(
-        seed, number, shape, dtype, mask, allowed, score, bias, normalizer, inputs, set(), tile,
-        2 if draw.chance(0.05) else 1, draw.chance(0.1), asked, words, "",
+        seed, number, shape, dtype, mask, visible, score, bias, normalizer, inputs, set(), tile,
+        2 if draw.chance(0.05) else 1, draw.chance(0.1), request, words, "",
         draw.normal(shape.b, shape.h, shape.nq, shape.dv).to(dtype),
         draw.normal(shape.b, shape.h, shape.nq).bfloat16().to(torch.promote_types(dtype, torch.float32)), named,
     )  # fmt: skip
@@ -122,7 +124,7 @@ def case(seed: int, number: int) -> Case:
     text = "\n".join([
         f"case {number} of seed {seed}",
         f"  shape       {shape}",
-        f"  dtype       {dtype}, {layout}, trouble: {trouble}",
+        f"  dtype       {dtype}, {layout}, stress: {stress}",
         f"  mask        {mask_text}",
         f"  biases      {', '.join(part.text for part in bias) or 'none'}",
         f"  score       {score.text}",
@@ -143,7 +145,7 @@ def _short(x: Any) -> str:
 
 
 def _shape(draw: Draw) -> Shape:
-    if draw.chance(0.04):  # so long that ``auto`` leaves eager
+    if draw.chance(0.04):  # long enough that ``auto`` does not choose eager
         b, hkv, group = 1, draw.choice([1, 2]), 1
         nq, nk = draw.integer(129, 200), draw.integer(129, 200)
     else:
@@ -157,19 +159,19 @@ def _shape(draw: Draw) -> Shape:
 
 
 def _inputs(
-    draw: Draw, shape: Shape, dtype: torch.dtype, score: Part, allowed: Tensor, *, large: bool
+    draw: Draw, shape: Shape, dtype: torch.dtype, score: Part, visible: Tensor, *, large: bool
 ) -> tuple[dict[str, Tensor], str]:
-    """q, k and v; numbers that no query sees may be NaN or infinite."""
+    """q, k and v; keys and values that are masked for all queries may be NaN or infinite."""
     found, layouts = {}, []
     sizes = {
         "q": (shape.b, shape.h, shape.nq, shape.dq),
         "k": (shape.b, shape.hkv, shape.nk, shape.dk),
         "v": (shape.b, shape.hkv, shape.nk, shape.dv),
     }
-    spoilt = not allowed.all() and draw.chance(0.35)
+    with_nan = not visible.all() and draw.chance(0.35)
     for name, size in sizes.items():
         layout = draw.weighted({"contiguous": 4.0, "transposed": 1.5, "expanded": 1.0, "strided": 1.0})
-        if layout == "expanded" and not spoilt:
+        if layout == "expanded" and not with_nan:
             flat = draw.choice([dim for dim in range(4) if dim != 2 or size[2] > 1])
             x = draw.normal(*(1 if dim == flat else n for dim, n in enumerate(size))).to(dtype)
         else:
@@ -180,24 +182,24 @@ def _inputs(
         layouts.append(f"{name} {layout}")
         found[name] = x.expand(size)
     text = ", ".join(layouts)
-    if spoilt:
-        _spoil(draw, shape, allowed, found)
-        text += ", NaN and ∞ where no query sees"
+    if with_nan:
+        _add_nan(draw, shape, visible, found)
+        text += ", NaN and ∞ where masked for all queries"
     for name, layout in zip(found, layouts, strict=True):
-        found[name] = _laid(found[name], layout.split()[1])
+        found[name] = _with_layout(found[name], layout.split()[1])
     return found, text
 
 
-def _spoil(draw: Draw, shape: Shape, allowed: Tensor, found: dict[str, Tensor]) -> None:
-    """NaN and ±∞ in keys and values that no query of the batch item sees."""
-    unseen = ~allowed.any(2).any(1)  # (b, nk)
+def _add_nan(draw: Draw, shape: Shape, visible: Tensor, found: dict[str, Tensor]) -> None:
+    """Put NaN or ±∞ into keys and values that are masked for all queries of the batch item."""
+    masked = ~visible.any(2).any(1)  # (b, nk)
     for name in ("k", "v"):
         bad = draw.choice([torch.nan, torch.inf, -torch.inf])
-        found[name] = found[name].masked_fill(unseen[:, None, :, None], bad)
+        found[name] = found[name].masked_fill(masked[:, None, :, None], bad)
 
 
-def _laid(x: Tensor, layout: str) -> Tensor:
-    """The same numbers, lying otherwise in memory."""
+def _with_layout(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in another memory layout."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "strided":
@@ -212,8 +214,8 @@ def _learn(draw: Draw, names: list[str]) -> set[str]:
     return set(names if kind == "all" else draw.some(names, 1, len(names)))
 
 
-def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any], str]:
-    """What to ask of `measure`, and the mask of a sub-mask's mass as a text."""
+def _random_request(draw: Draw, shape: Shape) -> tuple[Request, dict[str, Any], str]:
+    """Random arguments of `measure`, and the description of the mask in `mass`."""
     named: dict[str, Any] = {}
     first = [0] * shape.b
     if draw.chance(0.3):
@@ -231,4 +233,4 @@ def _asked(draw: Draw, shape: Shape) -> tuple[Asked, dict[str, Any], str]:
         inner = _masked(inner)
         named["mass"] = {"inner": inner}
         mass = {"inner": dense(inner, shape.b, shape.h, shape.nq, shape.nk)}
-    return Asked(first, named.get("queries"), named.get("prefix_keys"), named.get("bins"), mass), named, text
+    return Request(first, named.get("queries"), named.get("prefix_keys"), named.get("bins"), mass), named, text

@@ -1,4 +1,4 @@
-"""One case on every kernel, and what differs from the formula."""
+"""Runs one case on every kernel and compares the results with the formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkv.kernels import KERNELS
 
 NEVER_REFUSE = ("auto", "eager", "measure")
 NO_GRADIENTS = ("flex", "reference")  # on CPU
-FEW_PAIRS = 300  # of query and key, of all heads: the reference computes them in loops
+FEW_PAIRS = 300  # most pairs, over all heads, for the reference, which computes them in loops
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Mismatch:
 
 @dataclass
 class Report:
-    """What came of one case."""
+    """Result of one case."""
 
     seed: int
     number: int
@@ -55,11 +55,11 @@ def check(seed: int, number: int) -> Report:
     expected = Expected(made)
     torch.set_num_threads(made.threads)
     with warnings.catch_warnings(), tiles(made.tile):
-        warnings.simplefilter("error")  # a warning of torch is one that users would see
+        warnings.simplefilter("error")  # users would see warnings of torch
         for kernel in ("auto", *KERNELS):
             if (kernel in NO_GRADIENTS and made.learn) or (kernel == "flex" and not made.flex):
                 continue
-            if kernel == "reference" and made.allowed.numel() > FEW_PAIRS:
+            if kernel == "reference" and made.visible.numel() > FEW_PAIRS:
                 continue
             _serve(made, kernel, expected, report)
         if expected.has_statistics:
@@ -69,7 +69,7 @@ def check(seed: int, number: int) -> Report:
 
 
 def check_some(seed: int, numbers: range) -> list[Report]:
-    """`check` of some cases, for a process of its own."""
+    """`check` of several cases, for a worker process."""
     found = []
     for number in numbers:
         try:
@@ -80,7 +80,7 @@ def check_some(seed: int, numbers: range) -> list[Report]:
 
 
 def _serve(made: Case, kernel: str, expected: Expected, report: Report) -> None:
-    """`attend` on one kernel: outputs and gradients."""
+    """Compare the outputs and gradients of `attend` on one kernel."""
     leaves = made.leaves()
     try:
         values = _attend(made, kernel, expected, leaves)
@@ -97,7 +97,7 @@ def _serve(made: Case, kernel: str, expected: Expected, report: Report) -> None:
 
 
 def _served_by(made: Case, kernel: str, leaves: dict[str, Tensor]) -> str:
-    """The kernel whose roundings a result has."""
+    """The kernel that determines the rounding of a result."""
     if kernel not in ("auto", "measure") or made.dtype != torch.bfloat16:
         return kernel
     with torch.set_grad_enabled(kernel == "auto"):
@@ -129,7 +129,7 @@ def _attend(made: Case, kernel: str, expected: Expected, leaves: dict[str, Tenso
 
 
 def _measure(made: Case, expected: Expected, report: Report) -> None:
-    """Every statistic of `measure`."""
+    """Compare every statistic of `measure`."""
     try:
         leaves = made.leaves()
         got = qkv.measure(*(leaves[x] for x in "qkv"), mask=made.mask, **made.made(leaves), **made.named)
@@ -149,7 +149,7 @@ def _measure(made: Case, expected: Expected, report: Report) -> None:
             values |= {f"measure {one.name} {name}": x for name, x in value.items()}
     missing = {name for name in expected.values if name.startswith("measure ")} ^ set(values)
     if missing:
-        report.mismatches.append(Mismatch("measure", "statistics", f"missing or not asked for: {sorted(missing)}"))
+        report.mismatches.append(Mismatch("measure", "statistics", f"missing or not requested: {sorted(missing)}"))
     _compare({name: x for name, x in values.items() if name not in missing}, expected, by, "measure", report)
 
 

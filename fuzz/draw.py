@@ -1,4 +1,4 @@
-"""Random numbers of one case, from its seed and number alone."""
+"""The random choices of one case, which depend only on its seed and number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class Draw:
-    """
+    """A random generator for numbers, choices and tensors.
+
     >>> a, b = Draw(0, 7), Draw(0, 7)
     >>> a.integer(0, 99) == b.integer(0, 99), torch.equal(a.normal(3), b.normal(3))
     (True, True)
@@ -30,14 +31,14 @@ class Draw:
         return self._random.choice(options)
 
     def weighted(self, options: Mapping[T, float]) -> T:
-        """One of the keys, with probability in proportion to its number."""
+        """One of the keys, with probability proportional to its value."""
         return self._random.choices(list(options), list(options.values()))[0]
 
     def some(self, options: Sequence[T], least: int, most: int) -> list[T]:
         return self._random.sample(options, min(len(options), self.integer(least, most)))
 
     def integer(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """A random integer from low to high, inclusive."""
         return self._random.randint(low, high)
 
     def normal(self, *shape: int) -> Tensor:

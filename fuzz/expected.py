@@ -1,7 +1,7 @@
-"""What a case must give, by the formula, and how far off rounding may be.
+"""The expected results of a case, by the formula, and their tolerances.
 
-Tolerances come from the dtype and the condition of the case: the formula is evaluated again with every step rounded at
-random (`fuzz.rounding`), and a kernel may be off by `ROOM` times what that changes.
+Tolerances come from the dtype and the condition number of the case: the formula is evaluated again with random rounding
+errors in every step (`fuzz.rounding`), and the error of a kernel may be `MARGIN` times the resulting change.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from torch import Tensor
 
 from fuzz.cases import Case
 from fuzz.draw import Draw
-from fuzz.formula import Found, attention
+from fuzz.formula import Result, attention
 from fuzz.rounding import EXACT, Random, Rounding, Sizes
 from fuzz.statistics import COUNTS, OF_COLUMNS, OF_SHAPE, statistics
 from qkv import normalizers
 
 SAMPLES = 3
-ROOM = 32
-"""A kernel adds up many roundings, and in another order."""
+MARGIN = 32
+"""A kernel accumulates many rounding errors, in another order."""
 OF_WEIGHTS = tuple(f"measure {name}" for name in ("sink", "self_", "previous", "next_"))
 CLEAR = 16
-"""How many times the error of a score it must be away from a kink or a tie, so that no rounding takes it there."""
+"""Minimum distance of a score from a kink or a tie, in units of its error, so that rounding does not decide."""
 COARSEST = 2.0**-30
-"""Roundings of float64 are drawn this large and their effect scaled down: the formula itself is no more precise."""
+"""Rounding errors of float64 are drawn this large and their effect scaled down, because the formula has them, too."""
 SMALLEST_SUM = 1e-30
-"""Sums of weights below it underflow float32 in part; normalizers that need not care work with logarithms."""
+"""Smaller sums of weights underflow partly in float32; normalizers that avoid this work with logarithms."""
 FLOAT32 = torch.finfo(torch.float32).eps
 EXPONENTIAL = 2.0**-14
 SPREAD = 0.004
-"""What float32 inputs resolve of the square of `spread`: two squares of places in a tile, up to 128² ± 0.001 each."""
+"""Float32 resolution of the square of `spread`: two squares of positions in a tile, up to 128² ± 0.001 each."""
 
 Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The formula, evaluated once."""
+    """One evaluation of the formula."""
 
     leaves: dict[str, Tensor]
     normalizer: Any
-    found: Found
+    found: Result
 
 
 def sizes(case: Case, kernel: str) -> tuple[Sizes, float]:
-    """How `kernel` rounds, and what the effect is to be multiplied by."""
+    """The rounding errors of `kernel`, and the factor of their effect."""
     wide = torch.promote_types(case.dtype, torch.float32)
     work, stored = torch.finfo(wide).eps, torch.finfo(case.dtype).eps
     scale = 1.0
@@ -63,7 +63,7 @@ def sizes(case: Case, kernel: str) -> tuple[Sizes, float]:
 
 
 class Expected:
-    """What `case` must give; `skipped` rows of queries are left out, because rounding decides there."""
+    """The expected results of `case`; rows whose results depend on rounding are `skipped`."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -73,7 +73,7 @@ class Expected:
         self._error = _error(self.exact, [x for x, _ in samples])
         self._absolute_error = _error(self.exact, [x for x, _ in samples], absolute=True)
         smooth = self.certain & _smooth(self.exact, [x for x, _ in samples])
-        # Rows whose gradient rounding decides get none.
+        # Rows whose gradient depends on rounding get a gradient of 0.
         self.grad = case.grad.masked_fill(~smooth[..., None], 0)
         self.grad_lse = case.grad_lse.masked_fill(~smooth, 0)
         self.has_statistics = bool(self.exact.found.weights.min() >= 0)
@@ -89,7 +89,7 @@ class Expected:
         }
         made = case.made(leaves)
         with torch.set_grad_enabled(bool(case.learn)):
-            found = attention(*(leaves[x] for x in "qkv"), case.allowed, rounding=rounding, near=near, **made)
+            found = attention(*(leaves[x] for x in "qkv"), case.visible, rounding=rounding, near=near, **made)
         return Run(leaves, made["normalizer"], found)
 
     def _samples(self, kernel: str) -> list[tuple[Run, Rounding]]:
@@ -103,7 +103,7 @@ class Expected:
         return found
 
     def _values(self, run: Run, rounding: Rounding) -> Values:
-        """Every number that a kernel gives, and every statistic, by name."""
+        """All results of a kernel and all statistics, by name."""
         case, found = self.case, run.found
         values = {"out": found.out.detach(), "weights": found.weights.detach()}
         loss = (found.out * self.grad.double()).sum()
@@ -111,9 +111,9 @@ class Expected:
         if isinstance(run.normalizer, normalizers.Softmax):
             assert found.lse is not None
             values["lse"] = found.lse.detach()
-            seen = found.lse != -torch.inf
-            loss = loss + (torch.where(seen, found.lse, 0.0) * self.grad_lse.double()).sum()
-            size = size + self.grad_lse.double().abs() * seen
+            visible = found.lse != -torch.inf
+            loss = loss + (torch.where(visible, found.lse, 0.0) * self.grad_lse.double()).sum()
+            size = size + self.grad_lse.double().abs() * visible
         if found.anchor is not None:
             loss = loss + (found.anchor * rounding.row_gradient(size)).sum()
         wanted = {name: x for name, x in run.leaves.items() if name in case.learn}
@@ -126,7 +126,7 @@ class Expected:
         if self.has_statistics:
             sink = None if found.sink_weight is None else found.sink_weight.detach()
             with torch.no_grad():
-                made = statistics(values["weights"], case.allowed, sink, case.asked)
+                made = statistics(values["weights"], case.visible, sink, case.request)
             values |= {f"measure {name}": x for name, x in made.items()}
             if "lse" in values:
                 values["measure lse"] = values["lse"]
@@ -143,7 +143,7 @@ class Expected:
         self._changes[of] = changes
 
     def skipped(self, name: str) -> Tensor | None:
-        """Where the answer may be another one, as a tensor that broadcasts to the value, or None."""
+        """Mask of the results that depend on rounding, which broadcasts to the value, or None."""
         rows = ~self.certain
         if name.startswith("measure "):
             what = name.removeprefix("measure ")
@@ -153,24 +153,24 @@ class Expected:
                 return torch.tensor(True) if rows.any() else None
             if what in OF_SHAPE:
                 rows = rows | self._weightless()
-            if what == "lse" and self.case.asked.queries is not None:
-                rows = rows | ~self.case.asked.queries[:, None]
+            if what == "lse" and self.case.request.queries is not None:
+                rows = rows | ~self.case.request.queries[:, None]
             return rows
         if name in ("out", "weights"):
             return rows[..., None]
         return None
 
     def _weightless(self) -> Tensor:
-        """Rows with so little weight that they may count as empty, or whose small weights have lost their precision.
+        """Rows with so little total weight that they may count as empty, or that their weights lose precision.
 
-        In float64 these are rows below 1e-150, whose squares are 0: `Statistics` says so.
+        In float64 these are rows below 1e-150, whose squares underflow; see `Statistics`.
         """
         total = self.exact.found.weights.detach().sum(-1)
         tiny = sizes(self.case, "eager")[0].tiny
         return (total > 0) & (total < max(1e3 * self.case.shape.nk * tiny, 1e-149))
 
     def tolerance(self, name: str, kernel: str) -> Tensor:
-        """How far off a value may be."""
+        """The largest error allowed in a value."""
         of, scale = sizes(self.case, kernel)
         if of not in self._changes:
             self._add_changes(kernel, self._samples(kernel))
@@ -178,26 +178,28 @@ class Expected:
         if change.ndim == 4:
             change = change.amax(-1, keepdim=True)
         if change.ndim:
-            # By chance few roundings may cancel in one number; they do not in all of its neighbours.
+            # Rounding errors may cancel by chance in one number, but not in all of its neighbours.
             of_neighbours = change.mean((-2, -1) if change.ndim == 4 else -1, keepdim=True)
             change = torch.maximum(change, 0.1 * of_neighbours)
         wide = torch.promote_types(self.case.dtype, torch.float32)
         eps = torch.finfo(wide).eps
-        last = 2 * torch.finfo(self.dtype(name)).eps  # of the result as stored, and of sums, the formula's own, too
-        tolerance = ROOM * change + torch.where(want.isfinite(), want.abs(), 0.0) * (last + 16 * eps)
+        last = (
+            2 * torch.finfo(self.dtype(name)).eps
+        )  # rounding of the stored result and of sums, including those of the formula
+        tolerance = MARGIN * change + torch.where(want.isfinite(), want.abs(), 0.0) * (last + 16 * eps)
         tolerance = tolerance + 100 * torch.finfo(wide).tiny
         if name in OF_WEIGHTS:
-            # The level comes from one product of queries and keys, and the scores from another: no error cancels.
-            tolerance = tolerance + want.abs() * scale * ROOM * self._absolute_error
+            # The level and the scores come from different products of queries and keys, so errors do not cancel.
+            tolerance = tolerance + want.abs() * scale * MARGIN * self._absolute_error
         if name == "measure sink_mass":
-            tolerance = tolerance + scale * ROOM * self._absolute_error
+            tolerance = tolerance + scale * MARGIN * self._absolute_error
         if name.startswith("measure thumbnail"):
-            tolerance = tolerance + want.abs() * scale * ROOM * self._absolute_error.amax(-1)[..., None, None]
+            tolerance = tolerance + want.abs() * scale * MARGIN * self._absolute_error.amax(-1)[..., None, None]
         if name == "measure entropy":
             # Logarithms of weights are differences of scores and the level, which cancel.
-            tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + ROOM * scale * self._error
+            tolerance = tolerance + 8 * eps * (1 + self._largest_logarithm()) + MARGIN * scale * self._error
         if name == "measure distance":
-            # Moments about the middle of a tile cancel.
+            # Moments about the centre of a tile cancel.
             tolerance = tolerance + 8 * eps * (self.case.shape.nq + self.case.shape.nk)
         if name == "measure spread":
             resolved = SPREAD * eps / FLOAT32 + 16 * torch.finfo(torch.float64).eps * self.case.shape.nk**2
@@ -213,7 +215,7 @@ class Expected:
         return largest if level is None else largest + level.detach().abs()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a result."""
+        """The dtype of a result."""
         if name in ("out", "weights"):
             return self.case.dtype
         if name.startswith("gradient of "):
@@ -222,27 +224,27 @@ class Expected:
 
 
 def _error(exact: Run, samples: list[Run], *, absolute: bool = False) -> Tensor:
-    """How far rounding moves the final scores of each row (b, h, nq), as seen from the level if there is one."""
+    """Rounding error of the final scores of each row (b, h, nq), relative to the level if there is one."""
 
-    def seen(run: Run) -> Tensor:
+    def relative(run: Run) -> Tensor:
         final, level = run.found.final.detach(), run.found.level
         return final if level is None or absolute else final - level.detach()[..., None]
 
-    here = seen(exact)
-    off = [torch.where(here.isfinite(), (seen(run) - here).abs(), 0.0) for run in samples]
+    want = relative(exact)
+    off = [torch.where(want.isfinite(), (relative(run) - want).abs(), 0.0) for run in samples]
     return torch.stack(off).amax(0).amax(-1)
 
 
 def _certain(exact: Run, samples: list[Run]) -> Tensor:
-    """Rows (b, h, nq) whose output rounding does not decide."""
+    """Rows (b, h, nq) whose output does not depend on rounding."""
     final, total = exact.found.final.detach(), exact.found.total
     certain = torch.ones(final.shape[:3], dtype=torch.bool)
     if isinstance(exact.normalizer, normalizers.Hard) and final.shape[-1] > 1:
-        # The best key must be better than the next by more than an error.
+        # The best score must exceed the next by more than the rounding error.
         best, after = final.topk(2, -1).values.unbind(-1)
         certain &= (after == -torch.inf) | (best - after > CLEAR * _error(exact, samples))
     if total is not None:
-        # A sum of both signs, or of few small weights, may be mostly error; one far below 1 may underflow.
+        # A sum of terms of both signs, or of few small weights, may be mostly rounding error; a tiny one may underflow.
         certain &= total.detach().abs() > SMALLEST_SUM
         for run in samples:
             assert run.found.total is not None
@@ -251,7 +253,7 @@ def _certain(exact: Run, samples: list[Run]) -> Tensor:
 
 
 def _smooth(exact: Run, samples: list[Run]) -> Tensor:
-    """Rows (b, h, nq) with no score so near a kink of the weight that rounding decides the derivative there."""
+    """Rows (b, h, nq) without scores so close to a kink of the weight function that rounding decides the derivative."""
     final, level, normalizer = exact.found.final.detach(), exact.found.level, exact.normalizer
     if isinstance(normalizer, normalizers.ReLU):
         from_kink = final

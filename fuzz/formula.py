@@ -1,7 +1,7 @@
 """Attention as one dense float64 formula, with gradients by autograd.
 
-It shares no code with the package. Built-in objects are read, their parameters and nothing else; of a user's own object
-the one method that defines it is called, with all heads at once. Query i stands at position p = i + nk − nq.
+It shares no code with the package. Of built-in objects it only reads the parameters; of user-defined objects it calls
+the one method that defines them, with all heads at once. Query i has position p = i + nk − nq.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from qkv import biases, normalizers, scores
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What the formula finds; rows of queries are (b, h, nq)."""
+class Result:
+    """Results of the formula; values per query are (b, h, nq)."""
 
     out: Tensor
     lse: Tensor | None
-    """Of a softmax."""
+    """Log-sum-exp, for softmax."""
     weights: Tensor
     sink_weight: Tensor | None
     final: Tensor
-    """Final scores, −inf where hidden."""
+    """Final scores, −inf where masked."""
     level: Tensor | None
-    """Level of rows that sum to one, before it is rounded."""
+    """Level of rows whose weights sum to one, before rounding."""
     total: Tensor | None
-    """What weights are divided by, if it is their sum."""
+    """Sum of the weights, if they are divided by it."""
     anchor: Tensor | None
-    """Whose gradient is what a backward keeps for each row: the level, or the logarithm of the sum."""
+    """The level, or the logarithm of the sum; a backward computes its gradient as one number per row."""
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Sequence[Any], score: Any, normalizer: Any,
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Sequence[Any], score: Any, normalizer: Any,
     rounding: Rounding = EXACT, near: Tensor | None = None,
-) -> Found:  # fmt: skip
-    """Attention of float64 tensors; `allowed` (b, h, nq, nk) is the mask, and `near` almost the level of each row."""
+) -> Result:  # fmt: skip
+    """Attention of float64 tensors; `visible` (b, h, nq, nk) is the mask, `near` an estimate of the level."""
     heads, key_heads = q.shape[1], k.shape[1]
     group = heads // key_heads
-    shown = allowed.any(2).unflatten(1, (key_heads, group)).any(2)[..., None]
-    k, v = (torch.where(shown, x, 0.0) for x in (k, v))  # what no query sees may be anything
-    q = torch.where(allowed.any(3)[..., None] | q.isfinite(), q, 0.0)
+    used = visible.any(2).unflatten(1, (key_heads, group)).any(2)[..., None]
+    k, v = (torch.where(used, x, 0.0) for x in (k, v))  # fully masked keys may be NaN
+    q = torch.where(visible.any(3)[..., None] | q.isfinite(), q, 0.0)
     q, k = project(score, q, k, rounding)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     final = compare(score, rounding.used(q), rounding.used(k), rounding)
@@ -57,34 +57,34 @@ def attention(
     for one in bias:
         final = rounding.scores(biased(one, final, rounding.used(q), factor(score, q.shape[-1]), rounding))
     final = final / normalizer.temperature
-    final = torch.where(allowed, final, -torch.inf)
-    visible = allowed.sum(-1, keepdim=True).clamp(min=1).to(final)
+    final = torch.where(visible, final, -torch.inf)
+    n_visible = visible.sum(-1, keepdim=True).clamp(min=1).to(final)
     sink = sink_logit(score, normalizer, rounding.used(q), key_heads, rounding)
-    found = weigh(normalizer, final, visible, sink, rounding, near)
+    found = normalize(normalizer, final, n_visible, sink, rounding, near)
     weights = rounding.weights(found.weights)
     out = weights @ rounding.used(v)
     for one in bias:
         if isinstance(one, biases.RelativePosition) and one.values is not None:
             table = _by_head(one.values, 2)
             out = out + (weights[..., None] * table[:, _clipped(final, table.shape[-2] // 2)]).sum(-2)
-    return Found(out, *found.rest)
+    return Result(out, *found.rest)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def _is_own(thing: object) -> bool:
+def _user_defined(thing: object) -> bool:
     return not type(thing).__module__.startswith("qkv.")
 
 
 def _by_head(x: Any, ndim: int) -> Tensor:
-    """A parameter of `ndim` dimensions, with one more in front for the heads if it has none."""
+    """A parameter of `ndim` dimensions per head, with a leading head dimension added if it has none."""
     x = torch.as_tensor(x, dtype=torch.float64)
     return x if x.ndim > ndim else x[None]
 
 
 def project(score: Any, q: Tensor, k: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Queries and keys where they are compared."""
+    """Projected queries and keys."""
     match score:
         case scores.Dot():
             return q, k
@@ -99,7 +99,7 @@ def project(score: Any, q: Tensor, k: Tensor, rounding: Rounding) -> tuple[Tenso
         case scores.Features(feature_map):
             q, k = feature_map(q), feature_map(k)
         case scores.Pairwise():
-            return q, k  # own ones here define their scores alone
+            return q, k  # user-defined scores here have no projection
         case _:
             q, k = score.project(q, k)
     return rounding.stored(q), rounding.stored(k)
@@ -108,12 +108,12 @@ def project(score: Any, q: Tensor, k: Tensor, rounding: Rounding) -> tuple[Tenso
 def _unit(x: Tensor, rounding: Rounding) -> Tensor:
     squares = x.square().sum(-1, keepdim=True)
     length = torch.where(squares > 0, squares, 1.0).sqrt()
-    # A step along the vector changes nothing: its derivative is a difference, 0 in one dimension.
+    # A step along the vector changes nothing: the derivative is a difference, 0 in one dimension.
     return torch.where(squares > 0, rounding.cancelling(x / length, x, 1 / length.detach()), 0.0)
 
 
 def factor(score: Any, size: int) -> float:
-    """What a product of `size` entries is multiplied by."""
+    """Factor of a product of `size` entries."""
     match score:
         case scores.Dot(None):
             return 1 / math.sqrt(size)
@@ -135,7 +135,7 @@ def compare(score: Any, q: Tensor, k: Tensor, rounding: Rounding) -> Tensor:
 
 
 def sink_logit(score: Any, normalizer: Any, q: Tensor, key_heads: int, rounding: Rounding) -> Tensor | None:
-    """Logit of the part of the weights that no key owns, (…, h, …, 1): a sink, or the score of a learned key."""
+    """Logit of the attention sink, (…, h, …, 1): a given logit, or the score of a learned key."""
     sink, key = getattr(normalizer, "sink", None), getattr(normalizer, "key", None)
     if key is not None:
         keys = key.unflatten(0, (key_heads, -1))[None]
@@ -150,7 +150,7 @@ def sink_logit(score: Any, normalizer: Any, q: Tensor, key_heads: int, rounding:
 
 
 def _query_size(score: Any, keys: Tensor) -> int:
-    """Entries of a query that goes with such keys."""
+    """Number of entries of a query for such keys."""
     if isinstance(score, scores.General):
         return score.weight.shape[-2]
     if isinstance(score, scores.Additive) and score.w_q is not None:
@@ -165,7 +165,7 @@ def _query_size(score: Any, keys: Tensor) -> int:
 
 def biased(bias: Any, s: Tensor, q: Tensor, scale: float, rounding: Rounding) -> Tensor:
     """All scores (b, h, nq, nk) after a bias; q are projected queries."""
-    if _is_own(bias):
+    if _user_defined(bias):
         place = Place(*s.shape[-2:])
         return s + bias.tile(place) if isinstance(bias, biases.Additive) else bias.apply(s, place)
     rows, keys = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
@@ -192,14 +192,14 @@ def biased(bias: Any, s: Tensor, q: Tensor, scale: float, rounding: Rounding) ->
 
 
 def _clipped(s: Tensor, reach: int) -> Tensor:
-    """Row of a table of distances key − position, of each pair."""
+    """Index of each pair in a table of clipped distances key − position."""
     n_queries, n_keys = s.shape[-2:]
     ahead = torch.arange(n_keys) - (torch.arange(n_queries)[:, None] + n_keys - n_queries)
     return ahead.clamp(-reach, reach) + reach
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(−8 (i + 1) / H) for H a power of two; else those of the power below, then every other one of the next."""
+    """2^(−8 (i + 1) / H) for H a power of two; else the slopes of the power below, then every other one of the next."""
     power = 1 << (heads.bit_length() - 1)
     whole = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     finer = [2.0 ** (-8.0 * (i + 1) / (2 * power)) for i in range(2 * power)]
@@ -208,7 +208,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 @functools.cache
 def t5_bucket(back: int, buckets: int, most: int, both: bool) -> int:
-    """The bucket of a distance, in whole numbers: bucket e + t begins at e (most / e)^(t / (n − e))."""
+    """The bucket of a distance, in integers: bucket e + t starts at e (most / e)^(t / (n − e))."""
     if both:
         half = buckets // 2
         return t5_bucket(abs(back), half, most, False) + (half if back < 0 else 0)
@@ -224,7 +224,7 @@ def t5_bucket(back: int, buckets: int, most: int, both: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
+class Normalized:
     weights: Tensor
     lse: Tensor | None
     sink_weight: Tensor | None
@@ -238,37 +238,37 @@ class Weighed:
         return self.lse, self.weights, self.sink_weight, self.final, self.level, self.total, self.anchor
 
 
-def weigh(
-    normalizer: Any, final: Tensor, visible: Tensor, sink: Tensor | None, rounding: Rounding, near: Tensor | None
-) -> Weighed:
-    """Weights of final scores, which are −inf where hidden; `visible` counts the keys that the mask shows."""
-    hidden = final == -torch.inf
+def normalize(
+    normalizer: Any, final: Tensor, n_visible: Tensor, sink: Tensor | None, rounding: Rounding, near: Tensor | None
+) -> Normalized:
+    """Weights of final scores, which are −inf where masked; `n_visible` is the number of visible keys."""
+    masked = final == -torch.inf
     if isinstance(normalizer, normalizers.Pointwise):
-        return _pointwise(normalizer, final, hidden, visible, rounding)
+        return _pointwise(normalizer, final, masked, n_visible, rounding)
     if isinstance(normalizer, normalizers.Softmax | normalizers.Hard):
-        together = final if sink is None else torch.cat([final, sink], -1)
-        empty = (together == -torch.inf).all(-1, keepdim=True)
-        exact = torch.logsumexp(torch.where(empty, 0.0, together), -1, keepdim=True)
+        with_sink = final if sink is None else torch.cat([final, sink], -1)
+        empty = (with_sink == -torch.inf).all(-1, keepdim=True)
+        exact = torch.logsumexp(torch.where(empty, 0.0, with_sink), -1, keepdim=True)
         level = rounding.level(exact, None)
-        weights = torch.exp(torch.where(hidden, -torch.inf, rounding.from_level(final, level) - level))
+        weights = torch.exp(torch.where(masked, -torch.inf, rounding.from_level(final, level) - level))
         sink_weight = None if sink is None else torch.exp(sink - level)[..., 0]
         if isinstance(normalizer, normalizers.Hard):
-            return Weighed(_one_key(final, weights), None, None, final, exact[..., 0], None, level[..., 0])
+            return Normalized(_one_key(final, weights), None, None, final, exact[..., 0], None, level[..., 0])
         lse = torch.where(empty, -torch.inf, level)[..., 0]
-        return Weighed(weights, lse, sink_weight, final, exact[..., 0], None, level[..., 0])
-    rows = Rows(_function(normalizer), torch.where(hidden, 0.0, final), hidden, sink)
+        return Normalized(weights, lse, sink_weight, final, exact[..., 0], None, level[..., 0])
+    rows = Rows(_function(normalizer), torch.where(masked, 0.0, final), masked, sink)
     exact, per_sum = level_of(rows, near)
     level = rounding.level(exact, per_sum)
-    rows = Rows(rows.weigh, rounding.from_level(rows.scores, level), hidden, sink)
+    rows = Rows(rows.weigh, rounding.from_level(rows.scores, level), masked, sink)
     own = rows.sink_weight(level)
-    return Weighed(
+    return Normalized(
         rows.weights(level), None, None if own is None else own[..., 0], final, exact[..., 0], None, level[..., 0]
     )
 
 
 def _function(normalizer: Any) -> Weigh:
-    """Weight of a score at a level, of weights that sum to one."""
-    if _is_own(normalizer):
+    """The weight function of score and level, for normalizers whose weights sum to one."""
+    if _user_defined(normalizer):
         own: Weigh = normalizer.weight
         return own
     if isinstance(normalizer, normalizers.Entmax):
@@ -283,26 +283,26 @@ def _function(normalizer: Any) -> Weigh:
 
 
 def _one_key(final: Tensor, soft: Tensor) -> Tensor:
-    """All weight on the best key, with the gradient of soft weights."""
+    """All weight on the best key, with the gradient of softmax weights."""
     best = torch.zeros_like(soft).scatter(-1, final.detach().argmax(-1, keepdim=True), 1.0)
     best = best.masked_fill((final == -torch.inf).all(-1, keepdim=True), 0)
     return best + (soft - soft.detach())
 
 
-def _pointwise(normalizer: Any, final: Tensor, hidden: Tensor, visible: Tensor, rounding: Rounding) -> Weighed:
-    s = torch.where(hidden, 0.0, final)
+def _pointwise(normalizer: Any, final: Tensor, masked: Tensor, n_visible: Tensor, rounding: Rounding) -> Normalized:
+    s = torch.where(masked, 0.0, final)
     match normalizer:
         case normalizers.Sigmoid(bias):
-            shift = -torch.log(visible) if bias is None else _by_head(bias, 0)[:, None, None]
+            shift = -torch.log(n_visible) if bias is None else _by_head(bias, 0)[:, None, None]
             s = rounding.scores(s + shift)
             weights = rounding.cancelling(torch.sigmoid(s), s)
         case normalizers.EluPlusOne("sum"):
-            # Divided by their sum, e^s far below 0 is a softmax: its logarithms underflow nowhere.
-            logs = torch.where(hidden, -torch.inf, torch.log1p(torch.relu(s)) + s.clamp(max=0))
-            empty = hidden.all(-1, keepdim=True)
+            # Computed as a softmax of logarithms, which do not underflow.
+            logs = torch.where(masked, -torch.inf, torch.log1p(torch.relu(s)) + s.clamp(max=0))
+            empty = masked.all(-1, keepdim=True)
             level = rounding.level(torch.logsumexp(torch.where(empty, 0.0, logs), -1, keepdim=True), None)
-            weights = torch.exp(torch.where(hidden, -torch.inf, rounding.from_level(logs, level) - level))
-            return Weighed(weights, None, None, final, None, None, level[..., 0])
+            weights = torch.exp(torch.where(masked, -torch.inf, rounding.from_level(logs, level) - level))
+            return Normalized(weights, None, None, final, None, None, level[..., 0])
         case normalizers.EluPlusOne():
             weights = torch.where(s > 0, s + 1, torch.exp(s.clamp(max=0)))
         case normalizers.ReLU():
@@ -311,13 +311,13 @@ def _pointwise(normalizer: Any, final: Tensor, hidden: Tensor, visible: Tensor, 
             weights = s
         case _:
             weights = normalizer.weight(s)
-    weights = weights.masked_fill(hidden, 0)
+    weights = weights.masked_fill(masked, 0)
     divide = getattr(normalizer, "divide", None)
     if divide == "keys":
-        return Weighed(weights / visible, None, None, final)
+        return Normalized(weights / n_visible, None, None, final)
     if divide == "sum":
         weights = rounding.weights(weights)
         total = weights.sum(-1, keepdim=True)
         total = torch.where(total == 0, 1.0, total)
-        return Weighed(weights / total, None, None, final, None, total[..., 0], total.abs().log()[..., 0])
-    return Weighed(weights, None, None, final)
+        return Normalized(weights / total, None, None, final, None, total[..., 0], total.abs().log()[..., 0])
+    return Normalized(weights, None, None, final)

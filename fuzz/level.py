@@ -1,4 +1,4 @@
-"""The level at which the weights of a row sum to one: by bisection, with the derivative of an implicit function."""
+"""The level at which the weights of a row sum to one, by bisection, with the implicit derivative."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
 """Weights of scores at the level of their rows."""
-DOUBLINGS = 60  # of a bracket, until it holds the root
-HALVINGS = 200  # of a bracket: more than there are bits
-CLOSE = 1e-13  # of the sum of the weights to one
+DOUBLINGS = 60  # most doublings until the bracket contains the root
+HALVINGS = 200  # most bisection steps: more than a float64 has bits
+CLOSE = 1e-13  # tolerance of the sum of the weights
 
 
 class Rows:
-    """Scores of rows, some of them hidden, and perhaps a sink that is one more score."""
+    """Scores of rows, their masked entries, and an optional sink."""
 
-    def __init__(self, weigh: Weigh, scores: Tensor, hidden: Tensor, sink: Tensor | None) -> None:
-        self.weigh, self.scores, self.hidden, self.sink = weigh, scores, hidden, sink
-        self.empty = hidden.all(-1, keepdim=True) if sink is None else torch.zeros_like(hidden[..., :1])
+    def __init__(self, weigh: Weigh, scores: Tensor, masked: Tensor, sink: Tensor | None) -> None:
+        self.weigh, self.scores, self.masked, self.sink = weigh, scores, masked, sink
+        self.empty = masked.all(-1, keepdim=True) if sink is None else torch.zeros_like(masked[..., :1])
 
     def weights(self, level: Tensor) -> Tensor:
-        """Weights of the keys; hidden ones get a harmless score, so that no derivative is NaN."""
-        at = torch.where(self.hidden, level.detach(), self.scores)
-        return self.weigh(at, level).masked_fill(self.hidden, 0)
+        """Weights of the keys; masked scores are replaced by the level, so that no derivative is NaN."""
+        at = torch.where(self.masked, level.detach(), self.scores)
+        return self.weigh(at, level).masked_fill(self.masked, 0)
 
     def sink_weight(self, level: Tensor) -> Tensor | None:
         return None if self.sink is None else self.weigh(self.sink, level)
@@ -37,23 +37,23 @@ class Rows:
 
 
 def level_of(rows: Rows, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The level of each row, (…, 1), differentiable; and −∂ level / ∂ (sum of the weights), its condition.
+    """The level of each row, (…, 1), differentiable; and −∂ level / ∂ (sum of the weights), its condition number.
 
-    `near` is the level of almost the same rows: Newton's method then starts there.
+    `near` is the level of almost the same rows, from which Newton's method starts.
     """
     with torch.no_grad():
         found = bisected(rows) if near is None else _near(rows, near)
     falls = _falls(rows, found)
     flat = rows.empty | (falls == 0)
     per_sum = torch.where(flat, 0.0, -1 / torch.where(flat, 1.0, falls))
-    # The sum stays 1 whatever the scores do, so a rise of the sum at a fixed level is a rise of the level.
+    # The sum is 1 for any scores, so an increase of the sum at a fixed level increases the level.
     total = rows.total(found)
     return found + (total - total.detach()) * per_sum, per_sum
 
 
 def bisected(rows: Rows) -> Tensor:
-    """By bisection, until no float64 number lies between the ends of the bracket."""
-    top = rows.scores.detach().masked_fill(rows.hidden, -torch.inf).amax(-1, keepdim=True)
+    """The level by bisection, until no float64 number lies between the ends of the bracket."""
+    top = rows.scores.detach().masked_fill(rows.masked, -torch.inf).amax(-1, keepdim=True)
     if rows.sink is not None:
         top = torch.maximum(top, rows.sink.detach())
     top = top.masked_fill(rows.empty, 0)
@@ -94,7 +94,7 @@ def _falls(rows: Rows, level: Tensor) -> Tensor:
     """∂ (sum of the weights) / ∂ level."""
     at = level.detach().requires_grad_()
     with torch.enable_grad():
-        total = Rows(rows.weigh, rows.scores.detach(), rows.hidden, _detached(rows.sink)).total(at).sum()
+        total = Rows(rows.weigh, rows.scores.detach(), rows.masked, _detached(rows.sink)).total(at).sum()
     if not total.requires_grad:
         return torch.zeros_like(level)
     return torch.autograd.grad(total, at)[0]

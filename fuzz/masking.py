@@ -1,4 +1,4 @@
-"""Random masks: built-in ones, what `&`, `|` and `~` make of them, and those of `fuzz.own`."""
+"""Random masks: built-in masks, their compositions by `&`, `|` and `~`, and the masks of `fuzz.own`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv import masks
 
 
 def mask(draw: Draw, shape: Shape) -> tuple[str, Any]:
-    """A mask, and its text."""
+    """The description of a random mask, and the mask."""
     kind = draw.weighted({"none": 3.0, "causal": 3.0, "one": 6.0, "and": 2.0, "or": 1.5, "not": 0.7, "causal and": 2.0})
     if kind == "none":
         return "None", None

@@ -1,6 +1,6 @@
-"""Normalizers, scores, biases and masks as a user would write them: each defines one method and no shortcut.
+"""User-defined normalizers, scores, biases and masks: each defines one method and no shortcut.
 
-Parameters are given from outside, so that the formula can make the same object of float64 tensors.
+Parameters are passed to the constructor, so that the formula can build the same object with float64 tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qkv.scores import Pairwise, Product
 
 
 class Square(Pointwise):
-    """s²: no function of its weights gives its slope, for s and −s have the same."""
+    """s²: the derivative is not a function of the weight, which is the same for s and −s."""
 
     def __init__(self, divide: str | None, temperature: float) -> None:
         self.divide, self.temperature = divide, temperature
@@ -147,7 +147,7 @@ class Gained(Product):
 
 
 class Squash(Bias):
-    """cap · arsinh(s / cap): a logarithm far from 0, whatever the place."""
+    """cap · arsinh(s / cap): logarithmic far from 0, independent of the position."""
 
     def __init__(self, cap: float) -> None:
         self.cap = cap
@@ -167,7 +167,7 @@ class Faded(Bias):
 
 
 class Comb(Bias):
-    """Hides with −inf every pair whose distance leaves the remainder 1 by `step`."""
+    """Masks with −inf every pair whose distance is 1 modulo `step`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -187,7 +187,7 @@ class Slanted(Additive):
 
 
 class Ripple(Additive):
-    """sin(0.3 p + 0.7 j), alike for all heads and batch items."""
+    """sin(0.3 p + 0.7 j), the same for all heads and batch items."""
 
     def tile(self, region: Any) -> Tensor:
         return torch.sin(0.3 * region.queries + 0.7 * region.keys)
@@ -207,7 +207,7 @@ class Table(Additive):
 
 
 class Stripes(Mask):
-    """Visible where p + 2 j is no multiple of `step`."""
+    """Visible where p + 2 j is not a multiple of `step`."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -217,7 +217,7 @@ class Stripes(Mask):
 
 
 class ByHead(Mask):
-    """Every head and every batch item sees other keys."""
+    """A different mask for every head and batch item."""
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Any) -> Tensor:
         return ((k + b) % (h + 2) != 1) & (k <= q + h)

@@ -1,4 +1,4 @@
-"""Random biases, scores and normalizers: built-in ones and those of `fuzz.own`."""
+"""Random biases, scores and normalizers, built-in ones and those of `fuzz.own`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """An object as a text, as a function of its tensors, and as these tensors, float64."""
+    """A score, bias or normalizer: its description, a constructor from tensors, and the float64 tensors."""
 
     text: str
     make: Callable[[Tensors], Any]
     tensors: dict[str, Tensor] = field(default_factory=dict)
     wide: bool = False
-    """Whether the tensors are at least float32: an own object's parameters usually are."""
+    """Whether the tensors are at least float32, as parameters of user-defined objects usually are."""
 
 
 def _head_numbers(draw: Draw, shape: Shape, low: float, high: float) -> Tensor:
-    """A parameter of an own object, one number a head."""
+    """A parameter of a user-defined object, one number per head."""
     return draw.uniform(low, high, shape.h, 1, 1)
 
 
@@ -48,7 +48,7 @@ def _head_numbers(draw: Draw, shape: Shape, low: float, high: float) -> Tensor:
 
 
 def score(draw: Draw, shape: Shape) -> tuple[Part, int]:
-    """A score, and in how many dimensions it compares."""
+    """A score, and the number of dimensions after its projection."""
     same = shape.dq == shape.dk
     kinds = {"additive": 1.0, "general": 1.5}
     if same:
@@ -98,12 +98,12 @@ def _additive(draw: Draw, shape: Shape) -> tuple[Part, int]:
 
 
 def bias_list(draw: Draw, shape: Shape, d: int) -> list[Part]:
-    """From none to three biases, for queries of `d` entries once projected; what hides with −inf comes last."""
+    """Zero to three biases, for projected queries of `d` entries; biases with −inf come last."""
     found = [_bias(draw, shape, d, values=False) for _ in range(draw.weighted({0: 5.0, 1: 4.0, 2: 1.5, 3: 0.3}))]
     if draw.chance(0.05):
         found.append(_bias(draw, shape, d, values=True))
     if draw.chance(0.1):
-        found.append(_hiding(draw, shape))
+        found.append(_masking_bias(draw, shape))
     return found
 
 
@@ -150,13 +150,13 @@ def _bias(draw: Draw, shape: Shape, d: int, *, values: bool) -> Part:
 
 
 def _broadcast(draw: Draw, shape: Shape) -> tuple[int, ...]:
-    """A shape that broadcasts to (b, h, nq, nk), and that cannot be taken for another."""
+    """An unambiguous shape that broadcasts to (b, h, nq, nk)."""
     whole = (shape.b, shape.h, shape.nq, shape.nk)
     size = tuple(draw.choice([1, n]) for n in whole)
     return size[2:] if draw.chance(0.2) else size
 
 
-def _hiding(draw: Draw, shape: Shape) -> Part:
+def _masking_bias(draw: Draw, shape: Shape) -> Part:
     if draw.chance(0.3):
         step = draw.choice([2, 3])
         return Part(f"own Comb({step})", lambda t: own.Comb(step))
@@ -179,9 +179,9 @@ SUM_TO_ONE = ("softplus²", "heavy tail", "stretched", "sharp", "ratio")
 
 
 def normalizer(draw: Draw, shape: Shape, tiny_mass: float | None, *, large: bool) -> Part:
-    """A normalizer; with `tiny_mass`, one whose sink is so far above the scores; for `large` scores, none that waves.
+    """A normalizer. `tiny_mass` is the height of its sink above the scores; with `large` scores it is not `Wave`.
 
-    The sine of a number that is known to a few units is not known at all.
+    Large scores have rounding errors of a few units, of which the sine is random.
     """
     kinds = {"softmax": 8.0, "entmax": 2.0, "sparsemax": 0.8, "hard": 0.8}
     kinds |= dict.fromkeys(SUM_TO_ONE, 1.0) | dict.fromkeys(POINTWISE, 1.0)

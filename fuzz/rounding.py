@@ -1,8 +1,8 @@
-"""Rounding errors drawn at random, for tolerances: how far may a result lie off if every step rounds?
+"""Random rounding errors (stochastic arithmetic), from which the tolerances are estimated.
 
-The formula calls a `Rounding` after every step. `EXACT` does nothing. A `Random` one moves each number up or down by
-about one unit of its relative precision, forward and backward; what that does to a result is its condition at this
-input, whatever the composition, and a kernel may be wrong by a small multiple of it.
+The formula calls a `Rounding` after every step. `EXACT` does nothing. `Random` changes each number by about one unit of
+its relative precision, forward and backward. The effect on a result measures its condition number at this input, for
+any composition, and the error of a kernel may be a small multiple of it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 
 class Rounding:
-    """Exact arithmetic, and the base of inexact."""
+    """Exact arithmetic, and the base of `Random`."""
 
     exact = True
 
     def leaf(self, x: Tensor) -> Tensor:
-        """An input, in float64: products of it cancel, so that their sum is off by more than its own precision."""
+        """An input, in float64: its products cancel, so that the error of their sum exceeds its own precision."""
         return x
 
     def stored(self, x: Tensor) -> Tensor:
-        """A tensor that is kept in the dtype of the inputs, and so is its gradient."""
+        """A tensor that is stored in the dtype of the inputs, as is its gradient."""
         return x
 
     def used(self, x: Tensor) -> Tensor:
-        """One of several uses of an input, whose gradient is kept in the dtype of the inputs."""
+        """One of several uses of an input, whose gradient is stored in the dtype of the inputs."""
         return x
 
     def product(self, x: Tensor) -> Tensor:
-        """Scores of a product, before biases."""
+        """Scores of a product score, before biases."""
         return x
 
     def scores(self, x: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ class Rounding:
         return x
 
     def cancelling(self, y: Tensor, x: Tensor, slope: float | Tensor = 1.0) -> Tensor:
-        """y, a function of x whose derivative is a difference of terms as large as `slope`, which cancel.
+        """y, a function of x whose derivative is a difference of terms of size `slope`, which cancel.
 
-        That of y = tanh x is 1 − y², for example.
+        For example, the derivative of y = tanh x is 1 − y².
         """
         return y
 
     def level(self, x: Tensor, solved: Tensor | None) -> Tensor:
-        """Log-sum-exp or level of rows; `solved` is how much a search that ends within roundings leaves open."""
+        """Log-sum-exp or level of rows; `solved` is the condition number of a level found by search."""
         return x
 
     def from_level(self, x: Tensor, level: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Rounding:
         return x
 
     def row_gradient(self, size: Tensor) -> Tensor:
-        """Error of the number that a backward keeps for each row, Σ grad · out, of which `size` is Σ |grad · out|."""
+        """Error of the number that a backward computes for each row, Σ grad · out, given `size` = Σ |grad · out|."""
         return torch.zeros_like(size)
 
 
@@ -70,27 +70,29 @@ class Sizes:
     """Relative precision of each kind of step."""
 
     work: float
-    """Of sums and functions."""
+    """Precision of sums and functions."""
     stored: float
-    """Of tensors in the dtype of the inputs."""
+    """Precision of tensors in the dtype of the inputs."""
     weights: float
-    """Of weights, and of the slopes of scores."""
+    """Precision of weights, and of gradients of scores."""
     product: float
-    """Of the product of queries and keys."""
+    """Precision of the product of queries and keys."""
     level: float
-    """Absolute, of the logarithm of a sum of exponentials."""
+    """Absolute precision of the logarithm of a sum of exponentials."""
     tiny: float
-    """The smallest number that keeps its precision."""
+    """The smallest normal number."""
 
 
 class Random(Rounding):
+    """Random rounding errors of the given sizes."""
+
     exact = False
 
     def __init__(self, sizes: Sizes, generator: torch.Generator) -> None:
         self.sizes, self.generator = sizes, generator
 
     def _signs(self, x: Tensor) -> Tensor:
-        """Numbers from −1.5 to −0.5 and from 0.5 to 1.5: never 0, and no two steps undo each other exactly."""
+        """Random numbers in ±[0.5, 1.5]: never 0, and errors of different steps do not cancel exactly."""
         numbers = torch.rand(x.shape, generator=self.generator, dtype=x.dtype).sub_(0.5).mul_(2)
         return numbers + 0.5 * numbers.sign()
 
@@ -122,18 +124,18 @@ class Random(Rounding):
         return y + 2 * self.sizes.work * slope * self._signs(x) * (x - x.detach())
 
     def level(self, x: Tensor, solved: Tensor | None) -> Tensor:
-        # A sum that is off by a relative error has a logarithm that is off by it absolutely.
+        # A relative error of a sum is an absolute error of its logarithm.
         size = (1 + x.detach().abs()) * self.sizes.work + self.sizes.level
         if solved is not None:
             size = size + 8 * self.sizes.work * solved
-        # Slopes are made from weights at the level as it is kept, the level's own included.
+        # Gradients, including that of the level, use the weights at the stored level.
         return self._by(x, size, torch.where(size.isfinite(), size, 0.0).clamp(max=1))
 
     def from_level(self, x: Tensor, level: Tensor) -> Tensor:
         return self._by(x, (x - level).detach().abs() * self.sizes.work, torch.tensor(0.0))
 
     def weights(self, x: Tensor) -> Tensor:
-        lost = self.sizes.tiny * (self._signs(x) > 0)  # upwards: no weight becomes negative
+        lost = self.sizes.tiny * (self._signs(x) > 0)  # only upwards, so that no weight becomes negative
         return self._moved(x, self.sizes.weights, self.sizes.weights) + lost
 
     def row_gradient(self, size: Tensor) -> Tensor:

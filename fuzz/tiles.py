@@ -1,4 +1,4 @@
-"""Kernels with tiles so small that few tokens make many of them: else only long sequences would be merged."""
+"""Small tile sizes, so that short sequences are split into many tiles and test the merging of results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkv.kernels.flash import decompose
 
 
 def small(size: int) -> Sizes:
-    """Sizes for tiles of `size`, with panels of few rows and blocks for masks of any size."""
+    """Sizes with tiles of `size`, panels of few rows, and block decomposition for masks of any size."""
     return replace(
         BY_DEVICE["cpu"],
         tile=size,
@@ -29,13 +29,13 @@ def small(size: int) -> Sizes:
 
 @contextlib.contextmanager
 def tiles(size: int | None) -> Iterator[None]:
-    """Inside, tiles of `size` everywhere, and chunks of `size`; as usual if None."""
+    """Context with tiles and chunks of `size` in all kernels; None for the usual sizes."""
     if size is None:
         yield
         return
     with (
         patch.dict(BY_DEVICE, cpu=small(size)),
-        patch.object(decompose, "_KEPT", OrderedDict()),  # what was cut with other tiles
+        patch.object(decompose, "_CACHE", OrderedDict()),  # decompositions with other tiles
         patch.object(linear, "attention", functools.partial(linear.attention, chunk=size)),
     ):
         yield

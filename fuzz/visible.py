@@ -1,4 +1,4 @@
-"""Which pairs a mask shows, as a dense boolean tensor, by the definition of each mask; and where pairs stand."""
+"""The visible pairs of every mask as a dense boolean tensor, by the definition of each mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkv import masks
 
 @dataclass(frozen=True)
 class Place:
-    """The whole score matrix, as own biases are told about their region."""
+    """The whole score matrix as a region, for user-defined biases."""
 
     n_queries: int
     n_keys: int
@@ -28,7 +28,7 @@ class Place:
         return torch.arange(self.n_keys)
 
     def of(self, x: Tensor) -> Tensor:
-        """The region's part of a tensor (b, h, nq, nk): all of it."""
+        """The slice of a tensor (b, h, nq, nk) for this region: all of it."""
         return x
 
 
@@ -44,7 +44,7 @@ class Pairs:
     n_keys: int
 
     def at(self, p: Tensor) -> Pairs:
-        """The same pairs with the queries at other positions."""
+        """The same pairs with other query positions."""
         return Pairs(self.b, self.h, self.row, p, self.j, self.n_keys)
 
 
@@ -54,18 +54,18 @@ def dense(mask: Any, batch: int, heads: int, n_queries: int, n_keys: int) -> Ten
     row = torch.arange(n_queries)[:, None]
     b, h = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None]
     pairs = Pairs(b, h, row, row + n_keys - n_queries, torch.arange(n_keys), n_keys)
-    return torch.ones(size, dtype=torch.bool) if mask is None else shown(mask, pairs).expand(size)
+    return torch.ones(size, dtype=torch.bool) if mask is None else is_visible(mask, pairs).expand(size)
 
 
-def shown(mask: Any, x: Pairs) -> Tensor:
-    """Whether the mask shows each pair."""
+def is_visible(mask: Any, x: Pairs) -> Tensor:
+    """Whether each pair is visible under the mask."""
     match mask:
         case Tensor():
             tensor = mask[(None,) * (4 - mask.ndim)]
             where = zip((x.b, x.h, x.row, x.j), tensor.shape, strict=True)
             return tensor[tuple(i if size > 1 else i * 0 for i, size in where)]
         case masks.Dense(tensor):
-            return shown(tensor, x)
+            return is_visible(tensor, x)
         case masks.Causal():
             return x.j <= x.p
         case masks.Window(size, ahead):
@@ -87,22 +87,22 @@ def shown(mask: Any, x: Pairs) -> Tensor:
         case masks.Document(ids):
             ids = torch.as_tensor(ids)
             item = x.b if len(ids) > 1 else x.b * 0
-            own, other = ids[item, x.p], ids[item, x.j]
-            return (own == other) & (own >= 0)
+            of_query, of_key = ids[item, x.p], ids[item, x.j]
+            return (of_query == of_key) & (of_query >= 0)
         case masks.Predicate(function):
             return function(x.b, x.h, x.p, x.j)
         case masks.Blockwise(inner, size):
             first = (x.p - x.row).flatten()[0] // size  # the block of query 0
             of_query = x.p // size
-            return shown(inner, Pairs(x.b, x.h, of_query - first, of_query, x.j // size, -(-x.n_keys // size)))
+            return is_visible(inner, Pairs(x.b, x.h, of_query - first, of_query, x.j // size, -(-x.n_keys // size)))
         case masks.Shifted(inner, offset):
-            return shown(inner, x.at(x.row + offset))
+            return is_visible(inner, x.at(x.row + offset))
         case masks.And(left, right):
-            return shown(left, x) & shown(right, x)
+            return is_visible(left, x) & is_visible(right, x)
         case masks.Or(left, right):
-            return shown(left, x) | shown(right, x)
+            return is_visible(left, x) | is_visible(right, x)
         case masks.Not(inner):
-            return ~shown(inner, x)
+            return ~is_visible(inner, x)
     if type(mask).__module__.startswith("qkv."):
         raise TypeError(f"no formula for {type(mask).__name__}")
     seen: Tensor = mask.sees(x.b, x.h, x.p, x.j, SimpleNamespace(n_keys=x.n_keys))

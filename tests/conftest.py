@@ -86,7 +86,7 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` everywhere, panels of few rows, and chunks of `size`."""
     monkeypatch.setitem(BY_DEVICE, "cpu", small(size))
-    monkeypatch.setattr(decompose, "_KEPT", OrderedDict())  # what was cut with other tiles
+    monkeypatch.setattr(decompose, "_CACHE", OrderedDict())  # what was cut with other tiles
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
 
 

@@ -106,7 +106,7 @@ class Slope(Additive):
 
 
 class Diagonals(Mask):
-    """Every third key, counted from the query's own, and what comes before."""
+    """Every third key at or before the query's own."""
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return (q >= k) & ((q - k) % 3 != 1)

@@ -1,4 +1,4 @@
-"""What processes that share a sequence compute in tests/test_ring.py; as a script, what they do.
+"""The cases of tests/test_ring.py; as a script, the processes that share a sequence.
 
 python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
 FOLDER/found-SIZE.pt.
@@ -151,7 +151,7 @@ MEASURED = (
 
 
 def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
-    """All statistics, with everything that can be asked; queries of a few tokens do not count."""
+    """All statistics with all options; the queries of a few tokens are excluded."""
     q, k, *_ = case.tensors()
     at = torch.arange(N)
     counted = torch.stack([at % 11 != 3, at >= 9])
@@ -177,7 +177,7 @@ def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str,
 
 
 def _shared(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """What all processes found, put together."""
+    """The results of all processes, gathered."""
     found = case.run(lambda x: qkv.ring.shard(x, group), group=group)
     for name, x in found.items():
         if name.startswith("parameter"):
@@ -192,8 +192,8 @@ def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor
     return {name: x if name == "prefix_sink_scores" else qkv.ring.unshard(x, group) for name, x in found.items()}
 
 
-def _refused(group: dist.ProcessGroup) -> dict[str, str]:
-    """What is said of bad input; every process passes the same but for those of which one differs."""
+def _rejected_arguments(group: dist.ProcessGroup) -> dict[str, str]:
+    """The argument that the error names, for each case of bad input, on every process or on one alone."""
     rank = dist.get_rank(group)
     x = torch.zeros(1, 2, 6, 4)
     calls: dict[str, Callable[[], object]] = {
@@ -212,20 +212,20 @@ def _refused(group: dist.ProcessGroup) -> dict[str, str]:
         "first": lambda: qkv.measure(x, x, first=12 * dist.get_world_size(group), group=group),
         "unshard": lambda: qkv.ring.unshard(x.clone().requires_grad_(), group),
     }
-    said = {}
+    named = {}
     for name, call in calls.items():
         try:
             call()
         except qkv.InputError as error:
-            said[name] = str(error)
+            named[name] = error.argument
     q = x.clone().requires_grad_()
     out = qkv.attend(q, x, x, group=group)
     first = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     try:
         first.sum().backward()
     except qkv.InputError as error:
-        said["twice"] = str(error)
-    return said
+        named["twice"] = error.argument
+    return named
 
 
 class Reader(torch.nn.Module):
@@ -284,7 +284,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine)
     found["positions"] = everyone
-    found["refused"] = _refused(group)
+    found["refused"] = _rejected_arguments(group)
     profile = _profiled(group)
     profile.save(folder / f"profile-{size}-{rank}.qkv.zip")
     some = dist.new_group([0, size - 1])

@@ -358,7 +358,10 @@ WRONG = [
         lambda: luong("dot", "global")(rand(2, 3, 4), rand(2, 7, 4), lengths=torch.tensor([8, 1])),
         r"Padding: lengths lie in 1..8, expected 0..7",
     ),
-    (lambda: Softmax(sink=rand(2, 6)), r"Softmax: sink is .* of shape \(2, 6\), expected .* or a query, shape \(batch"),
+    (
+        lambda: Softmax(sink=rand(2, 6)),
+        r"Softmax: sink is .* of shape \(2, 6\), expected .* or per query, shape \(batch",
+    ),
     (
         lambda: attend(*triple(), normalizer=Softmax(sink=rand(2, 6, 13))),
         r"Softmax: sink has shape \(2, 6, 13\), expected \(batch, heads, queries\) = \(2, 6, 11\)",

@@ -1,4 +1,4 @@
-"""`attend` against the NumPy oracle, and the laws it must keep, for every kernel."""
+"""`attend` on every kernel against the NumPy reference, and basic laws of attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def small(name: str, heads: str, nq: int, nk: int) -> tuple:
     [(name, *n) for name in MASKS for n in [(11, 13), (13, 7)] if fits(name, *n)],
 )
 @pytest.mark.usefixtures("tile4")
-def test_masks_heads_and_kernels(kernel: str, heads: str, name: str, nq: int, nk: int) -> None:
+def test_masks_and_head_groupings_match_the_reference(kernel: str, heads: str, name: str, nq: int, nk: int) -> None:
     q, k, v, mask, want = small(name, heads, nq, nk)
     check(kernel, q, k, v, want, mask=mask)
 
@@ -84,13 +84,15 @@ def banded(size: int, ahead: int, nq: int, nk: int) -> tuple:
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize(("nq", "nk"), [(41, 41), (29, 43), (43, 29)])
 @pytest.mark.parametrize(("size", "ahead"), [(1, 0), (4, 0), (5, 0), (3, 2), (1, 7), (17, 0)])
-def test_windows_in_one_call(kernel: str, nq: int, nk: int, size: int, ahead: int, tile: int) -> None:
+def test_batched_window_blocks_match_the_reference(
+    kernel: str, nq: int, nk: int, size: int, ahead: int, tile: int
+) -> None:
     q, k, v, mask, want = banded(size, ahead, nq, nk)
     check(kernel, q, k, v, want, mask=mask)
 
 
 @given(st.data())
-def test_random_compositions(data: st.DataObject) -> None:
+def test_random_compositions_match_the_reference(data: st.DataObject) -> None:
     b, hkv, group, nq, nk = (data.draw(st.integers(1, n)) for n in (2, 2, 3, 9, 9))
     q, k, v = triple(b, hkv * group, hkv, nq, nk, seed=data.draw(st.integers(0, 99)))
     mask = data.draw(mask_trees(nq, nk, b, hkv * group))
@@ -102,7 +104,7 @@ def test_random_compositions(data: st.DataObject) -> None:
             check(kernel, q, k, v, want, mask=mask, normalizer=normalizer)
 
 
-def test_the_oracle_is_a_kernel() -> None:
+def test_the_reference_is_a_kernel() -> None:
     q, k, v = triple(b=1, h=4, hkv=2, nq=5, nk=7, dtype=torch.float32)
     asked = {
         "mask": Causal() | masks.Prefix(2), "bias": (biases.SoftCap(2.0), biases.Dense(rand(5, 7))), "score": Dot(0.7),
@@ -133,7 +135,7 @@ def test_layouts_in_memory_do_not_matter(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["none", "causal", "window"])
-def test_vectors_may_lie_anywhere_in_memory(kernel: str, name: str) -> None:
+def test_non_contiguous_vectors_give_the_same_result(kernel: str, name: str) -> None:
     """Entries of a vector apart, or all the same one."""
     tensors = triple(nq=23, nk=23, d=5, dv=5)
     apart = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors]
@@ -152,8 +154,8 @@ def test_vectors_may_lie_anywhere_in_memory(kernel: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("tile4")
-def test_a_mask_tensor_written_in_place_is_read_anew() -> None:
-    """What positions alone decide is cut once and kept; what data decide never is."""
+def test_in_place_changes_of_a_mask_tensor_take_effect() -> None:
+    """Decompositions of masks by position are cached; those of masks with data are not."""
     q, k, v = triple(nq=23, nk=23)
     tensor = rand(23, 23, seed=6) > 1
     mask = (Dense(tensor) | masks.Prefix(1)) & Causal()
@@ -187,7 +189,7 @@ def test_biases(bias: str, name: str) -> None:
     want = oracle(q, k, v, **asked)
     for kernel in KERNELS:
         if kernel == "flash" and "cap" in bias:
-            with pytest.raises(InputError, match="does more to a score than add to it"):
+            with pytest.raises(InputError, match="is not additive"):
                 attend(q, k, v, kernel=kernel, **asked)
         else:
             check(kernel, q, k, v, want, **asked)
@@ -266,7 +268,7 @@ def test_dtypes(kernel: str, dtype: torch.dtype, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.usefixtures("tile4")
 def test_dtypes_of_biases(dtype: torch.dtype) -> None:
-    """A bias of its own dtype neither breaks a kernel nor changes what comes back."""
+    """A bias of another dtype is accepted and does not change the dtype of the output."""
     q, k, v = triple(dtype=dtype)
     for bias in (torch.float64, torch.float32, torch.bfloat16):
         asked = {"mask": Causal(), "bias": biases.Dense(rand(11, 13, seed=2, dtype=bias))}
@@ -278,7 +280,7 @@ def test_dtypes_of_biases(dtype: torch.dtype) -> None:
             close(lse, want[1], eps=1024 if kernel == "flash" and dtype in LOW else 64)
 
 
-# --- nothing to see, and NaN where nobody looks -----------------------------------------------------------------------
+# --- fully masked queries, and NaN in masked keys ---------------------------------------------------------------------
 
 EMPTY_ROWS = {
     "nothing": (~masks.Prefix(13), slice(0, 11)),
@@ -292,7 +294,7 @@ EMPTY_ROWS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 @pytest.mark.usefixtures("tile4")
-def test_a_query_that_sees_nothing_gives_zero(kernel: str, name: str) -> None:
+def test_fully_masked_queries_give_zero(kernel: str, name: str) -> None:
     mask, rows = EMPTY_ROWS[name]
     q, k, v = triple(grad=True)
     assert not mask.dense(11, 13, batch=2)[:, :, rows].any()
@@ -323,7 +325,7 @@ def test_a_gradient_of_minus_infinity_is_not_nan(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("nq", [1, 5])
 def test_more_queries_than_keys_before_the_first_key(kernel: str, nq: int) -> None:
-    """Causal is bottom-right aligned: the first queries stand before the first key and see nothing."""
+    """Causal is bottom-right aligned: queries before the first key are fully masked."""
     q, k, v = triple(nq=nq + 6, nk=nq)
     out, lse = attend(q, k, v, mask=Causal(), kernel=kernel, return_lse=True)
     assert (out[:, :, :6] == 0).all()
@@ -346,7 +348,7 @@ NAN = {
 @pytest.mark.parametrize("name", NAN)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.usefixtures("tile4")
-def test_nan_in_padding_stays_there(kernel: str, name: str, bad: float) -> None:
+def test_nan_in_padding_does_not_spread(kernel: str, name: str, bad: float) -> None:
     mask, start, stop = NAN[name]
     q, k, v = triple()
     results = []
@@ -369,7 +371,7 @@ def test_nan_in_padding_stays_there(kernel: str, name: str, bad: float) -> None:
 @pytest.mark.parametrize("name", ["none", "causal", "window", "padding"])
 @pytest.mark.parametrize("n", [13, 67])
 @pytest.mark.usefixtures("tile4")
-def test_a_query_that_is_nan_says_so_and_spoils_no_other(kernel: str, name: str, n: int) -> None:
+def test_a_nan_query_gives_nan_only_in_its_own_row(kernel: str, name: str, n: int) -> None:
     q, k, v = triple(h=2, hkv=1, nq=n, nk=n, dtype=torch.float32)
     mask = MASKS[name](n, n, 2, 2)
     clean = attend(q, k, v, mask=mask, kernel=kernel, return_lse=True)
@@ -382,7 +384,7 @@ def test_a_query_that_is_nan_says_so_and_spoils_no_other(kernel: str, name: str,
 
 @pytest.mark.parametrize("kernel", ["tiled", "eager"])
 @pytest.mark.usefixtures("tile4")
-def test_nan_in_padding_stays_there_under_a_cap(kernel: str) -> None:
+def test_nan_in_padding_does_not_spread_under_a_cap(kernel: str) -> None:
     q, k, v = triple()
     k[0, :, 9:] = v[0, :, 9:] = math.nan
     tensors = [x.requires_grad_() for x in (q, k, v)]
@@ -397,7 +399,7 @@ def test_nan_in_padding_stays_there_under_a_cap(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.usefixtures("tile4")
-def test_other_items_of_the_batch_do_not_matter(kernel: str) -> None:
+def test_results_do_not_depend_on_the_rest_of_the_batch(kernel: str) -> None:
     q, k, v = triple(b=3)
     lengths = [13, 5, 9]
     whole = attend(q, k, v, mask=Padding(lengths) & Window(4), kernel=kernel)
@@ -434,7 +436,7 @@ def test_permutations(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.usefixtures("tile4")
-def test_chunks_of_queries_are_the_whole(kernel: str) -> None:
+def test_chunks_of_queries_equal_the_whole(kernel: str) -> None:
     """Prefill in chunks: the keys so far, the last query at the last key."""
     q, k, v = triple(nq=13, nk=13)
     for mask in (Causal(), Window(5), masks.Prefix(2) & Causal() | Window(3)):
@@ -458,7 +460,7 @@ def test_a_boolean_tensor_is_a_mask() -> None:
     assert torch.equal(attend(q, k, v, mask=seen), attend(q, k, v, mask=Dense(seen)))
 
 
-def test_order_of_what_comes_back() -> None:
+def test_order_of_returned_values() -> None:
     q, k, v = triple()
     out = attend(q, k, v)
     assert isinstance(out, Tensor)
@@ -473,7 +475,7 @@ def test_order_of_what_comes_back() -> None:
     close(all_three[2] @ v.repeat_interleave(3, 1), out)
 
 
-def test_the_frozen_composition_is_attend() -> None:
+def test_attention_equals_attend() -> None:
     q, k, v = triple()
     parts = {"mask": Causal(), "bias": biases.SoftCap(1.0), "score": Dot(0.5), "normalizer": Softmax(2.0, sink=0.1)}
     composed = qkv.Attention(**parts)
@@ -508,7 +510,7 @@ def test_the_gradient_of_the_lse_is_the_mean_key(kernel: str) -> None:
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
-def test_plan_says_what_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = triple(dtype=torch.float32)
     few = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))
     assert (few.kernel, few.rejected["tiled"]) == ("eager", "slower")
@@ -522,7 +524,7 @@ def test_plan_says_what_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     capped = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))
     assert capped.kernel == "tiled"
-    assert "more to a score than add" in capped.rejected["flash"]
+    assert "not additive" in capped.rejected["flash"]
 
     formed = qkv.plan(q, k, v, return_weights=True)
     assert formed.kernel == "eager"
@@ -540,12 +542,12 @@ def test_plan_says_what_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert qkv.plan(q, k, v, bias=biases.Dense(torch.zeros(11, 13, requires_grad=True))).kernel == "flash"
 
     asked = qkv.plan(q, k, v, kernel="eager")
-    assert (asked.kernel, asked.reason) == ("eager", "asked for by name")
+    assert (asked.kernel, asked.reason) == ("eager", "requested by name")
     assert "flash" in str(plan)
     assert "slower" in str(plan)
 
 
-def test_plan_counts_work_and_traffic() -> None:
+def test_plan_reports_flops_and_bytes() -> None:
     b, h, hkv, n, d, dv = 2, 6, 2, 512, 3, 5
     q, k, v = triple(b, h, hkv, n, n, d, dv, dtype=torch.float32)
     whole = 2 * b * h * n * n * (d + dv)
@@ -571,19 +573,19 @@ def test_plan_counts_work_and_traffic() -> None:
         ("reference", {"dropout_p": 0.5}, "it has no dropout"),
         ("flash", {"return_weights": True}, "never forms the weights"),
         ("tiled", {"return_weights": True}, "never forms the weights"),
-        ("flash", {"bias": biases.SoftCap(1.0)}, "more to a score than add to it"),
+        ("flash", {"bias": biases.SoftCap(1.0)}, "is not additive"),
         ("flash", {"bias": biases.Dense(torch.zeros(11, 13, requires_grad=True))}, "no gradient for a bias"),
-        ("reference", {"normalizer": Hard(sample=True)}, "it draws nothing"),
+        ("reference", {"normalizer": Hard(sample=True)}, "it does not sample"),
         ("reference", {"normalizer": Softmax(sink=torch.zeros(6, requires_grad=True))}, "it has no gradients"),
     ],
 )
-def test_a_kernel_asked_for_by_name_serves_or_raises(kernel: str, asked: dict, why: str) -> None:
+def test_a_kernel_requested_by_name_serves_or_raises(kernel: str, asked: dict, why: str) -> None:
     for function in (attend, qkv.plan):
         with pytest.raises(InputError, match=f"kernel='{kernel}' cannot serve this call: .*{why}"):
             function(*triple(), kernel=kernel, **asked)
 
 
-def test_a_build_without_the_flash_operators_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flash_operators_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_stock_kernel_works", lambda: False)
     plan = qkv.plan(*triple(nq=200, nk=200))
     assert plan.kernel == "tiled"
@@ -609,7 +611,7 @@ def test_dropout_is_seeded_scaled_and_off_at_zero() -> None:
     assert torch.equal(out, dropped(3)[0])
     assert not torch.equal(out, dropped(4)[0])
     close(lse, attend(q, k, v, mask=Causal(), return_lse=True)[1])  # of the scores: dropout is not in it
-    close(weights, torch.where(weights == 0, 0.0, plain_weights / 0.75))  # those that met the values
+    close(weights, torch.where(weights == 0, 0.0, plain_weights / 0.75))  # the weights after dropout
     close(out, weights @ v.repeat_interleave(3, 1))
     share = (weights[plain_weights > 0] == 0).double().mean().item()
     n = int((plain_weights > 0).sum())
@@ -627,7 +629,7 @@ def test_dropout_is_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "flash", "tiled", "eager"])
-def test_an_infinite_query_on_few_keys_is_not_taken_for_an_empty_row(kernel: str) -> None:
+def test_an_infinite_query_on_few_keys_is_not_mistaken_for_a_masked_row(kernel: str) -> None:
     q, k, v = (x.abs() for x in triple(1, 2, 2, 8, 8, 3, 3))
     q[0, 1, 5] = torch.inf
     out = attend(q, k, v, kernel=kernel)

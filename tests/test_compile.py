@@ -50,7 +50,7 @@ for name in flavours:
 """)
 
 
-def test_compiling_warns_of_nothing_of_ours() -> None:
+def test_compiling_emits_no_warnings_about_qkv() -> None:
     python("""
 import warnings
 with warnings.catch_warnings(record=True) as seen:

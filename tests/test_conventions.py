@@ -26,7 +26,7 @@ def mask() -> Tensor:
     return (torch.rand(N, N, generator=torch.Generator().manual_seed(4)) < 0.4) | torch.eye(N, dtype=torch.bool)
 
 
-def test_sdpa_bool_is_ours(heads: list[Tensor], mask: Tensor) -> None:
+def test_sdpa_bool_masks_mean_the_same(heads: list[Tensor], mask: Tensor) -> None:
     torch.testing.assert_close(
         qkv.attend(*heads, mask=Dense(mask)), scaled_dot_product_attention(*heads, attn_mask=mask)
     )
@@ -50,7 +50,7 @@ def test_sdpa_is_causal_agrees_for_equal_lengths_only(heads: list[Tensor]) -> No
 
 
 @pytest.mark.parametrize("which", ["attn_mask", "key_padding_mask"])
-def test_multihead_attention_means_the_opposite(which: str, mask: Tensor) -> None:
+def test_multihead_attention_masks_mean_the_opposite(which: str, mask: Tensor) -> None:
     torch.manual_seed(5)
     module = nn.MultiheadAttention(H * D, H, batch_first=True)
     x = torch.randn(B, N, H * D)

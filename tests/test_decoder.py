@@ -523,7 +523,7 @@ def test_bad_input() -> None:
         model(ids_of(1, 30))
     rotary = model_of(positions="rotary")
     assert rotary(ids_of(1, 40)).isfinite().all()
-    with pytest.raises(qkv.InputError, match=r"capacity is 29; expected a larger capacity, or a cache that lets go"):
+    with pytest.raises(qkv.InputError, match="capacity is 29"):
         rotary.step(ids_of(1, 30), rotary.start())
     with unchecked():
         for ids, message in (

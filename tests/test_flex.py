@@ -118,14 +118,14 @@ def test_bfloat16() -> None:
 
 
 @pytest.mark.usefixtures("untraced")
-def test_nan_in_padding_stays_there() -> None:
+def test_nan_in_padding_does_not_spread() -> None:
     q, k, v = triple()
     k[:, :, 9:], v[:, :, 9:] = torch.nan, torch.nan
     same(q, k, v, mask=masks.Padding([9, 7]))
 
 
 @pytest.mark.usefixtures("untraced")
-def test_nothing_visible_is_nothing() -> None:
+def test_fully_masked_queries_give_zeros() -> None:
     out, lse = qkv.attend(*triple(nq=14, nk=9), mask=masks.Causal(), kernel="flex", return_lse=True)
     assert (out[:, :, :5] == 0).all()
     assert (lse[:, :, :5] == -torch.inf).all()
@@ -133,17 +133,17 @@ def test_nothing_visible_is_nothing() -> None:
 
 
 @pytest.mark.usefixtures("untraced")
-def test_blocks_of_a_mask_are_kept_until_its_tensor_is_written_to() -> None:
+def test_the_block_mask_is_cached_until_its_tensor_is_written_to() -> None:
     q, k, v = triple()
     allowed = rand(NQ, NK) > 0
     mask = masks.Dense(allowed)
-    flex._seen.cache_clear()
+    flex._blocked_mask.cache_clear()
     for _ in range(3):
         same(q, k, v, mask=mask)
-    assert flex._seen.cache_info()[:2] == (2, 1)
+    assert flex._blocked_mask.cache_info()[:2] == (2, 1)
     allowed.logical_not_()
     same(q, k, v, mask=mask)
-    with torch.inference_mode():  # and what was kept there serves elsewhere
+    with torch.inference_mode():  # tensors cached there must work outside, too
         same(q, k, v, mask=masks.Causal())
     same(q, k, v, mask=masks.Causal())
 
@@ -163,7 +163,7 @@ def test_drawn_and_looked_up_masks_can_be_traced() -> None:
 @pytest.mark.parametrize("name", ["cap after dense", "relative", "t5"])
 @pytest.mark.usefixtures("traced")
 def test_gradients_as_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that torch.compile makes, run by eager torch; the public function refuses gradients on CPU."""
+    """Run the graphs of torch.compile with eager torch, because the public function has no gradients on CPU."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "_attention", lambda device: flex._compiled_attention)
     compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)
@@ -194,28 +194,28 @@ def gradients_agree(name: str, device: torch.device, dtype: torch.dtype, *, d: i
         close(ours, theirs, eps=eps)
 
 
-def refused(match: str, **asked: Any) -> None:
+def rejected(reason: str, **asked: Any) -> None:
     tensors = asked.pop("tensors", triple())
-    with pytest.raises(InputError, match=match):
+    with pytest.raises(InputError, match=reason):
         qkv.attend(*tensors, kernel="flex", **asked)
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused("its weights are a softmax, not Sigmoid", normalizer=Sigmoid())
-    refused("dropout acts on weights, which it never forms", dropout_p=0.1)
+def test_flex_rejects_unsupported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected("its weights are a softmax, not Sigmoid", normalizer=Sigmoid())
+    rejected("dropout acts on weights, which it never forms", dropout_p=0.1)
     additive = Additive(rand(4), rand(4, D), rand(4, D))
-    refused("the score Additive is no product of query and key", score=additive)
-    refused("no room for values that depend on the distance", bias=RelativePosition(rand(5, D), rand(5, 5)))
-    refused("no backward on CPU", tensors=triple(grad=True))
-    refused("no backward on CPU", bias=Dense(rand(NQ, NK).requires_grad_()))
+    rejected("the score Additive is not a product of query and key", score=additive)
+    rejected("no values that depend on the distance", bias=RelativePosition(rand(5, D), rand(5, 5)))
+    rejected("no backward on CPU", tensors=triple(grad=True))
+    rejected("no backward on CPU", bias=Dense(rand(NQ, NK).requires_grad_()))
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         same(*triple(grad=True))
     monkeypatch.setattr(flex, "_has_lse", lambda: False)
-    refused(f"torch {torch.__version__.split('+')[0]}.* does not return the log-sum-exp")
+    rejected(f"torch {torch.__version__.split('+')[0]}.* cannot return the log-sum-exp")
 
 
-def test_refusals_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(device: str) -> str | None:
         call = Call.of(*triple())
 
@@ -228,9 +228,9 @@ def test_refusals_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert why("mps") == "tensors are on mps; it is for CUDA, and for tests on CPU"
     monkeypatch.setattr(flex, "_has_triton", lambda: False)
-    assert why("cuda") == "Triton is not installed, which it is compiled with"
+    assert why("cuda") == "it needs Triton, which is not installed"
     monkeypatch.setattr(flex, "_has_triton", lambda: True)
-    assert why("cuda") == "its kernels sum in float32, which is too little for float64"
+    assert why("cuda") == "its kernels accumulate in float32, which is not precise enough for float64"
 
 
 # --- on CUDA ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The differential fuzzer of `fuzz`: some of its cases, that its formula is right, and that it finds a planted bug."""
+"""The differential fuzzer: some of its cases, its formula against the reference, and its detection of planted bugs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES, AT_ONCE = 300, 50
 
 
 def failures(seed: int, numbers: range) -> list[str]:
-    """What differs in each of some cases, first of all the command that repeats it."""
+    """The mismatches of each failed case, after the command that reproduces it."""
     found = []
     with unchecked():  # many small calls
         for number in numbers:
@@ -70,7 +70,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_it_finds_a_planted_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_finds_a_planted_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, mismatch = PLANTED[bug]
     for number in range(400):
         one = range(number, number + 1)
@@ -109,11 +109,11 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_the_formula_is_the_specification(name: str) -> None:
+def test_the_formula_equals_the_reference(name: str) -> None:
     composition, tensors = COMPOSITIONS[name], triple()
-    allowed = dense(composition.get("mask"), SHAPE.b, SHAPE.h, SHAPE.nq, SHAPE.nk)
+    visible = dense(composition.get("mask"), SHAPE.b, SHAPE.h, SHAPE.nq, SHAPE.nk)
     parts = {"bias": (), "score": scores.Dot(), "normalizer": normalizers.Softmax()}
-    found = attention(*tensors, allowed, **(parts | {n: x for n, x in composition.items() if n != "mask"}))
+    found = attention(*tensors, visible, **(parts | {n: x for n, x in composition.items() if n != "mask"}))
     out, lse, weights = oracle(*tensors, **composition)
     close(found.out, out)
     close(found.weights, weights)

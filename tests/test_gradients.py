@@ -103,7 +103,7 @@ def test_head_sizes(kernel: str, d: int, dv: int) -> None:
     ids=["dense", "columns of heads", "hides", "cap", "both"],
 )
 @pytest.mark.usefixtures("tile4")
-def test_through_biases(kernel: str, temperature: float, name: str, bias: object) -> None:
+def test_gradients_through_biases(kernel: str, temperature: float, name: str, bias: object) -> None:
     if kernel == "flash" and not isinstance(bias, biases.Dense):
         kernel = "tiled"  # flash refuses a cap: tests/test_attend.py
     agree(kernel, triple(), rand(6), mask=MASKS[name](11, 13, 2, 6), bias=bias, temperature=temperature)
@@ -170,8 +170,8 @@ def test_finite_differences_in_a_learned_bias() -> None:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_only_what_is_asked_for(kernel: str) -> None:
-    """A gradient of the lse alone, of out alone, or of one tensor, is the same as when all are wanted."""
+def test_only_requested_gradients_are_computed(kernel: str) -> None:
+    """A gradient of the lse alone, of out alone, or of one tensor, is the same as when all are requested."""
     q, k, v = triple(grad=True)
     out, lse = attend(q, k, v, kernel=kernel, return_lse=True, mask=Causal())
     seed_out, seed_lse = rand(*out.shape, seed=5), rand(*lse.shape, seed=6)
@@ -186,7 +186,7 @@ def test_only_what_is_asked_for(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_a_change_in_place_before_the_backward_is_an_error(kernel: str) -> None:
+def test_an_in_place_change_before_the_backward_raises(kernel: str) -> None:
     q, k, v = triple(d=4, dv=4)  # unequal head sizes are padded, and the copy is safe
     q = q.requires_grad_() * 1
     out = attend(q, k, v, kernel=kernel)
@@ -196,18 +196,18 @@ def test_a_change_in_place_before_the_backward_is_an_error(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_a_second_backward_is_an_error_not_a_wrong_number(kernel: str) -> None:
+def test_second_derivatives_raise_on_fast_kernels(kernel: str) -> None:
     q, k, v = triple(grad=True)
     for out in (attend(q, k, v, kernel=kernel).square().sum(), attend(q, k, v, kernel=kernel).sum()):
         (grad,) = torch.autograd.grad(out, q, create_graph=True)  # of the sum, too, which no gradient depends on
-        with pytest.raises(InputError, match="second derivatives"):
+        with pytest.raises(InputError, match="has only first derivatives"):
             grad.sum().backward()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_meter_sees_a_square() -> None:
+def test_the_memory_meter_detects_a_square_tensor() -> None:
     q, k, v = triple(1, 2, 1, 512, 512, 4, 4, dtype=torch.float32)
     assert largest_tensor(lambda: attend(q, k, v, kernel="eager")) >= 2 * 512 * 512
 
@@ -238,7 +238,7 @@ def test_training_takes_linear_memory(kernel: str, mask: masks.Mask | None) -> N
 
 
 @pytest.mark.parametrize("n", [1024, 2048])
-def test_a_mask_tensor_is_a_few_tiles(n: int) -> None:
+def test_mask_tensors_are_at_most_a_few_tiles(n: int) -> None:
     """Partial tiles of a composition need a mask tensor; full and empty ones do not."""
     q, k, v = triple(1, 1, 1, n, n, 4, 4, dtype=torch.float32, grad=True)
     mask = masks.Prefix(4) & Causal() | Window(64)
@@ -251,7 +251,7 @@ def test_a_mask_tensor_is_a_few_tiles(n: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["flash", "tiled"])
 def test_a_sink_of_minus_infinity_is_no_sink(kernel: str) -> None:
-    """Also for a query that sees nothing, whose lse is then −inf itself."""
+    """Also for a fully masked query, whose lse is −inf."""
     q, k, v = triple(1, 2, 2, 5, 3, 4, 4, grad=True)
     sink = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
     asked = {"mask": masks.Causal(), "kernel": kernel}  # five queries, three keys: the first two see nothing

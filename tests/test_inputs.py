@@ -1,4 +1,4 @@
-"""Shapes, arrays, names of arguments and masks as they come from elsewhere: taken, or refused in one sentence."""
+"""Input forms: fewer dimensions, NumPy arrays, argument names of other libraries, ambiguous masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qkv
-from conftest import close, rand, triple, unchecked
+from conftest import close, rand, refused, triple, unchecked
 from own_objects import SoftplusSquared
 from qkv import InputError, attend, biases, masks, measure, normalizers, reference
 
@@ -19,7 +19,9 @@ NORMALIZERS = {"softmax": None, "sink": normalizers.Softmax(sink=0.3), "own": So
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("ndim", [2, 3])
 @pytest.mark.parametrize("n", [7, 140])
-def test_fewer_dimensions_are_one_head_and_come_back_so(ndim: int, n: int, normalizer: str) -> None:
+def test_inputs_with_fewer_dimensions_are_one_head_and_results_keep_their_form(
+    ndim: int, n: int, normalizer: str
+) -> None:
     q, k, v = triple(3, 1, 1, n, n + 2, 6, 5)
     asked = {"mask": masks.Causal(), "normalizer": NORMALIZERS[normalizer]}
     cut = (slice(None), 0) if ndim == 3 else (1, 0)
@@ -45,7 +47,7 @@ def test_fewer_dimensions_are_one_head_and_come_back_so(ndim: int, n: int, norma
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 4, 5, 8)])
-def test_numpy_arrays_come_back_as_arrays(shape: tuple[int, ...]) -> None:
+def test_numpy_inputs_give_numpy_results(shape: tuple[int, ...]) -> None:
     x = rand(*shape).numpy()
     seen = np.tril(np.ones((5, 5), dtype=bool))
     with unchecked():
@@ -54,9 +56,9 @@ def test_numpy_arrays_come_back_as_arrays(shape: tuple[int, ...]) -> None:
         assert all(isinstance(one, np.ndarray) for one in (out, lse, weights, measure(x, x).received))
         close(torch.from_numpy(out), want)
         assert isinstance(reference.attention(x, x, x).out, np.ndarray)
-        with pytest.raises(InputError, match="all of one kind"):
+        with refused("q"):
             attend(x, x, torch.from_numpy(x))
-        with pytest.raises(InputError, match="expected"):
+        with refused("k" if x.ndim == 4 else "q"):
             attend(x, x[0], x)
 
 
@@ -67,25 +69,25 @@ def test_numpy_arrays_come_back_as_arrays(shape: tuple[int, ...]) -> None:
         ("scale", "score=qkv.scores.Dot(scale)"),
         ("attn_mask", "mask="),
         ("dropout", "dropout_p="),
-        ("enable_gqa", "grouped heads"),
+        ("enable_gqa", "grouped-query"),
     ],
 )
-def test_names_of_other_libraries_are_answered_with_ours(name: str, ours: str) -> None:
+def test_argument_names_of_other_libraries_are_translated(name: str, ours: str) -> None:
     q, k, v = triple()
     for call in (attend, qkv.Attention(), lambda q, k, v, **asked: measure(q, k, **asked)):
         with pytest.raises(InputError) as error:
             call(q, k, v, **{name: True})
-        assert name in str(error.value)
+        assert error.value.argument == name
         assert ours in str(error.value)
-    with pytest.raises(InputError, match=r"no argument kernal.*kernel"):
+    with refused("kernal"):
         attend(q, k, v, kernal="flash")
 
 
-def test_a_mask_of_batch_items_or_of_heads_is_refused_where_it_may_be_either() -> None:
+def test_a_mask_is_rejected_if_its_first_dimension_can_be_batch_or_heads() -> None:
     q, k, v = triple(3, 3, 3, 5, 5)
     either = rand(3, 5, 5) > 0
     for asked in ({"mask": either}, {"mask": masks.Dense(either)}, {"bias": biases.Dense(rand(3, 5, 5))}):
-        with pytest.raises(InputError, match=r"\(3, 5, 5\) may mean one for each of 3 batch items or of 3 heads"):
+        with refused(next(iter(asked))):
             attend(q, k, v, **asked)
     for clear in (either[:, None], either[None]):
         attend(q, k, v, mask=clear)
@@ -93,7 +95,7 @@ def test_a_mask_of_batch_items_or_of_heads_is_refused_where_it_may_be_either() -
     attend(*triple(1, 1, 1, 5, 5), mask=either[:1])
 
 
-def test_a_mask_of_what_comes_after_warns_that_true_means_may_attend() -> None:
+def test_a_strictly_upper_triangular_mask_warns_that_true_means_may_attend() -> None:
     q, k, v = triple(nq=5, nk=5)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     for mask in (future, future.expand(2, 6, 5, 5), future.numpy()):

@@ -1,4 +1,4 @@
-"""Laws of attention, for every normalizer and every kernel that serves it: what must hold whatever the numbers are."""
+"""Laws of attention: properties that hold for any inputs, for every normalizer and every kernel that supports it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ each = pytest.mark.parametrize(("name", "kernel"), SERVED)
 
 
 def weights_of(q: Tensor, k: Tensor, **asked: Any) -> Tensor:
-    """(b, h, nq, nk), on any kernel: what it gives when the values are the unit vectors."""
+    """Weights (b, h, nq, nk) of any kernel: its output for unit vectors as values."""
     unit = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
     return attend(q, k, unit, **asked)
 
@@ -78,7 +78,7 @@ def gradients(run: Callable[..., Tensor], *leaves: Tensor) -> tuple[Tensor, ...]
 
 @each
 @pytest.mark.parametrize("mask", [None, Causal(), Window(3), Padding([9, 4])])
-def test_what_weights_sum_to(name: str, kernel: str, mask: masks.Mask | None) -> None:
+def test_sums_of_weights(name: str, kernel: str, mask: masks.Mask | None) -> None:
     q, k, _ = triple()
     weights = weights_of(q, k, mask=mask, normalizer=NORMALIZERS[name], kernel=kernel)
     total = weights.sum(-1)
@@ -100,7 +100,7 @@ def test_what_weights_sum_to(name: str, kernel: str, mask: masks.Mask | None) ->
 
 
 @each
-def test_a_query_that_sees_nothing_weighs_nothing(name: str, kernel: str) -> None:
+def test_fully_masked_queries_have_zero_weights(name: str, kernel: str) -> None:
     q, k, v = triple()
     out, *grads = gradients(
         lambda q, k, v: attend(q, k, v, mask=Padding([0, 13]), normalizer=NORMALIZERS[name], kernel=kernel), q, k, v
@@ -110,13 +110,13 @@ def test_a_query_that_sees_nothing_weighs_nothing(name: str, kernel: str) -> Non
     assert all((x[0] == 0).all() and x.isfinite().all() for x in grads)
 
 
-# --- what a query may not see -----------------------------------------------------------------------------------------
+# --- masked keys ------------------------------------------------------------------------------------------------------
 
 
 @each
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_what_is_hidden_never_leaks(name: str, kernel: str, bad: float, where: str) -> None:
+def test_masked_values_never_leak(name: str, kernel: str, bad: float, where: str) -> None:
     q, k, v = triple()
     mask = Padding([13, 8])
 
@@ -145,7 +145,7 @@ def test_the_future_cannot_change_the_past(name: str, kernel: str, bad: float, m
     for key in (5, 12):
         other_k, other_v = k.clone(), v.clone()
         other_k[:, :, key:], other_v[:, :, key:] = bad, 1e4
-        past = key - 2  # rows: the first query stands at key 2
+        past = key - 2  # rows: the first query is aligned with key 2
         got = attend(q, other_k, other_v, mask=mask, normalizer=NORMALIZERS[name], kernel=kernel)
         if name.startswith("entmax"):  # its search ends when all rows are there: one more step may move a last bit
             close(got[:, :, :past], want[:, :, :past])
@@ -157,7 +157,7 @@ def test_the_future_cannot_change_the_past(name: str, kernel: str, bad: float, m
 
 
 @each
-def test_order_does_not_matter_without_a_mask(name: str, kernel: str) -> None:
+def test_order_of_keys_does_not_matter_without_a_mask(name: str, kernel: str) -> None:
     q, k, v = triple()
     normalizer = NORMALIZERS[name]
     want = attend(q, k, v, normalizer=normalizer, kernel=kernel)
@@ -213,7 +213,7 @@ def test_a_duplicated_key_counts_twice(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["tiled", "eager"])
 @pytest.mark.parametrize("name", ["elu + 1 by its sum", "relu by its sum", "relu", "identity by keys"])
-def test_keys_twice_over_change_nothing_where_weights_are_a_mean(name: str, kernel: str) -> None:
+def test_duplicating_all_keys_changes_nothing_for_normalized_weights(name: str, kernel: str) -> None:
     q, k, v = triple()
     want = attend(q, k, v, normalizer=NORMALIZERS[name], kernel=kernel)
     got = attend(q, torch.cat([k, k], 2), torch.cat([v, v], 2), normalizer=NORMALIZERS[name], kernel=kernel)
@@ -248,8 +248,8 @@ def test_one_query_and_one_key(name: str, kernel: str, nq: int, nk: int) -> None
 
 
 @pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
-def test_a_key_bias_for_all_keys_is_no_bias(kernel: str) -> None:
-    """One vector added to every key moves all scores of a query alike: softmax cannot see it, other weights can."""
+def test_a_constant_added_to_all_keys_changes_nothing(kernel: str) -> None:
+    """One vector added to every key shifts the scores of a query by a constant: only softmax does not change."""
     q, k, v = triple()
     bias = 2 * rand(2, 1, D, seed=7)
     want = attend(q, k, v, mask=Causal(), kernel=kernel)
@@ -379,7 +379,7 @@ def test_smoothing_with_a_gaussian_is_softmax_for_keys_of_one_norm() -> None:
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
-def test_draws_are_as_frequent_as_softmax_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_frequencies_match_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     set_tile(monkeypatch, 256)
     draws, nk = 4000, 9
     q, k = rand(1, 2, 1, D, seed=1).expand(-1, -1, draws, -1), rand(1, 2, nk, D, seed=2)
@@ -394,7 +394,7 @@ def test_draws_are_as_frequent_as_softmax_says(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("mask", [None, Causal(), Padding([9, 4])])
-def test_draws_belong_to_the_seed_and_not_to_the_kernel(mask: masks.Mask | None) -> None:
+def test_draws_depend_on_the_seed_and_not_on_the_kernel(mask: masks.Mask | None) -> None:
     q, k, _ = triple()
     asked: dict[str, Any] = {"mask": mask, "normalizer": Hard(sample=True)}
     a, b = (weights_of(q, k, dropout_seed=5, kernel=kernel, **asked) for kernel in ("tiled", "eager"))
@@ -424,7 +424,7 @@ def test_the_same_seed_drops_the_same_pairs_on_every_kernel(name: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "eager"])
-def test_dropout_keeps_its_share_and_the_mean(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_keeps_its_rate_and_the_mean(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_tile(monkeypatch, 64)
     q, k, v = triple(b=1, h=2, hkv=1, nq=60, nk=100)
     p, seeds = 0.25, 200
@@ -443,7 +443,7 @@ def test_dropout_keeps_its_share_and_the_mean(kernel: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_neighbouring_seeds_drop_other_pairs(step: int) -> None:
+def test_adjacent_seeds_drop_different_pairs(step: int) -> None:
     """Of two seeds, about p² of all pairs are dropped by both, however the queries are shifted."""
     q, k, _ = triple(nq=13)
     a, b = (weights_of(q, k, dropout_p=0.5, dropout_seed=s, kernel="eager") == 0 for s in (5, 5 + step))
@@ -469,7 +469,7 @@ def test_dropout_takes_its_seed_from_torch_and_only_when_it_drops() -> None:
 # --- biases that cancel -----------------------------------------------------------------------------------------------
 
 
-def test_what_all_keys_of_a_query_share_matters_to_a_sink_only() -> None:
+def test_a_constant_shift_of_a_row_matters_only_with_a_sink() -> None:
     """ALiBi written as slope · key position, as some models do, is the same under softmax, and is not under a sink."""
     from qkv.biases import Dense, alibi_slopes
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import close, oracle, rand, set_tile, triple, unchecked
+from conftest import close, oracle, rand, refused, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers, scores
 from qkv.kernels import KERNELS
 from qkv.reference import parts
@@ -28,11 +28,11 @@ B, H, HKV, NQ, NK, D, DV = 2, 2, 1, 5, 7, 3, 2
 SIZES = (B, H, HKV, NQ, NK, D, DV)
 FAST = [name for name in KERNELS if name not in ("eager", "reference")]
 
-Made = tuple[Any, list[Tensor]]  # an object and what it learns
+Made = tuple[Any, list[Tensor]]  # an object and its learned tensors
 
 
 def learned(make: Callable[..., Any], *shapes: tuple[int, ...], size: float = 1.0) -> Callable[[], Made]:
-    """Makes an object of tensors of these shapes, all of which want a gradient."""
+    """A constructor of objects from tensors of these shapes, all of which require gradients."""
 
     def made() -> Made:
         tensors = [(size * rand(*shape, seed=31 + i)).requires_grad_() for i, shape in enumerate(shapes)]
@@ -94,7 +94,7 @@ AXES = (MASKS, BIASES, SCORES, NORMALIZERS)
 
 
 def cells() -> list[tuple[str, str, str, str]]:
-    """Few cells in which any two choices occur together: each pair not yet seen gets the cell that has most others."""
+    """A pairwise covering design: greedily picks the cell that covers most pairs of choices not yet covered."""
     left = {
         (i, x, j, y)
         for (i, xs), (j, ys) in itertools.combinations(enumerate(AXES), 2)
@@ -117,7 +117,7 @@ def cells() -> list[tuple[str, str, str, str]]:
     return found
 
 
-MORE = itertools.product(  # all masks for what flash, flex and linear serve, which few of the cells above are
+MORE = itertools.product(  # all masks, for compositions that flash, flex and linear support, which are rare above
     MASKS, ("none", "dense that hides", "alibi of the paper"), ("dot", "features"), ("off by one", "identity by sum")
 )
 CELLS = list(dict.fromkeys([*cells(), *MORE]))
@@ -185,8 +185,8 @@ def test_every_pair_is_covered() -> None:
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("bias", BIASES)
-def test_cells(bias: str, normalizer: str) -> None:
-    """Eager is the specification; every other kernel is eager, gradients too, or refuses."""
+def test_every_cell_agrees_or_gives_a_reason(bias: str, normalizer: str) -> None:
+    """Eager is the specification; every other kernel agrees with it, including gradients, or gives a reason."""
     for names in (cell for cell in CELLS if (cell[1], cell[3]) == (bias, normalizer)):
         cell = made(*names)
         want = attend(*cell.tensors, kernel="eager", return_lse=cell.has_lse, return_weights=True, **cell.asked)
@@ -200,7 +200,7 @@ def test_cells(bias: str, normalizer: str) -> None:
         assert refusal(cell, "reference") == "it has no gradients; detach the inputs or use torch.no_grad()"
         for kernel in FAST:
             if refusal(cell, kernel) is not None:
-                with torch.no_grad():  # a kernel may still serve what does not learn
+                with torch.no_grad():  # a kernel may support the call without gradients
                     if refusal(cell, kernel) is None:
                         compare(kernel, names, run(cell, kernel), want[:-1], far)
                 continue
@@ -217,7 +217,7 @@ def compare(kernel: str, names: tuple[str, ...], got: Any, want: Any, far: float
             raise AssertionError(f"{kernel} of {names}, number {n}: {error}") from None
 
 
-def test_the_specification_serves_as_a_kernel() -> None:
+def test_the_reference_kernel_agrees() -> None:
     for names in CELLS[:: len(CELLS) // 16]:
         cell = made(*names)
         with torch.no_grad():
@@ -226,7 +226,7 @@ def test_the_specification_serves_as_a_kernel() -> None:
         close(out, oracle(*cell.tensors, **cell.asked)[0])
 
 
-# --- what a small grid does not reach ---------------------------------------------------------------------------------
+# --- distances beyond a small grid ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -234,7 +234,7 @@ def test_the_specification_serves_as_a_kernel() -> None:
 @pytest.mark.parametrize("max_distance", [20, 64, 100, 128, 1000])
 def test_t5_buckets_far_away(bidirectional: bool, buckets: int, max_distance: int) -> None:
     if max_distance <= buckets // (4 if bidirectional else 2):
-        with pytest.raises(InputError, match="a distance above"):
+        with refused("max_distance"):
             biases.T5Bias(torch.zeros(buckets, 1), bidirectional, max_distance)
         return
     back = torch.arange(-1100, 1100)
@@ -262,7 +262,7 @@ CHECKED = [
 def test_eagers_gradients_are_finite_differences(names: tuple[str, str, str, str]) -> None:
     cell = made(*names)
 
-    def total(*_: Tensor) -> Tensor:  # the leaves are perturbed where they stand
+    def total(*_: Tensor) -> Tensor:  # the leaves are perturbed in place
         got = run(cell, "eager")
         parts = [got[0]] if len(got) == 1 else [got[0], torch.where(got[1] == -torch.inf, 0.0, got[1])]
         return sum((part * rand(*part.shape, seed=7 + n)).sum() for n, part in enumerate(parts))
@@ -277,7 +277,7 @@ def test_every_kernel_serves_some_cells() -> None:
         assert served >= 6, kernel
 
 
-def test_the_published_table_is_what_the_kernels_say() -> None:
+def test_the_published_table_is_up_to_date() -> None:
     docs = Path(__file__).parent.parent / "docs"
     spec = importlib.util.spec_from_file_location("make_matrix", docs / "make_matrix.py")
     assert spec is not None

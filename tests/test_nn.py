@@ -490,7 +490,7 @@ def test_bad_calls() -> None:
         (lambda: LinformerAttention(24, 6, length=0, rank=2), "length is 0"),
         (lambda: EinsumAttention(24, 5), "multiple of heads"),
         (lambda: qkv.positions.Learned(0, 4), "length is 0"),
-        (lambda: qkv.positions.Learned(3, 4)(torch.tensor([3])), r"positions 3\.\.3 asked for, expected 0\.\.2"),
+        (lambda: qkv.positions.Learned(3, 4)(torch.tensor([3])), r"positions are 3\.\.3, expected 0\.\.2"),
         (lambda: TransformerBlock(layer, FeedForward(24), cross=MultiHeadAttention(12, 6)), "cross has d_model 12"),
     ):  # fmt: skip
         with pytest.raises(qkv.InputError, match=message):

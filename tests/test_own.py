@@ -1,4 +1,4 @@
-"""A user's own mask, score, bias and normalizer: one method each, exact and trained on every kernel, or refused."""
+"""User-defined masks, scores, biases and normalizers: exact and trainable on every kernel, or a clear error."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_autograd_on_all_scores_is_finite_differences(name: str) -> None:
     )
 
 
-def test_softmax_by_its_definition_alone_is_softmax() -> None:
+def test_softmax_without_shortcuts_equals_softmax() -> None:
     q, k, v = triple(2, HEADS, 2, 33, 37, 6, 5)
     for sink in (None, 0.4):
         asked = {"mask": masks.Causal()}
@@ -91,7 +91,7 @@ def test_softmax_by_its_definition_alone_is_softmax() -> None:
         close(ours, attend(q, k, v, normalizer=normalizers.Softmax(1.7, sink), **asked), eps=256)
 
 
-def test_the_readmes_claim_one_object_each_exact_trained_in_linear_memory() -> None:
+def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory() -> None:
     """A mask, a score, a bias and a normalizer of one's own in one call, long enough for tiles."""
     n = 1100
     asked = {"mask": Diagonals(), "score": Manhattan(), "bias": Squeeze(), "normalizer": HeavyTail(sink=0.0)}
@@ -107,7 +107,7 @@ def test_the_readmes_claim_one_object_each_exact_trained_in_linear_memory() -> N
         close(x, y, eps=64 * max(1.0, y.abs().max().item()), dtype=torch.float32)
 
 
-def test_statistics_are_those_of_the_weights() -> None:
+def test_statistics_equal_those_of_the_weights() -> None:
     q, k, v = triple(2, HEADS, 2, 140, 150, 6, 5)
     for name in ("a learned pointwise weight", "a sink", "a learned key", "everything"):
         asked = {"mask": masks.Causal()} | COMPOSITIONS[name]()
@@ -122,7 +122,7 @@ def test_statistics_are_those_of_the_weights() -> None:
             close(found.sink_mass, 1 - mass[..., 0], eps=512)
 
 
-def test_maps_of_one_head_are_those_of_all_heads() -> None:
+def test_maps_of_one_head_equal_those_of_all_heads() -> None:
     from qkv._engine.call import Call
     from qkv.statistics.maps import pooled, rectangle
     from qkv.statistics.measure import settled
@@ -218,7 +218,7 @@ class Numbers(masks.Mask):
     ids=lambda x: type(next(iter(x.values()))).__name__ if isinstance(x, dict) else "",
 )
 @pytest.mark.parametrize("kernel", ["auto", "tiled", "eager"])
-def test_an_incomplete_object_is_refused_by_the_name_of_its_method(
+def test_the_error_of_an_incomplete_object_names_the_missing_method(
     asked: dict[str, Any], names: tuple[str, ...], kernel: str
 ) -> None:
     q, k, v = triple(2, HEADS, 2, 5, 1 if "Halved" in names else 7, 6, 5)
@@ -228,7 +228,7 @@ def test_an_incomplete_object_is_refused_by_the_name_of_its_method(
         assert name in str(error.value)
 
 
-def test_plan_says_what_serves_an_object_and_why_the_others_do_not() -> None:
+def test_plan_gives_the_kernel_of_an_object_and_the_reasons_against_the_others() -> None:
     tensors = triple(2, HEADS, 2, 140, 150, 6, 5)
     found = qkv.plan(*tensors, normalizer=SoftplusSquared())
     assert found.kernel == "tiled"
@@ -254,7 +254,7 @@ class Rectified:
 
 
 class MixedIn(Rectified, normalizers.Softmax):
-    """Another definition that does not stand in the class itself."""
+    """A definition that is inherited, not in the class itself."""
 
 
 class NotSigmoid(normalizers.Sigmoid):
@@ -277,7 +277,7 @@ class NotSoftCap(biases.SoftCap):
         return scores / self.cap
 
 
-def test_a_subclass_that_redefines_its_base_is_not_computed_as_its_base() -> None:
+def test_an_overriding_subclass_loses_inherited_shortcuts() -> None:
     q, k, v = triple(2, HEADS, 2, 140, 150, 6, 5)
     tensor = nn.Parameter(rand(140, 150, seed=4))
     for asked, same in (
@@ -303,7 +303,7 @@ def test_a_subclass_that_redefines_its_base_is_not_computed_as_its_base() -> Non
 # --- learned tensors --------------------------------------------------------------------------------------------------
 
 
-def test_a_learned_tensor_in_a_closure_goes_to_the_kernel_that_finds_it() -> None:
+def test_a_learned_tensor_in_a_closure_selects_the_eager_kernel() -> None:
     q, k, v = triple(2, HEADS, 2, 140, 150, 6, 5)
     hidden = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
 
@@ -335,7 +335,7 @@ def test_a_learned_tensor_computed_from_another_gets_its_gradient() -> None:
     close(found[1], found[0], eps=512)
 
 
-def test_modules_train_what_an_object_holds() -> None:
+def test_modules_train_the_parameters_of_an_object() -> None:
     attention = qkv.Attention(mask=masks.Causal(), normalizer=HeavyTail(), bias=Slope(), score=Manhattan())
     layer = qkv.nn.MultiHeadAttention(16, HEADS, attention=attention).double()
     layer(rand(2, 150, 16)).square().sum().backward()
@@ -362,7 +362,7 @@ class DoubleSlope(biases.Bias):
 
 
 @pytest.mark.parametrize("bias", [Constant, DoubleSlope])
-def test_a_function_of_nothing_and_one_of_another_dtype_have_gradients(bias: type[biases.Bias]) -> None:
+def test_constant_biases_and_biases_of_another_dtype_have_gradients(bias: type[biases.Bias]) -> None:
     tensors = tuple(x.float() for x in triple(2, HEADS, 2, 33, 37, 6, 5))
     made = bias()
     for x, y in zip(

@@ -1,4 +1,4 @@
-"""Our mechanisms against other people's implementations of them: their code runs, with the same tensors and weights.
+"""Our mechanisms against the implementations of other libraries, run with the same tensors and weights.
 
 Outputs and all gradients are compared, over tiles small enough that these few tokens make many. Where a peer computes
 its softmax in float32 whatever it is given, so is the tolerance. Performer and Linformer are in `test_linear.py`.
@@ -40,7 +40,7 @@ Run = Callable[..., Tensor]
 
 
 def peer(module: str, why: str) -> Any:
-    """A peer's module, or a skip; what it deprecates on import is its own affair."""
+    """A module of another library, or a skip; its deprecation warnings on import are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(module, reason=f"needs {module.partition('.')[0]} ({why})")
@@ -369,7 +369,7 @@ def test_slopes_of_bloom(heads: int) -> None:
 @pytest.mark.parametrize("heads", [3, 4, 7])
 @pytest.mark.parametrize("padded", [False, True])
 def test_bloom_layer(kernel: str, heads: int, padded: bool) -> None:
-    """Theirs adds slope · (key position) and ours −slope · distance: the same under softmax, which sees no constant."""
+    """Theirs adds slope · (key position), ours −slope · distance: softmax ignores the constant difference."""
     bloom = of_transformers("bloom")
     width, n = 5 * heads, 11
     config = config_of("bloom", hidden_size=width, n_head=heads, hidden_dropout=0.0, attention_dropout=0.0)
@@ -579,7 +579,7 @@ def _x_entmax(alpha: float) -> Callable[[Tensor], Tensor]:
 
 
 X_WIDE = {"qk_norm": True}  # a softmax in the dtype of the input; the rest of `Attend` does not look at it
-X_MECHANISMS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {  # ours, and what makes theirs
+X_MECHANISMS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {  # our arguments, theirs
     "softmax": ({}, lambda: X_WIDE),
     "scale": ({"score": Dot(0.7)}, lambda: X_WIDE | {"scale": 0.7}),
     "soft clamp": ({"bias": SoftCap(0.9)}, lambda: X_WIDE | {"softclamp_logits": True, "logit_softclamp_value": 0.9}),
@@ -650,7 +650,7 @@ def test_x_transformers_alibi(heads: int, cap: float | None) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_x_transformers_t5_bias(causal: bool) -> None:
-    """Theirs multiplies the table by √d, to undo what T5 does not do."""
+    """Theirs multiplies the table by √d, because T5 does not divide scores by √d."""
     bias = made(
         x_transformers().RelativePositionBias(scale=5**0.5, causal=causal, num_buckets=8, max_distance=9, heads=4),
         torch.float64,
@@ -673,7 +673,7 @@ def test_x_transformers_t5_bias(causal: bool) -> None:
 
 
 def test_x_transformers_distances() -> None:
-    """−|q − k|²: what a query adds is alike for all its keys, and what a key adds is one more entry of its vector."""
+    """−|q − k|²: the term of the query is constant for its keys; that of the key is one more entry of its vector."""
     module = x_attend(4, l2_distance=True, scale=0.4, **X_WIDE)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

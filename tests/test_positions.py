@@ -1,4 +1,4 @@
-"""Positions: against Hugging Face's for the same settings, and the laws that make them positions."""
+"""Positional encodings against those of Hugging Face, and the laws they must satisfy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import close, rand
-from qkv import InputError
+from conftest import close, rand, refused
 from qkv.positions import NTK, DynamicNTK, Linear, Llama3, Rotary, Scaling, Sinusoidal, YaRN
 
 SCALINGS: dict[str, tuple[Scaling | None, dict]] = {
@@ -93,7 +92,7 @@ def test_products_depend_on_the_distance_alone(p: int, j: int, shift: int, inter
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_lengths_stay_and_the_rest_passes(interleaved: bool) -> None:
+def test_rotation_keeps_norms_and_other_dimensions(interleaved: bool) -> None:
     x = rand(2, 3, 7, 11)
     turned = Rotary(8, interleaved=interleaved)(x, torch.arange(7) * 100)
     close(turned.norm(dim=-1), x.norm(dim=-1), dtype=torch.float32)
@@ -109,7 +108,7 @@ def test_positions_of_each_item() -> None:
         close(both[item], Rotary(8)(x[item : item + 1], positions[item])[0])
 
 
-def test_bfloat16_tells_late_positions_apart() -> None:
+def test_bfloat16_distinguishes_late_positions() -> None:
     """Tables in bfloat16 would not: 257 rounds to 256."""
     x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16)
     out = Rotary(8)(x, torch.tensor([256, 257]))
@@ -128,7 +127,7 @@ def test_far_positions_are_exact() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_gradients_turn_back(interleaved: bool) -> None:
+def test_gradients_are_rotated_back(interleaved: bool) -> None:
     """The derivative of a rotation is the rotation the other way; YaRN's magnitude multiplies both."""
     x, slope, positions = rand(1, 2, 3, 6).requires_grad_(), rand(1, 2, 3, 6, seed=3), torch.arange(3)
     rotary = Rotary(4, interleaved=interleaved, scaling=YaRN(2.0, 16))
@@ -146,26 +145,26 @@ def test_sinusoidal_by_its_definition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "argument"),
     [
-        (lambda: Sinusoidal(5), r"Sinusoidal: dim is 5, expected an even number"),
-        (lambda: Rotary(3), r"Rotary: dim is 3, expected an even number"),
-        (lambda: Rotary(4, base=1.0), r"Rotary: base is 1.0, expected more than 1"),
-        (lambda: Linear(0.5), r"Linear: factor is 0.5, expected at least 1"),
-        (lambda: NTK(math.inf), r"NTK: factor is inf"),
-        (lambda: NTK(2.0).frequencies(2, 1e4, 9), r"NTK: dim is 2, expected at least 4"),
-        (lambda: YaRN(2.0, 0), r"YaRN: original is 0"),
-        (lambda: Llama3(low=4.0, high=1.0), r"Llama3: low is 4.0 and high is 1.0"),
-        (lambda: Rotary(8)(torch.ones(1, 1, 2, 4), torch.arange(2)), r"turns 8 dimensions, but x has 4"),
-        (lambda: Rotary(4)(torch.ones(1, 1, 2, 4), torch.arange(3)), r"positions is \(3,\) for x \(1, 1, 2, 4\)"),
+        (lambda: Sinusoidal(5), "dim"),
+        (lambda: Rotary(3), "dim"),
+        (lambda: Rotary(4, base=1.0), "base"),
+        (lambda: Linear(0.5), "factor"),
+        (lambda: NTK(math.inf), "factor"),
+        (lambda: NTK(2.0).frequencies(2, 1e4, 9), "dim"),
+        (lambda: YaRN(2.0, 0), "original"),
+        (lambda: Llama3(low=4.0, high=1.0), "low"),
+        (lambda: Rotary(8)(torch.ones(1, 1, 2, 4), torch.arange(2)), "x"),
+        (lambda: Rotary(4)(torch.ones(1, 1, 2, 4), torch.arange(3)), "positions"),
     ],
 )
-def test_what_they_refuse(make, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_positions_reject_wrong_arguments(make, argument: str) -> None:
+    with refused(argument):
         make()
 
 
-def test_tables_of_a_trace_are_not_kept() -> None:
+def test_tables_of_a_trace_are_not_cached() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -81,7 +81,7 @@ __all__ = [
     "testing",
 ]
 
-# Everything but `InputError` loads on first use: the command line does without torch, the core without the profiler.
+# All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "features", "huggingface", "kernels", "lab", "masks", "models", "nn", "normalizers", "positions",
     "profiler", "reference", "ring", "scores", "statistics", "testing",
@@ -97,7 +97,7 @@ _NAMES = {
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }
-if not TYPE_CHECKING:  # which would take a module with a `__getattr__` to have every name
+if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
     __getattr__ = lazy(__name__, _NAMES, _MODULES)
 
 

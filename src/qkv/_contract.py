@@ -1,8 +1,8 @@
-"""What a user's mask, score, bias or normalizer must define, and which tensors in it are learned.
+"""The extension contract of masks, scores, biases and normalizers, and the search for their learned tensors.
 
-A base class names the one method that *defines* its objects, and its *shortcuts*: faster ways to the same numbers. A
-subclass that redefines an object loses the shortcuts it inherits, so that no kernel can compute the old definition by
-a shortcut. Kernels ask an object through its base class; they never look for a concrete class.
+Each base class names the one method that *defines* an object, and its *shortcuts*: methods that compute the same
+numbers faster. A subclass that overrides the defining method loses the shortcuts it inherits, so no kernel can use a
+shortcut of the old definition. Kernels only call methods of the base class; they never test for a concrete class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qkv.errors import InputError
 
 
 class Definition:
-    """Base of what users may extend. ``definitions`` maps each defining method to the shortcuts it makes invalid.
+    """Base of the classes that users may extend. ``definitions`` maps a defining method to its shortcuts.
 
     >>> class Shape(Definition):
     ...     definitions = {"area": ("rounded",)}
@@ -45,30 +45,32 @@ class Definition:
 
 
 def _stale(cls: type, base: type, method: str, name: str) -> bool:
-    """Whether an inherited shortcut was given beside another version of the method than that of the class.
+    """Whether an inherited shortcut belongs to another version of the defining method than the one in `cls`.
 
-    One that was given where the method was still undefined is for whatever defines it.
+    A shortcut of a class that leaves the method abstract is valid for every definition of it.
     """
-    giver = next(kind for kind in cls.__mro__ if name in kind.__dict__)
-    return getattr(giver, method, None) not in (base.__dict__.get(method), getattr(cls, method))
+    owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
+    return getattr(owner, method, None) not in (base.__dict__.get(method), getattr(cls, method))
 
 
 def overrides(thing: object, base: type, name: str) -> bool:
-    """Whether the class of `thing` has its own version of what `base` calls `name`."""
+    """Whether the class of `thing` overrides the attribute `name` of `base`."""
     return getattr(type(thing), name) is not getattr(base, name)
 
 
-def require(thing: object, base: type, method: str, arguments: str, says: str) -> None:
+def require(thing: object, base: type, method: str, arguments: str, returns: str) -> None:
     """Raise `InputError` if the class of `thing` lacks the method that defines a `base`."""
     if not overrides(thing, base, method):
         name = type(thing).__name__
-        raise InputError(f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {says}")
+        raise InputError(
+            f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {returns}"
+        )
 
 
 def learned_tensors(thing: object) -> dict[str, Tensor]:
-    """The tensors among the attributes of a user's object that require gradients, by name.
+    """The tensors that require gradients among the attributes of a user's object, by name.
 
-    Looks into modules, other objects' attributes, tuples, lists and dictionaries.
+    The search descends into modules, nested objects, tuples, lists and dictionaries.
 
     >>> from types import SimpleNamespace
     >>> scale = nn.Parameter(torch.ones(2))
@@ -76,10 +78,10 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
     ['parts.0.bias', 'parts.0.weight', 'scale']
     """
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, x in _tensors(thing, "", set()):
-        if x.requires_grad and id(x) not in seen:
-            seen.add(id(x))
+        if x.requires_grad and id(x) not in visited:
+            visited.add(id(x))
             found[name] = x
     return found
 
@@ -87,13 +89,13 @@ def learned_tensors(thing: object) -> dict[str, Tensor]:
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.device, torch.dtype, torch.Size)
 
 
-def _tensors(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(x: object, name: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(x, Tensor):
         yield name, x
         return
-    if isinstance(x, _PLAIN) or id(x) in seen:
+    if isinstance(x, _PLAIN) or id(x) in visited:
         return
-    seen.add(id(x))
+    visited.add(id(x))
     parts: Iterator[tuple[str, object]]
     if isinstance(x, nn.Module):
         parts = iter([*x.named_parameters(), *x.named_buffers(), *_fields(x)])
@@ -104,14 +106,14 @@ def _tensors(x: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor
     else:
         parts = iter(_fields(x))
     for part, value in parts:
-        yield from _tensors(value, f"{name}.{part}" if name else part, seen)
+        yield from _tensors(value, f"{name}.{part}" if name else part, visited)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _fields(x: object) -> list[tuple[str, object]]:
-    """Attributes of an object; of a module, those that are not its parameters, buffers, children or hooks."""
+    """Attributes of an object; for a module, without its parameters, buffers, children and hooks."""
     named = dict(getattr(x, "__dict__", {}))
     for kind in type(x).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -124,22 +126,22 @@ def _fields(x: object) -> list[tuple[str, object]]:
 
 
 def gradients_of(result: Tensor, inputs: Sequence[Tensor], slope: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of Σ slope · result in each of `inputs`, None of those it does not depend on."""
+    """Gradients of Σ slope · result with respect to `inputs`; None for inputs that the result does not depend on."""
     if not result.requires_grad:
         return (None,) * len(inputs)
     return torch.autograd.grad(result, list(inputs), slope.to(result.dtype), allow_unused=True)
 
 
 def unlisted_tensor(result: Tensor, listed: Mapping[str, Tensor]) -> bool:
-    """Whether `result` depends on a tensor that requires gradients and is none of `listed`: one in a closure, say."""
+    """Whether `result` depends on a tensor that requires gradients but is not in `listed`, such as one in a closure."""
     ends = {x.grad_fn for x in listed.values() if x.grad_fn is not None}
     leaves = {id(x) for x in listed.values()}
-    queue, seen = [result.grad_fn], set()
+    queue, visited = [result.grad_fn], set()
     while queue:
         node = queue.pop()
-        if node is None or node in seen or node in ends:
+        if node is None or node in visited or node in ends:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in leaves:
             return True

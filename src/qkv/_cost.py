@@ -1,4 +1,7 @@
-"""What one attention call costs, from formulas: PyTorch's own counter says 0 for its fused kernels on CPU."""
+"""FLOPs, memory traffic and peak memory of one attention call, for `plan`.
+
+The numbers come from formulas because PyTorch's FLOP counter reports 0 for its fused CPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ import torch
 
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.sizes import sizes
-from qkv._engine.tiles import classes
+from qkv._engine.tiles import block_status
 from qkv.kernels import FORM_WEIGHTS, linear
 from qkv.masks import EMPTY, FULL, Tiles
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the forward of one call."""
+    """Cost of the forward pass of one call."""
 
     pairs: int
-    """Pairs of query and key that are computed; half of those in partly visible tiles."""
+    """Pairs of query and key that are computed; a partial tile counts half of its pairs."""
     flops: int
-    """Multiplications and additions of the products: scores, and weights by values."""
+    """Multiplications and additions of the two matrix products: q·k and weights·v."""
     bytes: int
-    """What is read and written at least once: q, k, v, the output, the log-sum-exp, and the weights if formed."""
+    """Minimum memory traffic: q, k, v, the output, the log-sum-exp, and the weights if they are formed."""
     peak: int
-    """Estimate of the memory needed beside the inputs, in bytes: outputs, copies, tiles."""
+    """Estimated memory in bytes beyond the inputs: outputs, copies, tiles."""
 
 
 def cost(kernel: str, call: Call) -> Cost:
@@ -36,7 +39,7 @@ def cost(kernel: str, call: Call) -> Cost:
     inputs = call.q.numel() + call.k.numel() + call.v.numel()
     out = b * h * n_queries * dv
     moved = own * (inputs + out) + wide * b * h * n_queries
-    score_flops = 2 * d if call.pairwise is None else 4 * d  # as of an addition, a function, a product and a sum
+    score_flops = 2 * d if call.pairwise is None else 4 * d  # an addition, a function, a product and a sum
     flops = pairs * (score_flops + 2 * dv)
     result = own * out + wide * b * h * n_queries
     if kernel == "linear":
@@ -65,11 +68,11 @@ def cost(kernel: str, call: Call) -> Cost:
 
 
 def visible_pairs(call: Call) -> int:
-    """Pairs of query and key in tiles that are not empty; half of those in partial tiles."""
+    """Estimated number of visible pairs: all pairs of FULL tiles and half the pairs of PARTIAL tiles."""
     grid = call.grid
     size = max(64, grid.n_keys // 1024)
     tiles = Tiles.of(grid, size, size)
-    kinds = classes(call.mask, tiles, grid).expand(grid.batch, grid.heads, -1, -1)
+    status = block_status(call.mask, tiles, grid).expand(grid.batch, grid.heads, -1, -1)
     area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
-    share = torch.where(kinds == FULL, 1.0, torch.where(kinds == EMPTY, 0.0, 0.5))
+    share = torch.where(status == FULL, 1.0, torch.where(status == EMPTY, 0.0, 0.5))
     return int((share.double() * area).sum())

@@ -1,4 +1,4 @@
-"""Old public names: they work, and a DeprecationWarning says the new one."""
+"""Deprecated public names: they still work and raise a DeprecationWarning that gives the new name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def warn(old: str, new: str) -> None:
 
 
 def alias(old: str, new: str) -> Any:
-    """A property of a class for an attribute's old name."""
+    """A property that serves an attribute under its deprecated name."""
 
     def get(self: object) -> Any:
         warn(f"{type(self).__name__}.{old}", new)

@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from qkv.errors import InputError
 
 
 def write_whole(path: Path, data: bytes | memoryview | str) -> None:
-    """Write a file under a temporary name beside it and rename it, so that no reader ever sees half. Text is UTF-8.
+    """Write a file atomically: to a temporary file in the same folder, which is then renamed. Text is UTF-8.
 
-    Several processes may do so at once.
+    A reader never sees a partial file, and several processes may write the same path at once.
 
     Raises:
-        InputError: if its folder is not there, or it is a folder itself.
+        InputError: if the folder does not exist, or the path is a folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

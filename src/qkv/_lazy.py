@@ -1,4 +1,4 @@
-"""Names of a package that load on first use, so that importing the package is cheap."""
+"""Lazy imports: a package loads its public names on first use, so that importing it is cheap."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def lazy(package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str
 
     Args:
         package: dotted name of the package, its `__name__`.
-        names: for each dotted module, the names that the package takes from it.
-        modules: submodules of the package that are public themselves.
+        names: the public names of the package, by the dotted module that defines them.
+        modules: public submodules of the package.
     """
     origin = {name: module for module, found in names.items() for name in found}
 
@@ -24,7 +24,7 @@ def lazy(package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str
         if name not in origin:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(origin[name]), name)
-        setattr(sys.modules[package], name, value)  # the next access does not come here
+        setattr(sys.modules[package], name, value)  # later accesses bypass `load`
         return value
 
     return load

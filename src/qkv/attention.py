@@ -1,4 +1,7 @@
-"""`attend`: every attention mechanism as one call, and `plan`, which says what will serve it and why."""
+"""The main entry points: `attend` computes any attention mechanism, `plan` predicts the kernel and its cost.
+
+`Attention` is a frozen composition of mask, bias, score and normalizer, to be used by layers and caches.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What will serve a call, and at what cost. ``print(plan)`` reads well.
+    """The kernel chosen for a call, the reason, and the cost. ``print(plan)`` shows a table.
 
     >>> import torch
     >>> from qkv import plan
@@ -47,24 +50,24 @@ class Plan:
     kernel: str
     reason: str
     rejected: Mapping[str, str]
-    """Why each other kernel was not taken."""
+    """The reason why each other kernel was not chosen."""
     cost: Cost
     share: float
-    """Share of all pairs of query and key that are computed."""
+    """Fraction of all query-key pairs that are computed."""
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the products in a forward."""
+        """Multiplications and additions of the matrix products in the forward pass."""
         return self.cost.flops
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written at least once in a forward."""
+        """Minimum memory traffic of the forward pass, in bytes."""
         return self.cost.bytes
 
     @property
     def peak(self) -> int:
-        """Estimate of the memory a forward needs beside its inputs, in bytes."""
+        """Estimated memory of the forward pass beyond its inputs, in bytes."""
         return self.cost.peak
 
     def __str__(self) -> str:
@@ -139,42 +142,44 @@ def attend(
     group: ProcessGroup | None = None,
     **unknown: object,
 ) -> Any:
-    """Attention: for every query, the mean of the values weighted by how its scores with the keys normalise.
+    """Attention: for every query, the sum of the values times its normalized scores with the keys.
 
     Args:
-        q: queries, (b, h, nq, dq). Also (b, nq, dq) or (nq, dq), for one head, and NumPy arrays: results come as the
-            inputs came.
+        q: queries, (b, h, nq, dq). Also (b, nq, dq) or (nq, dq), for one head, and NumPy arrays: results have the
+            form of the inputs.
         k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv``: query head i uses key head i // (h // hkv).
         v: values, (b, hkv, nk, dv).
         mask: **True where a query may attend**: a mask of `qkv.masks` or a boolean tensor that broadcasts to
-            (b, h, nq, nk). With nq ≠ nk the last query stands at the last key. A query that sees nothing gives zeros.
-        bias: what happens to a score before the mask: one of `qkv.biases`, or several in a tuple.
-        score: how a query and a key are compared: one of `qkv.scores`; `Dot`, scaled by 1/√d, if None.
-        normalizer: how scores become weights: one of `qkv.normalizers`; `Softmax()` if None.
-        dropout_p: probability with which each weight is dropped and the others scaled up. Pass 0 when not training.
-        dropout_seed: of what is dropped, and of what `Hard` draws; from torch's generator if None. The same seed drops
+            (b, h, nq, nk). With nq ≠ nk the last query is aligned with the last key. A fully masked query gives zeros.
+        bias: a function of the score, applied before the mask: one of `qkv.biases`, or several in a tuple.
+        score: the function that compares a query and a key: one of `qkv.scores`; `Dot`, scaled by 1/√d, if None.
+        normalizer: the function from scores to weights: one of `qkv.normalizers`; `Softmax()` if None.
+        dropout_p: probability with which each weight is dropped; the remaining weights are scaled up. Pass 0 at
+            inference.
+        dropout_seed: seed of dropout and of the draws of `Hard`; from torch's generator if None. The same seed drops
             the same pairs on every kernel.
-        kernel: ``"auto"``, or a name to insist on: one of ``"linear"``, ``"flash"``,
+        kernel: ``"auto"``, or the name of a kernel that must serve the call: one of ``"linear"``, ``"flash"``,
             ``"flex"``, ``"tiled"``, ``"eager"``, ``"reference"``; see `plan`.
         return_lse: also return the log-sum-exp of the scores, (b, h, nq), natural, float32 or better; differentiable.
             Only `Softmax` has one.
-        return_weights: also return the weights, (b, h, nq, nk); this alone forms them.
-        group: processes that share the sequence: q, k and v are this one's shard in the order of `qkv.ring.shard`, and
-            so are ``out`` and ``lse``; `mask` and `bias` are of the whole. All of them call it, forward and backward.
-            `Softmax` only, without dropout; no bias of `RelativePosition`. See docs/ring.md.
-        **unknown: refused; the names that other libraries use are told apart from typing errors.
+        return_weights: also return the weights, (b, h, nq, nk). They are formed only on request.
+        group: process group over which the sequence is sharded: q, k, v, ``out`` and ``lse`` are the shard of this
+            process in the order of `qkv.ring.shard`; `mask` and `bias` describe the whole sequence. Every process of
+            the group must make the call, forward and backward. `Softmax` only, without dropout and without
+            `RelativePosition`. See docs/ring.md.
+        **unknown: rejected with an error, which translates the argument names of other libraries.
 
     Returns:
         ``out`` (b, h, nq, dv), or ``(out, lse)``, ``(out, weights)``, ``(out, lse, weights)``.
 
     Raises:
-        InputError: for arguments that do not fit together, a kernel that cannot serve them, or an object of a user's
-            own that lacks the method that defines it.
+        InputError: for arguments that do not fit together, a kernel that cannot serve them, or a user-defined object
+            that lacks its defining method.
 
-    Under autocast it computes in the dtype of autocast, whatever the composition. See docs/conventions.md for vmap,
+    Under autocast every composition is computed in the dtype of autocast. See docs/conventions.md for vmap,
     torch.func, forward mode and second derivatives.
 
-    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; for kernels see their modules.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; the sources of the kernels are in their modules.
 
     >>> import torch, qkv
     >>> q = k = v = torch.randn(1, 4, 100, 16)
@@ -215,8 +220,7 @@ def _general(
     call = _call(q, k, v, mask, bias, score, normalizer, dropout_p, dropout_seed)
     if return_lse and not call.given.normalizer.has_lse:
         raise InputError(
-            f"return_lse: {type(call.given.normalizer).__name__} makes weights without a log-sum-exp; "
-            "only Softmax has one"
+            f"return_lse is True, but {type(call.given.normalizer).__name__} has no log-sum-exp; only Softmax has one"
         )
     result = serve(call, kernel, weights=return_weights)
     if not (return_lse or return_weights):
@@ -238,9 +242,11 @@ def _shared(
     return_lse: bool, return_weights: bool, group: ProcessGroup,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     if dropout_p:
-        raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: a row's weights lie on many processes")
+        raise InputError(f"dropout_p is {dropout_p} with a group, expected 0: sharded attention has no dropout")
     if return_weights:
-        raise InputError("return_weights: with a group a row's weights lie on many processes and are never formed")
+        raise InputError(
+            "return_weights is True with a group, expected False: sharded attention never forms the weights"
+        )
     shared = Shared.of(group, q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
     result = serve_shared(shared, kernel)
     if not return_lse:
@@ -252,10 +258,10 @@ def _shared(
 def _stock(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, score: Score | None, normalizer: Normalizer | None
 ) -> Tensor | None:
-    """The call as torch's own one, where that is all there is to it, or None.
+    """Fast path: plain or causal softmax attention by one call of torch's SDPA; None if the call needs more.
 
-    `flash` would come down to the same kernel, but a decoder that adds one token to a short text, or a layer of a small
-    model, waits longer for the description of a call than for the kernel. It also lets compilers see through.
+    `flash` would use the same kernel, but for one decoded token, or in a small model, building a `Call` takes longer
+    than the kernel. torch.compile can also trace through this path.
     """
     causal = isinstance(mask, Mask) and mask.band == (0, math.inf)
     if not (causal or mask is None):
@@ -290,7 +296,7 @@ def plan(
     kernel: str = "auto",
     return_weights: bool = False,
 ) -> Plan:
-    """What `attend` will do with the same arguments: which kernel and why, why not the others, and the cost.
+    """The kernel that `attend` would choose for these arguments, the reasons against the others, and the cost.
 
     >>> import torch, qkv
     >>> q = k = v = torch.randn(1, 4, 100, 16)
@@ -316,9 +322,9 @@ def _call(
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """A composition, frozen: everything of `attend` but the tensors.
+    """A frozen composition: all arguments of `attend` except the tensors.
 
-    Dropout acts only where ``training=True`` is passed.
+    Dropout is applied only with ``training=True``.
 
     >>> import torch, qkv
     >>> local = qkv.Attention(mask=qkv.masks.Window(64))
@@ -378,9 +384,9 @@ class Attention:
         **unknown: Any,
     ) -> Any:
         """`attend` with this composition; without dropout unless `training`."""
-        asked: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
+        options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
         dropout: dict[str, Any] = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
-        return attend(q, k, v, **dropout, **self._parts(), **asked, group=group, **unknown)
+        return attend(q, k, v, **dropout, **self._parts(), **options, group=group, **unknown)
 
     def plan(
         self,
@@ -393,9 +399,9 @@ class Attention:
         return_weights: bool = False,
     ) -> Plan:
         """`plan` with this composition."""
-        asked: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}
-        return plan(q, k, v, **self._parts(), **asked, dropout_p=self.dropout_p if training else 0.0)
+        options: dict[str, Any] = {"kernel": kernel, "return_weights": return_weights}
+        return plan(q, k, v, **self._parts(), **options, dropout_p=self.dropout_p if training else 0.0)
 
-    def measure(self, q: A, k: A, v: A | None = None, **asked: Any) -> Statistics:
-        """`measure` with this composition; `asked` are its `mass`, `first` and `queries`."""
-        return measure(q, k, v, **self._parts(), **asked)
+    def measure(self, q: A, k: A, v: A | None = None, **options: Any) -> Statistics:
+        """`measure` with this composition; `options` are its arguments `mass`, `first` and `queries`."""
+        return measure(q, k, v, **self._parts(), **options)

@@ -1,4 +1,4 @@
-"""Hard attention with the log-probabilities that REINFORCE needs."""
+"""Hard attention: `choose_keys` draws one key per query and returns the log-probabilities that REINFORCE needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qkv.scores import Score
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """One key a query, and how likely the choice was.
+    """One key per query, and the log-probability of the choice.
 
     >>> from qkv import choose_keys
     >>> q = k = torch.eye(3)[None, None] * 9
@@ -31,12 +31,12 @@ class Choice:
     """
 
     index: Int[Tensor, "b h nq"]
-    """The chosen key; −1 where a query may attend to none."""
+    """The chosen key; −1 where all keys are masked."""
     log_prob: Float[Tensor, "b h nq"]
-    """Natural logarithm of its softmax weight, differentiable; 0 where there is no choice."""
+    """Natural logarithm of its softmax weight, differentiable; 0 where all keys are masked."""
 
     def take(self, v: Float[Tensor, "b hkv nk dv"]) -> Float[Tensor, "b h nq dv"]:
-        """The values of the chosen keys; 0 where there is none."""
+        """The values of the chosen keys; 0 where all keys are masked."""
         b, h, n_queries = self.index.shape
         folded = self.index.clamp(min=0).view(b, v.shape[1], -1, 1).expand(-1, -1, -1, v.shape[3])
         taken = v.gather(2, folded).view(b, h, n_queries, -1)
@@ -54,7 +54,7 @@ def choose_keys(
     sample: bool = True,
     seed: int | None = None,
 ) -> Choice:
-    """One key for every query, drawn by the softmax of its scores, or the best one; in linear memory.
+    """One key for every query: drawn with its softmax weight, or the key with the highest score; in linear memory.
 
     Values are not differentiable through a choice, but ``(reward − baseline) · log_prob`` has the gradient of the
     expected reward (REINFORCE, Williams 1992; "hard" attention of Xu et al. 2015, arXiv:1502.03044, §4.1).
@@ -66,8 +66,8 @@ def choose_keys(
         bias: as in `attend`.
         score: as in `attend`.
         temperature: final scores are divided by it.
-        sample: draw; False takes the key with the highest score, the first of equals.
-        seed: of the draw; from torch's generator if None.
+        sample: draw a key; False takes the key with the highest score, and the first one on ties.
+        seed: seed of the draw; from torch's generator if None.
 
     Raises:
         InputError: for arguments that do not fit together.
@@ -82,7 +82,9 @@ def choose_keys(
     drawn = _chosen(Call.of(q, k, k, mask, given, score, Hard(sample, temperature), seed=seed))
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
-        raise InputError("choose_keys: RelativePosition has values, which a choice of keys has no use for; pass none")
+        raise InputError(
+            "choose_keys: bias is RelativePosition with values, which keys are not chosen by; expected none"
+        )
     lse = serve(call).lse
     assert lse is not None
     none = drawn < 0
@@ -91,8 +93,8 @@ def choose_keys(
 
 
 def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
-    """The key that each query takes; −1 for none. The same on any kernel."""
-    if pick(call, "auto") == "eager":  # so few scores that tiles, of one batch item each, would take longer
+    """The key that each query takes; −1 if all are masked. The same on any kernel."""
+    if pick(call, "auto") == "eager":  # for so few scores, tiles (of one batch item each) would be slower
         weights = eager.forward(detached(call)).weights
         assert weights is not None
         most, key = weights.max(-1)
@@ -103,14 +105,14 @@ def _chosen(call: Call) -> Int[Tensor, "b h nq"]:
 
 
 def _score(call: Call, index: Tensor) -> Tensor:
-    """Final score of each query with the key of that index."""
+    """Final score of each query with its chosen key."""
     wide = at_least_float32(call.q.dtype)
     b, h, n_queries, d = call.q.shape
     folded = index.view(b, call.k.shape[1], -1, 1).expand(-1, -1, -1, d)
     q, k = call.q.to(wide), call.k.to(wide).gather(2, folded).view(b, h, n_queries, d)
     if call.pairwise is None:
         score = call.factor * (q * k).sum(-1)
-    else:  # one query and one key at a time: the batch stands for the rows, too
+    else:  # one query and one key at a time: rows are folded into the batch
         q, k = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (q, k))
         score = call.pairwise.scores(q, k)[..., 0, 0].unflatten(0, (b, n_queries)).transpose(1, 2)
     device = index.device
@@ -119,8 +121,8 @@ def _score(call: Call, index: Tensor) -> Tensor:
     for bias in call.biases:
         if not overrides(bias, Bias, "at"):
             raise InputError(
-                f"choose_keys: bias {type(bias).__name__} has no method at(score, b, h, i, j), which says what it does "
-                "to one score"
+                f"choose_keys: bias is {type(bias).__name__}, which has no method at(score, b, h, i, j); expected one "
+                "that can be applied to a single score"
             )
         score = bias.at(score, item, head, row, index)
     return score / call.normalizer.temperature

@@ -1,4 +1,4 @@
-"""The one exception that qkv raises for input it cannot accept."""
+"""`InputError`, the one exception that qkv raises for bad arguments."""
 
 import re
 
@@ -7,7 +7,7 @@ _NO_NAMES = {"a", "an", "all", "cannot", "each", "expected", "got", "it", "no", 
 
 
 class InputError(ValueError):
-    """Bad input: one sentence that names the argument, what came, and what was expected.
+    """An argument is wrong. The message names the argument, the value it got and the value that was expected.
 
     >>> from qkv.masks import Window
     >>> try:
@@ -21,7 +21,7 @@ class InputError(ValueError):
 
     @property
     def argument(self) -> str:
-        """The argument that the sentence is about: its first word, or the first after the name of what was called."""
+        """Name of the wrong argument: the first word of the message, or the first after the called function's name."""
         found = _HEAD.match(str(self))
         assert found is not None
         of, word = found["of"], found["word"]

@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-ROWS = 4096  # worked on at once where nothing wants a gradient
+ROWS = 4096  # vectors per chunk when no gradient is needed
 
 
 def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -34,18 +34,18 @@ def elu_plus_one(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
     >>> elu_plus_one(torch.tensor([0.0, 2.0])).tolist()
     [1.0, 3.0]
     """
-    # elu(x) + 1 itself would round exp(x) away beside the 1.
+    # The sum elu(x) + 1 would lose exp(x) to rounding.
     if torch.is_grad_enabled() and x.requires_grad:
         return torch.exp(x.clamp(max=0)) + torch.relu(x)
     out = x.clamp(max=0).exp_()
     rows = max(-2, -x.ndim)
-    for part, of in zip(out.split(ROWS, rows), x.split(ROWS, rows), strict=True):  # little fresh memory at a time
+    for part, of in zip(out.split(ROWS, rows), x.split(ROWS, rows), strict=True):  # bounds the temporary memory
         part.add_(of.clamp(min=0))
     return out
 
 
 def relu(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-    """max(x, 0) (Choromanski et al. 2021, arXiv:2009.14794, §4.2). A query with no feature in any key gets 0.
+    """max(x, 0) (Choromanski et al. 2021, arXiv:2009.14794, §4.2). A query that shares no feature with a key gives 0.
 
     >>> relu(torch.tensor([-1.0, 2.0])).tolist()
     [0.0, 2.0]
@@ -62,8 +62,8 @@ class Favor:
     blocks of d rows; the length of each row is that of a Gaussian vector. `n_features` m is ⌊d ln d⌋ if None. The same
     `seed` draws the same W; nothing else is random.
 
-    The relative variance of an estimated weight is up to `(exp(|q + k|² / √d) − 1) / m`: where queries and keys are
-    long, no affordable m is enough. Features of float16 and bfloat16 are float32. Queries should go through
+    The relative variance of an estimated weight is up to `(exp(|q + k|² / √d) − 1) / m`: for queries and keys of
+    large norm, no affordable m is enough. Features of float16 and bfloat16 inputs are float32. Map queries with
     `of_queries`, as `Features` does.
 
     >>> phi = Favor(4, n_features=10_000)
@@ -89,16 +89,16 @@ class Favor:
         object.__setattr__(self, "weight", _orthogonal_rows(m, d, self.seed))
 
     def __call__(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
-        """φ(x): what keys go through."""
-        # Not stabilised by a maximum over keys: it would tie a key to those after it and to its neighbours in the
-        # batch. It need not be: w·x − |x|²/2 = |w|²/2 − |x − w|²/2 ≤ |w|²/2 whatever the key. That is about d/2, and
-        # exp of it fits float32 up to d = 128 or so; typical keys stay near exp(0) for any d.
+        """φ(x), the features of keys."""
+        # No maximum over keys is subtracted: it would make a key depend on later keys and on the rest of the batch.
+        # Stability does not need it: w·x − |x|²/2 = |w|²/2 − |x − w|²/2 ≤ |w|²/2 for every key. That is about d/2,
+        # and its exponential fits float32 up to d ≈ 128; typical keys stay near exp(0) for any d.
         return torch.exp(self._logits(x))
 
     def of_queries(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
-        """φ(x) times a number of each query's own, which makes its largest feature 1.
+        """φ(x) of queries, scaled per query so that the largest feature is 1.
 
-        The number cancels where weights are divided by their sum, and only there.
+        The scale cancels when the weights are divided by their sum, and only then.
         """
         logits = self._logits(x)
         return torch.exp(logits - logits.amax(-1, keepdim=True))
@@ -109,7 +109,7 @@ class Favor:
 
     def _logits(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n m"]:
         if x.shape[-1] != self.head_dim:
-            raise InputError(f"Favor: got vectors of {x.shape[-1]} entries, expected head_dim = {self.head_dim}")
+            raise InputError(f"Favor: x has vectors of {x.shape[-1]} entries, expected head_dim = {self.head_dim}")
         x = x.to(torch.promote_types(x.dtype, torch.float32)) * self.head_dim**-0.25
         return x @ self.weight.to(x).T - (0.5 * x.square().sum(-1, keepdim=True) + 0.5 * math.log(len(self.weight)))
 
@@ -119,5 +119,7 @@ def _orthogonal_rows(m: int, d: int, seed: int) -> Float[Tensor, "m d"]:
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(2, -(-m // d), d, d, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian[0])
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over all rotations only with R's diagonal positive
+    q = (
+        q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    )  # QR is uniform over rotations only if R's diagonal is positive
     return (q.mT * gaussian[1].norm(dim=-1, keepdim=True)).flatten(0, 1)[:m].contiguous()

@@ -1,7 +1,8 @@
-"""Attention in linear time: by features of queries and keys, or by projecting the keys to a few.
+"""Attention in linear time: linear attention with a recurrent state, and Linformer.
 
-`attend` with ``score=Features(...)`` and ``normalizer=Identity(...)`` is the same linear attention, with masks. Here
-are the forms that need more than a mask can say: a state to go on from, and Linformer's projections.
+`attend` with ``score=Features(...)`` and ``normalizer=Identity(...)`` is the same linear attention, with masks. This
+module adds the two forms that `attend` cannot express: `linear_attend` continues from a state, and `linformer`
+projects the keys.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def linear_attend(
         k: keys; ``h`` must be a multiple of ``hkv``.
         v: values.
         features: φ, such as one of `qkv.features`.
-        causal: whether a query sees only its own key and those before; with nq ≠ nk the last query stands at the last
-            key. Keys in `state` come before all.
-        normalize: whether to divide by the sum of the weights (nothing where it is 0).
-        state: what an earlier call returned, to go on from.
+        causal: whether a query attends only to its own key and earlier ones; with nq ≠ nk the last query is aligned
+            with the last key. Keys in `state` precede all others.
+        normalize: whether to divide by the sum of the weights (unless the sum is 0).
+        state: the state returned by an earlier call, to continue from.
         form: ``"chunked"``, or ``"recurrent"``: one token after another, which is the definition.
-        chunk: tokens of a chunk. It changes speed and memory, not the result.
+        chunk: tokens per chunk. It changes speed and memory, not the result.
         return_state: whether to return the state after the last key as well.
 
     Returns:
@@ -93,7 +94,9 @@ def linear_attend(
     if form not in ("chunked", "recurrent"):
         raise InputError(f"form is {form!r}, expected 'chunked' or 'recurrent'")
     if form == "recurrent" and not causal:
-        raise InputError("form is 'recurrent' with causal=False, expected 'chunked': every query sees all keys at once")
+        raise InputError(
+            "form is 'recurrent' with causal=False, expected 'chunked': all keys are visible to each query"
+        )
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected at least 1 token")
     if state is not None:
@@ -105,8 +108,8 @@ def linear_attend(
             )
         if causal and q.shape[2] > k.shape[2]:
             raise InputError(
-                f"state: {q.shape[2]} queries with {k.shape[2]} new keys would stand among the keys summed up in it; "
-                "expected no more queries than new keys"
+                f"state was passed with {q.shape[2]} queries and {k.shape[2]} new keys, so some queries would precede "
+                "the new keys; expected no more queries than new keys"
             )
     if form == "recurrent":
         out, after = _recurrent(call.q, call.k, v, state, normalize)
@@ -129,7 +132,7 @@ def _recurrent(
     if state is None:
         state = LinearState.zero(b, hkv, m, dv, dtype, q.device)
     q = q.unflatten(1, (hkv, -1))
-    rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # these stand before the first key
+    rows = [q.new_zeros(*q.shape[:3], dv)] * max(0, n_queries - n_keys)  # queries before the first key
     for j in range(n_keys):
         state = state.plus(k[:, :, j : j + 1], v[:, :, j : j + 1])
         i = j - (n_keys - n_queries)
@@ -151,15 +154,15 @@ def linformer(
 ) -> Float[Tensor, "b h nq dv"]:
     """softmax(q (eᵀk)ᵀ / √d) fᵀv: exact attention to r learned mixtures of the keys, O(n r).
 
-    A mixture holds keys of all positions: there is no causal form, and the number of keys is fixed with `e`.
+    Each mixture contains keys of all positions, so there is no causal form, and `e` fixes the number of keys.
 
     Args:
         q: queries.
         k: keys; ``h`` must be a multiple of ``hkv``.
         v: values.
-        e: what mixes the keys, one for all heads or one for each key head.
-        f: what mixes the values; `e` if None.
-        lengths: number of real keys of each batch item; those after them are taken as zeros, before mixing.
+        e: projection of the keys, one for all heads or one for each key head.
+        f: projection of the values; `e` if None.
+        lengths: number of real keys of each batch item; the padding after them is zeroed before the projection.
 
     Returns:
         ``out`` (b, h, nq, dv).
@@ -183,7 +186,7 @@ def linformer(
                 f"linformer: {name} is {kind}, expected ({n_keys}, r) or ({heads}, {n_keys}, r) for k {tuple(k.shape)}"
             )
     if e.shape[-1] != f.shape[-1]:
-        raise InputError(f"linformer: e mixes keys to {e.shape[-1]} and f values to {f.shape[-1]}, expected equal")
+        raise InputError(f"linformer: e projects to {e.shape[-1]} keys but f to {f.shape[-1]} values, expected equal")
     if lengths is not None:
         padding = Padding(lengths)
         padding.check(grid)

@@ -1,11 +1,11 @@
-"""Attention over part of the keys, and how parts make a whole.
+"""Partial attention results over a subset of the keys, and their exact merge.
 
 Attention of a query over a set of keys is a pair: the normalised output, and the log-sum-exp of the scores. Pairs over
-disjoint sets of keys merge exactly, in any order (Milakov & Gimelshein 2018, arXiv:1805.02867). Tiles of flash
-attention, sinks, caches and devices are all this merge.
+disjoint sets of keys merge exactly, in any order (Milakov & Gimelshein 2018, arXiv:1805.02867). The tiles of flash
+attention, sinks, caches and sequence parallelism all use this merge.
 
-Everything in this package that is computed in parts keeps one small protocol, `Mergeable`: `Partial` over sets of keys,
-`LinearState` over keys, a `Statistic` over tiles of weights, the sums of a `Survey` over texts.
+All partial results in this package share one small protocol, `Mergeable`: `Partial` over sets of keys, `LinearState`
+over keys, a `Statistic` over tiles of weights, the sums of a `Survey` over texts.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 
 class Mergeable(Protocol):
-    """A result over a part of something, such that results over disjoint parts make that of the whole.
+    """A partial result: merging the results over disjoint parts gives the result over their union.
 
-    Merging is associative and commutative. The result over nothing, made by the class's `zero`, changes nothing. (In
-    algebra: a commutative monoid.) Where the sums are not yet what one wants to know, a method `finish` makes it.
+    Merging is associative and commutative, and the class's `zero` is its identity: a commutative monoid. Classes that
+    accumulate sums have a method `finish` that computes the final quantity.
     """
 
     def merge(self: T, other: T, /) -> T:
-        """The result over both parts."""
+        """The result over the union of both parts."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """`out` (…, d), normalised over the keys it has seen, and `lse` (…), the log-sum-exp of their scores.
+    """Attention over a subset of the keys: `out` (…, d), normalised over them, and `lse` (…), their log-sum-exp.
 
-    No key seen is ``out = 0, lse = −inf``, the identity of `merge`.
+    Over no keys, ``out = 0`` and ``lse = −inf``; this is the identity of `merge`.
 
-    >>> seen = Partial(torch.ones(1, 4), torch.zeros(1))
+    >>> part = Partial(torch.ones(1, 4), torch.zeros(1))
     >>> nothing = Partial(torch.zeros(1, 4), torch.full((1,), -torch.inf))
-    >>> merge(seen, nothing).lse.item()
+    >>> merge(part, nothing).lse.item()
     0.0
     """
 
@@ -57,19 +57,19 @@ class Partial:
         return Partial(torch.zeros_like(like), like.new_full(like.shape[:-1], -torch.inf, dtype=dtype))
 
     def merge(self, other: Partial, /) -> Partial:
-        """Attention over the keys of both: see `qkv.merge`."""
+        """Attention over the keys of both parts; see `qkv.merge`."""
         return merge(self, other)
 
     def with_sink(self, sink: Float[Tensor, "*#n"], *, in_place: bool = False) -> Partial:
-        """Merged with a logit that carries no value: weight leaves the keys, and nothing is added.
+        """Merge with an attention sink: a logit without a value, which takes weight and adds nothing to the output.
 
-        `in_place`: without a gradient, in the memory of the output.
+        `in_place` overwrites the output; there is no gradient then.
         """
         if in_place:
-            share = torch.sigmoid(self.lse - sink).nan_to_num_(0.0)  # ∞ − ∞: neither a key nor the sink has weight
+            share = torch.sigmoid(self.lse - sink).nan_to_num_(0.0)  # NaN from ∞ − ∞: no visible key, and no sink
             return Partial(self.out.mul_(share[..., None].to(self.out.dtype)), torch.logaddexp(self.lse, sink))
         empty = self.lse == -torch.inf
-        nothing = empty & (sink == -torch.inf)  # ∞ − ∞ is NaN, in the gradient, too: such rows stay out of it
+        nothing = empty & (sink == -torch.inf)  # for these rows ∞ − ∞ would be NaN, also in the gradient
         both = torch.logaddexp(self.lse.masked_fill(nothing, 0), torch.where(nothing, 0.0, sink))
         share = torch.exp(self.lse - both).masked_fill(empty, 0)
         lse = both.masked_fill(nothing, -torch.inf)
@@ -77,16 +77,16 @@ class Partial:
 
 
 def merge(*parts: Partial, out: Partial | None = None) -> Partial:
-    """Attention over the union of disjoint sets of keys. Merging nothing but identities gives the identity.
+    """Attention over the union of disjoint sets of keys. Merging identities gives the identity.
 
-    Associative and commutative; differentiable; sums in the dtype of `lse` (at least float32).
+    Associative and commutative; differentiable; sums are in the dtype of `lse` (at least float32).
 
     Args:
-        parts: one or more.
-        out: where to write the result, which may be one of the parts; then there is no gradient.
+        parts: one or more results over disjoint sets of keys.
+        out: a result to overwrite, which may be one of the parts; there is no gradient then.
 
     Raises:
-        InputError: if no part is given.
+        InputError: without parts.
 
     >>> import qkv
     >>> q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
@@ -95,7 +95,7 @@ def merge(*parts: Partial, out: Partial | None = None) -> Partial:
     True
     """
     if not parts:
-        raise InputError("merge: no parts given, expected at least one Partial")
+        raise InputError("merge: parts is empty, expected at least one Partial")
     if out is not None:
         return _merge_into(out, parts)
     if len(parts) == 1:
@@ -105,7 +105,7 @@ def merge(*parts: Partial, out: Partial | None = None) -> Partial:
 
 @torch.no_grad()
 def _merge_into(out: Partial, parts: Sequence[Partial]) -> Partial:
-    """One pass over the outputs for each part after the first; `out`, which may be a part, is written to last."""
+    """One pass over the outputs per part after the first; `out`, which may be a part, is overwritten last."""
     whole = parts[0]
     for number, part in enumerate(parts[1:], start=2):
         nothing = (whole.lse == -torch.inf) & (part.lse == -torch.inf)
@@ -123,8 +123,8 @@ def _merge_into(out: Partial, parts: Sequence[Partial]) -> Partial:
 
 def _merge(parts: Sequence[Partial]) -> Partial:
     logs = torch.stack(torch.broadcast_tensors(*[p.lse for p in parts]))
-    # A row that no part has seen has lse −inf everywhere; subtracting a finite number keeps NaN out of it,
-    # forward and backward.
+    # A row that is fully masked in all parts has lse −inf everywhere; subtracting a finite number avoids NaN, forward
+    # and backward.
     top = logs.detach().amax(0).clamp(min=torch.finfo(logs.dtype).min)
     shares = torch.exp(logs - top)
     total = shares.sum(0)
@@ -142,9 +142,9 @@ def sink_gradient(
     grad: Float[Tensor, "b h q d"],
     grad_lse: Float[Tensor, "b h q"] | None,
 ) -> Float[Tensor, "#b h #q"]:
-    """Gradient of the sink merged into `part`: d lse/dσ = e^(σ − lse) and d out/dσ = −out·e^(σ − lse)."""
+    """Gradient of the sink σ merged into `part`: d lse/dσ = e^(σ − lse) and d out/dσ = −out·e^(σ − lse)."""
     lse = part.lse
     inner = (grad.to(lse.dtype) * part.out.to(lse.dtype)).sum(-1)
     inner = inner if grad_lse is None else inner - grad_lse
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - lse))  # of a row that not even the sink has
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - lse))  # −inf: no visible key and no sink
     return -(share * inner).sum_to_size(sink.shape)

@@ -1,7 +1,7 @@
-"""Positions: how a model knows where a token stands.
+"""Positional encodings: `Sinusoidal` and `Learned`, added to embeddings, and `Rotary`, applied to queries and keys.
 
-Added to embeddings (`Sinusoidal`, `Learned`) or turned into queries and keys (`Rotary`); biases that depend on the
-distance are in `qkv.biases`. No position at all is no object at all.
+The scalings `Linear`, `NTK`, `DynamicNTK`, `YaRN` and `Llama3` extend `Rotary` beyond the training length. Positional
+biases (ALiBi, T5, relative positions) are in `qkv.biases`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def __dir__() -> list[str]:
 
 
 class Learned(nn.Module):
-    """One learned vector for each position up to `length`, normal with deviation 0.02 at first (Gehring et al. 2017).
+    """One learned vector for each position below `length`, initialised with N(0, 0.02²) (Gehring et al. 2017).
 
-    Shapes: positions (…) in, (…, dim) out, to be added to embeddings. (arXiv:1705.03122, §3.1.)
+    Maps positions (…) to vectors (…, dim), which are added to the embeddings. (arXiv:1705.03122, §3.1.)
 
     >>> Learned(8, 4)(torch.tensor([0, 7])).shape
     torch.Size([2, 4])
@@ -50,26 +50,26 @@ class Learned(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
-        """The vectors of `positions`; `InputError` beyond the last."""
+        """The vectors of `positions`; raises `InputError` for positions out of range."""
         if not torch.compiler.is_compiling() and positions.numel():
             self._check(*(int(x) for x in positions.aminmax()))
         return nn.functional.embedding(positions, self.weight)
 
     def span(self, start: int, stop: int) -> Float[Tensor, "n dim"]:
-        """The vectors of positions start … stop − 1, without looking them up one by one."""
+        """The vectors of positions start … stop − 1, as a view of the table."""
         self._check(start, stop - 1)
         return self.weight[start:stop]
 
     def _check(self, first: int, last: int) -> None:
         if first < 0 or last >= len(self.weight):
-            raise InputError(f"Learned: positions {first}..{last} asked for, expected 0..{len(self.weight) - 1}")
+            raise InputError(f"Learned: positions are {first}..{last}, expected 0..{len(self.weight) - 1}")
 
 
 @dataclass(frozen=True)
 class Sinusoidal:
     """sin and cos of the position at geometric wavelengths (Vaswani et al. 2017, arXiv:1706.03762, §3.5).
 
-    Entry 2i is sin(p / base^(2i/dim)), entry 2i + 1 its cosine; any position, past any training length.
+    Entry 2i is sin(p / base^(2i/dim)), entry 2i + 1 its cosine. Defined for all positions.
 
     >>> Sinusoidal(4)(torch.tensor([0])).tolist()
     [[0.0, 1.0, 0.0, 1.0]]
@@ -82,35 +82,35 @@ class Sinusoidal:
         _check_dim("Sinusoidal", self.dim)
 
     def __call__(self, positions: Int[Tensor, "*n"]) -> Float[Tensor, "*n dim"]:
-        """What is added to the embeddings of tokens at `positions`; float32."""
+        """The encoding of `positions`, to be added to the embeddings; float32."""
         angle = positions.double()[..., None] * _frequencies(self.dim, self.base).to(positions.device)
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).float()
 
 
 def _check_dim(name: str, dim: int) -> None:
     if dim < 2 or dim % 2:
-        raise InputError(f"{name}: dim is {dim}, expected an even number of dimensions, two to a wavelength")
+        raise InputError(f"{name}: dim is {dim}, expected an even number of dimensions, two per wavelength")
 
 
 def _frequencies(dim: int, base: float) -> Float[Tensor, " pairs"]:
-    """Radians a token of each pair of dimensions, float64."""
+    """Frequency of each pair of dimensions in radians per token, float64."""
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 class Scaling:
-    """Base of the ways to stretch rotary positions beyond the length a model was trained on.
+    """Base of the scalings that extend rotary positions beyond the training length.
 
     >>> Linear(2.0).frequencies(4, base=10_000.0, length=1).tolist()
     [0.5, 0.005]
     """
 
     def frequencies(self, dim: int, base: float, length: int) -> Float[Tensor, " pairs"]:
-        """Radians a token of each pair of dimensions, float64, for a sequence of `length` tokens."""
-        raise TypeError(f"{type(self).__name__} does not say how it scales")
+        """Frequency of each pair of dimensions in radians per token, float64, for a sequence of `length` tokens."""
+        raise TypeError(f"{type(self).__name__} does not implement frequencies(dim, base, length)")
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         return 1.0
 
 
@@ -182,10 +182,10 @@ class DynamicNTK(_ByFactor):
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Peng et al. 2024, arXiv:2309.00071, §3.2).
+    """Low frequencies divided by `factor`, high ones kept, a ramp between (Peng et al. 2024, arXiv:2309.00071, §3.2).
 
-    The ramp lies between the dimensions that turn `slow` times and `fast` times over `original` tokens; with
-    `whole` its ends are whole dimensions. cos and sin are multiplied by 0.1 ln(factor) + 1 unless `attention` says.
+    The ramp lies between the dimensions that make `slow` and `fast` full turns over `original` tokens; with `whole`
+    its ends are rounded to whole dimensions. cos and sin are multiplied by `attention`, or by 0.1 ln(factor) + 1.
 
     >>> found = YaRN(4.0, 4096).frequencies(64, 10_000.0, 1) / Linear(1.0).frequencies(64, 10_000.0, 1)
     >>> found[0].item(), found[-1].item()
@@ -222,7 +222,7 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Wavelengths above original / low divided by `factor`, those below original / high kept, a blend between.
+    """Frequencies of wavelengths above original / low divided by `factor`, below original / high kept, else blended.
 
     (Grattafiori et al. 2024, arXiv:2407.21783; the constants are those of Llama 3.1's code.)
 
@@ -244,19 +244,19 @@ class Llama3(Scaling):
 
     def frequencies(self, dim: int, base: float, length: int) -> Tensor:
         plain = _frequencies(dim, base)
-        turns = self.original * plain / (2 * math.pi)  # over the original length
+        turns = self.original * plain / (2 * math.pi)  # full turns over the original length
         kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return torch.lerp(plain / self.factor, plain, kept)
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Queries and keys turned by their position, so that their product depends on the distance alone.
+    """RoPE: queries and keys rotated by their position, so that their product depends on the distance alone.
 
-    Pair i of dimensions turns by p · base^(−2i/dim) (Su et al. 2021, arXiv:2104.09864, eq. 34). Pairs are
+    Pair i of dimensions is rotated by p · base^(−2i/dim) (Su et al. 2021, arXiv:2104.09864, eq. 34). Pairs are
     (i, i + dim/2) as in Llama and Hugging Face, or with `interleaved` (2i, 2i + 1) as in the paper and GPT-J.
-    Dimensions beyond `dim` pass. Tables are float32 or better whatever the dtype of the model: in bfloat16 positions
-    beyond 256 would collide.
+    Dimensions beyond `dim` are left unchanged. Tables are float32 or better for models of any dtype: in bfloat16,
+    positions beyond 256 would collide.
 
     >>> x = torch.ones(1, 1, 2, 4)
     >>> Rotary(4)(x, torch.tensor([0, 1]))[0, 0, 0].tolist()
@@ -276,64 +276,66 @@ class Rotary:
     def tables(
         self, positions: Int[Tensor, "*n"], length: int | None = None, dtype: torch.dtype = torch.float32
     ) -> tuple[Float[Tensor, "*n pairs"], Float[Tensor, "*n pairs"]]:
-        """cos and sin for tokens at `positions`, made in float64 and given in `dtype`.
+        """cos and sin for tokens at `positions`, computed in float64 and returned in `dtype`.
 
-        `length` is that of the whole sequence, for scalings that depend on it: the last position + 1 unless given.
+        `length` is the length of the whole sequence, for scalings that depend on it; the last position + 1 if None.
         """
         length = int(positions.max()) + 1 if length is None else length
         plain = _frequencies(self.dim, self.base)
-        turn = plain if self.scaling is None else self.scaling.frequencies(self.dim, self.base, length)
+        scaled = plain if self.scaling is None else self.scaling.frequencies(self.dim, self.base, length)
         size = 1.0 if self.scaling is None else self.scaling.magnitude
-        angle = positions.double()[..., None] * turn.to(positions.device)
+        angle = positions.double()[..., None] * scaled.to(positions.device)
         return (angle.cos() * size).to(dtype), (angle.sin() * size).to(dtype)
 
     def __call__(
         self, x: Float[Tensor, "b h n d"], positions: Int[Tensor, "..."], length: int | None = None
     ) -> Float[Tensor, "b h n d"]:
-        """x turned by `positions`, (n,) or (b, n)."""
-        if x.shape[-1] < self.dim:
-            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        """x rotated by `positions`, (n,) or (b, n)."""
+        self._check_size(x)
         if positions.ndim not in (1, 2) or positions.shape[-1] != x.shape[2]:
             raise InputError(
                 f"Rotary: positions is {tuple(positions.shape)} for x {tuple(x.shape)}, expected (n,) or (b, n)"
             )
-        cos, sin = self.tables(positions, length, _wide(x))
+        cos, sin = self.tables(positions, length, _rotation_dtype(x))
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
-        return turned(x, cos, sin, interleaved=self.interleaved)
+        return rotate(x, cos, sin, interleaved=self.interleaved)
 
     def span(self, x: Float[Tensor, "b h n d"], start: int = 0, length: int | None = None) -> Float[Tensor, "b h n d"]:
-        """x turned by positions start, start + 1, …: the same as a call, with tables that layers share."""
-        if x.shape[-1] < self.dim:
-            raise InputError(f"Rotary: turns {self.dim} dimensions, but x has {x.shape[-1]}: {tuple(x.shape)}")
+        """x rotated by positions start, start + 1, …: the same as a call, with tables cached across layers."""
+        self._check_size(x)
         stop = start + x.shape[2]
-        ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # no tracing of any kind
-        tables = _kept_span if ordinary else _span
-        cos, sin = tables(self, start, stop, stop if length is None else length, _wide(x), x.device)
-        return turned(x, cos, sin, interleaved=self.interleaved)
+        ordinary = type(x) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()  # not being traced
+        tables = _cached_span_tables if ordinary else _span_tables
+        cos, sin = tables(self, start, stop, stop if length is None else length, _rotation_dtype(x), x.device)
+        return rotate(x, cos, sin, interleaved=self.interleaved)
+
+    def _check_size(self, x: Tensor) -> None:
+        if x.shape[-1] < self.dim:
+            raise InputError(f"Rotary: x has head dimension {x.shape[-1]}, expected at least dim = {self.dim}")
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """What x is turned in: float32 at least."""
+def _rotation_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which x is rotated: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _span(
+def _span_tables(
     rotary: Rotary, start: int, stop: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # kept tables serve training, too, whoever asked first
+    with torch.inference_mode(False):  # cached tables must serve training too
         return rotary.tables(torch.arange(start, stop, device=device), length, dtype)
 
 
-_kept_span = functools.lru_cache(maxsize=8)(_span)  # every layer of a model asks for the same
+_cached_span_tables = functools.lru_cache(maxsize=8)(_span_tables)  # all layers of a model use the same tables
 
 
-def turned(
+def rotate(
     x: Float[Tensor, "b h n d"], cos: Float[Tensor, "*n pairs"], sin: Float[Tensor, "*n pairs"], *, interleaved: bool
 ) -> Float[Tensor, "b h n d"]:
-    """The first 2 · pairs dimensions of x turned by given tables; in float32 or better, returned in the dtype of x."""
+    """Rotate the first 2 · pairs dimensions of x by tables of cos and sin, in float32 or better; same dtype as x."""
     dim = 2 * cos.shape[-1]
-    wide = x[..., :dim].to(_wide(x))
+    wide = x[..., :dim].to(_rotation_dtype(x))
     if interleaved:
         a, b = wide[..., 0::2], wide[..., 1::2]
         out = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

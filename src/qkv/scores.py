@@ -1,7 +1,8 @@
-"""Scores: how much a query and a key have to do with each other, before biases, masks and normalising.
+"""Score functions: the similarity of a query and a key, before biases, masks and normalizers.
 
-A score first projects queries and keys (`project`). A `Product` score then multiplies them, which every kernel can do;
-a `Pairwise` score is any other function of a query and a key, such as a distance, given for a tile of pairs.
+A score first projects queries and keys (`project`). A `Product` score is then their dot product, which every kernel
+supports; a `Pairwise` score is any other function of a query and a key, such as a distance, computed for a tile of
+pairs.
 """
 
 from __future__ import annotations
@@ -36,39 +37,39 @@ def __dir__() -> list[str]:
 
 
 class Score(Definition):
-    """Base of all scores. Yours inherits from `Product` or from `Pairwise`.
+    """Base of all scores. Your own score inherits from `Product` or from `Pairwise`.
 
     >>> Dot().factor(64), Dot(1.0).factor(64)
     (0.125, 1.0)
     """
 
     keeps_rotation = False
-    """Whether rotating the query and the key alike leaves the score as it is: some caches need it."""
+    """Whether the score is unchanged when query and key are rotated alike, which some caches require."""
     by_head = False
-    """Whether something but `project` differs between heads. A tile is then always given all query heads."""
+    """Whether `scores` depends on the head. It then always gets tiles of all query heads."""
 
     def check(self) -> None:
         """Raise `InputError` if the score is incomplete."""
         raise InputError(
-            f"{type(self).__name__}: a Score alone defines no scores; inherit from qkv.scores.Product and give "
-            "project(q, k), or from Pairwise and give scores(q, k)"
+            f"{type(self).__name__}: a Score alone defines no scores; inherit from qkv.scores.Product and define "
+            "project(q, k), or from Pairwise and define scores(q, k)"
         )
 
     def project(
         self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b hkv nk dk"]
     ) -> tuple[Float[Tensor, "b h nq d"], Float[Tensor, "b hkv nk d"]]:
-        """Queries and keys where they are compared; differentiable, and of each token alone."""
+        """Project queries and keys into the space where they are compared; differentiable, and token by token."""
         if q.shape[3] != k.shape[3]:
-            raise InputError(f"q and k differ in head_dim: q {tuple(q.shape)}, k {tuple(k.shape)}")
+            raise InputError(f"q and k differ in head dimension: q {tuple(q.shape)}, k {tuple(k.shape)}")
         return q, k
 
     def factor(self, head_dim: int) -> float:
-        """What the product of two projected vectors of `head_dim` entries is multiplied by."""
+        """Factor of the dot product of two projected vectors of `head_dim` entries."""
         return 1.0
 
 
 class Product(Score):
-    """Base of the scores that are ``factor · q · k`` once `project` has been at both. One method: `project`.
+    """Base of the scores that are ``factor · q · k`` after `project`. One method is required: `project`.
 
     >>> class Doubled(Product):
     ...     def project(self, q, k):
@@ -88,15 +89,15 @@ class Product(Score):
 
     @property
     def projects(self) -> bool:
-        """Whether queries or keys are changed before they are multiplied."""
+        """Whether queries or keys are projected before the dot product."""
         return overrides(self, Score, "project")
 
 
 class Pairwise(Score):
-    """Base of the scores that are any function of a query and a key. One method is required: `scores`, of a tile.
+    """Base of the scores that are any function of a query and a key. One method is required: `scores`, for a tile.
 
-    `project`, if given, is applied to all queries and keys beforehand. Gradients come from autograd on the tile, of
-    every `nn.Parameter` among the object's attributes, too. `qkv.testing.check_score` checks an object.
+    `project`, if defined, is applied to all queries and keys first. Gradients come from autograd on the tile, also
+    for every `nn.Parameter` among the object's attributes. `qkv.testing.check_score` checks an object.
 
     >>> class Manhattan(Pairwise):
     ...     def scores(self, q, k):
@@ -115,19 +116,19 @@ class Pairwise(Score):
         require(self, Pairwise, "scores", "q, k", "the score of each pair, (…, nq, nk)")
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as `scores` is to get them; differentiable, and of each token alone."""
+        """Project queries and keys before `scores`; differentiable, and token by token."""
         return q, k
 
     def scores(self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"]) -> Float[Tensor, "b h nq nk"]:
         """The score of each pair of a tile.
 
-        The tile has any part of the batch, of the queries and of the keys, but all query heads; keys of grouped heads
-        are repeated. So a parameter for each head has shape (heads, 1, 1). Float32 or better. Nothing may be changed
-        in place.
+        A tile holds any part of the batch, the queries and the keys, but always all query heads (keys of grouped heads
+        are repeated), so a per-head parameter has shape (heads, 1, 1). Inputs are float32 or better and must not be
+        changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method scores(q, k)")
 
-    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """Learned tensors that `scores` uses, by name."""
@@ -137,7 +138,7 @@ class Pairwise(Score):
         self, q: Float[Tensor, "b h nq dq"], k: Float[Tensor, "b h nk dk"], slope: Float[Tensor, "b h nq nk"],
         learned: list[Tensor],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Gradients of Σ slope · scores in q, k and each of `learned`; a shortcut for autograd on `scores`."""
+        """Gradients of Σ slope · scores with respect to q, k and `learned`; a shortcut for autograd on `scores`."""
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
         with torch.enable_grad():
             return gradients_of(self.scores(q, k), (q, k, *learned), slope)
@@ -170,7 +171,7 @@ class Dot(Product):
 class General(Product):
     """Bilinear: q · W k (Luong et al. 2015, arXiv:1508.04025, §3.1). Queries and keys may differ in size.
 
-    `weight` is W, (dq, dk), or (heads, dq, dk) with one for each query head; `scale` multiplies the score. W = I is
+    `weight` is W, (dq, dk), or (heads, dq, dk) for one matrix per query head; `scale` multiplies the score. W = I is
     the plain dot product.
 
     >>> q = k = torch.eye(2)[None, None]
@@ -199,8 +200,8 @@ class General(Product):
 class Cosine(Product):
     """`scale` times the cosine of query and key: query-key normalisation (Henry et al. 2020, arXiv:2010.04245, eq. 4).
 
-    `scale` is a number, or a tensor (heads,) with one for each query head, which may be learned. A vector of norm 0
-    has cosine 0 with all.
+    `scale` is a number, or a tensor (heads,) with one scale per query head, which may be learned. A zero vector has
+    cosine 0 with every vector.
 
     >>> q, k = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[6.0, 8.0]]]])
     >>> round(float((Cosine(2.0).project(q, k)[0] * Cosine(2.0).project(q, k)[1]).sum()), 4)
@@ -215,7 +216,7 @@ class Cosine(Product):
             if self.scale.ndim != 1 or not self.scale.dtype.is_floating_point:
                 raise InputError(
                     f"Cosine: scale is {self.scale.dtype} of shape {tuple(self.scale.shape)}, "
-                    "expected a number or one float a query head, shape (heads,)"
+                    "expected a number or one float per query head, shape (heads,)"
                 )
         elif not math.isfinite(self.scale):
             raise InputError(f"Cosine: scale is {self.scale}, expected a finite number")
@@ -237,9 +238,9 @@ def _unit(x: Tensor) -> Tensor:
 class Additive(Pairwise):
     """v · tanh(W q + U k) (Bahdanau et al. 2015, arXiv:1409.0473, app. A.1.2).
 
-    `vector` is v, (a,), or (heads, a) with one for each query head. `w_q` is W, (a, dq), or (heads, a, dq); `w_k` is
-    U, (a, dk), or (key heads, a, dk). Without them queries and keys are taken as projected already, of size a.
-    `bias` (a,) is added inside the tanh. All may be learned.
+    `vector` is v, (a,), or (heads, a) for one vector per query head. `w_q` is W, (a, dq), or (heads, a, dq); `w_k` is
+    U, (a, dk), or (key heads, a, dk). Without them, queries and keys must already be projected to size a. `bias` (a,)
+    is added inside the tanh. All of these may be learned.
 
     >>> q, k = torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 2, 3)
     >>> from qkv import attend
@@ -285,7 +286,7 @@ class Additive(Pairwise):
         return (squashed @ vector.transpose(-1, -2))[..., 0]
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"vector": self.vector} if self.vector.requires_grad else {}  # `project` has used the others already
+        return {"vector": self.vector} if self.vector.requires_grad else {}  # `project` applies the other tensors
 
     def gradients(self, q: Tensor, k: Tensor, slope: Tensor, learned: list[Tensor]) -> tuple[Tensor | None, ...]:
         squashed, vector = self._squashed(q, k)
@@ -298,10 +299,10 @@ class Additive(Pairwise):
         return tuple(found)
 
 
-def Concat(  # noqa: N802  (a score like the others, whose parameters are laid out differently)
+def Concat(  # noqa: N802  (named like a class because it constructs a score)
     weight: Float[Tensor, "a dq_dk"], vector: Float[Tensor, " a"], query_size: int
 ) -> Additive:
-    """v · tanh(W [q; k]) (Luong et al. 2015, arXiv:1508.04025, §3.1): `Additive`, W cut after `query_size` columns.
+    """v · tanh(W [q; k]) (Luong et al. 2015, arXiv:1508.04025, §3.1): `Additive`, W split after `query_size` columns.
 
     >>> Concat(torch.ones(3, 5), torch.ones(3), query_size=2).w_k.shape
     torch.Size([3, 3])
@@ -335,7 +336,7 @@ class Features(Product):
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         q, k = super().project(q, k)
-        of_queries = getattr(self.map, "of_queries", self.map)  # random features stabilise queries on their own
+        of_queries = getattr(self.map, "of_queries", self.map)  # random features are stabilised per query
         return of_queries(q), self.map(k)
 
 
@@ -345,7 +346,7 @@ def _kind(value: object) -> str:
 
 def _check_weight(score: str, name: str, weight: object) -> None:
     if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point or weight.ndim not in (2, 3):
-        raise InputError(f"{score}: {name} is {_kind(weight)}, expected a float matrix, or one a head")
+        raise InputError(f"{score}: {name} is {_kind(weight)}, expected a float matrix, or one per head")
 
 
 def _check_size(score: str, name: str, weight: Tensor, dim: int, x: Tensor, of: str) -> None:

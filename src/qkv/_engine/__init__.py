@@ -1,1 +1,1 @@
-"""The engine of the core: calls, tiles, weights of a tile, threads. Nothing outside the core imports it."""
+"""The tiled attention engine: checked calls, score tiles, reducers over tiles, threads. Internal to the package."""

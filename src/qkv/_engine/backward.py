@@ -1,9 +1,13 @@
-"""The backward of attention, or of any function of its weights, tile by tile.
+"""Tiled backward pass of attention, and of any other function of the attention weights.
 
-Each tile is made again rather than kept. At a fixed level (log-sum-exp, threshold) a weight depends on its own score
-only, and what the level does to a row is one number a query (by the implicit function theorem), so one pass over the
-tiles serves all normalizers: from slopes at the weights to slopes at the scores, and from there to queries, keys,
-biases, sinks and learned tensors. `Gradients` are those of attention; those of statistics begin with other slopes.
+Scores are recomputed tile by tile, as in FlashAttention. A row's *level* is its normalizer state (the log-sum-exp of a
+softmax, the threshold of an entmax). At a fixed level, a weight depends only on its own score; the gradient through the
+level is one number per query, by the implicit function theorem (for softmax it is FlashAttention's rowsum(dO ∘ O)). So
+one pass over the tiles serves all normalizers: it takes the gradient with respect to the weights to the scores, and
+from there to queries, keys, biases, sinks and learned tensors. `Gradients` is the backward of attention; the backward
+of statistics is another subclass of `WeightGradients`.
+
+A "slope" here is a gradient with respect to the weights or scores of a tile.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
-from qkv._engine.forward import Found, dropped
+from qkv._engine.forward import ForwardState, dropped
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import HIDDEN
+from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.workspace import Workspace
 from qkv.biases import Additive
 from qkv.biases.tensors import ByQuery, clipped
@@ -28,8 +32,10 @@ from qkv.normalizers.tile import TileWeights
 from qkv.partial import Partial, sink_gradient
 
 
-def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of the call's tensors whose names are `wanted`, in float32 or better, from that of its output."""
+def backward(
+    call: Call, found: ForwardState, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]
+) -> dict[str, Tensor]:
+    """Gradients of the tensors of `call` named in `wanted`, in float32 or better, given those of its output and lse."""
     wide = at_least_float32(call.q.dtype)
     grad, out = grad.to(wide), found.out.to(wide)
     totals = zeros(call, wanted)
@@ -49,16 +55,16 @@ def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wa
         assert level is not None
         assert inner is not None
         add_sink_gradients(call, level, -inner, totals)
-    near = mass = None
+    distance_slopes = distance_mass = None
     if call.values is not None:
-        near = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
-        mass = ByQuery(torch.zeros_like(near.tensor), call.grid.offset)
-    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, near, mass), grad.device)
+        distance_slopes = ByQuery(scaled @ call.values.to(wide).transpose(-1, -2), call.grid.offset)
+        distance_mass = ByQuery(torch.zeros_like(distance_slopes.tensor), call.grid.offset)
+    reduce_tiles(groups(call), Gradients(level, scaled, inner, totals, distance_slopes, distance_mass), grad.device)
     if found.chosen is not None and "v" in totals:
         _add_chosen(found.chosen, grad, totals["v"])
     if "values" in totals:
-        assert mass is not None
-        by_distance = mass.tensor
+        assert distance_mass is not None
+        by_distance = distance_mass.tensor
         if found.chosen is not None:
             by_distance = _chosen_distances(call, found.chosen, by_distance)
         totals["values"] = torch.einsum("bhqr,bhqd->hrd", by_distance, scaled).sum_to_size(totals["values"].shape)
@@ -66,16 +72,16 @@ def backward(call: Call, found: Found, grad: Tensor, grad_lse: Tensor | None, wa
 
 
 def zeros(call: Call, wanted: set[str]) -> dict[str, Tensor]:
-    """Where gradients of the call's tensors of these names are added up, in float32 or better."""
+    """Gradient accumulators for the tensors of `call` named in `wanted`, in float32 or better."""
     wide = at_least_float32(call.q.dtype)
     totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items() if name in wanted}
-    if "shift" in totals:  # a number for each query, until all are there
+    if "shift" in totals:  # one number per query; reduced in `summed`
         totals["shift"] = torch.zeros(call.q.shape[:3], dtype=wide, device=call.q.device)
     return totals
 
 
 def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`totals` when all tiles have been added: each of the shape of its tensor."""
+    """`totals` after the last tile: each gradient reduced to the shape of its tensor."""
     if "shift" in totals:
         assert call.shift is not None
         totals["shift"] = totals["shift"].sum_to_size(call.shift.shape)
@@ -83,12 +89,12 @@ def summed(call: Call, totals: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def finite(level: Tensor | None) -> Tensor | None:
-    """A level for rows that see nothing, too, at which all their weights are 0."""
-    return None if level is None else level.masked_fill(level == -torch.inf, -HIDDEN)  # e^(s − ∞) = 0
+    """The level, with a large finite number for fully masked rows, at which all weights are 0."""
+    return None if level is None else level.masked_fill(level == -torch.inf, -MASKED_SCORE)  # e^(s − ∞) = 0
 
 
 def _add_chosen(chosen: Tensor, grad: Tensor, total: Tensor) -> None:
-    """Gradient of the values that hard attention chose."""
+    """Add the gradient of the values that hard attention chose to `total`."""
     b, dv = len(grad), grad.shape[3]
     index = chosen.clamp(min=0).view(b, total.shape[1], -1)
     given = torch.where(chosen[..., None] >= 0, grad, 0.0).reshape(b, total.shape[1], -1, dv)
@@ -101,14 +107,14 @@ def _chosen_distances(call: Call, chosen: Tensor, like: Tensor) -> Tensor:
 
 
 def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[str, Tensor]) -> None:
-    """Gradients that pass through weight(sink, level), from the slope at it, (b, h, nq).
+    """Add the gradients that pass through the sink's weight, given the gradient of that weight, (b, h, nq).
 
-    In attention no value meets that weight: its slope is that of a key of value 0.
+    In attention the sink is a key whose value is 0.
     """
     assert call.sink is not None
-    column = call.sink.expand_as(level)[..., None].clone()  # a shortcut may work in place
-    names = [name for name in call.own if name in totals and name.startswith("normalizer ")]
-    weigh = TileWeights(call.normalizer, [call.own[name] for name in names])
+    column = call.sink.expand_as(level)[..., None].clone()  # shortcuts may overwrite it
+    names = [name for name in call.learned if name in totals and name.startswith("normalizer ")]
+    weigh = TileWeights(call.normalizer, [call.learned[name] for name in names])
     masked = column == -torch.inf
     weigh.weights(column, level, masked if masked.any() else None)
     at_sink, found = weigh.slopes(slope[..., None].clone())
@@ -121,11 +127,11 @@ def add_sink_gradients(call: Call, level: Tensor, slope: Tensor, totals: dict[st
 
 @dataclass(eq=False)
 class Job:
-    """Gradients of the keys, values and learned tensors of a group that some of its queries give."""
+    """Partial gradients of the keys, values and learned tensors of a group, from one job's blocks of queries."""
 
     k: Tensor
     shared: Any
-    """What `prepare` made of the group."""
+    """The result of `prepare` for the group."""
     v: Tensor | None = None
     learned: dict[str, Tensor] = field(default_factory=dict)
 
@@ -139,7 +145,7 @@ class Job:
 
 @dataclass(eq=False)
 class RowSlopes:
-    """One block of queries: what its tiles need, and the gradient of the queries."""
+    """State of one block of queries: inputs that its tiles share, and the gradient of the queries."""
 
     block: Block
     job: Job
@@ -147,17 +153,15 @@ class RowSlopes:
     level: Tensor | None
     weigh: TileWeights
     names: list[str]
-    """Learned tensors of the normalizer that want gradients."""
+    """Learned tensors of the normalizer that need gradients."""
 
 
 class WeightGradients(Reducer[Job, RowSlopes]):
-    """From slopes at the weights of a call to the gradients of everything that its scores are made of.
-
-    A subclass gives the slopes: `slope_at_weights`.
+    """Backpropagates gradients of the weights to all tensors of a call. Subclasses implement `slope_at_weights`.
 
     Args:
-        level: of each row, finite.
-        totals: what gradients are added to, by the names of the call's tensors.
+        level: level of each row, finite.
+        totals: gradient accumulators, by the names of the call's tensors.
     """
 
     over_queries = True
@@ -169,14 +173,14 @@ class WeightGradients(Reducer[Job, RowSlopes]):
     def slope_at_weights(
         self, rows: RowSlopes, tile: Tile, weights: Tensor, log2: Tensor | None, masked: Tensor | None
     ) -> Tensor:
-        """The slope at each weight of a tile, at the level of its row and less what that level does to all of the row.
+        """Gradient of each weight of a tile, at a fixed level, minus the row's gradient through the level.
 
-        It is written to. The weights are not; their base-2 logarithms, if `weigh` gives them, may be.
+        The caller overwrites the result. An implementation must not change `weights`, but may overwrite `log2`.
         """
         raise NotImplementedError
 
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights of a tile before any division, their base-2 logarithms if they are at hand, and masked pairs."""
+        """Weights of a tile before any division, log2 of them if available (softmax), and the masked pairs."""
         scores, masked = tile.scores()
         return rows.weigh.weights(scores, rows.level, masked), None, masked
 
@@ -185,13 +189,13 @@ class WeightGradients(Reducer[Job, RowSlopes]):
 
     def begin(self, job: Job, block: Block) -> RowSlopes:
         tiles = block.group.tiles
-        names = self._own(tiles.call, "normalizer")
+        names = self._learned(tiles.call, "normalizer")
         return RowSlopes(
             block,
             job,
             torch.zeros_like(tiles.q[:, :, block.rows]).flatten(1, 2),
             None if self.level is None else self.level[block.at],
-            TileWeights(tiles.call.normalizer, [tiles.call.own[name] for name in names]),
+            TileWeights(tiles.call.normalizer, [tiles.call.learned[name] for name in names]),
             names,
         )
 
@@ -226,12 +230,12 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         for name, x in job.learned.items():
             self.totals[name] += x
 
-    def _own(self, call: Call, of: str) -> list[str]:
-        """Names of learned tensors of the score or the normalizer that want gradients."""
-        return [name for name in call.own if name.startswith(of) and name in self.totals]
+    def _learned(self, call: Call, of: str) -> list[str]:
+        """Names of learned tensors of the score or the normalizer that need gradients."""
+        return [name for name in call.learned if name.startswith(of) and name in self.totals]
 
     def _through_biases(self, job: Job, tile: Tile, slope: Tensor, masked: Tensor | None) -> Tensor:
-        """The slope at the product, from that at the final scores; biases get theirs."""
+        """Backpropagate from the final scores to q·k, and add the gradients of the biases."""
         tiles, rows, cols = tile.group.tiles, tile.rows, tile.columns
         call = tiles.call
         if call.normalizer.temperature != 1 and not tiles.linear:
@@ -241,7 +245,7 @@ class WeightGradients(Reducer[Job, RowSlopes]):
         region, before = tile.region, []
         if call.reshaped is not None:
             score = tiles.product(rows, cols)
-            score = score if masked is None or tile.group.clean else score.masked_fill(masked, 0)
+            score = score if masked is None or tile.group.finite else score.masked_fill(masked, 0)
             for bias in call.biases:
                 before.append(score)
                 score = tiles.apply(bias, score, rows, cols)
@@ -268,14 +272,14 @@ class WeightGradients(Reducer[Job, RowSlopes]):
             rows.q.baddbmm_(folded, keys)
             job.k[:, cols].baddbmm_(
                 folded.transpose(1, 2), tiles.q[:, :, tile.rows].flatten(1, 2)
-            )  # q carries the scale
+            )  # tiles.q includes the scale
             return
         q, k = tiles.queries_and_keys(tile.rows, cols)
-        if masked is not None and not tile.group.clean:
+        if masked is not None and not tile.group.finite:
             q = q.masked_fill(masked.all(-1, keepdim=True), 0)
             k = k.masked_fill(masked.all(-2)[..., None], 0)
-        names = self._own(tiles.call, "score")
-        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.own[name] for name in names])
+        names = self._learned(tiles.call, "score")
+        of_q, of_k, *found = score.gradients(q, k, slope, [tiles.call.learned[name] for name in names])
         if of_q is not None:
             rows.q += of_q.view(rows.q.shape)
         if of_k is not None:
@@ -284,15 +288,15 @@ class WeightGradients(Reducer[Job, RowSlopes]):
 
 
 class Gradients(WeightGradients):
-    """Those of attention: the slope at a weight is that of the output times the value, which gets its gradient, too.
+    """Backward of attention: the gradient of a weight is dO·v, and the values get weightsᵀ·dO.
 
     Args:
-        level: of each row, finite.
-        grad: of the output, divided by what the weights are divided by.
-        inner: what the level of a row does to the slope of each of its scores.
-        totals: what gradients are added to, by the names of the call's tensors.
-        near: slopes of weights by distance, where values depend on that.
-        mass: weights by distance are added to it.
+        level: level of each row, finite.
+        grad: gradient of the output, divided by the divisor of the weights, if there is one.
+        inner: gradient through the level, subtracted from every weight of the row: rowsum(dO ∘ O) − d lse for softmax.
+        totals: gradient accumulators, by the names of the call's tensors.
+        distance_slopes: dO times the value vector of each clipped distance, for `RelativePosition` with values.
+        distance_mass: accumulator of the weights by clipped distance, likewise.
     """
 
     def __init__(
@@ -301,11 +305,11 @@ class Gradients(WeightGradients):
         grad: Tensor,
         inner: Tensor | None,
         totals: dict[str, Tensor],
-        near: ByQuery | None = None,
-        mass: ByQuery | None = None,
+        distance_slopes: ByQuery | None = None,
+        distance_mass: ByQuery | None = None,
     ) -> None:
         super().__init__(level, totals)
-        self.grad, self.inner, self.near, self.mass = grad, inner, near, mass
+        self.grad, self.inner, self.distance_slopes, self.distance_mass = grad, inner, distance_slopes, distance_mass
 
     def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
         job = super().start(group, shared, rows)
@@ -325,13 +329,13 @@ class Gradients(WeightGradients):
             met = weights if kept is None else weights * kept
             folded = met.reshape(len(values), -1, met.shape[3])
             rows.job.v[:, cols].baddbmm_(folded.transpose(1, 2), grad)
-            if self.mass is not None:
+            if self.distance_mass is not None:
                 with self._lock:
-                    self.mass.add_gradient(self.mass.tensor, tile.region, met)
+                    self.distance_mass.add_gradient(self.distance_mass.tensor, tile.region, met)
         slope = tile.buffer("slope")
         torch.bmm(grad, values.transpose(1, 2), out=slope.view(len(values), -1, tile.shape[3]))
-        if self.near is not None:
-            slope += self.near.tile(tile.region)
+        if self.distance_slopes is not None:
+            slope += self.distance_slopes.tile(tile.region)
         if kept is not None:
             slope *= kept
         return slope if self.inner is None else slope.sub_(self.inner[at][..., None])

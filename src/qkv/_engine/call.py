@@ -1,4 +1,4 @@
-"""One attention call, checked and made ready for a kernel."""
+"""`Call`: the checked and normalised arguments of one attention call, which every kernel takes; and its `Result`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qkv._contract import overrides, unlisted_tensor
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
-from qkv.masks.convert import survey
+from qkv.masks.convert import block_visibility
 from qkv.normalizers import Normalizer, Pointwise, Softmax, SumToOne
 from qkv.scores import Dot, Pairwise, Score
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What the user passed, as definitions speak of it."""
+    """The arguments as the user passed them, for the reference and for error messages."""
 
     q: Float[Tensor, "b h nq dq"]
     k: Float[Tensor, "b hkv nk dk"]
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a kernel works on: queries and keys where they are compared, and everything else as plain tensors.
+    """Input of a kernel: projected queries and keys, biases bound to the call, and all parameters as plain tensors.
 
     The final score of a pair is bias(factor · q·k) / temperature, or bias(pairwise score) / temperature.
     """
@@ -48,25 +48,25 @@ class Call:
     v: Float[Tensor, "b hkv nk dv"]
     mask: Mask | None
     biases: tuple[Bias, ...]
-    """Bound to this call."""
+    """Biases, bound to this call."""
     factor: float
     pairwise: Pairwise | None
-    """The score, if it is no product."""
+    """The score function, if it is not a product."""
     normalizer: Normalizer
     sink: Float[Tensor, "#b h #nq"] | None
-    """Logit of the part of the weights that no key owns."""
+    """Logit of the attention sink: a term of the normalizer's sum that belongs to no key."""
     shift: Float[Tensor, "#b #h #nq"] | None
     """Added to final scores before a pointwise normalizer."""
     divisor: Float[Tensor, "#b #h nq"] | None
-    """What pointwise weights are divided by, where it is known beforehand."""
+    """Divisor of pointwise weights that does not depend on the scores: the number of visible keys."""
     values: Float[Tensor, "#h distances dv"] | None
-    """Vectors added to the values by clipped distance."""
+    """Vectors added to the values by clipped distance (`RelativePosition`)."""
     dropout_p: float
     seed: int
-    """Of dropout and draws."""
+    """Seed of dropout and of the draws of `Hard`."""
     given: Given
-    own: Mapping[str, Tensor] = field(default_factory=dict)
-    """Learned tensors that the methods of the score and of the normalizer use, by name."""
+    learned: Mapping[str, Tensor] = field(default_factory=dict)
+    """Learned tensors inside the score and normalizer objects, by name."""
 
     @staticmethod
     def of(
@@ -80,7 +80,7 @@ class Call:
         dropout_p: float = 0.0,
         seed: int | None = None,
     ) -> Call:
-        """Check the arguments and make them ready."""
+        """Check the arguments, project queries and keys, and bind the biases."""
         score, normalizer = Dot() if score is None else score, Softmax() if normalizer is None else normalizer
         given = Given(q, k, v, mask, tuple(biases), score, normalizer)
         _check_tensors(q, k, v)
@@ -93,9 +93,9 @@ class Call:
             bias.check(grid)
         if mask is not None and torch.is_grad_enabled():
             if isinstance(score, Pairwise) or overrides(score, Score, "project"):
-                q, k = _without_idle(q, k, mask, grid, normalizer)
+                q, k = _zero_masked_nonfinite(q, k, mask, grid, normalizer)
             elif mask.band is None and (q.requires_grad or k.requires_grad):
-                q, _ = _without_idle(q, k[:, :, :0], mask, grid, normalizer)
+                q, _ = _zero_masked_nonfinite(q, k[:, :, :0], mask, grid, normalizer)
         projected, keys = score.project(q, k)
         if seed is None:
             random = dropout_p > 0 or _draws(normalizer)
@@ -108,9 +108,9 @@ class Call:
         if _by_logarithms(normalizer):
             assert isinstance(normalizer, Pointwise)
             biases, normalizer = (*biases, LogWeight(normalizer)), Softmax()
-        own = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
+        learned = {f"normalizer {name}": x for name, x in normalizer.tensors().items()}
         if isinstance(score, Pairwise):
-            own |= {f"score {name}": x for name, x in score.tensors().items()}
+            learned |= {f"score {name}": x for name, x in score.tensors().items()}
         return Call(
             projected,
             keys,
@@ -127,7 +127,7 @@ class Call:
             dropout_p,
             seed,
             given,
-            own,
+            learned,
         )
 
     @property
@@ -138,29 +138,29 @@ class Call:
 
     @property
     def scale(self) -> float:
-        """What q·k is multiplied by before any bias; the temperature is in it when no bias comes between."""
+        """Factor of q·k before any bias; it includes the temperature if there are no biases."""
         return self.factor if self.biases else self.factor / self.normalizer.temperature
 
     @property
     def reshaped(self) -> Bias | None:
-        """A bias that does more to a score than add to it, if there is one."""
+        """The first bias that is not additive, or None."""
         return next((bias for bias in self.biases if not isinstance(bias, Additive)), None)
 
     @property
     def by_head(self) -> bool:
-        """Whether a user's method may use numbers of each head, so that its tiles have all query heads."""
+        """Whether a user-defined method may have per-head parameters, so that its tiles need all query heads."""
         scores = self.pairwise is not None and self.pairwise.by_head
         return scores or self.normalizer.by_head or any(bias.by_head for bias in self.biases)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that may want a gradient, by name."""
+        """All tensors that may require gradients, by name."""
         named = {name: getattr(self, name) for name in PLAIN}
         for i, bias in enumerate(self.biases):
             named |= {f"bias {i} {name}": x for name, x in bias.tensors().items()}
-        return {name: x for name, x in (named | dict(self.own)).items() if isinstance(x, Tensor)}
+        return {name: x for name, x in (named | dict(self.learned)).items() if isinstance(x, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Call:
-        """The same call made of other tensors; those that users' objects hold stay."""
+        """The same call with other tensors; tensors inside user-defined objects are not replaced."""
         biases = []
         for i, bias in enumerate(self.biases):
             start = f"bias {i} "
@@ -171,8 +171,8 @@ class Call:
 
     @cached_property
     def untracked(self) -> str | None:
-        """Why gradients need autograd through all scores, if so: a kernel cannot see a tensor in a closure."""
-        if not torch.is_grad_enabled() or not any(map(_foreign, (self.normalizer, self.pairwise, *self.biases))):
+        """Why only autograd through all scores finds every gradient: a learned tensor in a closure. Else None."""
+        if not torch.is_grad_enabled() or not any(map(_user_defined, (self.normalizer, self.pairwise, *self.biases))):
             return None
         like = torch.zeros(1, self.q.shape[1], 1, 1, dtype=at_least_float32(self.q.dtype), device=self.q.device)
         region = Region(
@@ -180,16 +180,16 @@ class Call:
         )
         found = None
         with torch.enable_grad():
-            if isinstance(self.normalizer, Pointwise) and _foreign(self.normalizer):
+            if isinstance(self.normalizer, Pointwise) and _user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
-            elif isinstance(self.normalizer, SumToOne) and _foreign(self.normalizer):
+            elif isinstance(self.normalizer, SumToOne) and _user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
-            if self.pairwise is not None and _foreign(self.pairwise):
+            if self.pairwise is not None and _user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
                 found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
             for bias in self.biases:
-                if _foreign(bias):
+                if _user_defined(bias):
                     found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
         return found
 
@@ -200,23 +200,23 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a kernel gives."""
+    """Output of a kernel."""
 
     out: Float[Tensor, "b h nq dv"]
     lse: Float[Tensor, "b h nq"] | None
-    """Where the normalizer has one."""
+    """Log-sum-exp of the scores, if the normalizer has one."""
     weights: Float[Tensor, "b h nq nk"] | None = None
-    """Where the kernel forms them."""
+    """Attention weights, if the kernel forms them."""
 
 
 PLAIN = ("q", "k", "v", "sink", "shift", "values")
 """Fields of a call that are tensors and may want a gradient."""
 
 
-def detached(call: Call, *, own: bool = False) -> Call:
-    """The same call with nothing that wants a gradient, but, if asked for, the tensors that users' objects hold."""
+def detached(call: Call, *, learned: bool = False) -> Call:
+    """The same call with detached tensors; `learned` keeps the learned tensors of user-defined objects attached."""
     made = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
-    return made if own else replace(made, own={})
+    return made if learned else replace(made, learned={})
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -226,7 +226,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class LogWeight(Bias):
-    """ln w(s) of a pointwise normalizer: divided by their sum its weights are a softmax of these."""
+    """ln w(s) of a pointwise normalizer, as a bias: weights divided by their sum are the softmax of ln w(s)."""
 
     normalizer: Pointwise
     by_score = True
@@ -249,7 +249,7 @@ class LogWeight(Bias):
 
 
 def _by_logarithms(normalizer: Normalizer) -> bool:
-    """Whether weights divided by their sum can be a softmax of their logarithms, which nothing underflows."""
+    """Whether weights divided by their sum can be computed as the softmax of their logarithms, without underflow."""
     return (
         isinstance(normalizer, Pointwise)
         and normalizer.divide == "sum"
@@ -258,8 +258,8 @@ def _by_logarithms(normalizer: Normalizer) -> bool:
     )
 
 
-def _foreign(thing: object) -> bool:
-    """Whether an object is of a class outside this package, whose methods may use tensors it does not list."""
+def _user_defined(thing: object) -> bool:
+    """Whether an object's class is defined outside this package: its methods may use tensors that it does not list."""
     return thing is not None and not type(thing).__module__.startswith("qkv.")
 
 
@@ -268,7 +268,7 @@ def _closed_over(thing: object, result: Tensor, listed: Mapping[str, Tensor]) ->
         return None
     return (
         f"{type(thing).__name__} uses a tensor that requires a gradient and is not among its attributes; "
-        "only autograd through all scores finds it"
+        "only autograd through all scores (kernel='eager') differentiates it"
     )
 
 
@@ -276,13 +276,15 @@ def _draws(normalizer: Normalizer) -> bool:
     return isinstance(normalizer, SumToOne) and normalizer.one_key and normalizer.sample
 
 
-def _without_idle(q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
-    """Keys that nobody sees, and queries that see nothing, as 0 if they hold NaN or ∞: 0 · NaN would be a gradient."""
-    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key meets every query
+def _zero_masked_nonfinite(
+    q: Tensor, k: Tensor, mask: Mask, grid: Grid, normalizer: Normalizer
+) -> tuple[Tensor, Tensor]:
+    """Zero NaN or ∞ in keys that are masked for all queries, and in fully masked queries: 0 · NaN in the backward."""
+    keyed = isinstance(normalizer, SumToOne) and normalizer.key is not None  # a learned key is visible to every query
     clean_q, clean_k = keyed or math.isfinite(q.sum().item()), math.isfinite(k.sum().item())
     if clean_q and clean_k:
         return q, k
-    found = survey(mask, grid, 128)
+    found = block_visibility(mask, grid, 128)
     if not clean_q:
         q = q.masked_fill(~found.queries.expand(*q.shape[:2], -1)[..., None], 0)
     return q, k if clean_k else k.masked_fill(~found.keys[:, None, :, None], 0)
@@ -306,10 +308,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[1:3] != v.shape[1:3]:
         raise InputError(f"k and v differ in heads or length: {shapes}")
     if q.shape[1] % k.shape[1]:
-        raise InputError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: {shapes}")
+        raise InputError(f"q has {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k: {shapes}")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        kinds = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
-        raise InputError(f"q, k and v differ in dtype or device: {kinds}")
+        dtypes = ", ".join(f"{n} {x.dtype} on {x.device}" for n, x in (("q", q), ("k", k), ("v", v)))
+        raise InputError(f"q, k and v differ in dtype or device: {dtypes}")
 
 
 def _check_kinds(given: Given, dropout_p: float) -> None:
@@ -325,9 +327,9 @@ def _check_kinds(given: Given, dropout_p: float) -> None:
         raise InputError(f"dropout_p is {dropout_p}, expected a probability in [0, 1)")
     if dropout_p and isinstance(given.normalizer, SumToOne) and given.normalizer.one_key:
         name = type(given.normalizer).__name__
-        raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight a query; expected 0")
+        raise InputError(f"dropout_p is {dropout_p} with normalizer={name}, which has one weight per query; expected 0")
     if sum(bias.value_table is not None for bias in given.biases) > 1:
-        raise InputError("bias has several RelativePosition with values, expected at most one")
+        raise InputError("bias contains several RelativePosition with values, expected at most one")
 
 
 def _sink(given: Given, projected: Tensor) -> Tensor | None:
@@ -342,7 +344,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
             f"{type(given.normalizer).__name__}: key has shape {tuple(key.shape)}, "
             f"expected (heads, head_dim) = {(heads, given.k.shape[3])}"
         )
-    # The learned keys of query heads that share a key head are projected as several keys of that head.
+    # The learned keys of the query heads in a group are projected as several keys of their key head.
     keys = key.to(given.k).unflatten(0, (given.k.shape[1], -1)).expand(len(given.q), -1, -1, -1)
     key = given.score.project(given.q, keys)[1].flatten(1, 2)[:, :, None]
     q, key = projected.to(wide), key.to(wide)
@@ -383,7 +385,7 @@ def _values(given: Given) -> Tensor | None:
 
 
 def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
-    """A tuple of biases of what users pass for `bias`."""
+    """The argument `bias` as a tuple of biases."""
     if bias is None:
         return ()
     biases = (bias,) if isinstance(bias, Bias) else bias
@@ -396,7 +398,7 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
 
 
 def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
-    """A mask object of what users pass for `mask`."""
+    """The argument `mask` as a mask object."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if isinstance(mask, type) and issubclass(mask, Mask):
@@ -405,8 +407,8 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     made = Dense(tensor)
     if _strictly_upper(made.tensor):
         warnings.warn(
-            "mask is True strictly above the diagonal: each query sees only what comes after it. True means may attend "
-            "here; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if it is meant",
+            "mask is True strictly above the diagonal, so each query attends only to later keys. In qkv True means may "
+            "attend; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if this is intended",
             UserWarning,
             stacklevel=_user_frame(),
         )
@@ -414,17 +416,17 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
 
 
 def _strictly_upper(mask: Tensor) -> bool:
-    """Whether a square boolean mask shows all that is above the diagonal, and nothing else: torch's causal mask."""
+    """Whether a square boolean mask is True exactly above the diagonal, like torch's causal mask (True = masked)."""
     n = mask.shape[-1]
     if mask.shape[-2] != n or n < 2 or mask.device.type != "cpu":
         return False
-    if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # most masks end here
+    if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # cheap checks first
         return False
     return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
 
 
 def _user_frame() -> int:
-    """How many frames up the first one outside this package is, as `warnings.warn` counts them."""
+    """`stacklevel` for `warnings.warn` of the first stack frame outside this package."""
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_globals.get("__name__", "").startswith("qkv."):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Attention of any composition, tile by tile in plain tensor operations: linear memory, any device.
+"""Tiled forward pass of attention of any composition, in plain tensor operations: linear memory, any device.
 
-Softmax is the online one over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682); pointwise weights just add up;
-other weights that sum to one are found on panels of a few whole rows.
+Softmax is computed online over tiles of scores (Rabe & Staats 2021, arXiv:2112.05682), pointwise weights are summed
+over tiles, and other normalizers whose weights sum to one are solved on panels of a few whole rows.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from qkv.masks import Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import level_of_rows
-from qkv.normalizers.tile import level_slopes, pointwise, solved
+from qkv.normalizers.tile import level_slopes, pointwise, solve_rows
 from qkv.partial import Partial
 
 
 @dataclass(eq=False)
-class Found:
-    """What a forward leaves, (b, h, nq, …) in float32 or better."""
+class ForwardState:
+    """Output of the forward pass and the row state saved for the backward, (b, h, nq, …) in float32 or better."""
 
     out: Tensor
     level: Tensor | None = None
-    """Log-sum-exp or threshold of each row."""
+    """Normalizer state of each row: log-sum-exp or threshold."""
     mean: Tensor | None = None
-    """Mean of the values by the slopes of the weights in the level, where that is not `out`."""
+    """Mean of the values, weighted by −∂ weight / ∂ level; None where it equals `out`."""
     total: Tensor | None = None
-    """Sum of the weights, where that is what they are divided by."""
+    """Sum of the weights, if they are divided by it."""
     chosen: Tensor | None = None
-    """The key of each row, in hard attention; −1 for none."""
+    """The key chosen by each row in hard attention; −1 for none."""
     lse: Tensor | None = None
 
 
-def forward_tiles(call: Call, *, training: bool = False) -> Found:
-    """What the rows find; for a backward of weights that sum to one, also `mean`."""
+def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
+    """Output and row state of a call; `training` also computes `mean`, for the backward."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
     reducer: type[_Softmax | _Pointwise | _Panels] = _Softmax
-    found = Found(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
+    found = ForwardState(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
         reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
     elif normalizer.has_lse:
@@ -60,13 +60,13 @@ def forward_tiles(call: Call, *, training: bool = False) -> Found:
         reducer, found.level = _Panels, torch.zeros_like(zeros)
         found.mean = torch.zeros_like(found.out) if training else None
         found.chosen = torch.full_like(zeros, -1, dtype=torch.long) if normalizer.one_key else None
-    near = None
+    distance_mass = None
     if call.values is not None:
-        near = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
-    reduce_tiles(groups(call), reducer(found, near), call.q.device)
-    if near is not None:
+        distance_mass = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
+    reduce_tiles(groups(call), reducer(found, distance_mass), call.q.device)
+    if distance_mass is not None:
         assert call.values is not None
-        found.out += near.tensor @ call.values.to(near.tensor)
+        found.out += distance_mass.tensor @ call.values.to(distance_mass.tensor)
     if found.total is not None:
         found.total.masked_fill_(found.total.abs() < torch.finfo(found.total.dtype).tiny, 1)
         found.out /= found.total[..., None]
@@ -82,18 +82,18 @@ def forward_tiles(call: Call, *, training: bool = False) -> Found:
 
 
 def dropped(tile: Tile) -> Tensor:
-    """What weights of a tile are multiplied by in dropout: 0, or 1 / (1 − p)."""
+    """Dropout factor of each weight of a tile: 0, or 1 / (1 − p)."""
     call = tile.group.tiles.call
     kept = noise.uniform(call.seed, tile.region, call.grid) >= call.dropout_p
     return kept.to(tile.group.tiles.dtype).div_(1 - call.dropout_p)
 
 
 class _Attention(Reducer[None, "_Sums"]):
-    """Weights times values."""
+    """Base of the forward reducers: accumulates weights @ values over tiles."""
 
-    def __init__(self, found: Found, near: ByQuery | None) -> None:
-        """`near` collects weights by distance, if values depend on that."""
-        self.found, self.near = found, near
+    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
+        """`distance_mass` accumulates weights by clipped distance, for `RelativePosition` with values."""
+        self.found, self.distance_mass = found, distance_mass
 
     def begin(self, job: None, block: Block) -> _Sums:
         tiles = block.group.tiles
@@ -104,13 +104,13 @@ class _Attention(Reducer[None, "_Sums"]):
             weights = weights * dropped(tile)
         folded = weights.reshape(len(values), -1, weights.shape[3])
         sums.out.view(len(values), -1, sums.out.shape[3]).baddbmm_(folded, values)
-        if self.near is not None:
-            self.near.add_gradient(self.near.tensor, tile.region, weights)
+        if self.distance_mass is not None:
+            self.distance_mass.add_gradient(self.distance_mass.tensor, tile.region, weights)
 
 
 @dataclass(eq=False)
 class _Sums:
-    """Of one block of queries."""
+    """Accumulators of one block of queries; `top` and `total` are the running maximum and sum of a softmax."""
 
     block: Block
     out: Tensor
@@ -138,8 +138,8 @@ class _Softmax(_Attention):
         shrink = torch.exp(sums.top - safe)
         sums.total = sums.total * shrink + weights.sum(-1)
         sums.out *= shrink[..., None]
-        if self.near is not None:
-            self.near.tensor[tile.block.at] *= shrink[..., None]
+        if self.distance_mass is not None:
+            self.distance_mass.tensor[tile.block.at] *= shrink[..., None]
         self._add(sums, tile, weights, values)
         sums.top = new
 
@@ -147,12 +147,12 @@ class _Softmax(_Attention):
         assert sums.top is not None
         assert sums.total is not None
         assert self.found.level is not None
-        at, seen = sums.block.at, sums.total != 0  # NaN is not nothing
-        total = torch.where(seen, sums.total, 1.0)
+        at, visible = sums.block.at, sums.total != 0  # True for NaN: it must propagate
+        total = torch.where(visible, sums.total, 1.0)
         self.found.out[at] = sums.out / total[..., None]
-        self.found.level[at] = torch.where(seen, sums.top + torch.log(total), -torch.inf)
-        if self.near is not None:
-            self.near.tensor[at] /= total[..., None]
+        self.found.level[at] = torch.where(visible, sums.top + torch.log(total), -torch.inf)
+        if self.distance_mass is not None:
+            self.distance_mass.tensor[at] /= total[..., None]
 
 
 class _Pointwise(_Attention):
@@ -161,7 +161,7 @@ class _Pointwise(_Attention):
         assert isinstance(normalizer, Pointwise)
         scores, masked = tile.scores()
         if masked is not None and not (normalizer.zero_at_minus_infinity or normalizer.is_identity):
-            scores.masked_fill_(masked, 0)  # what is masked may be NaN, or outside what the function is for
+            scores.masked_fill_(masked, 0)  # masked scores may be NaN or outside the function's domain
         weights, values = pointwise(normalizer, scores), tile.group.tiles.v[:, tile.columns]
         if masked is not None:
             weights.masked_fill_(masked, 0)
@@ -176,26 +176,26 @@ class _Pointwise(_Attention):
 
 @dataclass(eq=False)
 class _Panel:
-    """The scores of some whole rows, of the tiles that are not empty."""
+    """The scores of a few whole rows, without empty tiles."""
 
     block: Block
     columns: list[slice] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
-    seen: list[Tensor] = field(default_factory=list)
-    """Which keys some row of the panel sees."""
+    visible: list[Tensor] = field(default_factory=list)
+    """Which keys are visible to any row of the panel."""
     dropped: list[Tensor] = field(default_factory=list)
     noise: list[Tensor] = field(default_factory=list)
 
 
 class _Panels(Reducer[None, _Panel]):
-    """Weights whose level is found on whole rows, a few at a time."""
+    """Normalizers whose level is solved on whole rows: computes them on panels of a few rows."""
 
-    def __init__(self, found: Found, near: ByQuery | None) -> None:
-        self.found, self.near = found, near
+    def __init__(self, found: ForwardState, distance_mass: ByQuery | None) -> None:
+        self.found, self.distance_mass = found, distance_mass
 
     def blocks(self, block: Block) -> Iterator[Block]:
         tiles = block.group.tiles
-        width = sum(block.group.columns[c].stop - block.group.columns[c].start for c, _ in block.kinds)
+        width = sum(block.group.columns[c].stop - block.group.columns[c].start for c, _ in block.status)
         height = max(1, sizes(tiles.q.device).panel // (math.prod(tiles.shape) * max(width, 1)))
         for start in range(block.rows.start, block.rows.stop, height):
             yield Block(block.group, block.index, slice(start, min(start + height, block.rows.stop)))
@@ -210,7 +210,7 @@ class _Panels(Reducer[None, _Panel]):
         panel.columns.append(tile.columns)
         panel.scores.append(scores.clone() if masked is None else scores.masked_fill(masked, -torch.inf))
         everything = torch.ones(tile.shape[3], dtype=torch.bool, device=scores.device)
-        panel.seen.append(everything if masked is None else ~masked.all(2).all(1).all(0))
+        panel.visible.append(everything if masked is None else ~masked.all(2).all(1).all(0))
         if call.dropout_p:
             panel.dropped.append(dropped(tile))
         if call.normalizer.one_key and call.normalizer.sample:
@@ -228,20 +228,20 @@ class _Panels(Reducer[None, _Panel]):
             if sink is not None:
                 found.level[at] = level_of_rows(normalizer, sink[..., None])
             return
-        scores, seen = torch.cat(panel.scores, -1), torch.cat(panel.seen)
+        scores, visible = torch.cat(panel.scores, -1), torch.cat(panel.visible)
         keys = torch.cat([torch.arange(cols.start, cols.stop, device=call.q.device) for cols in panel.columns])
         first, last = panel.columns[0].start, panel.columns[-1].stop
         values = tiles.v[:, first:last] if last - first == len(keys) else tiles.v[:, keys]
-        if not (block.group.clean or seen.all()):
-            values = torch.where(seen[:, None], values, 0.0)
-        level, weights = solved(normalizer, scores, sink)
+        if not (block.group.finite or visible.all()):
+            values = torch.where(visible[:, None], values, 0.0)
+        level, weights = solve_rows(normalizer, scores, sink)
         found.level[at] = level
         kept = torch.cat(panel.dropped, -1) if panel.dropped else None
-        falls = None
+        level_weights = None
         if found.mean is not None:
-            falls = _falls(normalizer, scores, level, weights, sink)
-            falls = falls if kept is None else falls * kept
-            found.mean[at] = tiles.weigh(falls, values)
+            level_weights = _normalized_level_slopes(normalizer, scores, level, weights, sink)
+            level_weights = level_weights if kept is None else level_weights * kept
+            found.mean[at] = tiles.weigh(level_weights, values)
         if normalizer.one_key:
             best = (scores + torch.cat(panel.noise, -1) if panel.noise else scores).argmax(-1, keepdim=True)
             empty = (scores == -torch.inf).all(-1, keepdim=True)
@@ -251,33 +251,35 @@ class _Panels(Reducer[None, _Panel]):
         elif kept is not None:
             weights = weights * kept
         found.out[at] = tiles.weigh(weights, values)
-        if self.near is not None:
-            self._add_near(panel, weights, falls)
+        if self.distance_mass is not None:
+            self._add_distance_mass(panel, weights, level_weights)
 
-    def _add_near(self, panel: _Panel, weights: Tensor, falls: Tensor | None) -> None:
-        """Weights by distance, and the means of the values that depend on it."""
-        block, near, start = panel.block, self.near, 0
+    def _add_distance_mass(self, panel: _Panel, weights: Tensor, level_weights: Tensor | None) -> None:
+        """Add weights by clipped distance, and the share of `mean` that comes from the values by distance."""
+        block, distance_mass, start = panel.block, self.distance_mass, 0
         tiles, at, rows = block.group.tiles, block.at, block.rows
-        assert near is not None
-        mean = ByQuery(torch.zeros_like(near.tensor[at]), near.offset + rows.start)
+        assert distance_mass is not None
+        mean = ByQuery(torch.zeros_like(distance_mass.tensor[at]), distance_mass.offset + rows.start)
         for cols in panel.columns:
             part = slice(start, start + cols.stop - cols.start)
-            near.add_gradient(near.tensor, tiles.region(rows, cols), weights[..., part])
-            if falls is not None:  # of these rows alone, so counted from the first of them
-                mean.add_gradient(mean.tensor, Region(slice(0, rows.stop - rows.start), cols), falls[..., part])
+            distance_mass.add_gradient(distance_mass.tensor, tiles.region(rows, cols), weights[..., part])
+            if level_weights is not None:  # `mean` holds only these rows, so rows count from 0
+                mean.add_gradient(mean.tensor, Region(slice(0, rows.stop - rows.start), cols), level_weights[..., part])
             start = part.stop
-        if falls is not None:
+        if level_weights is not None:
             assert self.found.mean is not None
             table = tiles.of(tiles.call.values[None]) if tiles.call.values is not None else None
             assert table is not None
             self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
 
 
-def _falls(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None) -> Tensor:
-    """How much each weight falls as the level rises, as a share of what all of the row do, the sink's included."""
-    falls = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
-    total = falls.sum(-1, keepdim=True)
+def _normalized_level_slopes(
+    normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor, sink: Tensor | None
+) -> Tensor:
+    """−∂ weight / ∂ level of each key, divided by the sum over the row, sink included."""
+    level_weights = weights if normalizer.has_lse else level_slopes(normalizer, scores, level, weights)
+    total = level_weights.sum(-1, keepdim=True)
     if sink is not None:
         column = sink[..., None]
         total = total + level_slopes(normalizer, column, level, weights_of(normalizer, column, level))
-    return falls / torch.where(total == 0, 1.0, total)
+    return level_weights / torch.where(total == 0, 1.0, total)

@@ -1,7 +1,7 @@
-"""How queries, keys and values may come, and how results go back: as they came.
+"""Input forms of q, k and v: conversion to 4-dimensional tensors, and of results back to the form of the inputs.
 
-Tensors or NumPy arrays, of (batch, heads, length, head_dim), (batch, length, head_dim) or (length, head_dim); fewer
-dimensions mean one head. Under autocast, calls compute in its dtype, as torch's own attention does.
+Inputs are tensors or NumPy arrays of shape (batch, heads, length, head_dim), (batch, length, head_dim) or
+(length, head_dim); fewer dimensions mean one head. Under autocast, calls are computed in its dtype, as in torch's SDPA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qkv.errors import InputError
 A = TypeVar("A", Tensor, np.ndarray)
 T = TypeVar("T")
 
-OTHER_NAMES = {  # of other libraries, and ours
+OTHER_NAMES = {  # argument names of other libraries, and the equivalent here
     "attn_mask": "mask=, a boolean tensor that is True where a query may attend, or bias=qkv.biases.Dense(tensor) for "
     "a float one",
     "attention_mask": "mask=, True where a query may attend; for a tokenizer's: mask=(m == 1)[:, None, None, :]",
@@ -31,7 +31,7 @@ OTHER_NAMES = {  # of other libraries, and ours
     "softmax_scale": "score=qkv.scores.Dot(scale)",
     "dropout": "dropout_p=",
     "dropout_rate": "dropout_p=",
-    "enable_gqa": "nothing: grouped heads are seen by their number",
+    "enable_gqa": "nothing: grouped-query attention follows from the number of key heads",
     "need_weights": "return_weights=",
     "return_attention": "return_weights=",
     "output_attentions": "return_weights=",
@@ -45,29 +45,29 @@ OTHER_NAMES = {  # of other libraries, and ours
 
 
 def refuse_unknown(function: str, unknown: Mapping[str, object], known: tuple[str, ...]) -> None:
-    """Raise `InputError` for arguments that a function does not have, naming what they are called here."""
+    """Raise `InputError` for unknown arguments; for the names of other libraries it says what to pass instead."""
     for name in unknown:
         if name in OTHER_NAMES:
-            raise InputError(f"{function}: no argument {name}; pass {OTHER_NAMES[name]}")
-        raise InputError(f"{function}: no argument {name}, expected one of {', '.join(known)}")
+            raise InputError(f"{function}: {name} is not an argument; pass {OTHER_NAMES[name]}")
+        raise InputError(f"{function}: {name} is not an argument, expected one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the tensors of a call came."""
+    """Form of the inputs of a call: their number of dimensions, and whether they are NumPy arrays."""
 
     ndim: int
     array: bool
 
     @staticmethod
     def of(*given: Any) -> tuple[Form, list[Tensor]]:
-        """The form of tensors or arrays that come alike, and they as tensors (batch, heads, length, head_dim)."""
+        """The common form of the inputs, and the inputs as tensors (batch, heads, length, head_dim)."""
         arrays = [isinstance(x, np.ndarray) for x in given]
         if any(arrays) and not all(arrays):
-            raise InputError("q, k and v are tensors and NumPy arrays, expected all of one kind")
+            raise InputError("q, k and v mix tensors and NumPy arrays, expected all of one type")
         tensors = [torch.from_numpy(x) if array else x for x, array in zip(given, arrays, strict=True)]
         sizes = {x.ndim if isinstance(x, Tensor) else 4 for x in tensors}
-        ndim = sizes.pop() if len(sizes) == 1 else 4  # what does not fit is refused when the call is checked
+        ndim = sizes.pop() if len(sizes) == 1 else 4  # `Call.of` rejects mixed shapes
         if ndim == 3:
             tensors = [x[:, None] for x in tensors]
         elif ndim == 2:
@@ -75,12 +75,12 @@ class Form:
         return Form(ndim, arrays[0]), tensors
 
     def back(self, x: Tensor) -> Any:
-        """A result (batch, heads, …) as the inputs came."""
+        """A result (batch, heads, …) in the form of the inputs."""
         x = x[0, 0] if self.ndim == 2 else x[:, 0] if self.ndim == 3 else x
         return x.detach().numpy() if self.array else x
 
     def all_back(self, found: T) -> T:
-        """A data class with every tensor in it, or in what it holds, as the inputs came."""
+        """A dataclass with all tensors in it, including nested ones, in the form of the inputs."""
         if self.ndim == 4 and not self.array:
             return found
         made = copy(found)
@@ -97,7 +97,7 @@ class Form:
 
 
 def autocast_dtype(q: Any) -> torch.dtype | None:
-    """The dtype that autocast asks for on the device of q, if it is at work; float64 stays as it is."""
+    """The dtype of autocast on the device of q, or None if autocast is off or q is float64."""
     if not isinstance(q, Tensor) or q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
         return None
     return torch.get_autocast_dtype(q.device.type)

@@ -1,4 +1,4 @@
-"""The state of each row that its weights need: its level, its sum, the key it chose."""
+"""Row state: the per-query numbers from which any single weight of the row can be computed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """What a query needs to know of all its scores before one of them becomes a weight."""
+    """Per-query normalizer state: log-sum-exp or threshold, sum of the weights, or the chosen key."""
 
     level: Float[Tensor, "b h nq"] | None = None
-    """Of a `SumToOne` normalizer; log-sum-exp for softmax (−inf where nothing is visible)."""
+    """State of a `SumToOne` normalizer: log-sum-exp for softmax (−inf for fully masked rows), threshold for entmax."""
     total: Float[Tensor, "b h nq"] | None = None
-    """Sum of pointwise weights, where they are divided by it; 1 where it is 0."""
+    """Sum of pointwise weights, if they are divided by it; 1 where the sum is 0."""
     chosen: Int[Tensor, "b h nq"] | None = None
-    """The key that hard attention took; −1 for none."""
+    """The key chosen by hard attention; −1 for none."""

@@ -1,4 +1,4 @@
-"""Sizes of tiles, by device. Results do not depend on them beyond rounding; tests set small ones."""
+"""Tile sizes by device. They affect speed and memory, and results only by rounding; tests set small ones."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import torch
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the score matrix is cut.
+    """Sizes that control how the score matrix is tiled.
 
     >>> sizes(torch.device("cpu")).tile
     256
     """
 
     tile: int
-    """Queries, and keys, of a tile: a power of two, as are the bins of thumbnails, so that each divides the other."""
+    """Queries and keys per tile: a power of two, like the bins of thumbnails, so that one divides the other."""
     heads: int
-    """Query heads whose tiles are computed together. On CPU a tile of all of them should stay in cache."""
+    """Query heads per tile. On CPU, a tile of all these heads should fit in cache."""
     pairs: int
-    """Numbers that a pairwise score may make of a tile before it sums them up, where the tile can be made smaller."""
+    """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it."""
     most_pairs: int
-    """The same, where the size of the tile is not the score's to choose: it then takes some rows at a time."""
+    """The same limit where the tile size is fixed; the score is then computed in chunks of rows."""
     panel: int
-    """Scores of whole rows held at once, where a level is found on all of them together."""
+    """Scores per panel of whole rows, for normalizers that are solved on whole rows."""
     picture: tuple[int, int]
-    """Queries and keys of a tile of one head, in maps."""
+    """Queries and keys per tile of one head, for attention maps."""
     few_scores: int
-    """Scores a head so few that forming the weights is the fastest."""
+    """Scores per head up to which forming the weights (the eager kernel) is fastest."""
     whole_mask: int
-    """Pairs of query and key so few that one mask tensor is cheaper than cutting it into blocks."""
+    """Query-key pairs up to which one dense mask tensor is cheaper than a block decomposition."""
     sparse_tile: int
-    """Queries, and keys, of a tile of a mask that shows little of any row."""
+    """Queries and keys per tile of a sparse mask."""
     sparse_keys: int
-    """With fewer keys such a mask is cut as any other."""
+    """Number of keys from which sparse masks use gathered tiles."""
 
 
-# On CUDA a launch costs more than a small tile: few large ones. (They have not been timed on a card yet.)
+# On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
     "cpu": Sizes(
         tile=256, heads=12, pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
@@ -51,5 +51,5 @@ BY_DEVICE = {
 
 
 def sizes(device: torch.device) -> Sizes:
-    """Those of a device; of CUDA's for any accelerator."""
+    """The sizes for a device; all accelerators use those of CUDA."""
     return BY_DEVICE.get(device.type, BY_DEVICE["cuda"])

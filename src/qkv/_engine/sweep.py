@@ -1,7 +1,8 @@
-"""The loop over the tiles of a score matrix. What is computed of them is a `Reducer`.
+"""The loop over the tiles of a score matrix, which runs a `Reducer` on every non-empty tile.
 
-Attention and its backward, statistics, maps, products with the weights and the search for a level all go over the same
-tiles: empty ones are skipped, heads that share a cache are done together, and threads share the blocks of queries.
+Attention and its backward, statistics, attention maps, products with the weights and the search for a row's level are
+all reducers over the same tiles. Empty tiles are skipped, several heads are computed together, and blocks of queries
+are distributed over threads.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv._engine.sizes import sizes
 from qkv._engine.threads import each
-from qkv._engine.tiles import ScoreTiles, harmless, heads_together, spans, without_unseen
+from qkv._engine.tiles import ScoreTiles, all_finite, heads_together, spans, zero_masked_keys
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 
-WAVE = 32  # blocks of queries made ready at a time: threads share them out, and only so many heads are held twice
+WAVE = 32  # blocks of queries prepared at a time: enough work for all threads, without copying all heads at once
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some heads of one batch item, and how their score matrix is cut. `kinds` is the status of each tile."""
+    """Some heads of one batch item, the tiling of their score matrix, and the block status of each tile."""
 
     tiles: ScoreTiles
     rows: list[slice]
     columns: list[slice]
-    kinds: list[list[int]]
+    status: list[list[int]]
     jobs: list[Sequence[int]] | None = None
-    """Blocks of queries that one thread has to do together; None if any thread may do any block."""
+    """Blocks of queries that must be computed by one thread; None if threads may take any block."""
 
     @cached_property
-    def clean(self) -> bool:
+    def finite(self) -> bool:
         """Whether its keys and values are finite, so that no masked one can turn a sum into NaN."""
-        return harmless(self.tiles.k, self.tiles.v)
+        return all_finite(self.tiles.k, self.tiles.v)
 
     def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
-        """Keys or values of a tile (key heads, k, d), zero where no query of it may look, if that matters."""
-        return x if self.clean else without_unseen(x[None], ~masked)[0]
+        """Keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
+        return x if self.finite else zero_masked_keys(x[None], ~masked)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries of a group; `index` is the block of `group.rows` that they belong to."""
+    """A block of consecutive queries of a group, inside ``group.rows[index]``."""
 
     group: Group
     index: int
@@ -58,7 +59,7 @@ class Block:
 
     @property
     def at(self) -> tuple[slice, slice, slice]:
-        """Where its rows are in a tensor (b, h, nq, …)."""
+        """Index of its rows in a tensor (b, h, nq, …)."""
         return self.group.tiles.batch, self.group.tiles.heads, self.rows
 
     @property
@@ -67,21 +68,21 @@ class Block:
         return (*self.group.tiles.shape, self.rows.stop - self.rows.start)
 
     @cached_property
-    def kinds(self) -> list[tuple[int, int]]:
-        """Number and status of its tiles that are not empty."""
-        return [(c, kind) for c, kind in enumerate(self.group.kinds[self.index]) if kind != EMPTY]
+    def status(self) -> list[tuple[int, int]]:
+        """Index and block status of its non-empty tiles."""
+        return [(c, status) for c, status in enumerate(self.group.status[self.index]) if status != EMPTY]
 
 
 class Tile:
-    """One tile that is not empty, with memory to compute it in."""
+    """One non-empty tile, with scratch buffers."""
 
-    __slots__ = ("_masked", "block", "columns", "group", "index", "kind", "rows", "shape", "space")
+    __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
 
-    def __init__(self, block: Block, index: int, kind: int, space: Workspace) -> None:
+    def __init__(self, block: Block, index: int, status: int, space: Workspace) -> None:
         self._masked: Tensor | None
         self.block, self.group, self.index, self.space = block, block.group, index, space
         self.rows, self.columns = block.rows, block.group.columns[index]
-        self.kind, self._masked = kind, None
+        self.status, self._masked = status, None
         self.shape = (*block.shape, self.columns.stop - self.columns.start)
 
     @property
@@ -89,17 +90,17 @@ class Tile:
         return self.group.tiles.region(self.rows, self.columns)
 
     def buffer(self, name: str) -> Float[Tensor, "b h q k"]:
-        """Memory of the tile's shape: the next tile has the same."""
+        """Scratch buffer of the tile's shape; the next tile reuses it."""
         return self.space.buffer(name, self.shape, self.group.tiles.k)
 
     def masked(self) -> Bool[Tensor, "#b #h q k"] | None:
-        """Which pairs the mask hides; None if it shows all."""
-        if self._masked is None and self.kind == PARTIAL:
-            self._masked = self.group.tiles.hidden(self.rows, self.columns)
+        """Which pairs are masked; None if all are visible."""
+        if self._masked is None and self.status == PARTIAL:
+            self._masked = self.group.tiles.masked(self.rows, self.columns)
         return self._masked
 
     def scores(self) -> tuple[Float[Tensor, "b h q k"], Bool[Tensor, "#b #h q k"] | None]:
-        """Final scores, shifted, which may be written to; and which pairs are masked, by a bias of −inf too."""
+        """Final scores with the shift, which may be overwritten; and masked pairs, including those of a −inf bias."""
         tiles, call = self.group.tiles, self.group.tiles.call
         scores = tiles.scores(self.rows, self.columns, self.buffer("scores"))
         shift = tiles.of(call.shift)
@@ -107,12 +108,12 @@ class Tile:
             scores = scores.add_((shift[..., self.rows] if shift.shape[2] > 1 else shift)[..., None])
         masked = self.masked()
         if call.biases and not call.normalizer.zero_at_minus_infinity:
-            gone = scores == -torch.inf
-            masked = gone if masked is None else masked | gone
+            masked_by_bias = scores == -torch.inf
+            masked = masked_by_bias if masked is None else masked | masked_by_bias
         return scores, masked
 
     def weights(self, known: WeightTiles) -> tuple[Float[Tensor, "b h q k"], Float[Tensor, "b h q k"] | None]:
-        """Final weights; and log2 of them if the weights are a softmax, else None. Both may be written to."""
+        """Final weights; and log2 of them for softmax, else None. Both may be overwritten."""
         weights, scratch = self.buffer("weights"), self.buffer("scores")
         return weights, known.fill(self.rows, self.columns, self.masked(), weights, scratch)
 
@@ -122,65 +123,66 @@ State = TypeVar("State")
 
 
 class Reducer(Generic[Job, State]):
-    """What is computed of the tiles of a call.
+    """A computation over the tiles of a call. Subclasses implement `tile`; the other methods are optional.
 
-    `tile` is required. A thread does a job, one or more blocks of queries of a group: `start`, then for each block
-    `begin`, `tile` for each tile from left to right, and `end`. `finish` gets the jobs in a fixed order
-    in one thread, so that sums over queries come out the same to the bit each time.
+    A *job* is one or more blocks of queries of a group, computed by one thread: `start`, then for each block `begin`,
+    `tile` for each tile from left to right, and `end`. `finish` is called with the jobs in a fixed order on one thread,
+    so sums over queries are deterministic.
     """
 
     over_queries = False
-    """Whether jobs hold sums over queries: a group is then cut into as few jobs as there are threads."""
+    """Whether jobs accumulate sums over queries: a group is then split into only as many jobs as there are threads."""
 
     def prepare(self, group: Group) -> Any:
-        """What all jobs of a group share; `start` gets it."""
+        """Data shared by all jobs of a group, passed to `start`."""
 
     def start(self, group: Group, shared: Any, rows: Sequence[int]) -> Job:
-        """What a job adds to; `rows` are its blocks of queries."""
+        """Accumulators of a job; `rows` are the indices of its blocks of queries."""
         return shared
 
     def blocks(self, block: Block) -> Iterable[Block]:
-        """The block in pieces, where whole rows have to be held at once."""
+        """Split a block into smaller ones, if whole rows must fit in memory."""
         return (block,)
 
     def begin(self, job: Job, block: Block) -> State:
-        """What the tiles of a block are added to."""
+        """Accumulators of a block of queries."""
         return job  # type: ignore[return-value]
 
     def tile(self, state: State, tile: Tile) -> None:
+        """Add a tile to the state of its block."""
         raise NotImplementedError
 
     def end(self, state: State, space: Workspace) -> None:
-        """The block's tiles have all been added."""
+        """Called after the last tile of a block."""
 
     def finish(self, group: Group, job: Job) -> None:
-        """Add what a job found to what all found."""
+        """Add the sums of a job to the total result."""
 
 
 def reduce_tiles(
-    groups: Iterable[Group], reducer: Reducer[Any, Any], device: torch.device, *, little: bool = False
+    groups: Iterable[Group], reducer: Reducer[Any, Any], device: torch.device, *, single_threaded: bool = False
 ) -> None:
-    """Go over all tiles of the groups; on CPU blocks of queries are shared out among threads.
+    """Run a reducer over all tiles of the groups; on CPU, blocks of queries are distributed over threads.
 
-    `little`: in all, so that threads are not worth starting.
+    `single_threaded` is for so little work that starting threads would take longer.
     """
     wave: list[Group] = []
     for group in groups:
         wave.append(group)
         if sum(len(one.rows) for one in wave) >= WAVE:
-            _reduce(wave, reducer, device, little=little)
+            _reduce(wave, reducer, device, single_threaded=single_threaded)
             wave = []
     if wave:
-        _reduce(wave, reducer, device, little=little)
+        _reduce(wave, reducer, device, single_threaded=single_threaded)
 
 
-def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.device, *, little: bool) -> None:
+def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.device, *, single_threaded: bool) -> None:
     prepared = [reducer.prepare(group) for group in groups]
     jobs: list[tuple[int, Sequence[int]]] = []
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     for number, group in enumerate(groups):
         size = -(-threads // len(groups)) if reducer.over_queries else len(group.rows)
-        blocks = range(len(group.rows) - 1, -1, -1)  # under a causal mask the longest first: threads then end together
+        blocks = range(len(group.rows) - 1, -1, -1)  # longest causal rows first, for load balance
         jobs += [(number, rows) for rows in group.jobs or [blocks[s::size] for s in range(size)] if rows]
     found: list[Any] = [None] * len(jobs)
 
@@ -191,17 +193,17 @@ def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.devic
         for r in rows:
             for block in reducer.blocks(Block(group, r, group.rows[r])):
                 state = reducer.begin(job, block)
-                for index, kind in block.kinds:
-                    reducer.tile(state, Tile(block, index, kind, space))
+                for index, status in block.status:
+                    reducer.tile(state, Tile(block, index, status, space))
                 reducer.end(state, space)
 
-    each(run, range(len(jobs)), device, little=little)
+    each(run, range(len(jobs)), device, single_threaded=single_threaded)
     for (which, _), job in zip(jobs, found, strict=True):
         reducer.finish(groups[which], job)
 
 
 def groups(call: Call, size: int | None = None) -> Iterator[Group]:
-    """The heads of every batch item of a call, cut into tiles of `size`, by default the best for the call."""
+    """The groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`)."""
     key_heads, (n_queries, n_keys) = call.k.shape[1], (call.q.shape[2], call.k.shape[2])
     together = heads_together(call, sizes(call.q.device).heads)
     size = tile_size(call) if size is None else size
@@ -209,15 +211,15 @@ def groups(call: Call, size: int | None = None) -> Iterator[Group]:
     for item in range(len(call.q)):
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, slice(item, item + 1), heads)
-            yield Group(tiles, rows, columns, tiles.classes(call.mask, size))
+            yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
 
 
 def tile_size(call: Call) -> int:
-    """The table's, or less where the mask hides much of its tiles, or where a tile takes more memory than usual."""
+    """Tile size for a call: the table's, or smaller for sparse masks and for calls whose tiles need more memory."""
     table, (_, heads, _, d), key_heads = sizes(call.q.device), call.q.shape, call.k.shape[1]
     size = _fitting(call, table.tile)
     most = min(heads_together(call, table.heads) * (heads // key_heads), heads)
-    if call.by_head and most > table.heads:  # a tile of all heads should stay in cache, too
+    if call.by_head and most > table.heads:  # a tile of all heads should fit in cache, too
         size = max(8, size // 2 ** math.ceil(math.log2(most / table.heads) / 2))
     if call.pairwise is not None:
         size = min(size, max(8, math.isqrt(table.pairs // (d * most))))
@@ -225,13 +227,13 @@ def tile_size(call: Call) -> int:
 
 
 def _fitting(call: Call, tile: int) -> int:
-    """A tile's size, or a quarter of it where that leaves out much of what the mask hides."""
+    """`tile`, or a quarter of it if smaller tiles skip many more masked pairs."""
     mask = call.mask
     if mask is None or call.q.shape[2] < 4 * tile:
         return tile
 
-    def shown(size: int) -> float:
+    def computed(size: int) -> float:
         return float((mask.classify(Tiles.of(call.grid, size, size), call.grid) != EMPTY).double().mean())
 
     small = max(1, tile // 4)
-    return small if shown(small) < 0.6 * shown(tile) else tile
+    return small if computed(small) < 0.6 * computed(tile) else tile

@@ -1,4 +1,4 @@
-"""Independent pieces of work on all cores."""
+"""A thread pool for independent tiles of work on CPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ T = TypeVar("T")
 
 
 def each(
-    work: Callable[[T, Workspace], None], items: Sequence[T], device: torch.device, *, little: bool = False
+    work: Callable[[T, Workspace], None], items: Sequence[T], device: torch.device, *, single_threaded: bool = False
 ) -> None:
-    """Run `work` on every item, without gradients; on CPU by as many threads as torch may use.
+    """Run `work` on every item, without gradients; on CPU with as many threads as torch may use.
 
-    If it is `little` in all, this thread does it alone: to start others, or wait for them, would take longer.
+    `single_threaded` runs everything on the calling thread, for work so small that starting threads takes longer.
 
-    Each thread runs its own single-threaded operations on its own item, with a workspace of its own. One operation
-    shared by all threads would wait for the slowest of them dozens of times a tile, which on a busy machine costs more
-    than the arithmetic.
+    Each thread runs single-threaded operations on its own item, with its own workspace. Parallelism inside operations
+    would synchronise all threads dozens of times per tile, which on a busy machine costs more than the arithmetic.
     """
 
     def run(item: T) -> None:
@@ -32,13 +31,13 @@ def each(
     before = torch.get_num_threads()
     threads = min(before, len(items)) if device.type == "cpu" else 1
     try:
-        if little:
+        if single_threaded:
             torch.set_num_threads(1)
-        if little or threads <= 1:
+        if single_threaded or threads <= 1:
             for item in items:
                 run(item)
             return
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(run, items))
     finally:
-        torch.set_num_threads(before)  # what threads that start later will find
+        torch.set_num_threads(before)  # the default of threads that start later

@@ -1,4 +1,4 @@
-"""The score matrix of one attention call, tile by tile, and how its scores become weights."""
+"""`ScoreTiles`: computes any tile of the score matrix of a call, and the weights of its scores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from qkv.normalizers.base import checked_shape, weights_of
 from qkv.scores import Pairwise
 
 LOG2_E = math.log2(math.e)
-HIDDEN = -1e30  # a masked score: exp of it is 0, and 0 times it is 0 (0 times −inf would be NaN)
+MASKED_SCORE = -1e30  # score of a masked pair: exp of it is 0, and 0 times it is 0 (0 · −inf would be NaN)
 
 
 class ScoreTiles:
-    """The score matrix of some heads of a call, tile by tile, in float32 or better; never the whole.
+    """Tiles of the score matrix of some heads of a call, in float32 or better; the whole matrix is never formed.
 
-    Heads that share keys are folded into the rows of one product, so a tile costs one batched product whatever the
-    grouping, and keys are not repeated.
+    Query heads that share a key head are folded into the rows of one matrix product, so a tile is one batched product
+    for any grouping, and keys are not repeated.
     """
 
     def __init__(self, call: Call, batch: slice = slice(None), key_heads: slice = slice(None)) -> None:
@@ -44,13 +44,13 @@ class ScoreTiles:
         self._patterns: dict[tuple[int, int, int], Tensor] = {}
 
     def of(self, x: Tensor | None) -> Tensor | None:
-        """The part of x (b, h, …), where dimensions of size 1 stand for all, that belongs to these heads."""
+        """The slice of x (b, h, …) for these batch items and heads; dimensions of size 1 broadcast."""
         if x is None:
             return None
         return x[self.batch if len(x) > 1 else slice(None), self.heads if x.shape[1] > 1 else slice(None)]
 
     def of_head(self, head: int) -> ScoreTiles:
-        """Those of one query head alone, counted from the first of these."""
+        """The score tiles of one query head, counted from the first of these heads."""
         key_head, within = divmod(head, self.group)
         b, key_heads = self.shape[0], self.shape[1] // self.group
         one = copy(self)
@@ -70,30 +70,30 @@ class ScoreTiles:
 
     @property
     def linear(self) -> bool:
-        """Whether the final scores are a product, with nothing after it."""
+        """Whether the final scores are a plain matrix product, without biases."""
         return self.call.pairwise is None and not self.call.biases
 
     def with_all_heads(self, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """What a user's method makes of tiles (b, h, …) of every query head, of which these have some: its part.
+        """Call a user-defined method on tiles (b, h, …) of all query heads, and return its result for these heads.
 
-        The heads that are missing get the numbers of the first that is here.
+        Tiles of the missing heads are filled with those of the first head present.
         """
         heads = self.call.q.shape[1]
         if self.shape[1] == heads:
             return method(*tensors)
-        here = torch.zeros(heads, dtype=torch.long, device=self.q.device)
-        here[self.heads] = torch.arange(self.shape[1], device=self.q.device)
-        return method(*(x[:, here] for x in tensors))[:, self.heads]
+        index = torch.zeros(heads, dtype=torch.long, device=self.q.device)
+        index[self.heads] = torch.arange(self.shape[1], device=self.q.device)
+        return method(*(x[:, index] for x in tensors))[:, self.heads]
 
     def queries_and_keys(
         self, rows: slice, columns: slice
     ) -> tuple[Float[Tensor, "b h q d"], Float[Tensor, "b h k d"]]:
-        """Those of a tile for a pairwise score: keys of grouped heads are repeated."""
+        """Queries and keys of a tile for a pairwise score; keys of grouped heads are repeated."""
         q, k = self.q[:, :, rows], self.k[:, None, columns].expand(-1, self.group, -1, -1)
         return q.reshape(*self.shape, *q.shape[2:]), k.reshape(*self.shape, *k.shape[2:])
 
     def product(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
-        """scale · q·k of the tile, or its pairwise scores, before any bias; made in `out` if given."""
+        """scale · q·k of the tile, or its pairwise scores, before any bias; a product is written to `out` if given."""
         if self.call.pairwise is not None:
             return self._pairwise(self.call.pairwise, rows, columns)
         q, k = self.q[:, :, rows].flatten(1, 2), self.k[:, columns].transpose(1, 2)
@@ -103,7 +103,7 @@ class ScoreTiles:
         return out
 
     def _pairwise(self, score: Pairwise, rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
-        """Some rows at a time, so that what the score makes before it sums up stays small."""
+        """Pairwise scores of a tile, in chunks of rows to bound the memory of intermediates."""
         heads = self.call.q.shape[1] if score.by_head else self.shape[1]
         numbers = self.shape[0] * heads * (columns.stop - columns.start) * self.q.shape[3]
         parts = []
@@ -115,13 +115,13 @@ class ScoreTiles:
                 got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
                 raise InputError(
                     f"{type(score).__name__}: scores returned {got} for q {tuple(q.shape)} and k {tuple(k.shape)}, "
-                    f"expected {tuple(expected)}; a parameter for each head has shape (heads, 1, 1)"
+                    f"expected {tuple(expected)}; a per-head parameter has shape (heads, 1, 1)"
                 )
             parts.append(made.to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def biased(self, product: Float[Tensor, "b h q k"], rows: slice, columns: slice) -> Float[Tensor, "b h q k"]:
-        """Final scores of a product: biased, divided by the temperature; not masked."""
+        """Final scores of q·k: with biases, divided by the temperature; not masked."""
         in_place = not torch.is_grad_enabled()
         for bias in self.call.biases:
             product = self.apply(bias, product, rows, columns, in_place=in_place)
@@ -131,7 +131,7 @@ class ScoreTiles:
     def apply(
         self, bias: Bias, scores: Float[Tensor, "b h q k"], rows: slice, columns: slice, *, in_place: bool = False
     ) -> Float[Tensor, "b h q k"]:
-        """One bias on the scores of a tile, which it may change if `in_place`."""
+        """Apply one bias to the scores of a tile; `in_place` allows it to overwrite them."""
         region = self.region(rows, columns)
         if not bias.by_head:
             return bias.apply_(scores, region) if in_place else bias.apply(scores, region)
@@ -142,7 +142,7 @@ class ScoreTiles:
     def weights(
         self, scores: Float[Tensor, "b h q k"], level: Float[Tensor, "b h q"] | None
     ) -> Float[Tensor, "b h q k"]:
-        """Weights of final scores by the normalizer's definition, 0 where these are −inf; not yet divided."""
+        """Weights of final scores by the normalizer's definition, 0 for scores of −inf; not yet divided."""
         normalizer = self.call.normalizer
         if not normalizer.by_head:
             return weights_of(normalizer, scores, level)
@@ -151,13 +151,13 @@ class ScoreTiles:
         return self.with_all_heads(lambda s, at: weights_of(normalizer, s, at), scores, level)
 
     def scores(self, rows: slice, columns: slice, out: Tensor | None = None) -> Float[Tensor, "b h q k"]:
-        """Final scores of the tile; not masked. Made in `out`, if given, when nothing but a product is asked for."""
+        """Final scores of the tile, not masked; written to `out`, if given and the score is a product."""
         return self.biased(self.product(rows, columns, out), rows, columns)
 
     def log2_weights(
         self, rows: slice, columns: slice, lse: Float[Tensor, "b h q"], out: Float[Tensor, "b h q k"]
     ) -> Float[Tensor, "b h q k"]:
-        """(Final score − `lse`) / ln 2, whose exp2 is the weight; not masked. Without a bias it is made in `out`.
+        """log2 of the softmax weights, (final score − `lse`) / ln 2; not masked. Written to `out` if there is no bias.
 
         Base 2 because torch's exp is MKL's, which on some processors takes several times as long as its exp2.
         """
@@ -170,26 +170,26 @@ class ScoreTiles:
         torch.baddbmm(lse, q, keys, beta=-LOG2_E, alpha=LOG2_E, out=folded)
         return out
 
-    def classes(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
-        """EMPTY, PARTIAL or FULL for each tile of rows × columns (square unless given), over all these heads."""
+    def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
+        """Block status (EMPTY, PARTIAL, FULL) of each tile of rows × columns (square by default), over these heads."""
         columns = rows if columns is None else columns
-        kinds = classes(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
+        status = block_status(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
         everything = slice(None)
-        kinds = Region(everything, everything, self.batch, self.heads).of(kinds)
-        low, high = kinds.amin((0, 1)), kinds.amax((0, 1))
+        status = Region(everything, everything, self.batch, self.heads).of(status)
+        low, high = status.amin((0, 1)), status.amax((0, 1))
         return torch.where(low == high, low, PARTIAL).tolist()
 
-    def hidden(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
-        """Which pairs of a tile are not visible; the pattern of a band depends on the offset only and is kept."""
+    def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
+        """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
         mask = self.call.mask
         assert mask is not None
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
         if key in self._patterns:
             return self._patterns[key]
-        hidden = ~mask.visible(self.region(rows, columns), self.call.grid)
+        masked = ~mask.visible(self.region(rows, columns), self.call.grid)
         if mask.band is not None:
-            self._patterns[key] = hidden
-        return hidden
+            self._patterns[key] = masked
+        return masked
 
     def weigh(
         self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None
@@ -208,26 +208,28 @@ class ScoreTiles:
 
 
 def heads_together(call: Call, most: int) -> int:
-    """How many key heads to work on together: those of `most` query heads, or all if a user's method needs all."""
+    """Key heads per group: those of `most` query heads, or all if a user-defined method needs all heads."""
     return call.k.shape[1] if call.by_head else max(1, most // (call.q.shape[1] // call.k.shape[1]))
 
 
-def without_unseen(x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None) -> Float[Tensor, "b h k d"]:
-    """Keys or values with zeros where no query that shares them may look, so that NaN in padding stays there."""
+def zero_masked_keys(
+    x: Float[Tensor, "b h k d"], visible: Bool[Tensor, "b2 h2 q k"] | None
+) -> Float[Tensor, "b h k d"]:
+    """Keys or values with zeros where masked for all queries that share them, so that NaN in padding cannot spread."""
     if visible is None:
         return x
-    seen = visible.any(2)
-    unseen = ~(seen if seen.shape[1] == 1 else seen.unflatten(1, (x.shape[1], -1)).any(2))
-    return x.masked_fill(unseen[..., None], 0) if unseen.any() else x
+    used = visible.any(2)
+    masked = ~(used if used.shape[1] == 1 else used.unflatten(1, (x.shape[1], -1)).any(2))
+    return x.masked_fill(masked[..., None], 0) if masked.any() else x
 
 
-def harmless(k: Tensor, v: Tensor) -> bool:
-    """Whether certainly no key or value can do harm where it is hidden: weights there are 0, but 0 times NaN is not."""
+def all_finite(k: Tensor, v: Tensor) -> bool:
+    """True if k and v are finite, so that masked entries cannot turn into NaN. A sum that overflows gives False."""
     return bool((k.sum() + v.sum()).isfinite())
 
 
-def classes(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
-    """EMPTY, PARTIAL or FULL for each tile; without a mask everything is full."""
+def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:
+    """Block status (EMPTY, PARTIAL or FULL) of each tile; without a mask all tiles are FULL."""
     if mask is None:
         return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), FULL, dtype=torch.int8)
     return mask.classify(tiles, grid)

@@ -1,6 +1,7 @@
-"""Whether a call happens inside a transform of torch.func, or in forward-mode differentiation.
+"""Detection of torch.func transforms and forward-mode differentiation, and an error for second derivatives.
 
-There only the eager kernel, which is plain tensor operations, can serve: the others have gradients of their own.
+Under these transforms only the eager kernel works, because it consists of plain tensor operations; the other kernels
+implement their own backward.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ REASON = "it has no derivatives in torch.func transforms and in forward mode; ea
 
 
 def transforming() -> bool:
-    """Whether a torch.func transform is at work, or a level of forward-mode differentiation is open."""
+    """Whether a torch.func transform is active, or a level of forward-mode differentiation is open."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def transformed(call: Call) -> bool:
-    """Whether a torch.func transform is at work, or a tensor of the call carries a forward derivative."""
+    """Whether a torch.func transform is active, or a tensor of the call carries a forward-mode tangent."""
     if not transforming():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -33,13 +34,13 @@ def transformed(call: Call) -> bool:
 
 
 def mapped() -> bool:
-    """Whether torch.func.vmap is among the transforms at work."""
+    """Whether torch.func.vmap is among the active transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(one.key() == torch._C._functorch.TransformType.Vmap for one in stack)
 
 
-class _Once(torch.autograd.Function):
-    """First derivatives as they are, which refuse to be differentiated again."""
+class _OnceDifferentiable(torch.autograd.Function):
+    """Identity on gradients, whose own backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, error: InputError, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -51,22 +52,23 @@ class _Once(torch.autograd.Function):
         raise ctx.error
 
 
-def once(kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients for the backward of a kernel to return, as `only_once` has them."""
+def kernel_once_differentiable(
+    kernel: str, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """`once_differentiable` for the gradients of a kernel: its error recommends the eager kernel."""
     error = InputError(
-        f"second derivatives were asked for of attention on the kernel {kernel!r}, "
-        "which has only first ones; pass kernel='eager', which has all"
+        f"kernel {kernel!r} has only first derivatives, but second ones were requested; pass kernel='eager'"
     )
-    return only_once(error, grads, inputs)
+    return once_differentiable(error, grads, inputs)
 
 
-def only_once(
+def once_differentiable(
     error: InputError, grads: tuple[Tensor | None, ...], inputs: Iterable[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients for a backward to return: with ``create_graph=True``, differentiating them again raises `error`."""
+    """Mark the gradients that a backward returns: under ``create_graph=True``, differentiating them raises `error`."""
     if not torch.is_grad_enabled():
         return grads
     found = [x for x in grads if x is not None]
     sources = [x for x in inputs if x.requires_grad]
-    marked = iter(_Once.apply(error, len(found), *found, *sources))
+    marked = iter(_OnceDifferentiable.apply(error, len(found), *found, *sources))
     return tuple(None if x is None else next(marked) for x in grads)

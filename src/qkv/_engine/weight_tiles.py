@@ -1,4 +1,4 @@
-"""The weights of one attention call, tile by tile: final ones, because what a row knows of all its scores is given."""
+"""`WeightTiles`: computes any tile of the final attention weights of a call, given the row state."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._engine.row_state import RowState
-from qkv._engine.tiles import HIDDEN, ScoreTiles
+from qkv._engine.tiles import MASKED_SCORE, ScoreTiles
 
 
 class WeightTiles:
-    """The weight matrix of the heads of `tiles`, tile by tile; never the whole.
+    """Tiles of the weight matrix of the heads of `tiles`; the whole matrix is never formed.
 
     Args:
-        tiles: scores of some batch items and heads of a call.
-        rows: what the rows of the whole call know (`qkv.statistics.measure.settled`).
-        queries: True where a query counts; the weights of others are 0.
+        tiles: score tiles of some batch items and heads of a call.
+        rows: row state of the whole call.
+        queries: True for the queries to include; the weights of other queries are 0.
     """
 
     def __init__(self, tiles: ScoreTiles, rows: RowState, queries: Bool[Tensor, "b nq"] | None = None) -> None:
@@ -27,39 +27,39 @@ class WeightTiles:
         )
         self.uncounted = None if queries is None else ~queries[tiles.batch, None]
         if tiles.call.normalizer.has_lse:
-            # exp(score − ∞) = 0: a query that sees nothing, or does not count, weighs nothing. (Finite: 0 · ∞ is NaN.)
+            # exp(score − ∞) = 0 gives fully masked and excluded queries zero weights. (Finite, because 0 · ∞ is NaN.)
             assert self.level is not None
-            unseen = self.level == -torch.inf
-            unseen = unseen if self.uncounted is None else unseen | self.uncounted
-            self.level = self.level.masked_fill(unseen, -HIDDEN)
+            empty = self.level == -torch.inf
+            empty = empty if self.uncounted is None else empty | self.uncounted
+            self.level = self.level.masked_fill(empty, -MASKED_SCORE)
 
     def fill(
         self,
         rows: slice,
         columns: slice,
-        hidden: Bool[Tensor, "#b #h q k"] | None,
+        masked: Bool[Tensor, "#b #h q k"] | None,
         out: Float[Tensor, "b h q k"],
         scratch: Float[Tensor, "b h q k"],
     ) -> Float[Tensor, "b h q k"] | None:
-        """Make the weights of a tile in `out`; `hidden` is what `ScoreTiles.hidden` says, None if all is visible.
+        """Write the weights of a tile to `out`; `masked` are its masked pairs, None if all are visible.
 
-        Returns their base-2 logarithms, if they came by: those of a softmax.
+        Returns log2 of the weights for softmax (a view of `scratch` if possible), else None.
         """
         if not self.tiles.call.normalizer.has_lse:
-            self._fill_by_definition(rows, columns, hidden, out)
+            self._fill_by_definition(rows, columns, masked, out)
             return None
         tiles = self.tiles
         assert self.level is not None
         log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
-        if hidden is not None:
-            log2.masked_fill_(hidden, HIDDEN)
+        if masked is not None:
+            log2.masked_fill_(masked, MASKED_SCORE)
         if not tiles.linear:
-            log2.clamp_(min=HIDDEN)  # a bias may hide pairs with −inf, too
+            log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         torch.exp2(log2, out=out)
         return log2
 
-    def _fill_by_definition(self, rows: slice, columns: slice, hidden: Tensor | None, out: Tensor) -> None:
-        """The weights of any normalizer."""
+    def _fill_by_definition(self, rows: slice, columns: slice, masked: Tensor | None, out: Tensor) -> None:
+        """The weights of any normalizer, computed by its definition."""
         tiles, call = self.tiles, self.tiles.call
         if self.chosen is not None:
             keys = call.grid.columns(columns.start, columns.stop)
@@ -69,13 +69,13 @@ class WeightTiles:
             shift, divisor = tiles.of(call.shift), tiles.of(call.divisor)
             if shift is not None:
                 scores = scores + (shift[..., rows] if shift.shape[2] > 1 else shift)[..., None]
-            if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)  # what is masked may be NaN
+            if masked is not None:
+                scores = scores.masked_fill(masked, -torch.inf)  # masked scores may be NaN
             out.copy_(tiles.weights(scores, None if self.level is None else self.level[:, :, rows]))
             for by in (self.total, divisor):
                 if by is not None:
                     out /= by[:, :, rows, None]
-        if hidden is not None:
-            out.masked_fill_(hidden, 0)
+        if masked is not None:
+            out.masked_fill_(masked, 0)
         if self.uncounted is not None:
             out.masked_fill_(self.uncounted[..., rows, None], 0)

@@ -1,4 +1,4 @@
-"""Scratch memory for tiles, kept from call to call: fresh memory for each tile costs as much as its arithmetic."""
+"""Scratch buffers for tiles, reused between calls: allocating memory for each tile costs as much as its arithmetic."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-KEPT_BYTES = 2**26  # of a workspace; a larger one is given back to the system
+KEPT_BYTES = 2**26  # largest workspace that is kept for reuse
 _FREE: list[Workspace] = []
 _LOCK = threading.Lock()
 
 
 class Workspace:
-    """Buffers by name, for one thread at a time."""
+    """Named scratch buffers, for one thread at a time."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory of a shape, with the dtype and the device of `like`; what it holds is left from its last use."""
+        """An uninitialised buffer of a shape, with the dtype and device of `like`; it may hold old data."""
         size, key = math.prod(shape), (name, like.dtype, like.device)
         kept = self._kept.get(key)
         if kept is None or kept.numel() < size:
-            with torch.inference_mode(False):  # else it could only be written to in inference mode
+            with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
                 kept = like.new_empty(size)
-            if type(kept) is Tensor:  # no fake tensor of a compiler
+            if type(kept) is Tensor:  # not a compiler's fake tensor
                 self._kept[key] = kept
         return kept[:size].view(shape)
 
@@ -39,7 +39,7 @@ class Workspace:
 
 @contextmanager
 def workspace() -> Iterator[Workspace]:
-    """A workspace that no other thread has, given back in the end. As many are kept as there are threads."""
+    """A workspace for exclusive use, returned to the pool at the end. The pool keeps one per thread."""
     with _LOCK:
         mine = _FREE.pop() if _FREE else Workspace()
     try:

@@ -1,8 +1,8 @@
-"""Biases: what happens to a score after query and key have met and before the mask.
+"""Biases: functions of the score, applied after the score function and before the mask.
 
-Each bias maps a tile of scores to a tile of scores (`apply`). Several are given as a tuple and apply in that order.
-An `Additive` bias adds a tensor (`tile`), which fused kernels can take. Before a kernel sees it, a bias is bound to its
-call (`bound`): ours then are tensors by pair, by distance, or by query and distance.
+Each bias maps a tile of scores to a tile of scores (`apply`). Several biases are passed as a tuple and apply in that
+order. An `Additive` bias adds a tensor (`tile`), which fused kernels support. Every call binds its biases (`bound`):
+the biases of this package then become tensors by pair, by distance, or by query and distance.
 """
 
 from qkv.biases.base import Additive, Bias

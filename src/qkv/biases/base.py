@@ -1,4 +1,4 @@
-"""What a bias is: any function of a score and its place, or something that is added to it."""
+"""Base classes of biases: `Bias`, any function of a score and its position, and `Additive`, a tensor added to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qkv.masks import Grid, Region
 
 
 class Bias(Definition):
-    """Base of all biases: any function of a score and its place. One method is required: `apply`.
+    """Base of all biases: any function of a score and its position. One method is required: `apply`.
 
-    A bias that adds something to the score inherits from `Additive` instead, which fused kernels can take. Gradients
-    come from autograd on the tile, of every `nn.Parameter` among the object's attributes, too.
-    `qkv.testing.check_bias` checks an object.
+    A bias that is added to the score inherits from `Additive` instead, which fused kernels support. Gradients come from
+    autograd on the tile, also for every `nn.Parameter` among the object's attributes. `qkv.testing.check_bias` checks
+    an object.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Bias(Definition):
 
     definitions: ClassVar = {"apply": ("apply_", "at", "gradients", "by_score", "by_head", "part")}
     by_score = False
-    """Whether the bias depends on the score alone, not on where its query and key stand."""
+    """Whether the bias depends on the score alone, not on the positions of its query and key."""
     by_head = True
-    """Whether something in the object differs between heads. `apply` is then always given all query heads."""
+    """Whether the bias may have per-head parameters. `apply` then always gets all query heads."""
     by_distance: Tensor | None = None
-    """A number for each distance, (heads or 1, nq + nk − 1), if that is all the bound bias adds: see `ByDistance`."""
+    """The bias by distance, (heads or 1, nq + nk − 1), if the bound bias depends on nothing else: see `ByDistance`."""
     value_table: Tensor | None = None
     """Vectors added to the values by clipped distance, (heads, 2 reach + 1, dv): see `RelativePosition`."""
 
@@ -49,65 +49,65 @@ class Bias(Definition):
         return overrides(self, Bias, "bound")
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` if the bias cannot be laid over `grid`."""
+        """Raise `InputError` if the bias does not fit `grid`."""
 
     def require(self) -> None:
         """Raise `InputError` if the bias is incomplete."""
         require(self, Bias, "apply", "scores, region", "the scores of a region of the matrix with the bias in them")
 
     def bound(self, q: Float[Tensor, "b h nq d"], grid: Grid, scale: float) -> Bias:
-        """The bias for these queries, already projected, on this grid; differentiable. `scale` multiplies q·k."""
+        """The bias for these projected queries on this grid; differentiable. `scale` is the factor of q·k."""
         return self
 
-    # --- of a bound bias ---------------------------------------------------------------------------------------------
+    # --- methods of a bound bias --------------------------------------------------------------------------------------
 
     def apply(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """The scores of a region with the bias in them, from torch operations that act on each score alone.
+        """The scores of a region with the bias applied, by torch operations that act elementwise.
 
         `region.queries` (q, 1) and `region.keys` (k,) are the positions of its queries and keys, and ``region.of(x)``
-        its part of a tensor (b, h, nq, nk) whose dimensions of size 1 stand for all. The region has all query heads,
-        so a parameter for each head has shape (heads, 1, 1). Nothing may be changed in place. −inf hides a pair.
+        is the slice of a tensor that broadcasts to (b, h, nq, nk). The region has all query heads, so a per-head
+        parameter has shape (heads, 1, 1). Inputs must not be changed in place. A score of −inf masks a pair.
         """
         raise InputError(f"{type(self).__name__}: no method apply(scores, region)")
 
-    # --- shortcuts: none is needed; a subclass that redefines `apply` loses those it inherits -------------------------
+    # --- optional shortcuts; a subclass that overrides `apply` loses the inherited ones -------------------------------
 
     def apply_(self, scores: Float[Tensor, "b h q k"], region: Region) -> Float[Tensor, "b h q k"]:
-        """`apply` without a gradient, which may change the scores in place."""
+        """`apply` without gradients; it may overwrite the scores."""
         return self.apply(scores, region)
 
     def gradients(
         self, before: Float[Tensor, "b h q k"], region: Region, slope: Float[Tensor, "b h q k"], learned: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of Σ slope · apply(before) in the scores `before` and each of `learned`."""
+        """Gradients of Σ slope · apply(before) with respect to the scores `before` and to `learned`."""
         before = before.detach().requires_grad_()
         with torch.enable_grad():
             return gradients_of(self.apply(before, region), (before, *learned), slope)
 
     def at(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The score of query i (its row, not its position) and key j with the bias in it, as in a ``score_mod``.
+        """The score of query i (its row, not its position) and key j with the bias applied, as in a ``score_mod``.
 
-        Only for FlexAttention, `choose_keys` and masks whose tiles are gathered.
+        Used by FlexAttention, `choose_keys`, and the flash kernel on sparse masks.
         """
         raise InputError(f"{type(self).__name__}: no method at(score, b, h, i, j)")
 
     def part(self, region: Region) -> Bias | None:
-        """The bound bias of a rectangle of the matrix, whose rows and columns count from 0; None if it has none."""
+        """The bound bias restricted to a rectangle of the matrix, counted from 0; None if that is not supported."""
         return None
 
     # --- the tensors of a bound bias, by name -------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that may want a gradient; of a user's own bias, those among its attributes that require one."""
+        """Tensors that may need gradients; for a user-defined bias, its attributes that require gradients."""
         return learned_tensors(self)
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Bias:
-        """The same bias made of other tensors; one of a user's own keeps its own."""
+        """The same bias with other tensors; a user-defined bias is returned unchanged."""
         return self
 
 
 class Additive(Bias):
-    """Base of the biases that add something to a score. One method is required: `tile`.
+    """Base of the biases that are added to the scores. One method is required: `tile`.
 
     >>> class Diagonal(Additive):
     ...     def tile(self, region):
@@ -124,25 +124,25 @@ class Additive(Bias):
     by_head = True
     by_distance = None
     add_gradient: Callable[[Tensor, Region, Tensor], None] | None = None
-    """``add_gradient(total, region, slope)`` adds to `total`, shaped like the one tensor of the bias, its gradient."""
+    """``add_gradient(total, region, slope)`` adds the gradient of the bias's only tensor to `total`, of its shape."""
 
     def require(self) -> None:
-        require(self, Additive, "tile", "region", "what is added to the scores of a region")
+        require(self, Additive, "tile", "region", "the tensor to add to the scores of a region")
         if overrides(self, Additive, "apply"):
             raise InputError(
                 f"{type(self).__name__}: an Additive bias overrides apply, but kernels add its tile; inherit from "
-                "qkv.biases.Bias, or give tile(region) alone"
+                "qkv.biases.Bias, or define only tile(region)"
             )
 
     def tile(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
-        """What is added to the scores of a region, whose places are as in `Bias.apply`; −inf hides a pair.
+        """The tensor to add to the scores of a region (see `Bias.apply`); −inf masks a pair.
 
-        Dimensions of size 1 stand for all.
+        Dimensions of size 1 broadcast.
         """
         raise InputError(f"{type(self).__name__}: no method tile(region)")
 
     def added(self, region: Region) -> Float[Tensor, "#b #h #q #k"]:
-        """`tile`, with a check of what it returned; missing dimensions stand for all."""
+        """`tile`, with a check of its result; missing leading dimensions are added."""
         made = self.tile(region)
         if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
             got = f"{made.dtype} of shape {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
@@ -169,8 +169,8 @@ class Additive(Bias):
     at, part, tensors, with_tensors = Bias.at, Bias.part, Bias.tensors, Bias.with_tensors
 
 
-class Tensorial(Additive):
-    """Base of the additive biases of this package once bound: made of one tensor, which may want a gradient."""
+class TensorBias(Additive):
+    """Base of the bound additive biases of this package: one tensor, which may need a gradient."""
 
     tensor: Tensor
     by_head = False
@@ -178,7 +178,7 @@ class Tensorial(Additive):
     def tensors(self) -> dict[str, Tensor]:
         return {"tensor": self.tensor}
 
-    def with_tensors(self, tensors: dict[str, Tensor]) -> Tensorial:
+    def with_tensors(self, tensors: dict[str, Tensor]) -> TensorBias:
         made: Any = self
-        bound: Tensorial = replace(made, **tensors)
+        bound: TensorBias = replace(made, **tensors)
         return bound

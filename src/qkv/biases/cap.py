@@ -1,4 +1,4 @@
-"""A soft cap on scores."""
+"""`SoftCap`, the logit soft-capping of Gemma 2."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class SoftCap(Bias):
         return (slope * tanh.square_().neg_().add_(1),)
 
     def _tanh_(self, scores: Tensor) -> Tensor:
-        """tanh(score / cap) in the memory of the scores, as m / (m + 2) of m = exp(2 score / cap) − 1.
+        """tanh(score / cap), overwriting the scores; computed as m / (m + 2) with m = exp(2 score / cap) − 1.
 
-        As exact as torch's tanh, and faster on CPU. Above 60 it is 1 in any dtype; m itself would overflow.
+        As exact as torch's tanh, and faster on CPU. The exponent is clamped at 60, where tanh is 1 in any dtype, so
+        that m cannot overflow.
         """
         m = scores.mul_(2 / self.cap).clamp_(max=60).expm1_()
         return m.div_(m + 2)

@@ -1,4 +1,4 @@
-"""Biases by position: ALiBi, T5's buckets, Shaw's learned vectors. Bound to a call they become tensors."""
+"""Positional biases: ALiBi, T5's relative position buckets, and the relative position vectors of Shaw et al."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from qkv.masks import Grid
 
 
 def alibi_slopes(heads: int, dtype: torch.dtype | None = None) -> Float[Tensor, " heads"]:
-    """2^(−8(i+1)/H) for H a power of two; else those of the next power below, and every other one of the next above.
+    """ALiBi's slopes: 2^(−8(i+1)/H) for H a power of two.
 
-    In torch's default dtype unless one is given.
+    Otherwise the slopes of the next lower power of two, followed by every other slope of the next higher one. In
+    torch's default dtype if `dtype` is None.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     if heads < 1:
-        raise InputError(f"ALiBi: {heads} heads, expected at least 1")
+        raise InputError(f"ALiBi: heads is {heads}, expected at least 1")
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
@@ -33,10 +34,9 @@ def alibi_slopes(heads: int, dtype: torch.dtype | None = None) -> Float[Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class ALiBi(Bias):
-    """`−m |p − j|`: a penalty linear in the distance, with one slope m a head (Press et al. 2022, arXiv:2108.12409).
+    """`−m |p − j|`: a penalty linear in the distance, with one slope m per head (Press et al. 2022, arXiv:2108.12409).
 
-    `slopes` (heads,) are those of the paper, for any number of heads, unless given; learnable if they require a
-    gradient. No n × n tensor is formed.
+    `slopes` (heads,) may be learned; if None, those of the paper, for any number of heads. No n × n tensor is formed.
 
     >>> q = k = torch.zeros(1, 1, 3, 4)
     >>> from qkv import attend
@@ -50,11 +50,11 @@ class ALiBi(Bias):
 
     def __post_init__(self) -> None:
         if self.slopes is not None and (not isinstance(self.slopes, Tensor) or self.slopes.ndim != 1):
-            raise InputError("ALiBi: slopes is not a tensor (heads,); expected one slope a query head, or None")
+            raise InputError("ALiBi: slopes is not a tensor (heads,); expected one slope per query head, or None")
 
     def check(self, grid: Grid) -> None:
         if self.slopes is not None and len(self.slopes) != grid.heads:
-            raise InputError(f"ALiBi: {len(self.slopes)} slopes for {grid.heads} query heads")
+            raise InputError(f"ALiBi: slopes has {len(self.slopes)} numbers for {grid.heads} query heads")
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -63,7 +63,7 @@ class ALiBi(Bias):
 
 
 def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidirectional: bool) -> Int[Tensor, "*n"]:
-    """The bucket of each distance p − j: half of them exact, half logarithmic up to `max_distance`.
+    """The bucket of each distance p − j: half of the buckets are exact, half logarithmic up to `max_distance`.
 
     >>> t5_bucket(torch.tensor([0, 3, 8, 50, 500, -3]), 32, 128, bidirectional=True).tolist()
     [0, 3, 8, 13, 15, 19]
@@ -80,10 +80,10 @@ def t5_bucket(back: Int[Tensor, "*n"], buckets: int, max_distance: int, *, bidir
 
 @dataclass(frozen=True, eq=False)
 class T5Bias(Bias):
-    """A learned number a head for each bucket of distances (Raffel et al. 2020, arXiv:1910.10683, §2.1).
+    """A learned bias per head and bucket of distances (Raffel et al. 2020, arXiv:1910.10683, §2.1).
 
-    `table` is (buckets, heads), laid out as the embedding of T5 checkpoints. Causal decoders use
-    ``bidirectional=False``: keys ahead then share the bucket of distance 0. T5 itself divides by no √d: use
+    `table` is (buckets, heads), the layout of the embedding in T5 checkpoints. Causal decoders use
+    ``bidirectional=False``: later keys then share the bucket of distance 0. T5 itself does not divide scores by √d: use
     ``score=Dot(1.0)``.
 
     >>> T5Bias(torch.zeros(32, 8)).max_distance
@@ -97,11 +97,11 @@ class T5Bias(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Tensor) or self.table.ndim != 2 or not self.table.dtype.is_floating_point:
-            raise InputError("T5Bias: table is not a float tensor (buckets, heads)")
+            raise InputError("T5Bias: table is not a float tensor, expected shape (buckets, heads)")
         exact = len(self.table) // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise InputError(
-                f"T5Bias: {len(self.table)} buckets and max_distance {self.max_distance}; expected at least "
+                f"T5Bias: max_distance is {self.max_distance} with {len(self.table)} buckets, expected at least "
                 f"{4 if self.bidirectional else 2} buckets and a distance above {exact}, where the exact ones end"
             )
 
@@ -117,11 +117,11 @@ class T5Bias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class RelativePosition(Bias):
-    """Learned vectors for each clipped distance, met by the query and added to the value.
+    """Relative position representations: learned vectors per clipped distance, added to the keys and the values.
 
     score = scale · q·(k + keys[clip(j − p)]) and out = Σ A (v + values[clip(j − p)]) (Shaw et al. 2018,
-    arXiv:1803.02155, eqs. 3 to 5). `keys` is (2 reach + 1, d) or (heads, 2 reach + 1, d), `values` the same with the
-    size of values, or None for none; entry 0 belongs to keys `reach` or more before the query.
+    arXiv:1803.02155, eqs. 3 to 5). `keys` is (2 reach + 1, d) or (heads, 2 reach + 1, d), `values` is
+    (2 reach + 1, dv) or (heads, 2 reach + 1, dv), or None; entry 0 is for keys `reach` or more before the query.
 
     >>> table = torch.zeros(5, 4)
     >>> RelativePosition(table).reach
@@ -146,12 +146,13 @@ class RelativePosition(Bias):
                 )
         if self.values is not None and self.values.shape[-2] != self.keys.shape[-2]:
             raise InputError(
-                f"RelativePosition: {self.keys.shape[-2]} distances for keys and {self.values.shape[-2]} for values"
+                f"RelativePosition: keys has {self.keys.shape[-2]} distances and values {self.values.shape[-2]}, "
+                "expected equal"
             )
 
     @property
     def reach(self) -> int:
-        """The distance at which the tables end."""
+        """The distance at which positions are clipped."""
         return self.keys.shape[-2] // 2
 
     def check(self, grid: Grid) -> None:
@@ -162,7 +163,7 @@ class RelativePosition(Bias):
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByQuery:
         if self.keys.shape[-1] != q.shape[3]:
             raise InputError(
-                f"RelativePosition: keys have {self.keys.shape[-1]} entries, but queries have {q.shape[3]}"
+                f"RelativePosition: keys has vectors of {self.keys.shape[-1]} entries, expected {q.shape[3]} as in q"
             )
         wide = torch.promote_types(q.dtype, torch.float32)
         return ByQuery(scale * q.to(wide) @ self.keys.to(q.device, wide).transpose(-1, -2), grid.offset)

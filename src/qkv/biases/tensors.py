@@ -1,4 +1,4 @@
-"""Biases made of a tensor: a number for each pair, for each distance, or for each query and distance."""
+"""Biases given by a tensor: by pair (`Dense`), by distance (`ByDistance`), or by query and distance (`ByQuery`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from qkv.biases.base import Tensorial
+from qkv.biases.base import TensorBias
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
-from qkv.masks.base import unambiguous
+from qkv.masks.base import check_unambiguous
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Tensorial):
+class Dense(TensorBias):
     """A float tensor added to the scores, of a shape that broadcasts to (batch, heads, queries, keys).
 
-    −inf hides a pair. Learnable if it requires a gradient.
+    −inf masks a pair. Learnable if it requires a gradient.
 
     >>> from qkv import attend
     >>> q = k = torch.zeros(1, 1, 1, 8)
@@ -28,29 +28,28 @@ class Dense(Tensorial):
     """
 
     tensor: Float[Tensor, "..."]
-    ndim: int = field(init=False, repr=False)  # of the tensor as it was given
+    ndim: int = field(init=False, repr=False)  # number of dimensions of the tensor as passed
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or not self.tensor.dtype.is_floating_point:
             kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
             raise InputError(
-                f"bias: got {kind}, expected a float tensor to add to the scores; "
-                "a boolean mask goes to mask=qkv.masks.Dense(tensor)"
+                f"bias is {kind}, expected a float tensor to add to the scores; "
+                "pass a boolean mask as mask=qkv.masks.Dense(tensor)"
             )
         if not 2 <= self.tensor.ndim <= 4:
             raise InputError(
-                f"bias: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
-                "or (batch, heads, nq, nk)"
+                f"bias has {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk)"
             )
         object.__setattr__(self, "ndim", self.tensor.ndim)
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
-        unambiguous("bias", self.ndim, self.tensor, grid)
+        check_unambiguous("bias", self.ndim, self.tensor, grid)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(
-                f"bias: shape {tuple(self.tensor.shape)} does not broadcast to "
+                f"bias has shape {tuple(self.tensor.shape)}, which does not broadcast to "
                 f"(batch, heads, queries, keys) = {expected}"
             )
 
@@ -70,18 +69,18 @@ class Dense(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class ByDistance(Tensorial):
-    """A number for each distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
+class ByDistance(TensorBias):
+    """A bias by distance p − j of query position and key: `tensor` is (heads or 1, nq + nk − 1).
 
-    Entry t is added at distance t − (nk − 1) + (nk − nq): row i, key j find theirs at i − j + nk − 1. O(n) memory;
-    what `ALiBi` and `T5Bias` become. Learnable.
+    Entry t is added at distance t − (nk − 1) + (nk − nq); that of row i and key j is i − j + nk − 1. O(n) memory.
+    `ALiBi` and `T5Bias` are bound to this form. Learnable.
 
     >>> ByDistance(torch.arange(3.0)[None]).tile(Region(slice(0, 2), slice(0, 2)))[0, 0].tolist()
     [[1.0, 0.0], [2.0, 1.0]]
     """
 
     tensor: Float[Tensor, "h distances"]
-    n_keys: int | None = None  # known once bound
+    n_keys: int | None = None  # set by `bound`
     by_query = False
 
     @property
@@ -93,14 +92,14 @@ class ByDistance(Tensorial):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.ndim != 2 or not self.tensor.dtype.is_floating_point:
-            raise InputError("ByDistance: expected a float tensor (heads or 1, n_queries + n_keys − 1)")
+            raise InputError("ByDistance: tensor is not a float tensor, expected (heads or 1, n_queries + n_keys − 1)")
 
     def check(self, grid: Grid) -> None:
         expected = (grid.heads, grid.n_queries + grid.n_keys - 1)
         if self.tensor.shape[0] not in (1, grid.heads) or self.tensor.shape[1] != expected[1]:
             raise InputError(
-                f"ByDistance: shape {tuple(self.tensor.shape)}, expected (1 or heads, n_queries + n_keys − 1) = "
-                f"{expected}"
+                f"ByDistance: tensor has shape {tuple(self.tensor.shape)}, expected (1 or heads, n_queries + n_keys "
+                f"− 1) = {expected}"
             )
 
     def bound(self, q: Tensor, grid: Grid, scale: float) -> ByDistance:
@@ -108,7 +107,7 @@ class ByDistance(Tensorial):
         return replace(self, tensor=self.tensor.to(q.device, wide), n_keys=grid.n_keys)
 
     def span(self, region: Region) -> slice:
-        """Where the distances of a region lie: from its top right corner to its bottom left."""
+        """The entries of a region's distances, from its top right corner to its bottom left."""
         n_keys = (self.tensor.shape[1] + 1) // 2 if self.n_keys is None else self.n_keys
         start = region.rows.start - (region.columns.stop - 1) + n_keys - 1
         return slice(
@@ -119,7 +118,7 @@ class ByDistance(Tensorial):
         return self.tensor[region.heads] if len(self.tensor) > 1 else self.tensor
 
     def hankel(self, region: Region) -> Float[Tensor, "1 h q k"]:
-        """The region with its columns reversed, as a view: entry (i, c) is that of row i and key stop − 1 − c."""
+        """The bias of a region with reversed columns, as a strided view: entry (i, c) is row i, key stop − 1 − c."""
         span = self._heads(region)[:, self.span(region)]
         size = (1, len(span), region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
         return span.as_strided(size, (0, span.stride(0), span.stride(1), span.stride(1)), span.storage_offset())
@@ -131,7 +130,7 @@ class ByDistance(Tensorial):
         inside = total[region.heads] if len(total) > 1 else total
         slope = slope.sum(0).sum_to_size(len(inside), *slope.shape[2:]).flip(-1)
         _, rows, columns = slope.shape
-        # Row i moved i to the right: all of one distance then stand in one column.
+        # Row i is shifted by i, so that each column holds the pairs of one distance.
         skewed = (
             torch.nn.functional.pad(slope, (0, rows)).flatten(1)[:, :-rows].unflatten(1, (rows, columns + rows - 1))
         )
@@ -153,15 +152,15 @@ def distances(grid: Grid) -> Int[Tensor, " distances"]:
 
 
 @dataclass(frozen=True, eq=False)
-class ByQuery(Tensorial):
-    """A number for each query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), entry clip(j − p) + reach."""
+class ByQuery(TensorBias):
+    """A bias by query and clipped distance: `tensor` is (b, h, nq, 2 reach + 1), with entry clip(j − p) + reach."""
 
     tensor: Float[Tensor, "b h nq distances"]
     offset: int
 
     @property
     def reach(self) -> int:
-        """The distance at which it is clipped."""
+        """The distance at which positions are clipped."""
         return self.tensor.shape[3] // 2
 
     def _index(self, region: Region) -> Tensor:

@@ -1,7 +1,7 @@
-"""Keys and values of earlier tokens, kept for decoding: one object a layer.
+"""Key-value caches for decoding: one object per layer.
 
-`Full` keeps all. The others hold a fixed number of keys, however many tokens come: the last ones (`Sliding`), the first
-few and the last ones (`Sinks`), or the last ones and those that were attended to most (`HeavyHitters`).
+`Full` keeps all keys. The others have a fixed size and evict keys: `Sliding` keeps the last keys, `Sinks`
+(StreamingLLM) the first and the last, `HeavyHitters` (H2O) the last and those that received most attention.
 
 >>> import torch, qkv
 >>> from qkv.cache import Sliding

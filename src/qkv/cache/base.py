@@ -1,4 +1,4 @@
-"""What all caches share: checks, buffers, and the gathering of batch items."""
+"""Base classes of the key-value caches: argument checks, buffers, and the reordering of batch items."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PAST = (0, math.inf)  # the band of `Causal`
 
 
 class Cache:
-    """Base of all caches. A subclass says what it refuses (`_check`), what it holds (`_allocate`), and attends.
+    """Base of all caches. A subclass implements `_check`, `_allocate` (its buffers) and `_attend`.
 
-    Buffers are (batch, key heads, rows, …), allocated when the first tokens come; of their rows, the first `_stop` are
-    in use. No gradient passes, and dropout never acts: caches are for inference.
+    Buffers are (batch, key heads, rows, …), allocated at the first call; their first `_stop` rows are in use. Caches
+    are for inference: there are no gradients and no dropout.
 
     >>> import qkv
     >>> from qkv.cache import Sliding
@@ -35,22 +35,22 @@ class Cache:
 
     def __init__(self, most: int) -> None:
         self.seen = 0
-        """Tokens that have come so far."""
+        """Number of tokens processed so far."""
         self._most = most
         self._stop = 0
         self._buffers: dict[str, Tensor] = {}
-        self._kind: tuple[Any, ...] = ()
-        self._working = False
-        self._checked_call: tuple[Any, ...] = ()  # what need not be checked again: decoding repeats itself
+        self._signature: tuple[Any, ...] = ()
+        self._in_call = False
+        self._checked_call: tuple[Any, ...] = ()  # signature of the last call, which needs no second check
 
     @property
     def length(self) -> int:
-        """Keys held now, of each batch item and key head."""
+        """Number of keys in the cache, per batch item and key head."""
         return min(self.seen, self._most)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors held now; does not grow once they are allocated."""
+        """Bytes of the buffers; constant once they are allocated."""
         return sum(x.nbytes for x in self._buffers.values())
 
     def attend(
@@ -64,16 +64,17 @@ class Cache:
         positions: Int[Tensor, "..."] | None = None,
         mask: Mask | None = None,
     ) -> Float[Tensor, "b h n dv"]:
-        """The n new tokens join the cache, and their queries attend to the keys it holds.
+        """Add n new tokens to the cache; their queries attend to the keys in it.
 
         Args:
-            attention: the composition; its mask must hide the future, as `Causal` does.
+            attention: the composition; its mask must be causal, such as `Causal` or `Window`.
             q: queries of the new tokens, not yet rotated.
             k: their keys, not yet rotated.
             v: their values.
-            rotary: turns queries and keys; none if None.
-            positions: of the new tokens, (n,) or (b, n), for `rotary`; ``seen`` … ``seen + n − 1`` if None.
-            mask: and-ed to the composition's: n queries × all keys held, the new ones included. Only `Full` takes one.
+            rotary: rotary embedding of queries and keys; none if None.
+            positions: positions of the new tokens for `rotary`, (n,) or (b, n); ``seen`` … ``seen + n − 1`` if None.
+            mask: combined with the composition's mask by ``&``: n queries × all keys in the cache, including the new
+                ones. Only for `Full`.
 
         Returns:
             ``out`` (b, h, n, dv).
@@ -81,48 +82,48 @@ class Cache:
         Raises:
             InputError: for arguments that do not fit together, or that this cache cannot serve exactly.
         """
-        if self._working:
-            raise InputError("the cache is of a call that did not finish, expected a new one")
-        self._thaw()
+        if self._in_call:
+            raise InputError("cache is in an undefined state after a call that failed, expected a new one")
+        self._leave_inference_mode()
         call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device)
         own = as_mask(attention.mask) if isinstance(attention, Attention) else None
         if call != self._checked_call or torch.is_grad_enabled():
-            kind = self._checked(attention, q, k, v)
-            _hides_the_future(own)
+            kind = self._checked_signature(attention, q, k, v)
+            _check_causal(own)
         assert own is not None
         self._check(attention, own, k.shape[2], rotary, positions, mask)
         if not self._buffers:
             self._allocate(k, v)
-            self._kind = kind
-        self._working = True
+            self._signature = kind
+        self._in_call = True
         if torch.is_grad_enabled():
             with torch.no_grad():
                 out = self._attend(attention, own, q, k, v, rotary, positions, mask)
         else:
             out = self._attend(attention, own, q, k, v, rotary, positions, mask)
-        self._working, self._checked_call = False, call
+        self._in_call, self._checked_call = False, call
         self.seen += k.shape[2]
         return out
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
-        """Gather batch items, as beam search does: item i is now what item ``rows[i]`` was. Any number of them."""
+        """Gather batch items, as in beam search: item i becomes the former item ``rows[i]``. Any number of items."""
         if not self._buffers:
             return
-        self._thaw()
-        batch = self._kind[0]
+        self._leave_inference_mode()
+        batch = self._signature[0]
         if rows.ndim != 1 or len(rows) == 0 or int(rows.min()) < 0 or int(rows.max()) >= batch:
             raise InputError(f"rows is {rows.tolist()}, expected batch items from 0 to {batch - 1}")
         with torch.no_grad():
             for name, old in self._buffers.items():
                 used = old[:, :, : self._stop].index_select(0, rows.to(old.device))
                 new = old if len(rows) == batch else old.new_empty(len(rows), *old.shape[1:])
-                new[:, :, : self._stop] = used  # rows that are not in use need no copy
+                new[:, :, : self._stop] = used  # unused rows need no copy
                 self._buffers[name] = new
-        self._kind = (len(rows), *self._kind[1:])
+        self._signature = (len(rows), *self._signature[1:])
         self._checked_call = ()
 
-    def _thaw(self) -> None:
-        """Make buffers of inference mode, which nothing outside of it may write to, ordinary ones."""
+    def _leave_inference_mode(self) -> None:
+        """Replace buffers made in inference mode, which cannot be written to outside of it."""
         if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in self._buffers.values()):
             self._buffers = {name: x.clone() for name, x in self._buffers.items()}
 
@@ -130,28 +131,28 @@ class Cache:
         sizes = "".join(f"{name}={x}, " for name, x in vars(self).items() if name[0] != "_" and name != "seen")
         return f"{type(self).__name__}({sizes}seen={self.seen}, length={self.length})"
 
-    # --- of each cache ------------------------------------------------------------------------------------------------
+    # --- implemented by each cache ------------------------------------------------------------------------------------
 
     def _check(
         self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
         mask: Mask | None,
     ) -> None:  # fmt: skip
-        """Raise `InputError` for what this cache cannot serve; nothing has changed yet."""
-        raise TypeError(f"{type(self).__name__} does not say what it refuses")
+        """Raise `InputError` for arguments that this cache does not support, before any state changes."""
+        raise TypeError(f"{type(self).__name__} does not implement _check")
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
-        """Fill `_buffers` with room for keys and values like these."""
+        """Allocate `_buffers` for keys and values like these."""
         self._buffers = {"keys": _rows(k, self._most), "values": _rows(v, self._most)}
 
     def _attend(
         self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
         positions: Tensor | None, mask: Mask | None,
     ) -> Tensor:  # fmt: skip
-        """Take the tokens in and attend; `own` is the mask of the composition, `seen` still without them."""
-        raise TypeError(f"{type(self).__name__} does not say how it attends")
+        """Store the new tokens and attend; `own` is the mask of the composition, `seen` does not include them yet."""
+        raise TypeError(f"{type(self).__name__} does not implement _attend")
 
-    def _checked(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-        """What may not change from call to call, or `InputError`."""
+    def _checked_signature(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """Check the tensors, and return the properties that must not change between calls."""
         if not isinstance(attention, Attention):
             raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
         qs, ks, vs = q.shape, k.shape, v.shape
@@ -162,21 +163,21 @@ class Cache:
             )
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             name = "k" if k.requires_grad else "v" if v.requires_grad else "q"
-            raise InputError(f"{name} requires a gradient, which no cache passes on; expected torch.no_grad()")
+            raise InputError(f"{name} requires a gradient, but caches have no gradients; use torch.no_grad()")
         kind = (ks[0], ks[1], qs[1], ks[3], vs[3], k.dtype, k.device)
-        if self._kind and kind != self._kind:
+        if self._signature and kind != self._signature:
             raise InputError(
-                f"batch, key heads, query heads, head sizes, dtype and device are {_shown(kind)}, "
-                f"but the tokens in the cache came with {_shown(self._kind)}"
+                "q, k and v do not fit the cache: batch, key heads, query heads, head dimensions, dtype and device "
+                f"are {_joined(kind)}, expected {_joined(self._signature)}"
             )
         return kind
 
 
-class Track(Cache):
-    """Base of the caches that hold recent keys side by side, in order: a linear buffer with room to spare.
+class RecentKeysCache(Cache):
+    """Base of the caches that hold the last keys contiguously and in order, in a linear buffer with spare rows.
 
-    New rows go to its end; when that is reached, the rows still needed move to the front. As every token reads the
-    whole window anyway, room for an eighth of it makes the move (eight rows a token) cheap.
+    New rows are appended; when the buffer is full, the rows still needed are moved to the front. With spare rows for
+    an eighth of the window, this costs eight row copies per token, which is little since every token reads the window.
     """
 
     def __init__(self, most: int, window: int) -> None:
@@ -188,9 +189,10 @@ class Track(Cache):
         self._buffers = {"keys": _rows(k, size), "values": _rows(v, size)}
 
     def _append(self, k: Tensor, v: Tensor, keep: int, front: int) -> tuple[Tensor, Tensor]:
-        """Write new rows behind the newest; returns keys and values of the `keep` rows before them, and them.
+        """Append new rows; returns keys and values of the last `keep` rows before them and the new rows.
 
-        If rows must move, they move to row `front`. Views of the buffers, unless the chunk is longer than these.
+        If rows must move, they move to row `front`. The results are views of the buffers, unless the chunk is longer
+        than these.
         """
         keys, values = self._buffers["keys"], self._buffers["values"]
         n = k.shape[2]
@@ -212,14 +214,14 @@ class Track(Cache):
         return keys[:, :, first : self._stop], values[:, :, first : self._stop]
 
 
-def _hides_the_future(own: Mask | None) -> None:
-    """Raise `InputError` for masks that show keys which have not come yet, as far as that can be told."""
+def _check_causal(own: Mask | None) -> None:
+    """Raise `InputError` for masks that are known to show future keys."""
     if own is None:
-        raise InputError("mask is None with a cache; a cache needs a mask that hides the future, such as Causal()")
+        raise InputError("mask is None, but a cache needs a mask without future keys, such as Causal()")
     if own.band is not None and own.band[0] < 0:
         raise InputError(
-            f"mask shows keys {-own.band[0]:.0f} ahead of the query, which have not come yet; "
-            "a cache needs a mask that hides the future, such as Causal()"
+            f"mask shows keys up to {-own.band[0]:.0f} after the query, but a cache needs a mask without future keys, "
+            "such as Causal()"
         )
 
 
@@ -230,36 +232,36 @@ def at_least_one(cache: str, **sizes: int) -> None:
             raise InputError(f"{cache}: {name} is {size!r}, expected a whole number of keys, at least 1")
 
 
-def by_distance_alone(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
-    """Raise `InputError` for what a cache that lets keys go cannot serve."""
+def check_distance_mask(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
+    """Raise `InputError` for masks and positions that a cache which evicts keys does not support."""
     if own.band is None:
         raise InputError(
             f"{cache}: mask is {own!r}, which depends on more than the distance of query and key; "
             "expected a mask such as Causal() or Window(w), or the cache Full"
         )
     if mask is not None:
-        raise InputError(f"{cache}: an extra mask came, but keys are let go here; for padding use the cache Full")
+        raise InputError(f"{cache}: mask was passed, but this cache evicts keys; for padding use the cache Full")
     if positions is not None and positions.ndim != 1:
         raise InputError(
-            f"{cache}: positions has shape {tuple(positions.shape)}, but keys stand alike in all batch items here; "
-            "expected (n,), or for padding on the left the cache Full"
+            f"{cache}: positions has shape {tuple(positions.shape)}, but this cache needs the same positions in all "
+            "batch items; expected (n,), or for padding on the left the cache Full"
         )
 
 
-def composed(attention: Attention, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> Any:
-    """`attend` with the composition but for its mask, and without dropout."""
+def attend_with(attention: Attention, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """`attend` with a composition, but with another mask and without dropout."""
     return attend(
-        q, k, v, mask=mask, bias=attention.bias, score=attention.score, normalizer=attention.normalizer, **asked
+        q, k, v, mask=mask, bias=attention.bias, score=attention.score, normalizer=attention.normalizer, **options
     )
 
 
-def turned(
+def rotated(
     rotary: Rotary | None, q: Tensor, k: Tensor, start: int, positions: Tensor | None = None, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by `positions`, or from position `start` on; as of a sequence of `length` if given."""
+    """Rotate q and k by `positions`, or from position `start` on; `length` is for scalings that depend on it."""
     if rotary is None:
         return q, k
-    if q.shape[2] == 1 and q.shape[3] == k.shape[3]:  # one token is so little that starting operations is what costs
+    if q.shape[2] == 1 and q.shape[3] == k.shape[3]:  # one token: the overhead of operations dominates
         both = torch.cat([q, k], 1)
         both = rotary.span(both, start, length) if positions is None else rotary(both, positions, length)
         return both[:, : q.shape[1]], both[:, q.shape[1] :]
@@ -272,5 +274,5 @@ def _rows(x: Tensor, size: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], size, x.shape[3])
 
 
-def _shown(kind: tuple[Any, ...]) -> str:
+def _joined(kind: tuple[Any, ...]) -> str:
     return ", ".join(map(str, kind))

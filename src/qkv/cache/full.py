@@ -1,22 +1,22 @@
-"""A cache that keeps every key."""
+"""`Full`: a cache that keeps all keys."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, composed, turned
+from qkv.cache.base import PAST, Cache, at_least_one, attend_with, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask
 from qkv.positions import Rotary
 
 
 class Full(Cache):
-    """Keys and values of up to `capacity` tokens; exactly the attention of the whole sequence.
+    """Keeps the keys and values of up to `capacity` tokens; exactly the attention of the whole sequence.
 
-    Any mask that hides the future serves: the last query stands at the last key held. For texts of different lengths
-    pad on the left, and give `positions` (b, n) and a `mask` that hides the padding. With a rotary scaling that depends
-    on the length, keys keep the turn of the length at which they came.
+    Supports any mask without future keys; the last query is aligned with the last key. For texts of different lengths,
+    pad on the left, and pass `positions` (b, n) and a `mask` for the padding. With a rotary scaling that depends on the
+    length, each key keeps the rotation for the length at which it was added.
 
     >>> import torch, qkv
     >>> cache, causal = Full(512), qkv.Attention(mask=qkv.masks.Causal())
@@ -36,8 +36,8 @@ class Full(Cache):
     ) -> None:  # fmt: skip
         if self.seen + n > self.capacity:
             raise InputError(
-                f"cache holds {self.seen} tokens and {n} more came, but its capacity is {self.capacity}; "
-                "expected a larger capacity, or a cache that lets go: Sliding, Sinks, HeavyHitters"
+                f"Full: capacity is {self.capacity}, but {n} tokens were added to {self.seen}; expected a larger "
+                "capacity, or a cache that evicts keys: Sliding, Sinks, HeavyHitters"
             )
 
     def _attend(
@@ -46,12 +46,12 @@ class Full(Cache):
     ) -> Tensor:  # fmt: skip
         keys, values = self._buffers["keys"], self._buffers["values"]
         self._stop = stop = self.seen + k.shape[2]
-        q, k = turned(rotary, q, k, self.seen, positions)
+        q, k = rotated(rotary, q, k, self.seen, positions)
         keys.narrow(2, self.seen, k.shape[2]).copy_(k)
         values.narrow(2, self.seen, k.shape[2]).copy_(v)
         whole: Mask | None = own
-        if k.shape[2] == 1 and own.band == PAST:  # one query sees all there is
+        if k.shape[2] == 1 and own.band == PAST:  # all keys are visible to a single query
             whole = mask
         elif mask is not None:
             whole = own & mask
-        return composed(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))
+        return attend_with(attention, whole, q, keys.narrow(2, 0, stop), values.narrow(2, 0, stop))

@@ -1,4 +1,4 @@
-"""A cache that keeps the first keys and the last ones: StreamingLLM."""
+"""`Sinks` (StreamingLLM): a cache that keeps the first keys and the last keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv._engine.call import as_biases
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Track, at_least_one, by_distance_alone, composed, turned
+from qkv.cache.base import PAST, RecentKeysCache, at_least_one, attend_with, check_distance_mask, rotated
 from qkv.errors import InputError
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
@@ -17,23 +17,24 @@ from qkv.partial import Partial, merge
 from qkv.positions import Rotary
 
 
-class Sinks(Track):
-    """The first `sinks` keys and the last `window`, the query's own included, at the positions of their slots.
+class Sinks(RecentKeysCache):
+    """StreamingLLM: keeps the first `sinks` keys and the last `window` keys, with positions by cache slot.
 
-    Models put spare attention on the first tokens, and fail once these leave a sliding window. Here they stay, and move
-    up: of w + s slots the newest key stands in slot s + w − 1 and sink j in slot j, however far apart they were in the
-    text. Masks, biases and rotation go by slot. (Xiao et al. 2024, arXiv:2309.17453, §3.2.) Memory does not grow.
+    Models put unused attention on the first tokens (attention sinks), and fail once a sliding window evicts them. This
+    cache keeps them and assigns positions by slot: of w + s slots, the newest key is in slot s + w − 1 and sink j in
+    slot j, for any distance between them in the text. Masks, biases and rotation use slots. (Xiao et al. 2024,
+    arXiv:2309.17453, §3.2.) Memory is constant.
 
-    Several tokens at once give what they would give one by one. With a rotary scaling that depends on the length, that
-    is the number of slots in use.
+    Several tokens passed at once give the same results as one by one. A rotary scaling that depends on the length uses
+    the number of slots in use.
 
     >>> Sinks(4, 60)
     Sinks(sinks=4, window=60, seen=0, length=0)
     """
 
-    # Two facts make it cheap. Products of turned queries and keys depend on the distance alone: so recent keys stay
-    # turned by their position in the text, and only the sinks are turned anew for each query. And the rows before the
-    # window in the buffer are of keys that were let go: with the sinks written there, all keys are one view, in order.
+    # Two facts make it cheap. Products of rotated queries and keys depend on the distance alone, so recent keys keep
+    # the rotation of their position in the text, and only the sinks are rotated again for each query. And the rows
+    # before the window in the buffer belong to evicted keys: with the sinks written there, all keys are one view.
 
     def __init__(self, sinks: int, window: int) -> None:
         at_least_one("Sinks", sinks=sinks, window=window)
@@ -44,33 +45,34 @@ class Sinks(Track):
         self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
         mask: Mask | None,
     ) -> None:  # fmt: skip
-        by_distance_alone("Sinks", own, positions, mask)
+        check_distance_mask("Sinks", own, positions, mask)
         if positions is not None and positions.tolist() != list(range(self.seen, self.seen + n)):
             raise InputError(
-                f"Sinks: positions is {positions.tolist()}, but they are those of slots; "
+                f"Sinks: positions is {positions.tolist()}, but this cache uses the positions of its slots; "
                 f"expected None or {self.seen} … {self.seen + n - 1}"
             )
         if rotary is None:
             return
         if attention.score is not None and not attention.score.keeps_rotation:
             raise InputError(
-                f"Sinks: score is {type(attention.score).__name__} with rotary, whose products depend on more than the "
+                f"Sinks: score is {type(attention.score).__name__} with rotary, but it depends on more than the "
                 "distance; expected Dot or Cosine"
             )
         for bias in as_biases(attention.bias):
             if bias.by_query:
                 raise InputError(
-                    f"Sinks: bias is {type(bias).__name__} with rotary, which it meets turned; expected one of them"
+                    f"Sinks: bias is {type(bias).__name__} with rotary, which would rotate the queries that the bias "
+                    "uses; expected only one of them"
                 )
-        if _has_key(attention) and not _in_one_go(attention, own):
+        if _has_key(attention) and not _parts_merge(attention, own):
             raise InputError(
-                f"Sinks: normalizer={type(attention.normalizer).__name__}(key=…) came with rotary and with a bias "
-                "or a mask by distance; expected at most two of the three"
+                f"Sinks: normalizer is {type(attention.normalizer).__name__}(key=…) with rotary and with a bias or a "
+                "mask by distance; expected at most two of the three"
             )
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         super()._allocate(k, v)
-        for name, x in (("sink keys", k), ("sink values", v)):  # keys not yet turned
+        for name, x in (("sink keys", k), ("sink values", v)):  # keys before rotation
             self._buffers[name] = x.new_empty(x.shape[0], x.shape[1], self.sinks, x.shape[3])
 
     def _attend(
@@ -83,66 +85,66 @@ class Sinks(Track):
                 self._buffers[name][:, :, seen : seen + n] = x[:, :, : self.sinks - seen]
         fill = min(n, max(0, self._most - seen))
         outs = []
-        if fill:  # nothing has gone yet: slots are positions
+        if fill:  # nothing evicted yet: slots equal positions
             first = q[:, :, :fill], k[:, :, :fill], v[:, :, :fill]
             outs.append(self._fill(attention, own, first, rotary))
-        together = _in_one_go(attention, own) and (n - fill > 1 or (rotary is not None and _has_key(attention)))
+        together = _parts_merge(attention, own) and (n - fill > 1 or (rotary is not None and _has_key(attention)))
         for at in range(fill, n, n if together else 1):
             part = slice(at, n if together else at + 1)
             new = q[:, :, part], k[:, :, part], v[:, :, part]
-            take = self._chunk if together else self._step
-            outs.append(take(attention, own, new, rotary, seen + at))
+            attend = self._chunk if together else self._step
+            outs.append(attend(attention, own, new, rotary, seen + at))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _fill(self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None) -> Tensor:
         q, k, v = new
-        q, k = turned(rotary, q, k, self.seen)
+        q, k = rotated(rotary, q, k, self.seen)
         keys, values = self._append(k, v, self.seen, 0)
         alone = q.shape[2] == 1 and own.band == PAST
-        return composed(attention, None if alone else own, q, keys, values)
+        return attend_with(attention, None if alone else own, q, keys, values)
 
     def _step(self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None, at: int) -> Tensor:
-        """One token, at position `at`, when all slots are taken."""
+        """Decode one token, at position `at`, with all slots in use."""
         q, k, v = new
-        q, k = turned(rotary, q, k, at, length=self._most)
+        q, k = rotated(rotary, q, k, at, length=self._most)
         self._append(k, v, self.window - 1, self.sinks)
         first, start = self._stop - self._most, self._stop - self.window
         keys, values = self._buffers["keys"], self._buffers["values"]
         keys[:, :, first:start] = self._sink_keys(rotary, at - (self._most - 1))
         values[:, :, first:start] = self._buffers["sink values"]
         whole = None if own.band == PAST else own
-        return composed(attention, whole, q, keys[:, :, first : self._stop], values[:, :, first : self._stop])
+        return attend_with(attention, whole, q, keys[:, :, first : self._stop], values[:, :, first : self._stop])
 
     def _chunk(
         self, attention: Attention, own: Mask, new: tuple[Tensor, ...], rotary: Rotary | None, at: int
     ) -> Tensor:
-        """Tokens from position `at` on, when all slots are taken: sinks and recent keys apart, merged."""
+        """Process tokens from position `at` on, with all slots in use: merges attention to sinks and to recent keys."""
         q, k, v = new
-        near, k = turned(rotary, q, k, at, length=self._most)
+        near, k = rotated(rotary, q, k, at, length=self._most)
         if rotary is not None:
-            # Turned by slots: every query stands in the last one, and sinks in the first. So does a learned key of
-            # the softmax, or its sink, see the query, once.
+            # Rotate by slots: every query is in the last slot, the sinks in the first ones. This part also includes
+            # the sink or learned key of the softmax, exactly once.
             slot = torch.full((q.shape[2],), self._most - 1, device=q.device)
             q = rotary(q, slot, self._most)
         keys, values = self._append(k, v, self.window - 1, self.sinks)
         far = Partial(
-            *composed(attention, None, q, self._sink_keys(rotary, 0), self._buffers["sink values"], return_lse=True)
+            *attend_with(attention, None, q, self._sink_keys(rotary, 0), self._buffers["sink values"], return_lse=True)
         )
         plain = attention.normalizer
         if isinstance(plain, SumToOne):
             plain = plain.with_sink()
         attention = replace(attention, normalizer=plain)
-        recent = Partial(*composed(attention, Window(self.window), near, keys, values, return_lse=True))
+        recent = Partial(*attend_with(attention, Window(self.window), near, keys, values, return_lse=True))
         return merge(far, recent).out
 
     def _sink_keys(self, rotary: Rotary | None, first: int) -> Tensor:
-        """The sinks, turned by positions `first` and those that follow."""
+        """Keys of the sinks, rotated by positions first, first + 1, …"""
         keys = self._buffers["sink keys"]
         return keys if rotary is None else rotary.span(keys, first, self._most)
 
 
-def _in_one_go(attention: Attention, own: Mask) -> bool:
-    """Whether parts merge, and nothing goes by distance."""
+def _parts_merge(attention: Attention, own: Mask) -> bool:
+    """Whether partial results merge, and neither mask nor biases depend on the distance."""
     return (
         (attention.normalizer is None or attention.normalizer.has_lse)
         and own.band == PAST

@@ -1,7 +1,7 @@
-"""Kernels: ways to compute one attention call, and the choice among them.
+"""Kernels: implementations of one attention call, and the choice between them.
 
-A kernel is a module with ``unsupported_reason(call)``, which says why it cannot serve a call or returns None, and
-``forward(call)``, which serves it. None imports another.
+A kernel is a module with ``unsupported_reason(call)``, which returns the reason why it cannot serve a call or None,
+and ``forward(call)``, which computes it. Kernels do not import one another.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ KERNELS: dict[str, ModuleType] = {
     "eager": eager,
     "reference": loops,
 }
-"""Every kernel by the name that `attend` takes; one of your own joins them."""
+"""All kernels by the name that `attend` takes. Add your own kernel here."""
 
-PREFERENCE = {  # in this order, with the reason each is worth having
+PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "linear": "the weights are products of features: time and memory linear in the sequence",
-    "flash": "torch's fused kernel, folded over the visible parts: linear memory, the fastest on CPU",
+    "flash": "torch's fused kernel, run on the visible blocks: linear memory, the fastest on CPU",
     "flex": "FlexAttention, compiled for this composition: linear memory, the fastest on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
@@ -53,12 +53,12 @@ FEW_REASON = "so few scores that forming the weights is the fastest"
 
 def _preferred(call: Call) -> tuple[str, ...]:
     """Kernels for ``"auto"``, the best first."""
-    if _few(call):
+    if _few_scores(call):
         return (*(name for name in PREFERENCE if name != "tiled"), "tiled")
     return tuple(PREFERENCE)
 
 
-def _few(call: Call) -> bool:
+def _few_scores(call: Call) -> bool:
     n_queries, n_keys = call.q.shape[2], call.k.shape[2]
     return n_queries == 1 or n_queries * n_keys <= sizes(call.q.device).few_scores
 
@@ -72,7 +72,7 @@ _EDITOR: ContextVar[Editor | None] = ContextVar("qkv editor", default=None)
 
 @contextmanager
 def watching(watcher: Watcher | None) -> Iterator[None]:
-    """Inside, `watcher` sees every call that is served and its result, in this thread; None: nobody does."""
+    """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
     token = _WATCHER.set(watcher)
     try:
         yield
@@ -82,10 +82,10 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
 
 @contextmanager
 def editing(editor: Editor | None) -> Iterator[None]:
-    """Inside, `editor` comes between every call and its kernel, in this thread; None: nobody does.
+    """Context in which `editor` may replace every call before it is served, on this thread; None for no editor.
 
-    It gets the call, and whether its weights are wanted. What it gives is the call to serve and to watch instead, or a
-    result: of a call whose heads differ in what one call has for all of them, and which therefore nobody can watch.
+    The editor gets the call, and whether its weights are needed. It returns the call to serve instead, or a finished
+    `Result` when heads need different settings; such a call cannot be profiled.
     """
     token = _EDITOR.set(editor)
     try:
@@ -95,14 +95,14 @@ def editing(editor: Editor | None) -> Iterator[None]:
 
 
 def watched() -> bool:
-    """Whether anybody watches or edits. What a compiler makes of a call is neither watched nor edited."""
+    """Whether a watcher or an editor is active. Inside compiled code, calls are neither watched nor edited."""
     return not torch.compiler.is_compiling() and (_WATCHER.get() is not None or _EDITOR.get() is not None)
 
 
 def opaque(function: F) -> F:
-    """`function` runs as it is inside compiled code: a compiler that traces into tiles and caches gains nothing.
+    """Like `torch.compiler.disable`: the compiler does not trace `function`, whose tiles and caches it cannot fuse.
 
-    It is `torch.compiler.disable`, once there is a compiler: that is slow to import, and most programs have none.
+    `torch.compiler.disable` is applied only once torch._dynamo has been imported, because that import is slow.
     """
     disabled: list[F] = []
 
@@ -114,57 +114,60 @@ def opaque(function: F) -> F:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **named)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # not looked into, either
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor is the wrapper traced
     return cast(F, run)
 
 
 def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
-    """`call` on the kernel that serves it: the one place all attention passes, so the one to watch or edit it."""
+    """Compute `call` on the chosen kernel. All attention passes here, so this is where calls are watched and edited."""
     editor, watcher = _EDITOR.get(), _WATCHER.get()
     if editor is not None:
-        with editing(None):  # calls that the editor and the watcher make are their own
-            return _edited(editor(call, weights), kernel, watcher, weights=weights)
+        with editing(None):  # calls made by the editor or the watcher are not edited
+            return _serve_edited(editor(call, weights), kernel, watcher, weights=weights)
     result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
     if watcher is not None:
         watcher(call, result)
     return result
 
 
-def _edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
+def _serve_edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
     if isinstance(made, Call):
         return serve(made, kernel, weights=weights)
     if watcher is not None:
         raise InputError(
-            "edits: some heads of a layer are edited unlike others, and what is profiled is whole calls; "
-            "expected the same edit of all heads of a layer"
+            "edits: the heads of a layer have different edits, but only whole layers can be profiled; "
+            "expected the same edit for all heads of a layer"
         )
     return made
 
 
-OF_PIECES = ("flash", "flex", "tiled")  # kernels for the pieces of a shared call, in this order
-WITH_GRADIENTS = ("flash", "tiled")  # those that make gradients of a piece from the out and lse of the whole row
+BLOCK_KERNELS = ("flash", "flex", "tiled")  # kernels for the blocks of a sharded call, in order of preference
+BLOCK_KERNELS_WITH_GRADIENTS = (
+    "flash",
+    "tiled",
+)  # those that compute a block's gradients from the row's out and lse
 
 
 def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
-    """A call that a group of processes makes together: `kernel` is that of its pieces."""
-    if kernel != "auto" and kernel not in OF_PIECES:
+    """Compute a call that is sharded over a group of processes; `kernel` computes each block."""
+    if kernel != "auto" and kernel not in BLOCK_KERNELS:
         raise InputError(
-            f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, OF_PIECES))}"
+            f"kernel is {kernel!r} with a group, expected 'auto' or one of {', '.join(map(repr, BLOCK_KERNELS))}"
         )
     if kernel != "auto":
         choose(shared.call, kernel)
     if _EDITOR.get() is not None:
-        raise InputError("group is given, but attention that processes share is not edited; expected a model without")
-    result = ring.run(shared, functools.partial(_of_piece, kernel))
+        raise InputError("group was passed, but sharded attention cannot be edited; expected group=None under edits")
+    result = ring.run(shared, functools.partial(_block_kernel, kernel))
     watcher = _WATCHER.get()
     if watcher is not None:
         watcher(shared, result)
     return result
 
 
-def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
-    """The kernel for a piece, of which the tensors of these names want gradients."""
-    names = WITH_GRADIENTS if wanted else OF_PIECES
+def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
+    """The kernel for a block of a sharded call, of which the tensors named in `wanted` need gradients."""
+    names = BLOCK_KERNELS_WITH_GRADIENTS if wanted else BLOCK_KERNELS
     for name in (kernel,) if kernel in names else names:
         fits = name != "flash" or wanted <= {"q", "k", "v"}
         if (
@@ -173,11 +176,11 @@ def _of_piece(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
             and (kernel == name or not _only_for_tests(name, call))
         ):
             return KERNELS[name]
-    raise AssertionError("tiled serves every piece, and a kernel asked for by name serves the whole call")
+    raise AssertionError("tiled serves every block, and a kernel requested by name was checked for the whole call")
 
 
 def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
-    """The kernel that serves `call`, as `choose` has it, without asking all of them."""
+    """The same kernel as `choose`, without checking all kernels."""
     if kernel == "auto":
         for name in _preferred(call):
             if _unsupported_reason(name, call, weights=weights) is None and not _only_for_tests(name, call):
@@ -187,7 +190,7 @@ def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
 
 def _unsupported_reason(name: str, call: Call, *, weights: bool) -> str | None:
     if weights and name not in FORM_WEIGHTS:
-        return "it never forms the weights that were asked for"
+        return "it never forms the weights, which were requested"
     why: str | None = KERNELS[name].unsupported_reason(call)
     return why
 
@@ -197,9 +200,9 @@ def _only_for_tests(name: str, call: Call) -> bool:
 
 
 def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str, dict[str, str]]:
-    """The kernel that serves `call`, why, and why each of the others does not.
+    """The kernel that serves `call`, the reason, and the reason against each other kernel.
 
-    A kernel named by the user serves or raises; ``"auto"`` takes the first of `PREFERENCE` that can.
+    A kernel requested by name serves the call or raises; ``"auto"`` takes the first of `PREFERENCE` that supports it.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise InputError(f"kernel is {kernel!r}, expected 'auto' or one of {', '.join(map(repr, KERNELS))}")
@@ -211,14 +214,14 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
     if kernel != "auto":
         if kernel in rejected:
             raise InputError(f"kernel={kernel!r} cannot serve this call: {rejected[kernel]}")
-        return kernel, "asked for by name", rejected
+        return kernel, "requested by name", rejected
     if _only_for_tests("flex", call) and "flex" not in rejected:
         rejected["flex"] = "it forms all scores unless on CUDA: for tests"
     chosen = next((name for name in _preferred(call) if name not in rejected), None)
     if chosen is None:
-        raise InputError(f"no kernel can serve this call: {rejected['eager']}")
+        raise InputError(f"kernel is 'auto', but no kernel can serve this call: {rejected['eager']}")
     for name in KERNELS:
         if name != chosen and name not in rejected:
-            rejected[name] = "slower" if name in PREFERENCE else "the oracle: for tests and reading"
-    few = chosen == "eager" and "tiled" in rejected and not weights and _few(call)
+            rejected[name] = "slower" if name in PREFERENCE else "the specification: for tests and reading"
+    few = chosen == "eager" and "tiled" in rejected and not weights and _few_scores(call)
     return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

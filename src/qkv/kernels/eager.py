@@ -1,4 +1,4 @@
-"""Attention with its weights formed: quadratic memory, every composition, every gradient by autograd."""
+"""The eager kernel: forms the weight matrix. Quadratic memory, any composition, all derivatives by autograd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qkv._engine import noise
 from qkv._engine.call import Call, Result
-from qkv._engine.tiles import ScoreTiles, without_unseen
+from qkv._engine.tiles import ScoreTiles, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
 from qkv.biases.tensors import clipped
 from qkv.masks import Region
@@ -25,21 +25,21 @@ def unsupported_reason(call: Call) -> str | None:
     if transformed(call) and solved:
         return (
             f"{type(call.normalizer).__name__} has no derivatives in torch.func transforms and in forward mode, "
-            "where the level of its rows is found by search; expected Softmax or a Pointwise normalizer"
+            "because the level of its rows is found by search; expected Softmax or a Pointwise normalizer"
         )
     return None
 
 
 def forward(call: Call) -> Result:
-    """Attention and its weights, after dropout as they met the values; dtype of the inputs."""
+    """Attention, and its weights after dropout; both in the dtype of the inputs."""
     tiles = ScoreTiles(call)
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
     v = call.v
     visible = None if call.mask is None else call.mask.visible(whole, call.grid)
     if visible is not None:
-        tiles.k = without_unseen(tiles.k.view(call.k.shape), visible).flatten(0, 1)
-        v = without_unseen(v, visible)
+        tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
+        v = zero_masked_keys(v, visible)
     scores = tiles.scores(rows, columns)
     if call.shift is not None:
         scores = scores + call.shift[..., None]
@@ -56,16 +56,16 @@ def forward(call: Call) -> Result:
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weights, and the log-sum-exp where there is one."""
+    """Weights, and the log-sum-exp if the normalizer has one."""
     normalizer = call.normalizer
     if isinstance(normalizer, SumToOne):
-        together = scores
-        if call.sink is not None:  # one more column, owned by no key
-            together = torch.cat([scores, call.sink[..., None].expand(*scores.shape[:3], 1)], -1)
+        with_sink = scores
+        if call.sink is not None:  # one more column, which belongs to no key
+            with_sink = torch.cat([scores, call.sink[..., None].expand(*scores.shape[:3], 1)], -1)
         if normalizer.has_lse:
-            lse = log_sum_exp(together)
+            lse = log_sum_exp(with_sink)
             return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]), lse
-        level = differentiable_level(normalizer, together, normalizer.tensors())
+        level = differentiable_level(normalizer, with_sink, normalizer.tensors())
         weights = weights_of(normalizer, scores, level)
         return (_one_key(call, normalizer, scores, weights) if normalizer.one_key else weights), None
     assert isinstance(normalizer, Pointwise)
@@ -79,18 +79,18 @@ def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _one_key(call: Call, normalizer: SumToOne, scores: Tensor, soft: Tensor) -> Tensor:
-    """One-hot weights with the gradient of soft ones."""
-    chances = scores
+    """One-hot weights with the gradient of the softmax weights (straight-through)."""
+    noisy = scores
     if normalizer.sample:
         whole = Region(slice(0, scores.shape[2]), slice(0, scores.shape[3]))
-        chances = scores + noise.gumbel(call.seed, whole, call.grid).to(scores)
-    one = torch.zeros_like(soft).scatter_(-1, chances.argmax(-1, keepdim=True), 1.0)
+        noisy = scores + noise.gumbel(call.seed, whole, call.grid).to(scores)
+    one = torch.zeros_like(soft).scatter_(-1, noisy.argmax(-1, keepdim=True), 1.0)
     one = one.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return one + (soft - soft.detach())
 
 
 def _relative(call: Call, weights: Tensor) -> Tensor:
-    """Σ_j A_ij values[clip(j − p_i)]."""
+    """Σ_j A_ij values[clip(j − p_i)]: the part of the output that comes from relative values."""
     assert call.values is not None
     grid, reach = call.grid, call.values.shape[-2] // 2
     index = clipped(grid.rows(0, grid.n_queries)[:, None], grid.columns(0, grid.n_keys), reach)

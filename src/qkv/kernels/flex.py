@@ -1,8 +1,8 @@
-"""Attention by torch's FlexAttention: the mask as blocks, the biases as a function of one score.
+"""The flex kernel: torch's FlexAttention, with the mask as a BlockMask and the biases as a score_mod.
 
-On CUDA it is compiled into one Triton kernel for the composition, in linear memory, with gradients. On CPU it runs as
-torch's own reference, which forms all scores and has no backward: enough to test that masks and biases say the same
-there. (Dong et al. 2024, arXiv:2412.05496.)
+On CUDA each composition is compiled into one Triton kernel, with linear memory and gradients. On CPU it runs torch's
+eager implementation, which forms all scores and has no backward: enough to test the translation of masks and biases.
+(Dong et al. 2024, arXiv:2412.05496.)
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias
 from qkv.masks import Grid, Mask
-from qkv.masks.convert import block_mask, survey
+from qkv.masks.convert import block_mask, block_visibility
 from qkv.partial import Partial
 
-BLOCK = 128  # queries and keys of a block of the mask: what FlexAttention's kernels are tuned for
-SMALLEST_HEAD = 16  # of Triton's matrix product
-COMPOSITIONS = 256  # compiled kernels kept; torch's own limit of 8 is meant for one function, not for a library
+BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
+SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
+COMPOSITIONS = 256  # limit of compiled kernels; torch's default of 8 is meant for one function, not for a library
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -38,28 +38,28 @@ def unsupported_reason(call: Call) -> str | None:
     if device not in ("cpu", "cuda"):
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
     if not _has_lse():
-        return f"the FlexAttention of torch {torch.__version__} does not return the log-sum-exp as it should"
+        return f"the FlexAttention of torch {torch.__version__} cannot return the log-sum-exp"
     if not call.normalizer.has_lse:
         return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
     if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
     for bias in call.biases:
         if not overrides(bias, Bias, "at"):
-            return f"the bias {type(bias).__name__} says what it does to a tile of scores, not to one (`at`)"
+            return f"the bias {type(bias).__name__} has no method `at` for a single score"
     if transformed(call):
         return REASON
     if call.untracked is not None:
         return call.untracked
     if call.values is not None:
-        return "it has no room for values that depend on the distance"
+        return "it has no values that depend on the distance"
     if device == "cpu":
         return "torch's FlexAttention has no backward on CPU" if call.needs_grad else None
     if not _has_triton():
-        return "Triton is not installed, which it is compiled with"
+        return "it needs Triton, which is not installed"
     if call.q.dtype == torch.float64:
-        return "its kernels sum in float32, which is too little for float64"
+        return "its kernels accumulate in float32, which is not precise enough for float64"
     return None
 
 
@@ -83,16 +83,16 @@ def forward(call: Call) -> Result:
     from torch.nn.attention.flex_attention import AuxRequest
 
     if not call.needs_grad:
-        call = detached(call)  # FlexAttention on CPU refuses tensors that want a gradient even where none is kept
+        call = detached(call)  # FlexAttention on CPU rejects tensors that require gradients, even under no_grad
     q, k, v = call.q, call.k, call.v
-    seen = None
+    blocked = None
     if call.mask is not None:
         lay = (
-            _seen if call.mask.by_value or is_dataclass(call.mask) else _seen.__wrapped__
+            _blocked_mask if call.mask.by_value or is_dataclass(call.mask) else _blocked_mask.__wrapped__
         )  # what may change is not kept
-        seen = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-        if seen.idle_keys is not None:  # so that NaN in padding stays there
-            k, v = (x.masked_fill(seen.idle_keys[:, None, :, None], 0) for x in (k, v))
+        blocked = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+        if blocked.masked_keys is not None:  # NaN in padding must not spread
+            k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
     d, dv = q.shape[3], v.shape[3]
     q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
     out, aux = _attention(q.device.type)(
@@ -100,14 +100,14 @@ def forward(call: Call) -> Result:
         k,
         v,
         score_mod=_score_mod(call),
-        block_mask=None if seen is None else seen.blocks,
+        block_mask=None if blocked is None else blocked.blocks,
         scale=call.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
-    if seen is not None and seen.blind is not None:
-        out, lse = out.masked_fill(seen.blind[..., None], 0), lse.masked_fill(seen.blind, -torch.inf)
+    if blocked is not None and blocked.empty_rows is not None:
+        out, lse = out.masked_fill(blocked.empty_rows[..., None], 0), lse.masked_fill(blocked.empty_rows, -torch.inf)
     part = Partial(out, lse)
     if call.sink is not None:
         part = part.with_sink(call.sink)
@@ -115,7 +115,7 @@ def forward(call: Call) -> Result:
 
 
 def _fit(x: Tensor, size: int) -> Tensor:
-    """Heads as large as Triton needs them, padded with zeros."""
+    """Pad heads with zeros to Triton's smallest head dimension."""
     if x.device.type != "cuda":
         return x
     x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
@@ -133,8 +133,8 @@ def _attention(device: str) -> Callable[..., Any]:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: an error rather than a silent return to forming all scores. Shapes are left to torch, which compiles
-    # for the first ones it meets and, when they change, once more for any.
+    # fullgraph raises an error instead of falling back silently to forming all scores. torch compiles for the first
+    # shapes, and recompiles once with dynamic shapes when they change.
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -157,7 +157,7 @@ def _reference_attention(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without two warnings: that scores are formed, as is meant on CPU, and torch.compile's own about .grad."""
+    """Suppress two warnings: that scores are formed, which is intended on CPU, and one of torch.compile about .grad."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -165,7 +165,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _score_mod(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """The final score of a pair from factor · q·k; None where they are the same but for `call.scale`."""
+    """FlexAttention's score_mod: final score of a pair from factor · q·k. None if `call.scale` alone gives it."""
     if not call.biases:
         return None
     biases, temperature = [_ready(bias, call) for bias in call.biases], call.normalizer.temperature
@@ -179,7 +179,7 @@ def _score_mod(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor],
 
 
 def _ready(bias: Bias, call: Call) -> Bias:
-    """A bias on the device of the call, of no more precision than scores, and of no less if gradients add up in it."""
+    """A bias on the device of the call, not wider than the scores, and not narrower if it accumulates gradients."""
     tensors = bias.tensors()
     if set(tensors) != {"tensor"}:
         return bias
@@ -189,7 +189,7 @@ def _ready(bias: Bias, call: Call) -> Bias:
     tensor = made.tensors()["tensor"]
     if tensor.requires_grad and tensor._is_view():
         # torch.compile gives no gradient, and no error, to a view that a score_mod captures (torch 2.13).
-        object.__setattr__(made, "tensor", tensor.clone())  # to make it anew would make a view again
+        object.__setattr__(made, "tensor", tensor.clone())  # the constructor would make a view again
     return made
 
 
@@ -197,31 +197,31 @@ def _ready(bias: Bias, call: Call) -> Bias:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A mask laid over a grid."""
+class BlockedMask:
+    """A mask on a grid, in the form that FlexAttention takes, and its fully masked queries and keys."""
 
     blocks: Any  # BlockMask
-    blind: Bool[Tensor, "b h nq"] | None
-    """Queries that see nothing; None if there are none."""
-    idle_keys: Bool[Tensor, "b nk"] | None
-    """Keys that no query sees; None if there are none."""
+    empty_rows: Bool[Tensor, "b h nq"] | None
+    """Fully masked queries; None if there are none."""
+    masked_keys: Bool[Tensor, "b nk"] | None
+    """Keys that are masked for all queries; None if there are none."""
 
 
 @functools.lru_cache(maxsize=8)
-def _seen(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> Seen:
-    """Kept for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
-    with torch.inference_mode(False), torch.no_grad():  # what is kept must serve training, too
-        found = survey(mask, grid, size)
-        blind, idle = ~found.queries, ~found.keys
-        return Seen(
-            block_mask(mask, grid, found.kinds, size),
-            blind if blind.any() else None,
-            idle if idle.any() else None,
+def _blocked_mask(mask: Mask, grid: Grid, versions: tuple[int, ...], size: int) -> BlockedMask:
+    """Cached for the layers and steps that use the same mask; `versions` change when its tensors are written to."""
+    with torch.inference_mode(False), torch.no_grad():  # cached tensors must serve training too
+        found = block_visibility(mask, grid, size)
+        empty_rows, masked_keys = ~found.queries, ~found.keys
+        return BlockedMask(
+            block_mask(mask, grid, found.status, size),
+            empty_rows if empty_rows.any() else None,
+            masked_keys if masked_keys.any() else None,
         )
 
 
 def _versions(x: object) -> tuple[int, ...]:
-    """How often each tensor of a mask has been written to."""
+    """Version counters of the tensors of a mask, which count in-place writes."""
     if isinstance(x, Tensor):
         return (0 if x.is_inference() else x._version,)
     if not is_dataclass(x):

@@ -1,8 +1,8 @@
-"""Linear attention: where a weight is a product of features, keys and values sum up to a state before any query comes.
+"""The linear kernel: linear attention, whose weights are products of features, from a running state.
 
 Σ_j (φ(q)·φ(k_j)) v_j = φ(q) · Σ_j φ(k_j) v_jᵀ: O(n) in time and memory (Katharopoulos et al. 2020, arXiv:2006.16236,
-eq. 6). Causally the state grows with the query; it is kept once a chunk, and within its own chunk a query meets the
-keys one by one (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are worked on at once, in a few large products.
+eq. 6). The causal form is chunked: the state is computed once per chunk, and within its own chunk a query uses masked
+quadratic attention (Hua et al. 2022, arXiv:2202.10447, §3.2). All chunks are computed together in a few large products.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 
 CHUNK = 128
-SEGMENT = 2**21  # numbers in the largest tensor that a segment of the sequence makes
+SEGMENT = 2**21  # elements in the largest temporary of a segment of the sequence
 
 
 @dataclass(frozen=True, eq=False)
 class LinearState:
-    """All that linear attention keeps of the keys and values so far, however many, in float32 or better.
+    """State of linear attention after any number of keys and values, in float32 or better.
 
     >>> LinearState.zero(1, 2, n_features=8, value_dim=16).kv.shape
     torch.Size([1, 2, 8, 16])
@@ -51,7 +51,7 @@ class LinearState:
         batch: int, key_heads: int, n_features: int, value_dim: int,
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
-        """The old name of `zero`."""
+        """Deprecated name of `zero`."""
         warn("LinearState.empty", "LinearState.zero")
         return LinearState.zero(batch, key_heads, n_features, value_dim, dtype, device)
 
@@ -69,21 +69,21 @@ def unsupported_reason(call: Call) -> str | None:
     if not (isinstance(call.normalizer, Pointwise) and call.normalizer.is_identity) or call.shift is not None:
         return f"its weights are the scores themselves, not {type(call.given.normalizer).__name__} of them"
     if call.pairwise is not None:
-        return f"the score {type(call.pairwise).__name__} is no product of query and key"
+        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
     if call.biases or call.values is not None:
         return "a bias depends on query and key together"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
     if _parts(call.mask, call.grid) is None:
-        return "the mask is more than causal, a choice of keys, or both"
+        return "the mask is neither causal, nor a selection of keys, nor both"
     if transformed(call):
         return REASON
     return None
 
 
 def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:
-    """Whether the mask is causal, and which keys (batch or 1, nk) it shows at all; None if there is more to it."""
-    causal, shown = False, []
+    """Whether the mask is causal, and its key masks (batch or 1, nk); None if the mask has any other factor."""
+    causal, key_masks = False, []
     for factor in () if mask is None else mask.factors():
         if factor.band == (0, math.inf):
             causal = True
@@ -91,12 +91,12 @@ def _parts(mask: Mask | None, grid: Grid) -> tuple[bool, list[Tensor]] | None:
         keys = factor.key_mask(grid)
         if keys is None:
             return None
-        shown.append(keys)
-    return causal, shown
+        key_masks.append(keys)
+    return causal, key_masks
 
 
 def causal(call: Call) -> bool:
-    """Whether a query sees the keys up to its own, so that the state grows with it."""
+    """Whether the call is causal."""
     parts = _parts(call.mask, call.grid)
     return parts is not None and parts[0]
 
@@ -105,11 +105,11 @@ def forward(call: Call) -> Result:
     """Attention in time and memory linear in the sequence, differentiable in q, k and v."""
     parts = _parts(call.mask, call.grid)
     assert parts is not None
-    is_causal, shown = parts
+    is_causal, key_masks = parts
     k, v = call.k, call.v
-    for keys in shown:
-        hidden = ~keys[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    for keys in key_masks:
+        masked = ~keys[:, None, :, None]
+        k, v = k.masked_fill(masked, 0), v.masked_fill(masked, 0)
     assert isinstance(call.normalizer, Pointwise)
     q = call.q if call.scale == 1 else call.q.to(at_least_float32(call.q.dtype)) * call.scale
     out, _ = attention(q, k, v, causal=is_causal, divided=call.normalizer.divide == "sum")
@@ -130,7 +130,7 @@ def attention(
 ) -> tuple[Float[Tensor, "b h nq dv"], LinearState]:
     """Linear attention of features q and k, `divided` by the sum of the weights or not; and the state after all keys.
 
-    A key of zeros is no key. With nq ≠ nk the last query stands at the last key; keys in `state` come before all.
+    Masked keys are zeros. With nq ≠ nk the last query is aligned with the last key; keys in `state` precede all others.
     """
     dtype = at_least_float32(q.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -144,7 +144,8 @@ def attention(
         total = (q @ state.k_sum[:, :, None, :, None])[..., 0] if divided else None
         out = _divided(out, total)
     else:
-        # Keys that every query sees go into the state; queries before the first key see nothing. The rest is square.
+        # Keys before the first query go into the state; queries before the first key are fully masked. The rest is
+        # square.
         ahead = n_keys - n_queries
         if ahead > 0:
             state = state.plus(k[:, :, :ahead], v[:, :, :ahead])
@@ -169,7 +170,7 @@ def _segments(
     chunk: int,
     divided: bool,
 ) -> tuple[Float[Tensor, "b hkv g n dv"], LinearState]:
-    """Some thousand tokens after another: all at once would be fresh memory, which costs more than the arithmetic."""
+    """Process segments of some thousand tokens one by one: allocating for all costs more than the arithmetic."""
     b, hkv, group, n, m = q.shape
     widest = max(group * chunk, group * m, m * v.shape[3] // chunk)
     size = chunk * max(1, SEGMENT // (b * hkv * widest * chunk))
@@ -189,7 +190,7 @@ def _square(
     chunk: int,
     divided: bool,
 ) -> tuple[Float[Tensor, "b hkv g n dv"], Float[Tensor, "b hkv g n"] | None, LinearState]:
-    """Causal attention where query i stands at key i: out, not yet divided; sums of the weights; the state after."""
+    """Causal attention with query i at key i: undivided output, sums of the weights, and the final state."""
     group, n = q.shape[2:4]
     if n % chunk:
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)) for x in (q, k, v))
@@ -209,7 +210,7 @@ def _square(
 
 
 def _sums(x: Float[Tensor, "b hkv c *n"], start: Float[Tensor, "b hkv *n"]) -> tuple[Tensor, Tensor]:
-    """`start` plus the sum of all chunks; and, for each chunk, plus the sum of those before it."""
+    """`start` plus the sum of all chunks; and for each chunk, `start` plus the sum of the earlier chunks."""
     sums = torch.cat([start[:, :, None], x], 2).cumsum(2)
     return sums[:, :, -1], sums[:, :, :-1]
 

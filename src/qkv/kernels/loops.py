@@ -1,4 +1,4 @@
-"""The NumPy specification as a kernel, so that anything can be checked by ``kernel="reference"``."""
+"""The reference kernel: the NumPy specification behind ``kernel="reference"``, to check results against."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def unsupported_reason(call: Call) -> str | None:
     if call.needs_grad:
         return "it has no gradients; detach the inputs or use torch.no_grad()"
     given = call.given
-    unknown = reference.undefined(given.mask, *given.biases, given.score, given.normalizer)
+    unknown = reference.first_undefined(given.mask, *given.biases, given.score, given.normalizer)
     if unknown is not None:
         return f"the reference has no definition of {unknown}"
     if call.dropout_p:
         return "it has no dropout"
     if isinstance(call.normalizer, SumToOne) and call.normalizer.sample:
-        return f"it draws nothing, and {type(call.normalizer).__name__}(sample=True) does"
+        return f"it does not sample, and {type(call.normalizer).__name__}(sample=True) does"
     if transformed(call):
         return REASON
     return None

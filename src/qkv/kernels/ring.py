@@ -1,10 +1,10 @@
-"""Ring attention: keys and values pass from process to process, and what each process finds merges.
+"""Ring attention: shards of keys and values travel around a ring of processes, and partial results merge.
 
-P processes hold a shard of the sequence each (`qkv.ring`). In P steps every block of keys and values visits every
-process, which attends from its own queries to it and merges the result: `qkv.partial.merge` does not mind the order.
-The next block is on its way while a process works on this one. Going back, the gradients of a block travel with it
-and are whole when it is home; a piece's gradients are exact when its kernel gets the out and log-sum-exp of the whole
-row. (Liu et al. 2023, arXiv:2310.01889.)
+Each of P processes holds one shard of the sequence (`qkv.ring`). In P steps, every shard of keys and values visits
+every process, which computes the attention of its own queries to it and merges the partial result
+(`qkv.partial.merge`). The next shard is transferred while the current one is computed. In the backward, the gradients
+of a shard travel with it and are complete when they return to its process; the gradients of a block are exact because
+its kernel gets the output and log-sum-exp of the whole row. (Liu et al. 2023, arXiv:2310.01889.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
-from qkv._engine.transforms import once
+from qkv._engine.transforms import kernel_once_differentiable
 from qkv.partial import Partial, merge, sink_gradient
-from qkv.ring import Shared, part_of
+from qkv.ring import Shared, slice_bias
 
 Choose = Callable[[Call, set[str]], ModuleType]
-"""The kernel for a piece, of which the tensors of these names want gradients (none: going forward)."""
+"""The kernel for a block, given the names of the tensors that need gradients (empty in the forward)."""
 
 
 def run(shared: Shared, choose: Choose) -> Result:
@@ -35,68 +35,68 @@ def run(shared: Shared, choose: Choose) -> Result:
     return Result(part.out, part.lse)
 
 
-class Passing:
-    """Tensors on their way to the next process, and those that come from the one before, which have the same shapes."""
+class Transfer:
+    """An asynchronous transfer: send tensors to the next process, and receive the same shapes from the previous one."""
 
     def __init__(self, shared: Shared, tensors: tuple[Tensor, ...], tag: int) -> None:
         self.sent = [x.contiguous() for x in tensors]
-        self.coming = tuple(torch.empty_like(x) for x in self.sent)
+        self.received = tuple(torch.empty_like(x) for x in self.sent)
         before, after = (shared.rank - 1) % shared.size, (shared.rank + 1) % shared.size
-        ways = ((dist.isend, self.sent, after), (dist.irecv, self.coming, before))
+        directions = ((dist.isend, self.sent, after), (dist.irecv, self.received, before))
         self.works = dist.batch_isend_irecv([
-            dist.P2POp(way, x, group=shared.group, group_peer=peer, tag=tag + i)
-            for way, passed, peer in ways
-            for i, x in enumerate(passed)
+            dist.P2POp(operation, x, group=shared.group, group_peer=peer, tag=tag + i)
+            for operation, tensors, peer in directions
+            for i, x in enumerate(tensors)
         ])  # fmt: skip
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What has come."""
+        """Wait for the transfer and return the received tensors."""
         for work in self.works:
             work.wait()
-        return self.coming
+        return self.received
 
 
 def blocks(shared: Shared, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Every process's number and its `tensors`, this one's first; the next come while these are worked on."""
+    """The rank and `tensors` of every process in turn, starting with this one; the next are prefetched meanwhile."""
     for step in range(shared.size):
-        next_ = Passing(shared, tensors, tag=0) if step + 1 < shared.size else None
+        next_ = Transfer(shared, tensors, tag=0) if step + 1 < shared.size else None
         yield (shared.rank - step) % shared.size, tensors
         if next_ is not None:
             tensors = next_.wait()
 
 
 class RingAccumulator:
-    """Sums that travel with the blocks of `blocks`: each process adds its share to those of the block it has."""
+    """Sums that travel around the ring with the shards of `blocks`; each process adds its partial sums."""
 
-    TAG = 16  # apart from those of blocks
+    TAG = 16  # distinct from the tags of `blocks`
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.sums: tuple[Tensor, ...] | None = None
-        self.on_way: Passing | None = None
+        self.transfer: Transfer | None = None
 
-    def add(self, *shares: Tensor) -> None:
-        """Add to the sums of the block at hand, which came while it was worked on, and pass them on."""
+    def add(self, *partial: Tensor) -> None:
+        """Add partial sums to the received sums of the current shard, and start sending them to the next process."""
         if self.sums is not None:
-            for share, before in zip(shares, self.finish(), strict=True):
+            for share, before in zip(partial, self.finish(), strict=True):
                 share.add_(before)
-        self.sums = shares
-        self.on_way = Passing(self.shared, shares, self.TAG) if self.shared.size > 1 else None
+        self.sums = partial
+        self.transfer = Transfer(self.shared, partial, self.TAG) if self.shared.size > 1 else None
 
     def finish(self) -> tuple[Tensor, ...]:
-        """After the last block: the sums of this process's own."""
+        """After the last shard: the complete sums of this process's own shard."""
         assert self.sums is not None
-        return self.sums if self.on_way is None else self.on_way.wait()
+        return self.sums if self.transfer is None else self.transfer.wait()
 
 
 def _forward(shared: Shared, call: Call, choose: Choose) -> Partial:
-    """Attention of this process's queries to all keys, the sink included."""
+    """Attention of the local queries to all keys, including the sink."""
     wide = at_least_float32(call.q.dtype)
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3], dtype=wide)
     lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=wide)
     for source, (k, v) in blocks(shared, call.k, call.v):
         for piece in shared.pieces(source):
-            part = piece.of(call, k, v)
+            part = piece.local_call(call, k, v)
             found = choose(part, set()).forward(part)
             at = (slice(None), slice(None), piece.rows)
             whole = merge(Partial(out[at], lse[at]), Partial(found.out, found.lse))
@@ -118,42 +118,47 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
-            slope = torch.zeros_like(out) if grad is None else grad  # the others go round, so this process goes, too
+            call = detached(ctx.shared.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
+            slope = torch.zeros_like(out) if grad is None else grad  # every process must take part in the ring
             wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if need}
             totals = _backward(ctx.shared, call, Partial(out, lse), slope, grad_lse, wanted, ctx.choose)
             found = tuple(
                 totals[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, None, *once("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return (
+            None,
+            None,
+            None,
+            *kernel_once_differentiable("ring", found, [x for x in (*tensors, grad, grad_lse) if x is not None]),
+        )
 
 
 def _backward(
     shared: Shared, call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str], choose: Choose
 ) -> dict[str, Tensor]:
-    """Gradients of this process's tensors; those of k and v come home from all processes."""
+    """Gradients of the local tensors; those of k and v are summed over all processes around the ring."""
     wide = at_least_float32(call.q.dtype)
     totals = {name: torch.zeros_like(x, dtype=wide) for name, x in call.tensors().items()}
     if call.sink is not None:
         totals["sink"] = sink_gradient(call.sink, whole, grad, grad_lse)
-    of_pieces = {"q", "k", "v"} | (wanted - {"sink"})
-    carried = RingAccumulator(shared)
+    of_blocks = {"q", "k", "v"} | (wanted - {"sink"})
+    travelling = RingAccumulator(shared)
     for source, (k, v) in blocks(shared, call.k, call.v):
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for piece in shared.pieces(source):
-            part, rows = piece.of(call, k, v), (slice(None), slice(None), piece.rows)
-            seen = Partial(whole.out[rows], whole.lse[rows])
+            part, rows = piece.local_call(call, k, v), (slice(None), slice(None), piece.rows)
+            row = Partial(whole.out[rows], whole.lse[rows])
             slope = None if grad_lse is None else grad_lse[rows]
-            grads = choose(part, of_pieces).gradients(part, seen, grad[rows], slope, of_pieces)
+            grads = choose(part, of_blocks).gradients(part, row, grad[rows], slope, of_blocks)
             places = totals | {"q": totals["q"][rows], "k": dk[:, :, piece.keys], "v": dv[:, :, piece.keys]}
             for i, bias in enumerate(call.biases):
-                names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_pieces}
+                names = {name: f"bias {i} {name}" for name in bias.tensors() if f"bias {i} {name}" in of_blocks}
                 if names:
                     sums = bias.with_tensors({name: totals[key] for name, key in names.items()})
-                    of_part = part_of(sums, piece.region).tensors()
+                    of_part = slice_bias(sums, piece.region).tensors()
                     places |= {key: of_part[name] for name, key in names.items()}
-            for name in of_pieces:
+            for name in of_blocks:
                 places[name].add_(grads[name])
-        carried.add(dk, dv)
-    totals["k"], totals["v"] = carried.finish()
+        travelling.add(dk, dv)
+    totals["k"], totals["v"] = travelling.finish()
     return totals

@@ -1,6 +1,6 @@
-"""Attention of any composition, tile by tile in plain tensor operations: linear memory, any device.
+"""The tiled kernel: attention of any composition, tile by tile in plain tensor operations; linear memory, any device.
 
-The forward and the backward are reducers of `qkv._engine.sweep`; this is the kernel's door to them.
+It wraps the forward and backward of `qkv._engine` in an autograd function.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qkv._engine.backward import backward
 from qkv._engine.call import Call, Result, detached
-from qkv._engine.forward import Found, forward_tiles
+from qkv._engine.forward import ForwardState, forward_tiles
 from qkv._engine.row_state import RowState
-from qkv._engine.transforms import REASON, once, transformed
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
 from qkv.partial import Partial
 
 
@@ -36,7 +36,7 @@ def forward(call: Call) -> Result:
 
 
 def row_state(call: Call) -> RowState:
-    """What every query knows of its scores after a forward: enough to make any of its weights alone."""
+    """The row state of a call, from a tiled forward: enough to compute any tile of its weights."""
     found = forward_tiles(detached(call))
     return RowState(found.level, found.total, found.chosen)
 
@@ -62,20 +62,25 @@ class _Tiled(torch.autograd.Function):
             return (None,) * (2 + len(tensors))
         with torch.no_grad():
             slope = torch.zeros_like(out) if grad is None else grad
-            # Tensors that users' objects hold are theirs still: `saved_tensors` has seen that nobody changed them.
-            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), own=True)
-            found = Found(out, level, mean, total, chosen)
+            # Learned tensors inside user-defined objects are used directly; `saved_tensors` has checked their versions.
+            call = detached(ctx.call.with_tensors(dict(zip(ctx.names, tensors, strict=True))), learned=True)
+            found = ForwardState(out, level, mean, total, chosen)
             wanted = {name for name, need in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if need}
             grads = backward(call, found, slope, grad_lse, wanted)
             given = tuple(
                 grads[name].to(x.dtype) if name in wanted else None for name, x in zip(ctx.names, tensors, strict=True)
             )
-        return None, None, *once("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None])
+        return (
+            None,
+            None,
+            *kernel_once_differentiable("tiled", given, [x for x in (*tensors, grad, grad_lse) if x is not None]),
+        )
 
 
 def gradients(call: Call, whole: Partial, grad: Tensor, grad_lse: Tensor | None, wanted: set[str]) -> dict[str, Tensor]:
-    """Gradients of a softmax call that is part of a larger one, whose out and lse are `whole`; at least float32.
+    """Gradients of a softmax call over a subset of the keys, given `whole`, the result over all keys; at least float32.
 
-    `whole` may have seen other keys, and a sink; `grad` and `grad_lse` are of it. `wanted` names tensors of the call.
+    `whole` may include other keys and a sink; `grad` and `grad_lse` are its gradients. `wanted` names tensors of the
+    call.
     """
-    return backward(detached(call, own=True), Found(whole.out, whole.lse), grad, grad_lse, wanted)
+    return backward(detached(call, learned=True), ForwardState(whole.out, whole.lse), grad, grad_lse, wanted)

@@ -1,11 +1,11 @@
 """Masks: which query may attend to which key.
 
-A mask is **True where a query may attend**. It is a description, not a tensor: it can tell any
-tile of the score matrix what is visible, and classify whole tiles as empty, partial or full, so that
-kernels skip the first, mask the second and leave the third alone. Masks compose with ``&``, ``|``, ``~``.
+A mask is **True where a query may attend**. It is a description, not a tensor: it computes the visible pairs of
+any tile of the score matrix, and the block status of whole tiles: kernels skip EMPTY tiles, mask PARTIAL tiles and
+compute FULL tiles without a mask. Masks compose with ``&``, ``|``, ``~``.
 
-Positions are key indices. Query ``i`` stands at position ``i + offset``, where ``offset`` is
-``n_keys - n_queries`` unless stated otherwise: the last query sees the last key (bottom-right alignment).
+Positions are key indices. Query ``i`` has position ``i + offset``, where ``offset`` is ``n_keys - n_queries``
+by default: the last query is aligned with the last key (bottom-right alignment).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a mask is: the pairs it shows, its classes of tiles, and how masks compose."""
+"""`Mask`, the base class of all masks: visible pairs, block status of tiles, and composition by &, | and ~."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Mask(Definition):
-    """Base of all masks. One method is required: `sees`, which says which pairs are visible. True means may attend.
+    """Base of all masks. One method is required: `sees`, which returns the visible pairs (True means may attend).
 
     `qkv.testing.check_mask` checks an object.
 
@@ -37,18 +37,18 @@ class Mask(Definition):
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
 
-        Integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``; so is the result, a
-        boolean tensor, which need not have the dimensions it does not depend on.
+        The arguments are integer tensors that broadcast against one another, as in FlexAttention's ``mask_mod``. The
+        result is a boolean tensor; dimensions that it does not depend on may have size 1.
         """
         raise InputError(
             f"{type(self).__name__}: no method sees(b, h, q, k, grid); a Mask needs one, which returns True where "
             "a query may attend"
         )
 
-    # --- shortcuts: none is needed; a subclass that redefines `sees` loses those it inherits --------------------------
+    # --- optional shortcuts; a subclass that overrides `sees` loses the inherited ones --------------------------------
 
     def classify(self, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h rows cols"]:
-        """EMPTY, PARTIAL or FULL for each tile; PARTIAL is always a safe answer. b and h may be 1."""
+        """Block status (EMPTY, PARTIAL or FULL) of each tile; PARTIAL is always correct. b and h may be 1."""
         return torch.full((1, 1, len(tiles.q_first), len(tiles.k_first)), PARTIAL, dtype=torch.int8)
 
     @property
@@ -58,9 +58,9 @@ class Mask(Definition):
 
     @property
     def by_value(self) -> bool:
-        """Whether equal masks stay equal for ever, so that what is computed of one may be kept for the other.
+        """Whether the mask is immutable and compares by value, so that results computed from it may be cached.
 
-        True of a frozen dataclass of numbers, texts and such masks; tensors and functions may change behind it.
+        True for a frozen dataclass of numbers, strings and such masks; tensors and functions may change.
         """
         if not is_dataclass(self) or not self.__dataclass_params__.frozen or not self.__dataclass_params__.eq:
             return False
@@ -68,38 +68,38 @@ class Mask(Definition):
         return named.issuperset(vars(self)) and all(_is_value(getattr(self, name)) for name in named)
 
     def key_mask(self, grid: Grid) -> Bool[Tensor, "#b nk"] | None:
-        """If visibility depends on the batch item and the key alone, which keys are visible; else None."""
+        """The visible keys, if visibility depends only on the batch item and the key; else None."""
         return None
 
     def factors(self) -> tuple[Mask, ...]:
-        """Masks that all have to show a pair for this one to show it: the mask itself, or those it is the `and` of."""
+        """The masks of which this one is the intersection (`And`); only the mask itself by default."""
         return (self,)
 
     def alternatives(self) -> tuple[Mask, ...]:
-        """Masks of which one has to show a pair for this one to show it: itself, or those it is the `or` of."""
+        """The masks of which this one is the union (`Or`); only the mask itself by default."""
         return (self,)
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` if the mask cannot be laid over `grid`."""
+        """Raise `InputError` if the mask does not fit `grid`."""
 
-    # --- what follows from those -------------------------------------------------------------------------------------
+    # --- derived methods ----------------------------------------------------------------------------------------------
 
     def is_visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
-        """`sees`, with a check of what it returned."""
-        seen = self.sees(b, h, q, k, grid)
-        if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
-            got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
+        """`sees`, with a check of its result."""
+        visible = self.sees(b, h, q, k, grid)
+        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+            got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
             raise InputError(
                 f"{type(self).__name__}: sees returned {got}, expected a boolean tensor, True where a query may attend"
             )
-        return seen
+        return visible
 
     def visible(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
-        """Visibility inside a region; b and h may be 1."""
+        """The visible pairs of a region; b and h may be 1."""
         b, h, q, k = region.indices(grid)
-        seen = self.is_visible(b, h, q, k, grid)
-        seen = seen[(None,) * (4 - seen.ndim)]
-        return seen.expand(*seen.shape[:2], len(q), len(k))
+        visible = self.is_visible(b, h, q, k, grid)
+        visible = visible[(None,) * (4 - visible.ndim)]
+        return visible.expand(*visible.shape[:2], len(q), len(k))
 
     def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """Deprecated name of `visible`."""
@@ -107,7 +107,7 @@ class Mask(Definition):
         return self.visible(region, grid)
 
     def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
-        """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are alike.
+        """The whole mask as a boolean tensor, True where a query may attend; b and h are 1 where all are the same.
 
         >>> from qkv.masks import Causal
         >>> Causal().dense(2, 3)[0, 0].int().tolist()
@@ -127,7 +127,7 @@ class Mask(Definition):
         return _count(self, grid)
 
     def sparsity(self, n_queries: int, n_keys: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
-        """The share of pairs that are hidden, counted exactly in linear memory; n_keys is n_queries unless given.
+        """The fraction of masked pairs, counted exactly in linear memory; n_keys is n_queries by default.
 
         >>> from qkv.masks import Causal
         >>> Causal().sparsity(4)
@@ -135,7 +135,10 @@ class Mask(Definition):
         """
         n_keys = n_queries if n_keys is None else n_keys
         if min(n_queries, n_keys, batch, heads) < 1:
-            raise InputError(f"sparsity: {n_queries} queries and {n_keys} keys, expected at least 1 of each")
+            raise InputError(
+                f"sparsity: n_queries is {n_queries}, n_keys {n_keys}, batch {batch} and heads {heads}, "
+                "expected at least 1 of each"
+            )
         grid = Grid.of(n_queries, n_keys, batch, heads)
         self.check(grid)
         return 1 - float(self.visible_keys(grid).double().mean()) / grid.n_keys
@@ -143,10 +146,10 @@ class Mask(Definition):
     def plot(
         self, n_queries: int, n_keys: int | None = None, *, ax: Axes | None = None, tile: int | None = None
     ) -> Axes:
-        """Draw the mask over n_queries × n_keys pairs (square unless given) and return the matplotlib axes.
+        """Draw the mask over n_queries × n_keys pairs (square by default) and return the matplotlib axes.
 
-        Up to 512 tokens each cell is a pair; beyond, each is the visible share of a tile. `tile` draws the boundaries
-        of tiles of that size, coloured by class. Needs a batch item and a head of their own no more than `dense` does.
+        Up to 512 tokens, each cell is a pair; for more, it is the visible fraction of a tile. `tile` draws the block
+        status of tiles of that size. Draws the first batch item and head.
         """
         from qkv.masks import picture
 
@@ -165,18 +168,18 @@ class Mask(Definition):
 def _as_mask(value: object) -> Mask:
     if not isinstance(value, Mask):
         raise InputError(
-            f"mask: cannot combine a mask with {type(value).__name__}; "
+            f"mask is combined with {type(value).__name__}, expected another mask; "
             "wrap a boolean tensor (True = may attend) in qkv.masks.Dense"
         )
     return value
 
 
-def unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
-    """Raise `InputError` for a tensor given as (x, nq, nk) where x may be the heads as well as the batch."""
+def check_unambiguous(name: str, ndim: int, tensor: Tensor, grid: Grid) -> None:
+    """Raise `InputError` for a tensor of shape (x, nq, nk) where x can be the heads as well as the batch."""
     if ndim == 3 and len(tensor[0]) > 1 and grid.batch == grid.heads == tensor.shape[1]:
         raise InputError(
-            f"{name}: shape {tuple(tensor.shape[1:])} may mean one for each of {grid.batch} batch items or of "
-            f"{grid.heads} heads; pass x[:, None] for batch items, x[None] for heads"
+            f"{name} has the ambiguous shape {tuple(tensor.shape[1:])}, for {grid.batch} batch items and "
+            f"{grid.heads} heads; pass x[:, None] for one per batch item, x[None] for one per head"
         )
 
 
@@ -190,31 +193,31 @@ def _is_value(x: object) -> bool:
 
 def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:
     tiles = Tiles.of(grid, tile, tile)
-    kinds = mask.classify(tiles, grid)
+    status = mask.classify(tiles, grid)
     widths = tiles.k_last - tiles.k_first + 1
-    full = ((kinds == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
+    full = ((status == FULL) * widths).sum(-1).repeat_interleave(tiles.q_last - tiles.q_first + 1, -1)
     total = full.to(grid.device)
-    partial = (kinds == PARTIAL).any(0).any(0)
+    partial = (status == PARTIAL).any(0).any(0)
     for row, column in partial.nonzero().tolist():
         rows = slice(row * tile, min((row + 1) * tile, grid.n_queries))
         region = Region(rows, slice(column * tile, min((column + 1) * tile, grid.n_keys)))
-        seen = mask.visible(region, grid).sum(-1)
-        seen = seen * (kinds[:, :, row, column, None] == PARTIAL).to(grid.device)
-        if seen.shape[:2] != total.shape[:2]:
-            shape = torch.broadcast_shapes(seen.shape[:2], total.shape[:2])
+        visible = mask.visible(region, grid).sum(-1)
+        visible = visible * (status[:, :, row, column, None] == PARTIAL).to(grid.device)
+        if visible.shape[:2] != total.shape[:2]:
+            shape = torch.broadcast_shapes(visible.shape[:2], total.shape[:2])
             total = total.expand(*shape, -1).clone()
-        total[:, :, rows] += seen
+        total[:, :, rows] += visible
     return total
 
 
-def tile_classes(full: Tensor, empty: Tensor) -> Tensor:
-    """PARTIAL everywhere but where `full` or `empty` says better; given (rows, cols) or (b, h, rows, cols)."""
+def tile_status(full: Tensor, empty: Tensor) -> Tensor:
+    """Block status from boolean tensors `full` and `empty`, (rows, cols) or (b, h, rows, cols); PARTIAL elsewhere."""
     out = torch.where(empty, EMPTY, torch.where(full, FULL, PARTIAL)).to(torch.int8)
     return out if out.ndim == 4 else out[None, None]
 
 
 class _Two(Mask):
-    """A mask made of two others."""
+    """Base of `And` and `Or`."""
 
     left: Mask
     right: Mask
@@ -226,7 +229,7 @@ class _Two(Mask):
 
 @dataclass(frozen=True)
 class Shifted(Mask):
-    """`mask` with query 0 at position `offset` instead of bottom-right: for caches with room to spare.
+    """`mask` with query 0 at position `offset` instead of bottom-right alignment: for buffers with unused rows.
 
     >>> from qkv.masks import Causal
     >>> Shifted(Causal(), 1).dense(2, 4)[0, 0].int().tolist()
@@ -252,10 +255,10 @@ class Shifted(Mask):
 
 
 @dataclass(frozen=True)
-class Placed(Mask):
-    """`mask` of a whole matrix `grid`, as a rectangle of it sees it.
+class Submask(Mask):
+    """`mask` of a whole matrix `grid`, restricted to a rectangle of it.
 
-    In the whole, positions of queries are `down` more than here, and keys `right` more.
+    Adding `down` to query positions and `right` to key positions of the rectangle gives those in the whole matrix.
     """
 
     mask: Mask
@@ -272,7 +275,7 @@ class Placed(Mask):
         return self.mask.classify(moved, self.grid)
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
-        down, right = self.down + grid.offset - self.grid.offset, self.right  # of rows, not of positions
+        down, right = self.down + grid.offset - self.grid.offset, self.right  # shift of rows, not of positions
         rows = slice(region.rows.start + down, region.rows.stop + down)
         columns = slice(region.columns.start + right, region.columns.stop + right)
         return self.mask.visible(replace(region, rows=rows, columns=columns), self.grid)
@@ -280,7 +283,7 @@ class Placed(Mask):
 
 @dataclass(frozen=True)
 class And(_Two):
-    """Visible where both masks say so.
+    """Intersection: visible where both masks are visible.
 
     >>> from qkv.masks import Causal, Window
     >>> (Causal() & Window(2)).dense(1, 4)[0, 0, 0].int().tolist()
@@ -309,7 +312,7 @@ class And(_Two):
 
 @dataclass(frozen=True)
 class Or(_Two):
-    """Visible where either mask says so.
+    """Union: visible where either mask is visible.
 
     >>> from qkv.masks import Prefix, Window
     >>> (Prefix(1) | Window(1)).dense(1, 4)[0, 0, 0].int().tolist()
@@ -331,7 +334,7 @@ class Or(_Two):
 
 @dataclass(frozen=True)
 class Not(Mask):
-    """Visible where the mask says not.
+    """Complement: visible where the mask is not.
 
     >>> from qkv.masks import Prefix
     >>> (~Prefix(1)).dense(1, 4)[0, 0, 0].int().tolist()
@@ -352,7 +355,7 @@ class Not(Mask):
 
 @dataclass(frozen=True)
 class Blockwise(Mask):
-    """A mask over blocks of `size` tokens: a pair is visible where `mask` shows the pair of its blocks.
+    """A mask over blocks of `size` tokens: a pair is visible where `mask` is visible for its pair of blocks.
 
     Positions 0 … size − 1 are block 0 and so on; the last block may be short.
 
@@ -366,7 +369,7 @@ class Blockwise(Mask):
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token a block")
+            raise InputError(f"Blockwise: size is {self.size}, expected at least 1 token per block")
 
     def _grid(self, grid: Grid) -> Grid:
         first, last = grid.offset // self.size, (grid.offset + grid.n_queries - 1) // self.size

@@ -1,7 +1,7 @@
-"""Masks to and from the libraries, each with its own sense of True and its own place for the first query.
+"""Conversion of masks to and from SDPA, `nn.MultiheadAttention` and FlexAttention.
 
-SDPA and FlexAttention mean "may attend" as qkv does, `nn.MultiheadAttention` means "may not". All of them count queries
-from row 0; qkv counts positions among the keys. The table is in docs/conventions.md.
+True means "may attend" in SDPA and FlexAttention as in qkv, but "may not attend" in `nn.MultiheadAttention`. These
+libraries count queries from row 0; qkv counts positions among the keys. The table is in docs/conventions.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import And, Blockwise, Mask, Not, Or, Placed, Shifted
+from qkv.masks.base import And, Blockwise, Mask, Not, Or, Shifted, Submask
 from qkv.masks.data import Dense, Document, Padding, Predicate
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 from qkv.masks.patterns import Causal, Global, Prefix, RandomKeys, _chosen, _draw
@@ -31,7 +31,7 @@ Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def to_sdpa(
     mask: Mask, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1
 ) -> Bool[Tensor, "b h {n_queries} {n_keys}"]:
-    """`attn_mask` of torch's scaled_dot_product_attention: **True = may attend**; b and h are 1 where all are alike.
+    """`attn_mask` for torch's scaled_dot_product_attention: **True = may attend**; b and h are 1 if all are the same.
 
     Raises `InputError` if the mask does not fit these sizes.
 
@@ -49,14 +49,14 @@ def from_sdpa(
     n_queries: int | None = None,
     n_keys: int | None = None,
 ) -> Mask:
-    """The mask that scaled_dot_product_attention makes of its arguments.
+    """The mask for these arguments of scaled_dot_product_attention.
 
     Args:
-        attn_mask: bool, **True = may attend**, (nq, nk) to (batch, heads, nq, nk); None shows everything.
-        is_causal: top-left aligned: the *first* query sees the first key, whatever the number of keys. The two agree
-            with `Causal` when nq = nk; give both numbers and equal ones become `Causal()`, which kernels know best.
-        n_queries: of the call, to check `attn_mask` against.
-        n_keys: likewise; both or neither.
+        attn_mask: bool, **True = may attend**, (nq, nk) to (batch, heads, nq, nk); None: all pairs are visible.
+        is_causal: top-left aligned causal mask: the *first* query is aligned with the first key, for any number of
+            keys. It equals `Causal` when nq = nk; pass both numbers to get `Causal()` then, the fastest form.
+        n_queries: number of queries of the call, to check `attn_mask`.
+        n_keys: number of keys of the call; pass both or neither.
 
     Raises:
         InputError: for a float `attn_mask`, which is a bias; for both a mask and `is_causal`; for a wrong shape.
@@ -70,7 +70,9 @@ def from_sdpa(
         square = n_queries is not None and n_queries == n_keys
         return (Causal() if square else Shifted(Causal(), 0)) if is_causal else ~Prefix(0)
     if is_causal:
-        raise InputError("from_sdpa: got both attn_mask and is_causal=True, expected at most one of them, as in torch")
+        raise InputError(
+            "from_sdpa: attn_mask was passed with is_causal=True, expected at most one of them, as in torch"
+        )
     mask = Dense(_boolean("from_sdpa: attn_mask", attn_mask, "may attend"))
     if n_queries is not None and n_keys is not None:
         mask.check(Grid.of(n_queries, n_keys, *mask.tensor.shape[:2]))
@@ -95,28 +97,28 @@ def _boolean(name: str, x: object, meaning: str) -> Tensor:
 def to_multihead(mask: Mask, n_queries: int, n_keys: int, *, batch: int, heads: int) -> Bool[Tensor, "*n nq nk"]:
     """`attn_mask` of nn.MultiheadAttention: **True = may NOT attend**.
 
-    (nq, nk) if the mask is the same for all items and heads, else (batch · heads, nq, nk), heads running fastest. A
-    query that sees nothing gives NaN there. Raises `InputError` if the mask does not fit these sizes.
+    (nq, nk) if the mask is the same for all items and heads, else (batch · heads, nq, nk), heads running fastest.
+    Fully masked queries give NaN in torch. Raises `InputError` if the mask does not fit these sizes.
 
     >>> from qkv.masks import Causal
     >>> to_multihead(Causal(), 2, 3, batch=4, heads=8).int().tolist()
     [[0, 0, 1], [0, 0, 0]]
     """
-    hidden = ~mask.dense(n_queries, n_keys, batch=batch, heads=heads)
-    if hidden.shape[:2] == (1, 1):
-        return hidden[0, 0]
-    return hidden.expand(batch, heads, -1, -1).flatten(0, 1)
+    masked = ~mask.dense(n_queries, n_keys, batch=batch, heads=heads)
+    if masked.shape[:2] == (1, 1):
+        return masked[0, 0]
+    return masked.expand(batch, heads, -1, -1).flatten(0, 1)
 
 
 def from_multihead(
     attn_mask: Tensor | None = None, key_padding_mask: Tensor | None = None, *, heads: int | None = None
 ) -> Mask:
-    """The mask that nn.MultiheadAttention makes of its arguments; without any it shows everything.
+    """The mask for these arguments of nn.MultiheadAttention; without arguments, all pairs are visible.
 
     Args:
         attn_mask: bool, **True = may NOT attend**, (nq, nk) or (batch · heads, nq, nk).
         key_padding_mask: bool, **True = the key is padding**, (batch, nk), or (nk,) for one item.
-        heads: number of heads; needed for an `attn_mask` of three dimensions.
+        heads: number of heads; required for a 3-dimensional `attn_mask`.
 
     Raises:
         InputError: for a float mask, which is a bias; for a wrong shape; for `heads` missing.
@@ -126,18 +128,18 @@ def from_multihead(
     """
     parts: list[Mask] = []
     if attn_mask is not None:
-        hidden = _boolean("from_multihead: attn_mask", attn_mask, "may not attend")
-        shape = tuple(hidden.shape)
-        if hidden.ndim not in (2, 3):
+        masked = _boolean("from_multihead: attn_mask", attn_mask, "may not attend")
+        shape = tuple(masked.shape)
+        if masked.ndim not in (2, 3):
             raise InputError(f"from_multihead: attn_mask is {shape}, expected (nq, nk) or (batch · heads, nq, nk)")
-        if hidden.ndim == 3:
+        if masked.ndim == 3:
             if heads is None or heads < 1 or shape[0] % heads:
                 raise InputError(
                     f"from_multihead: attn_mask is {shape} and heads is {heads}, "
                     "expected (batch · heads, nq, nk) and the number of heads"
                 )
-            hidden = hidden.unflatten(0, (-1, heads))
-        parts.append(Dense(~hidden))
+            masked = masked.unflatten(0, (-1, heads))
+        parts.append(Dense(~masked))
     if key_padding_mask is not None:
         padding = _boolean("from_multihead: key_padding_mask", key_padding_mask, "padding")
         if padding.ndim not in (1, 2):
@@ -162,9 +164,9 @@ def mask_mod(
 ) -> Visible:
     """The function ``(b, h, q, k) -> bool`` of FlexAttention, **True = may attend**, with q the *row* of a query.
 
-    For these sizes only: with nq ≠ nk query 0 stands at position nk − nq. Data of the mask is moved to `device`, and
-    what a mask draws is drawn now, so that the function can be traced and compiled. Raises `InputError` if the mask
-    does not fit the sizes.
+    The function is valid for these sizes only: with nq ≠ nk query 0 has position nk − nq. Tensors of the mask are moved
+    to `device` and random masks are drawn now, so that the function can be traced and compiled. Raises `InputError` if
+    the mask does not fit the sizes.
 
     >>> from qkv.masks import Causal
     >>> zero = torch.tensor(0)
@@ -181,16 +183,16 @@ def _grid(n_queries: int, n_keys: int, batch: int, heads: int, device: str | tor
 
 
 def grid_mod(mask: Mask, grid: Grid) -> Visible:
-    """`mask_mod` of a mask that has been checked, over a whole grid."""
+    """`mask_mod` for a mask that has been checked against the grid."""
     ready, offset = _ready(mask, grid), grid.offset
     return lambda b, h, q, k: ready.sees(b, h, q + offset, k, grid)
 
 
 def _ready(mask: Mask, grid: Grid) -> Mask:
-    """The same mask made of tensors on the grid's device: nothing to move, to draw, to make or to look up in a cache.
+    """The same mask as plain tensor operations on the grid's device, without transfers, random draws or caches.
 
-    All of that would happen while FlexAttention traces the function, where it fails or draws anew. A subclass, which
-    may define something else, is left as it is.
+    Those would run while FlexAttention traces the function, where they fail or draw again. Subclasses, which may
+    define another mask, are returned unchanged.
     """
     if type(mask) not in _KNOWN:
         return mask
@@ -201,8 +203,8 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
             return Not(_ready(inner, grid))
         case Shifted(inner, offset):
             return Predicate(_moved(_ready(inner, mask._grid(grid)), offset - grid.offset, mask._grid(grid)))
-        case Placed(inner, whole, down, right):
-            return Predicate(_placed(_ready(inner, whole), down, right, whole))
+        case Submask(inner, whole, down, right):
+            return Predicate(_submask(_ready(inner, whole), down, right, whole))
         case Blockwise(inner, size):
             return Predicate(_blocked(_ready(inner, mask._grid(grid)), size, mask._grid(grid)))
         case Padding(lengths):
@@ -220,7 +222,7 @@ def _ready(mask: Mask, grid: Grid) -> Mask:
     return mask
 
 
-_KNOWN = (And, Or, Not, Shifted, Placed, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
+_KNOWN = (And, Or, Not, Shifted, Submask, Blockwise, Padding, Document, Dense, Prefix, Global, RandomKeys)
 
 
 def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
@@ -230,7 +232,7 @@ def _moved(mask: Mask, by: int, grid: Grid) -> Visible:
     return visible
 
 
-def _placed(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
+def _submask(mask: Mask, down: int, right: int, whole: Grid) -> Visible:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return mask.sees(b, h, q + down, k + right, whole)
 
@@ -257,65 +259,65 @@ def _drawn(keys: Tensor) -> Visible:
     columns = [keys[:, i].contiguous() for i in range(keys.shape[1])]
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k < 0  # none
+        drawn_pairs = k < 0  # none
         for column in columns:
-            seen = seen | (column[q] == k)
-        return seen
+            drawn_pairs = drawn_pairs | (column[q] == k)
+        return drawn_pairs
 
     return visible
 
 
 @dataclass(frozen=True, eq=False)
-class Survey:
-    """What a mask shows of a grid, in blocks of `size` × `size`: exact, and found one row of blocks at a time."""
+class BlockVisibility:
+    """Exact block status of a mask on a grid, and its queries and keys that are not fully masked."""
 
-    kinds: Int[Tensor, "b h rows cols"]
+    status: Int[Tensor, "b h rows cols"]
     """EMPTY, PARTIAL or FULL; b and h may be 1."""
     queries: Bool[Tensor, "b h nq"]
-    """Which queries see a key."""
+    """Which queries have a visible key."""
     keys: Bool[Tensor, "b nk"]
-    """Which keys a query of any head sees."""
+    """Which keys are visible to a query of any head."""
 
 
-def survey(mask: Mask, grid: Grid, size: int) -> Survey:
-    """Classes of blocks, where `classify` may say PARTIAL for want of knowing, and which queries and keys take part."""
+def block_visibility(mask: Mask, grid: Grid, size: int) -> BlockVisibility:
+    """Evaluate a mask one row of `size` × `size` blocks at a time; unlike `classify`, PARTIAL is exact here."""
     ready = _ready(mask, grid)
     known = mask.classify(Tiles.of(grid, size, size), grid)
     probe = ready.visible(Region(slice(0, 1), slice(0, 1)), grid)
     shape = torch.broadcast_shapes(known.shape[:2], probe.shape[:2])
-    kinds = known.to(grid.device).expand(*shape, -1, -1).clone()
+    status = known.to(grid.device).expand(*shape, -1, -1).clone()
     partial = (known == PARTIAL).any(0).any(0)
-    queries = (kinds == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
-    keys = (kinds == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
+    queries = (status == FULL).any(-1).repeat_interleave(size, -1)[..., : grid.n_queries]
+    keys = (status == FULL).any(2).any(1).repeat_interleave(size, -1)[..., : grid.n_keys]
     for row in partial.any(1).nonzero()[:, 0].tolist():
         found = partial[row].nonzero()
         first, stop = int(found[0]), int(found[-1]) + 1
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
         columns = slice(first * size, min(stop * size, grid.n_keys))
-        seen = ready.visible(Region(rows, columns), grid)
-        queries[:, :, rows] |= seen.any(-1)
-        keys[:, columns] |= seen.any(2).any(1)
-        spare = (stop - first) * size - seen.shape[3]
-        some, every = seen.any(2), seen.all(2)
+        visible = ready.visible(Region(rows, columns), grid)
+        queries[:, :, rows] |= visible.any(-1)
+        keys[:, columns] |= visible.any(2).any(1)
+        spare = (stop - first) * size - visible.shape[3]
+        some, every = visible.any(2), visible.all(2)
         some = torch.nn.functional.pad(some, (0, spare), value=False).unflatten(-1, (-1, size)).any(-1)
         every = torch.nn.functional.pad(every, (0, spare), value=True).unflatten(-1, (-1, size)).all(-1)
-        kinds[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(kinds)
-    return Survey(kinds, queries, keys)
+        status[:, :, row, first:stop] = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)).to(status)
+    return BlockVisibility(status, queries, keys)
 
 
-def block_mask(mask: Mask, grid: Grid, kinds: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
-    """FlexAttention's own form of a mask whose blocks are of these `kinds`."""
+def block_mask(mask: Mask, grid: Grid, status: Int[Tensor, "b h rows cols"], size: int) -> BlockMask:
+    """The BlockMask of FlexAttention for a mask whose blocks have this `status`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    kinds = kinds.clone()
-    # A short block at the edge is never full in FlexAttention, which pads with hidden pairs.
+    status = status.clone()
+    # A short block at the edge is never FULL in FlexAttention, which pads it with masked pairs.
     if grid.n_queries % size:
-        kinds[:, :, -1] = kinds[:, :, -1].clamp(max=PARTIAL)
+        status[:, :, -1] = status[:, :, -1].clamp(max=PARTIAL)
     if grid.n_keys % size:
-        kinds[..., -1] = kinds[..., -1].clamp(max=PARTIAL)
+        status[..., -1] = status[..., -1].clamp(max=PARTIAL)
     return BlockMask.from_kv_blocks(
-        *_listing(kinds == PARTIAL),
-        *_listing(kinds == FULL),
+        *_listing(status == PARTIAL),
+        *_listing(status == FULL),
         BLOCK_SIZE=size,
         mask_mod=grid_mod(mask, grid),
         seq_lengths=(grid.n_queries, grid.n_keys),
@@ -323,7 +325,7 @@ def block_mask(mask: Mask, grid: Grid, kinds: Int[Tensor, "b h rows cols"], size
 
 
 def _listing(chosen: Bool[Tensor, "b h rows cols"]) -> tuple[Int[Tensor, "b h rows"], Int[Tensor, "b h rows cols"]]:
-    """How many blocks of each row are chosen, and their columns, followed by the others."""
+    """Number of chosen blocks per row, and their columns first, followed by the remaining columns."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()
 
@@ -340,8 +342,8 @@ def to_flex(
 ) -> BlockMask:
     """The BlockMask of FlexAttention, **True = may attend**; None for `batch` or `heads` means it is the same for all.
 
-    What ``create_block_mask(mask_mod(mask, …))`` gives, in memory linear in the sequence: blocks that the mask knows to
-    be empty or full are not looked into. Raises `InputError` if the mask does not fit the sizes.
+    The same as ``create_block_mask(mask_mod(mask, …))``, in memory linear in the sequence: blocks that `classify`
+    reports as EMPTY or FULL are not evaluated. Raises `InputError` if the mask does not fit the sizes.
 
     >>> from qkv.masks import Causal
     >>> to_flex(Causal(), 256, 256).sparsity()
@@ -351,19 +353,19 @@ def to_flex(
         raise InputError(f"to_flex: block_size is {block_size}, expected at least 1 token")
     grid = _grid(n_queries, n_keys, batch or 1, heads or 1, device)
     mask.check(grid)
-    kinds = survey(mask, grid, block_size).kinds.expand(grid.batch, grid.heads, -1, -1)
-    return block_mask(mask, grid, kinds, block_size)
+    status = block_visibility(mask, grid, block_size).status.expand(grid.batch, grid.heads, -1, -1)
+    return block_mask(mask, grid, status, block_size)
 
 
 def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: int | None = None) -> Mask:
     """The mask of a BlockMask, or of a ``mask_mod(b, h, q, k)`` that counts queries from row 0; True = may attend.
 
-    A mask_mod is called on broadcasting index tensors. Of a BlockMask, blocks it does not list are hidden and blocks
-    it lists as full are visible, as in its compiled kernels. Pairs beyond the lengths it was made for, or beyond
-    `n_queries` and `n_keys` where given, are hidden.
+    A mask_mod is called on broadcasting index tensors. Blocks that a BlockMask does not list are masked, and blocks
+    listed as full are visible, as in its compiled kernels. Pairs beyond the lengths of the BlockMask, or beyond
+    `n_queries` and `n_keys` if passed, are masked.
 
-    Raises `InputError` for anything else, for a sliced BlockMask (torch takes its mask_mod away), and for lengths that
-    are not those of the BlockMask.
+    Raises `InputError` for other objects, for a sliced BlockMask (torch removes its mask_mod), and for lengths that
+    differ from those of the BlockMask.
 
     >>> from_flex(lambda b, h, q, k: k <= q).dense(2, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0]]
@@ -374,7 +376,9 @@ def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: i
     if isinstance(mask, BlockMask):
         made_for: tuple[int, int] = tuple(mask.seq_lengths)  # type: ignore[assignment]
         if any(given not in (None, size) for given, size in zip(sizes, made_for, strict=True)):
-            raise InputError(f"from_flex: n_queries, n_keys are {sizes}, but the BlockMask was made for {made_for}")
+            raise InputError(
+                f"from_flex: n_queries and n_keys are {sizes}, expected those of the BlockMask, {made_for}"
+            )
         visible, sizes = _block_visible(mask), made_for
     elif isinstance(mask, Mask) or not callable(mask):
         raise InputError(
@@ -382,28 +386,28 @@ def from_flex(mask: BlockMask | Visible, n_queries: int | None = None, n_keys: i
         )
     else:
         visible = mask
-    # Shifted to 0: there, position and row of a query are one, whatever the lengths of the call.
+    # With offset 0, the position of a query equals its row, for any lengths of the call.
     return Shifted(Predicate(visible if sizes == (None, None) else _within(visible, *sizes)), 0)
 
 
 def _within(visible: Visible, n_queries: int | None, n_keys: int | None) -> Visible:
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
+        pairs = visible(b, h, _bounded(q, n_queries), _bounded(k, n_keys))
         for x, size in ((q, n_queries), (k, n_keys)):
-            seen = seen if size is None else seen & (x >= 0) & (x < size)
-        return seen
+            pairs = pairs if size is None else pairs & (x >= 0) & (x < size)
+        return pairs
 
     return inside
 
 
 def _bounded(x: Tensor, size: int | None) -> Tensor:
-    """Indices that a function of tensors may look up."""
+    """Indices clamped to the valid range."""
     return x if size is None else x.clamp(0, size - 1)
 
 
 def _block_visible(mask: Any) -> Visible:
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
-        raise InputError("from_flex: mask is a slice of a BlockMask, expected a whole one or one with its mask_mod set")
+        raise InputError("from_flex: mask is a sliced BlockMask, expected an unsliced one or one with its mask_mod set")
     partial = _listed(mask.kv_num_blocks, mask.kv_indices)
     full = None if mask.full_kv_num_blocks is None else _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     rows, columns = mask.BLOCK_SIZE
@@ -414,14 +418,14 @@ def _block_visible(mask: Any) -> Visible:
             found = blocks.to(k.device)
             return found[tuple(x if n > 1 else torch.zeros_like(x) for x, n in zip(where, found.shape, strict=True))]
 
-        seen = listed(partial) & mask.mask_mod(b, h, q, k)
-        return seen if full is None else seen | listed(full)
+        pairs = listed(partial) & mask.mask_mod(b, h, q, k)
+        return pairs if full is None else pairs | listed(full)
 
     return visible
 
 
 def _listed(count: Tensor, indices: Tensor) -> Bool[Tensor, "b h rows cols"]:
-    """Which blocks are among the first `count` of the lists `indices` (…, rows, cols)."""
+    """Boolean table of the blocks among the first `count` entries of the lists `indices` (…, rows, cols)."""
     count, indices = (x[(None,) * (4 - indices.ndim)] for x in (count, indices))
     used = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
     return torch.zeros_like(used).scatter(-1, indices.long(), used)

@@ -1,4 +1,4 @@
-"""Masks made of data: lengths, document ids, tensors, functions."""
+"""Masks defined by data: `Padding`, `Document`, `Dense` tensors, and `Predicate` functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Mask, tile_classes, unambiguous
+from qkv.masks.base import Mask, check_unambiguous, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 
 class _TensorMask(Mask):
-    """A mask made of data: compared by identity, moved to the grid's device when used."""
+    """Base of masks that hold data: compared by identity, moved to the grid's device when used."""
 
     __hash__ = object.__hash__
 
@@ -26,11 +26,10 @@ class _TensorMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(_TensorMask):
-    """Keys that are padding are invisible to every query.
+    """Masks padding keys for every query.
 
-    `lengths` gives the number of real keys of each batch item; they stand at the start (``side="right"``:
-    padding on the right) or at the end (``side="left"``). Queries are not masked: use `Document`
-    with −1 to mask padding on both sides.
+    `lengths` is the number of real keys of each batch item; they are at the start (``side="right"``: padding on the
+    right) or at the end (``side="left"``). Padding queries are not masked: use `Document` with id −1 for that.
 
     >>> Padding([1, 2]).dense(1, 3, batch=2)[:, 0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0]]
@@ -44,7 +43,7 @@ class Padding(_TensorMask):
         if lengths.ndim != 1 or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
             raise InputError(
                 f"Padding: lengths is {lengths.dtype} of shape {tuple(lengths.shape)}, "
-                "expected one integer a batch item"
+                "expected one integer per batch item"
             )
         if self.side not in ("left", "right"):
             raise InputError(f"Padding: side is {self.side!r}, expected 'left' or 'right'")
@@ -58,7 +57,7 @@ class Padding(_TensorMask):
     def check(self, grid: Grid) -> None:
         lengths = torch.as_tensor(self.lengths)
         if len(lengths) not in (1, grid.batch):
-            raise InputError(f"Padding: {len(lengths)} lengths for a batch of {grid.batch}")
+            raise InputError(f"Padding: lengths has {len(lengths)} numbers for a batch of {grid.batch}")
         if int(lengths.min()) < 0 or int(lengths.max()) > grid.n_keys:
             raise InputError(
                 f"Padding: lengths lie in {int(lengths.min())}..{int(lengths.max())}, "
@@ -80,15 +79,15 @@ class Padding(_TensorMask):
         shape = (-1, -1, len(tiles.q_first), -1)
         full = (tiles.k_first >= start) & (tiles.k_last < stop)
         empty = (tiles.k_last < start) | (tiles.k_first >= stop)
-        return tile_classes(full.expand(shape), empty.expand(shape))
+        return tile_status(full.expand(shape), empty.expand(shape))
 
 
 @dataclass(frozen=True, eq=False)
 class Document(_TensorMask):
-    """Positions see only positions of their own document; a negative id belongs to none and sees nothing.
+    """A query attends only to keys of its own document; positions with a negative id are fully masked.
 
-    `ids` is (n_keys,) or (batch, n_keys); query i has the id of position i + offset. Several texts packed
-    into one row, chunked attention and padding on both sides are all this mask.
+    `ids` is (n_keys,) or (batch, n_keys); query i has the id of position i + offset. Use it for packed sequences,
+    chunked attention, and padding of both queries and keys.
 
     >>> from qkv.masks import Causal
     >>> (Document([0, 0, 1]) & Causal()).dense(3, 3)[0, 0].int().tolist()
@@ -114,15 +113,15 @@ class Document(_TensorMask):
             )
         if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
             raise InputError(
-                f"Document: {grid.n_queries} queries cannot have ids among {grid.n_keys} keys; "
+                f"Document: ids are those of {grid.n_keys} keys, which {grid.n_queries} queries exceed; "
                 "expected no more queries than keys"
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         ids = torch.as_tensor(self.ids).to(k.device)
         b = b if len(ids) > 1 else torch.zeros_like(q)
-        ours, theirs = ids[b, q], ids[b, k]
-        return (ours == theirs) & (ours >= 0)
+        of_query, of_key = ids[b, q], ids[b, k]
+        return (of_query == of_key) & (of_query >= 0)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         ids = torch.as_tensor(self.ids).cpu()
@@ -132,7 +131,7 @@ class Document(_TensorMask):
         k_min, k_max = k_min[:, None, None, :], k_max[:, None, None, :]
         full = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
         empty = (q_max < k_min) | (k_max < q_min) | (q_max < 0) | (k_max < 0)
-        return tile_classes(full, empty)
+        return tile_status(full, empty)
 
 
 def _extremes(ids: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,49 +148,50 @@ def _spans(first: Tensor, last: Tensor) -> list[slice]:
 class Dense(_TensorMask):
     """A boolean tensor, True where a query may attend, of a shape that broadcasts to (batch, heads, nq, nk).
 
-    Integer and float masks are refused: libraries disagree on what 1, 0 and −inf mean.
+    Integer and float masks are rejected, because libraries disagree on the meaning of 1, 0 and −inf.
 
     >>> Dense(torch.tensor([[True, False]])).dense(1, 2)[0, 0].tolist()
     [[True, False]]
     """
 
     tensor: Bool[Tensor, "..."]
-    ndim: int = field(init=False, repr=False)  # of the tensor as it was given
+    ndim: int = field(init=False, repr=False)  # number of dimensions of the tensor as passed
 
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor) or self.tensor.dtype != torch.bool:
             kind = self.tensor.dtype if isinstance(self.tensor, Tensor) else type(self.tensor).__name__
             raise InputError(
-                f"mask: got {kind}, expected a boolean tensor that is True where a query may attend; "
+                f"mask is {kind}, expected a boolean tensor that is True where a query may attend; "
                 "compare an integer mask with == (for example `ids == 1`), "
                 "and pass an additive 0 / −inf mask as bias=qkv.biases.Dense(tensor)"
             )
         if not 2 <= self.tensor.ndim <= 4:
             raise InputError(
-                f"mask: a tensor of {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) "
-                "or (batch, heads, nq, nk)"
+                f"mask has {self.tensor.ndim} dimensions, expected (nq, nk), (heads, nq, nk) or (batch, heads, nq, nk)"
             )
         object.__setattr__(self, "ndim", self.tensor.ndim)
         object.__setattr__(self, "tensor", self.tensor[(None,) * (4 - self.tensor.ndim)])
 
     def check(self, grid: Grid) -> None:
-        unambiguous("mask", self.ndim, self.tensor, grid)
+        check_unambiguous("mask", self.ndim, self.tensor, grid)
         expected = (grid.batch, grid.heads, grid.n_queries, grid.n_keys)
         if any(got not in (1, want) for got, want in zip(self.tensor.shape, expected, strict=True)):
             raise InputError(
-                f"mask: shape {tuple(self.tensor.shape)} does not broadcast to "
+                f"mask has shape {tuple(self.tensor.shape)}, which does not broadcast to "
                 f"(batch, heads, queries, keys) = {expected}"
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         where = (b, h, q - grid.offset, k)
-        seen = self.tensor.to(k.device)
-        return seen[tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, seen.shape, strict=True))]
+        visible = self.tensor.to(k.device)
+        return visible[
+            tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, visible.shape, strict=True))
+        ]
 
     def visible(self, region: Region, grid: Grid) -> Tensor:
-        seen = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
+        visible = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
         size = (region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)
-        return seen.expand(*seen.shape[:2], *size)
+        return visible.expand(*visible.shape[:2], *size)
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         some = every = self.tensor
@@ -201,15 +201,15 @@ class Dense(_TensorMask):
             cut = [(slice(None),) * dim + (slice(0, 1) if one else span,) for span in spans]
             some = torch.cat([some[c].any(dim, keepdim=True) for c in cut], dim)
             every = torch.cat([every[c].all(dim, keepdim=True) for c in cut], dim)
-        return tile_classes(every.cpu(), ~some.cpu())
+        return tile_status(every.cpu(), ~some.cpu())
 
 
 @dataclass(frozen=True, eq=False)
 class Predicate(_TensorMask):
-    """Whatever a function says: ``function(batch, head, q, k) -> bool tensor`` on broadcasting index tensors.
+    """A mask defined by ``function(batch, head, q, k) -> bool tensor`` of broadcasting index tensors.
 
-    Positions `q` and `k` are key positions as everywhere in this module. Nothing is known of the tiles beforehand,
-    so every one is evaluated; memory stays linear.
+    Both `q` and `k` are key positions, as everywhere in this module. The block status of tiles is unknown, so every
+    tile is evaluated; memory is still linear.
 
     >>> even = Predicate(lambda b, h, q, k: (q - k) % 2 == 0)
     >>> even.dense(2, 3)[0, 0].int().tolist()

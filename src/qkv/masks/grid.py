@@ -1,4 +1,4 @@
-"""The score matrix that a mask is laid over: grid, regions, tiles, and the status of a tile."""
+"""Geometry of the score matrix: `Grid`, `Region`, `Tiles`, and the block status EMPTY, PARTIAL, FULL of a tile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # in this order `and` is min, `or` is max and `not` is 2 - x
+EMPTY, PARTIAL, FULL = 0, 1, 2  # block status; with these numbers `&` is min, `|` is max and `~` is 2 - x
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The score matrix a mask is laid over: its sizes, and where query 0 stands among the keys.
+    """Sizes of a score matrix, and the position of query 0 among the keys.
 
     >>> grid = Grid.of(2, 5)
     >>> grid.offset, grid.rows(0, 2).tolist()
@@ -32,16 +32,17 @@ class Grid:
         return Grid(batch, heads, n_queries, n_keys, n_keys - n_queries)
 
     def rows(self, start: int, stop: int) -> Int[Tensor, " q"]:
-        """Positions of queries ``start`` to ``stop``."""
+        """Positions of queries ``start`` to ``stop`` (exclusive)."""
         return torch.arange(start, stop, device=self.device) + self.offset
 
     def columns(self, start: int, stop: int) -> Int[Tensor, " k"]:
+        """Positions of keys ``start`` to ``stop`` (exclusive)."""
         return torch.arange(start, stop, device=self.device)
 
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of the score matrix: which queries and keys, of which batch items and query heads.
+    """A rectangle of the score matrix: slices of queries, keys, batch items and query heads.
 
     >>> region = Region(slice(0, 2), slice(1, 2), offset=3)
     >>> region.of(torch.arange(6).view(1, 1, 2, 3)).tolist()
@@ -69,7 +70,7 @@ class Region:
         return torch.arange(self.columns.start, self.columns.stop, device=self.device)
 
     def of(self, x: Tensor) -> Tensor:
-        """The region's part of x (b, h, q, k), whose dimensions of size 1 stand for all."""
+        """The slice of x (b, h, q, k) for this region; dimensions of size 1 broadcast."""
         cuts = (self.batch, self.heads, self.rows, self.columns)
         return x[tuple(cut if size > 1 else slice(None) for cut, size in zip(cuts, x.shape, strict=True))]
 

@@ -1,4 +1,4 @@
-"""Masks that are a rule on positions."""
+"""Masks defined by positions: causal, window, strided, dilated, prefix, global, random, Longformer and BigBird."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.masks.base import Blockwise, Mask, tile_classes
+from qkv.masks.base import Blockwise, Mask, tile_status
 from qkv.masks.grid import Grid, Region, Tiles
 
 
@@ -30,7 +30,7 @@ class _Band(Mask):
         assert self.band is not None
         low, high = self.band
         least, most = _distances(tiles)
-        return tile_classes((least >= low) & (most <= high), (most < low) | (least > high))
+        return tile_status((least >= low) & (most <= high), (most < low) | (least > high))
 
 
 def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def _distances(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Causal(_Band):
-    """A query sees its own position and everything before it.
+    """A query attends to its own position and all earlier ones.
 
     >>> Causal().dense(3, 3)[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -53,7 +53,7 @@ class Causal(_Band):
 
 @dataclass(frozen=True)
 class Window(_Band):
-    """A query sees `size` keys, the last of them its own, and `ahead` keys after it.
+    """A query attends to `size` keys ending with its own, and to `ahead` keys after it.
 
     ``Window(w)`` is the sliding window of a causal model; ``Window(r + 1, ahead=r)`` is the symmetric
     window of radius r. (Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825.)
@@ -87,7 +87,7 @@ def _check_step(name: str, step: int) -> None:
 
 @dataclass(frozen=True)
 class Strided(Mask):
-    """A query sees every `step`-th key, counted from its own in both directions.
+    """A query attends to every `step`-th key, counted from its own in both directions.
 
     The strided pattern of Child et al. 2019 (arXiv:1904.10509, §4.3) is ``(Strided(l) | Window(l)) & Causal()``, with
     l near √n: two layers then reach every position.
@@ -105,19 +105,19 @@ class Strided(Mask):
         return (q - k) % self.step == 0
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
-        return _step_classes(*_distances(tiles), self.step)
+        return _step_status(*_distances(tiles), self.step)
 
 
-def _step_classes(least: Tensor, most: Tensor, step: int) -> Tensor:
-    """Classes of tiles of distances least … most when every `step`-th distance is visible."""
-    multiple = most.div(step, rounding_mode="floor") * step  # the greatest that is not above
+def _step_status(least: Tensor, most: Tensor, step: int) -> Tensor:
+    """Block status of tiles of distances least … most when every `step`-th distance is visible."""
+    multiple = most.div(step, rounding_mode="floor") * step  # the greatest multiple that is at most `most`
     full = (multiple >= least) & ((least == most) | (step == 1))
-    return tile_classes(full, multiple < least)
+    return tile_status(full, multiple < least)
 
 
 @dataclass(frozen=True)
 class Dilated(Mask):
-    """A window with gaps: `size` keys `step` positions apart, the last of them the query's own, and `ahead` after it.
+    """A window with gaps: `size` keys `step` positions apart, ending with the query's own, and `ahead` keys after it.
 
     (Beltagy et al. 2020, arXiv:2004.05150, fig. 2c.)
 
@@ -142,13 +142,13 @@ class Dilated(Mask):
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         least, most = _distances(tiles)
         low, high = -self.ahead * self.step, (self.size - 1) * self.step  # both multiples of the step
-        inside = _step_classes(least.clamp(low, high), most.clamp(low, high), self.step)
+        inside = _step_status(least.clamp(low, high), most.clamp(low, high), self.step)
         return torch.minimum(inside, self._window().classify(tiles, grid))
 
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """The first `length` keys are visible to every query; nothing else.
+    """Only the first `length` keys are visible, to every query.
 
     A prefix language model (Raffel et al. 2020, arXiv:1910.10683, fig. 3) is ``Prefix(n) | Causal()``.
 
@@ -168,15 +168,16 @@ class Prefix(Mask):
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
         empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)
-        return tile_classes(full, empty)
+        return tile_status(full, empty)
 
 
 @dataclass(frozen=True)
 class Global(Mask):
-    """The tokens at `indices` see every key and are seen by every query; nothing else is visible.
+    """The tokens at `indices` attend to every key and are visible to every query; all other pairs are masked.
 
     Negative indices count from the last key. (Beltagy et al. 2020, arXiv:2004.05150, §3.1; Zaheer et al. 2020,
-    arXiv:2007.14062, §2.) For keys that all may see but that see no more than others, use `Prefix` or `Dense`.
+    arXiv:2007.14062, §2.) For tokens that are visible to all queries, but whose own queries are not global, use
+    `Prefix` or `Dense`.
 
     >>> Global([0]).dense(3, 3)[0, 0].int().tolist()
     [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
@@ -196,23 +197,25 @@ class Global(Mask):
         wrong = [i for i in self.indices if not -grid.n_keys <= i < grid.n_keys]
         if wrong:
             raise InputError(
-                f"Global: index {wrong[0]} lies outside {grid.n_keys} keys, expected {-grid.n_keys}..{grid.n_keys - 1}"
+                f"Global: indices contains {wrong[0]} for {grid.n_keys} keys, expected "
+                f"{-grid.n_keys}..{grid.n_keys - 1}"
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         chosen = _chosen(self.indices, grid.n_keys).to(k.device)
-        inside = (q >= 0) & (q < grid.n_keys)  # a query may stand before the first key
+        inside = (q >= 0) & (q < grid.n_keys)  # a query may precede the first key
         return (chosen[q.clamp(0, grid.n_keys - 1)] & inside) | chosen[k]
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         before = torch.nn.functional.pad(_chosen(self.indices, grid.n_keys).cumsum(0), (1, 0))
 
-        def share(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        def any_and_all(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
             found = before[(last + 1).clamp(0, grid.n_keys)] - before[first.clamp(0, grid.n_keys)]
             return found > 0, found == last - first + 1
 
-        (some_q, all_q), (some_k, all_k) = share(tiles.q_first, tiles.q_last), share(tiles.k_first, tiles.k_last)
-        return tile_classes(all_q[:, None] | all_k, ~(some_q[:, None] | some_k))
+        any_q, all_q = any_and_all(tiles.q_first, tiles.q_last)
+        any_k, all_k = any_and_all(tiles.k_first, tiles.k_last)
+        return tile_status(all_q[:, None] | all_k, ~(any_q[:, None] | any_k))
 
 
 @functools.lru_cache(maxsize=8)
@@ -225,11 +228,11 @@ def _chosen(indices: tuple[int, ...], n_keys: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomKeys(Mask):
-    """Every query sees `size` random keys, no key twice; the same for the same seed, number of keys and position.
+    """Every query attends to `size` distinct random keys, determined by the seed, the number of keys and its position.
 
-    Keys that `besides` shows to the query already are not drawn, so that ``besides | RandomKeys(r, besides=besides)``
-    has r keys more (or all there are). All heads and batch items share the draw. (Zaheer et al. 2020,
-    arXiv:2007.14062, §2.)
+    Keys that are visible under `besides` are not drawn, so that ``besides | RandomKeys(r, besides=besides)`` has r
+    additional keys per query (or all keys, if there are fewer). All heads and batch items share the draw. (Zaheer et
+    al. 2020, arXiv:2007.14062, §2.)
 
     >>> RandomKeys(2, seed=1).dense(5, 5).sum(-1).tolist()
     [[[2, 2, 2, 2, 2]]]
@@ -241,10 +244,10 @@ class RandomKeys(Mask):
 
     def __post_init__(self) -> None:
         if self.size < 0:
-            raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys a query")
+            raise InputError(f"RandomKeys: size is {self.size}, expected 0 or more keys per query")
         if self.besides is not None and not self.besides.by_value:
             raise InputError(
-                "RandomKeys: besides is made of data or a function, which may differ between batch items and heads; "
+                "RandomKeys: besides depends on data or a function, which may differ between batch items and heads; "
                 "expected a mask of positions alone"
             )
 
@@ -252,7 +255,7 @@ class RandomKeys(Mask):
         if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
             where = "before the first" if grid.offset < 0 else "after the last"
             raise InputError(
-                f"RandomKeys: {grid.n_queries} queries stand {where} of {grid.n_keys} keys; "
+                f"RandomKeys: n_queries is {grid.n_queries}, which puts queries {where} of {grid.n_keys} keys; "
                 "expected no more queries than keys"
             )
         if self.besides is not None:
@@ -260,28 +263,28 @@ class RandomKeys(Mask):
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys).to(k.device)[q]
-        seen = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=k.device)
+        visible = torch.zeros(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=k.device)
         for one in drawn.unbind(-1):
-            seen = seen | (one == k)
-        return seen
+            visible = visible | (one == k)
+        return visible
 
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         drawn = _draw(self.size, self.seed, self.besides, grid.n_keys)
         found = torch.zeros(len(tiles.q_first), len(tiles.k_first), dtype=torch.long)
         for row, (first, last) in enumerate(zip(tiles.q_first.tolist(), tiles.q_last.tolist(), strict=True)):
             keys = drawn[first : last + 1].flatten().sort().values
-            # Tiles may share a column: under Blockwise they are of blocks, which two tiles of tokens may cut.
+            # Tiles may share a column: under Blockwise, two tiles of tokens may overlap the same block.
             found[row] = torch.searchsorted(keys, tiles.k_last, right=True) - torch.searchsorted(keys, tiles.k_first)
         area = (tiles.q_last - tiles.q_first + 1)[:, None] * (tiles.k_last - tiles.k_first + 1)
-        return tile_classes(found == area, found == 0)
+        return tile_status(found == area, found == 0)
 
 
-DRAW_ROWS = 1024  # rows whose candidates are all held in memory at once, when some are excluded
+DRAW_ROWS = 1024  # rows per chunk when some keys are excluded, which needs all candidates in memory
 
 
 @functools.lru_cache(maxsize=8)
 def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
-    """Random keys (n_keys positions, size) of every position; −1 where there were not enough."""
+    """Random keys of every position, (n_keys positions, size); −1 where there are too few keys."""
     generator = torch.Generator().manual_seed(seed)
     if besides is None and size * 4 <= n_keys:
         drawn = torch.randint(n_keys, (n_keys, size), generator=generator)
@@ -293,7 +296,7 @@ def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
         rows = slice(start, min(start + DRAW_ROWS, n_keys))
         rank = torch.rand(rows.stop - rows.start, n_keys, generator=generator)
         if besides is not None:
-            rank[_shown(besides, rows, grid)] = -1
+            rank[_visible_rows(besides, rows, grid)] = -1
         best, keys = rank.topk(min(size, n_keys), -1)
         parts.append(torch.where(best >= 0, keys, -1))
     return torch.cat(parts)
@@ -304,16 +307,16 @@ def _with_repeats(drawn: Tensor) -> Tensor:
     return (order[:, 1:] == order[:, :-1]).any(-1).nonzero()[:, 0]
 
 
-def _shown(mask: Mask, rows: slice, grid: Grid) -> Tensor:
+def _visible_rows(mask: Mask, rows: slice, grid: Grid) -> Tensor:
     return mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0]
 
 
 def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = False) -> Mask:
     """Longformer's mask: `window` keys around the query, half on each side, and global `tokens`.
 
-    `window` is even, as in the paper: window / 2 keys before the query, its own, and window / 2 after. Causal, a query
-    sees the `window` keys before it and its own; global tokens see and are seen backward only. (Beltagy et al. 2020,
-    arXiv:2004.05150, §3.1.)
+    `window` is even, as in the paper: window / 2 keys before the query, its own, and window / 2 after. With `causal`, a
+    query attends to the `window` keys before it and its own, and global attention is causal, too. (Beltagy et al.
+    2020, arXiv:2004.05150, §3.1.)
 
     >>> longformer(2, [0]).dense(5, 5)[0, 0].int().tolist()[3]
     [1, 0, 1, 1, 1]
@@ -328,7 +331,8 @@ def longformer(window: int, tokens: Sequence[int] = (0,), *, causal: bool = Fals
 def bigbird(block: int = 64, random: int = 3, *, window: int = 3, seed: int = 0) -> Mask:
     """BigBird's mask over blocks of tokens: a window of `window` blocks, `random` random ones, first and last global.
 
-    Random blocks are never ones that the query sees already. (Zaheer et al. 2020, arXiv:2007.14062, §2 and app. D.)
+    Random blocks are drawn from the blocks that are not visible otherwise. (Zaheer et al. 2020, arXiv:2007.14062, §2
+    and app. D.)
 
     >>> bigbird(block=2, random=0).sparsity(16)
     0.3125

@@ -1,4 +1,4 @@
-"""Masks as pictures."""
+"""Plots of masks, for `Mask.plot`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from qkv.masks.base import Mask
 
-PAIRS = 512  # up to this many tokens a cell is a pair
-SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # apart for every kind of colour vision
+PAIRS = 512  # up to this many tokens, one cell per pair
+SHADES = {EMPTY: "#ffffff", PARTIAL: "#f0b64d", FULL: "#2f6f9f"}  # distinguishable with any colour vision
 INK = "#1f4e79"
 
 
@@ -26,27 +26,29 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
     if min(n_queries, n_keys) < 1 or (tile is not None and tile < 1):
-        raise InputError(f"plot: {n_queries} queries, {n_keys} keys, tile {tile}; expected at least 1 of each")
+        raise InputError(
+            f"plot: n_queries is {n_queries}, n_keys {n_keys} and tile {tile}, expected at least 1 of each"
+        )
     grid = Grid.of(n_queries, n_keys)
     mask.check(grid)
     if ax is None:
         _, ax = plt.subplots(figsize=(4.2, 4.2 * min(2.0, max(0.5, n_queries / n_keys))), layout="constrained")
     extent = (-0.5, n_keys - 0.5, n_queries - 0.5, -0.5)
     if tile is not None:
-        kinds = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
-        shown: np.ndarray = np.repeat(np.repeat(kinds, tile, 0), tile, 1)[:n_queries, :n_keys]
+        status = mask.classify(Tiles.of(grid, tile, tile), grid)[0, 0].numpy()
+        shown: np.ndarray = np.repeat(np.repeat(status, tile, 0), tile, 1)[:n_queries, :n_keys]
         ax.imshow(shown, cmap=ListedColormap(list(SHADES.values())), vmin=0, vmax=2, extent=extent, alpha=0.45)
     share = shares(mask, grid)
     fade = LinearSegmentedColormap.from_list("visible", [(1, 1, 1, 0), INK])
     ax.imshow(share, cmap=fade, vmin=0, vmax=1, extent=extent, interpolation="nearest")
-    ax.set(xlabel="key", ylabel="query", title=f"{type(mask).__name__}: {1 - share.mean():.0%} hidden")
+    ax.set(xlabel="key", ylabel="query", title=f"{type(mask).__name__}: {1 - share.mean():.0%} masked")
     ax.set_aspect("equal" if 0.5 <= n_queries / n_keys <= 2 else "auto")
     ax.tick_params(length=0)
     return ax
 
 
 def shares(mask: Mask, grid: Grid) -> np.ndarray:
-    """The visible share of each cell of the picture: pairs themselves, or tiles of them, never all pairs at once."""
+    """The visible fraction of each cell of the plot (a pair, or a tile of pairs), in linear memory."""
     size = -(-max(grid.n_queries, grid.n_keys) // PAIRS)
     tiles = Tiles.of(grid, size, size)
     out = torch.empty(len(tiles.q_first), len(tiles.k_first))
@@ -54,9 +56,9 @@ def shares(mask: Mask, grid: Grid) -> np.ndarray:
     area = torch.nn.functional.avg_pool2d
     for row in range(len(out)):
         rows = slice(row * size, min((row + 1) * size, grid.n_queries))
-        seen = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
-        spare = (0, -grid.n_keys % size, 0, size - len(seen))
-        counted = area(torch.nn.functional.pad(seen, spare)[None], size)
-        of = area(torch.nn.functional.pad(ones[: len(seen)], spare)[None], size)
+        visible = mask.visible(Region(rows, slice(0, grid.n_keys)), grid)[0, 0].float()
+        spare = (0, -grid.n_keys % size, 0, size - len(visible))
+        counted = area(torch.nn.functional.pad(visible, spare)[None], size)
+        of = area(torch.nn.functional.pad(ones[: len(visible)], spare)[None], size)
         out[row] = (counted / of)[0, 0]
     return out.numpy()

@@ -1,6 +1,6 @@
-"""Normalizers: how the scores of one query become weights. Each file owns the mathematics of its kind.
+"""Normalizers: functions from the scores of one query to its attention weights, such as softmax.
 
-A user's own inherits from `Pointwise` or `SumToOne` and has one method: docs/howto/your-own.md.
+Your own normalizer inherits from `Pointwise` or `SumToOne` and defines one method: see docs/howto/your-own.md.
 """
 
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne

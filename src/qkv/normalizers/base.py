@@ -1,7 +1,8 @@
-"""What a normalizer is: how the scores of one query become weights, defined by one method.
+"""Base classes of normalizers, each defined by one method, `weight`.
 
-A `Pointwise` weight depends on its own score alone. `SumToOne` weights share a number, the row's *level*, which is such
-that they sum to one. Everything else follows: gradients, tiles, kernels, statistics, sinks.
+A `Pointwise` weight depends on its own score alone. `SumToOne` weights also depend on the row's *level*, a number
+chosen so that the weights sum to one: the log-sum-exp of a softmax, the threshold of a sparsemax. Gradients, tiles,
+kernels, statistics and sinks follow from the definition.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Level = Float[Tensor, "*n #k"]
 
 
 class Normalizer(Definition):
-    """Base of all normalizers. Yours inherits from `Pointwise` or from `SumToOne`.
+    """Base of all normalizers. Your own inherits from `Pointwise` or from `SumToOne`.
 
     >>> from qkv.normalizers import Sigmoid, Softmax
     >>> Softmax().has_lse, Sigmoid().has_lse
@@ -35,14 +36,14 @@ class Normalizer(Definition):
     """
 
     temperature: float = 1.0
-    """What final scores are divided by, before the weights are computed."""
+    """Divisor of the scores, before the weights are computed."""
     has_lse = False
-    """Whether the weights are exp(score − level) and the level is the log-sum-exp: partial results then merge."""
+    """Whether the weights are exp(score − level) with the log-sum-exp as level; partial results then merge."""
     by_head = True
-    """Whether something in the object differs between heads. Its methods are then always given all query heads."""
+    """Whether the normalizer may have per-head parameters. Its methods then always get all query heads."""
     zero_at_minus_infinity = False
-    """Whether the weight of a score of −inf is 0, with a derivative of 0, when the method is asked for it. Otherwise
-    masked scores are replaced by finite ones first, and their weights set to 0."""
+    """Whether `weight` returns 0, with derivative 0, for a score of −inf. Otherwise masked scores are replaced by
+    finite ones first, and their weights set to 0."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Learned tensors that `weight` uses, by name."""
@@ -58,7 +59,7 @@ class Normalizer(Definition):
         """Raise `InputError` if the normalizer is incomplete, or does not fit this number of query heads."""
         raise InputError(
             f"{type(self).__name__}: a Normalizer alone defines no weights; inherit from "
-            "qkv.normalizers.Pointwise and give weight(scores), or from SumToOne and give weight(scores, level)"
+            "qkv.normalizers.Pointwise and define weight(scores), or from SumToOne and define weight(scores, level)"
         )
 
 
@@ -69,12 +70,12 @@ def check_temperature(normalizer: Normalizer) -> None:
 
 
 class Pointwise(Normalizer):
-    """Base of normalizers whose weight depends on its own score alone. One method is required: `weight`.
+    """Base of normalizers whose weights depend on their own scores alone. One method is required: `weight`.
 
-    `divide` says what all weights of a query are then divided by. None: nothing. ``"sum"``: their sum (nothing where
-    it is 0). ``"keys"``: the number of visible keys.
+    `divide` is the divisor of all weights of a query: None for no division, ``"sum"`` for their sum (unless it is 0),
+    ``"keys"`` for the number of visible keys.
 
-    Gradients, at the scores and of every `nn.Parameter` among the object's attributes, come from autograd on `weight`.
+    Gradients of the scores, and of every `nn.Parameter` among the object's attributes, come from autograd on `weight`.
     `qkv.testing.check_normalizer` checks an object.
 
     >>> class Square(Pointwise):
@@ -100,25 +101,25 @@ class Pointwise(Normalizer):
     """Whether the weights are the scores themselves: linear attention."""
 
     def weight(self, scores: Float[Tensor, "b h nq nk"]) -> Float[Tensor, "b h nq nk"]:
-        """Weights of scores, before any division, from torch operations that act on each score alone.
+        """Weights of scores, before any division, by torch operations that act elementwise.
 
-        The scores are a tile: any part of the batch, the queries and the keys, but all query heads, so that a
+        The scores are a tile: any part of the batch, the queries and the keys, but always all query heads, so that a
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method weight(scores)")
 
-    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def weight_(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """`weight`, computed in the memory of `scores` if that is faster."""
+        """`weight`; it may overwrite `scores`."""
         return self.weight(scores)
 
     def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Derivative of `weight` at the scores that have these weights; only for functions that can be inverted."""
+        """Derivative of `weight`, as a function of the weights; only if they determine it."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def log_weight(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """Logarithm of `weight`, for ``divide="sum"``: rows of tiny weights then lose nothing to underflow."""
+        """Logarithm of `weight`, for ``divide="sum"``: avoids underflow in rows of tiny weights."""
         raise InputError(f"{type(self).__name__}: no method log_weight(scores)")
 
     def slope_of_log(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
@@ -128,14 +129,14 @@ class Pointwise(Normalizer):
     def tensors(self) -> dict[str, Tensor]:
         return learned_tensors(self)
 
-    # --- what else may be part of a definition ------------------------------------------------------------------------
+    # --- optional parts of a definition -------------------------------------------------------------------------------
 
     def shift(
         self, visible: Callable[[], Float[Tensor, "#b #h nq"]], like: Float[Tensor, "..."]
     ) -> Float[Tensor, "#b #h #nq"] | None:
-        """What is added to the scores of each query before `weight`; None for nothing.
+        """A number per query added to the scores before `weight`, or None.
 
-        `visible` counts the keys that each query sees; the result has the dtype and device of `like`.
+        `visible()` returns the number of visible keys per query; the result has the dtype and device of `like`.
         """
         return None
 
@@ -149,18 +150,19 @@ class Pointwise(Normalizer):
 class SumToOne(Normalizer):
     """Base of normalizers whose weights sum to one. One method is required: `weight`, a function of score and level.
 
-    The weight must not rise with the level. The engine finds the level at which the weights of a row sum to one, and
-    differentiates it by the implicit function theorem: exp(s − level) is softmax, whose level is the log-sum-exp;
-    relu(s − level) is sparsemax (Martins & Astudillo 2016, arXiv:1602.02068), whose level is its threshold.
+    The weight must be non-increasing in the level. The engine finds the level at which the weights of a row sum to
+    one, and differentiates it by the implicit function theorem: exp(s − level) is softmax, whose level is the
+    log-sum-exp; relu(s − level) is sparsemax (Martins & Astudillo 2016, arXiv:1602.02068), whose level is its
+    threshold.
 
-    Every such normalizer can have a sink: one more term, weight(sink, level), in the sum, which takes weight and adds
-    nothing to the output. `sink` is its logit: (heads,), or (batch, heads, queries), or a number; the temperature does
-    not divide it. `key` (heads, d) is a learned key of value 0, compared by the call's score and divided by the
-    temperature, outside mask and biases.
+    Every such normalizer can have an attention sink: an additional term, weight(sink, level), in the sum, which takes
+    weight and adds nothing to the output. `sink` is its logit: (heads,), or (batch, heads, queries), or a number; the
+    temperature does not divide it. `key` (heads, d) is a learned key with value 0: the call's score compares it with
+    the query, the temperature divides the result, and mask and biases do not apply.
 
-    A row that sees nothing has weights 0. A function whose weights cannot sum to one (bounded by 0.5, with one visible
-    key) is refused when that happens. Gradients come from autograd on `weight`, of every `nn.Parameter` among the
-    object's attributes, too. `qkv.testing.check_normalizer` checks an object.
+    Fully masked rows have weights 0. If the weights of a row cannot sum to one (bounded by 0.5, with one visible key),
+    an error is raised. Gradients come from autograd on `weight`, also for every `nn.Parameter` among the object's
+    attributes. `qkv.testing.check_normalizer` checks an object.
 
     >>> class SoftplusSquared(SumToOne):
     ...     def weight(self, scores, level):
@@ -183,9 +185,9 @@ class SumToOne(Normalizer):
     by_head = True
     zero_at_minus_infinity = False
     one_key = False
-    """Whether a query takes only its best key, and the weights serve the gradient alone (straight-through)."""
+    """Whether a query takes a single key, and the weights are only used for the gradient (straight-through)."""
     sample = False
-    """Whether the key is drawn by the softmax of the scores."""
+    """Whether that key is drawn from the softmax of the scores."""
 
     def __init__(
         self,
@@ -204,25 +206,25 @@ class SumToOne(Normalizer):
     def weight(
         self, scores: Float[Tensor, "b h nq nk"], level: Float[Tensor, "b h nq #nk"]
     ) -> Float[Tensor, "b h nq nk"]:
-        """Weights of scores at the level of their rows; falling in the level, and 0 or more.
+        """Weights of scores at the level of their rows; at least 0, and non-increasing in the level.
 
-        The scores are a tile: any part of the batch, the queries and the keys, but all query heads, so that a
+        The scores are a tile: any part of the batch, the queries and the keys, but always all query heads, so that a
         parameter of shape (heads, 1, 1) broadcasts. They must not be changed in place.
         """
         raise InputError(f"{type(self).__name__}: no method weight(scores, level)")
 
-    # --- shortcuts: none is needed, and each gives the same numbers faster --------------------------------------------
+    # --- optional shortcuts: the same numbers, faster -----------------------------------------------------------------
 
     def weight_(self, scores: Float[Tensor, "*n k"], level: Float[Tensor, "*n #k"]) -> Float[Tensor, "*n k"]:
-        """`weight`, computed in the memory of `scores` if that is faster."""
+        """`weight`; it may overwrite `scores`."""
         return self.weight(scores, level)
 
     def level_of(self, scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
-        """The level of rows given whole, −inf where masked, without a search; 0 for rows of −inf alone."""
+        """The level of whole rows, −inf where masked, in closed form; 0 for fully masked rows."""
         raise InputError(f"{type(self).__name__}: no method level_of(scores)")
 
     def slope_from_weights(self, weights: Float[Tensor, "*n k"]) -> Float[Tensor, "*n k"]:
-        """∂ weight / ∂ score where the weights are these; only where a weight depends on score − level alone."""
+        """∂ weight / ∂ score as a function of the weights; only if a weight depends on score − level alone."""
         raise InputError(f"{type(self).__name__}: no method slope_from_weights(weights)")
 
     def tensors(self) -> dict[str, Tensor]:
@@ -237,26 +239,26 @@ class SumToOne(Normalizer):
         if isinstance(self.sink, Tensor) and (self.sink.ndim not in (1, 3) or not self.sink.dtype.is_floating_point):
             raise InputError(
                 f"{name}: sink is {self.sink.dtype} of shape {tuple(self.sink.shape)}, "
-                "expected one float logit a query head, shape (heads,), or a query, shape (batch, heads, queries)"
+                "expected one float logit per query head, shape (heads,), or per query, shape (batch, heads, queries)"
             )
         if self.key is not None and (not isinstance(self.key, Tensor) or self.key.ndim != 2):
-            raise InputError(f"{name}: key is not a float tensor (heads, d), one key a query head")
+            raise InputError(f"{name}: key is not a float tensor (heads, d), expected one key per query head")
         if self.key is not None and self.sink is not None:
-            raise InputError(f"{name}: got both sink and key, expected at most one of them")
+            raise InputError(f"{name}: sink and key were both passed, expected at most one of them")
 
     def with_sink(
         self: S,
         sink: Float[Tensor, " heads"] | Float[Tensor, "b heads nq"] | float | None = None,
         key: Float[Tensor, "heads d"] | None = None,
     ) -> S:
-        """The same normalizer with this sink or learned key, or with none."""
+        """The same normalizer with this sink or learned key, or without one."""
         made = copy(self)
         object.__setattr__(made, "sink", sink)
         object.__setattr__(made, "key", key)
         return made
 
     def sink_of(self, like: Float[Tensor, "b heads nq"]) -> Float[Tensor, "#b heads #nq"] | None:
-        """The sink logits of the queries that `like` has a number for, in its dtype and on its device, or None."""
+        """The sink logits for queries shaped like `like`, with its dtype and device, or None."""
         if self.sink is None:
             return None
         name = type(self).__name__
@@ -275,9 +277,9 @@ class SumToOne(Normalizer):
 
 
 def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"] | None) -> Scores:
-    """Weights of final scores, 0 where these are −inf; of a `Pointwise`, not yet divided.
+    """Weights of final scores, 0 for scores of −inf; for a `Pointwise` normalizer, not yet divided.
 
-    This is the definition every kernel evaluates; the faster ones do so by a normalizer's shortcuts.
+    This is the definition that every kernel computes; the faster ones use a normalizer's shortcuts.
     """
     row = None if level is None else level[..., None]
     if normalizer.zero_at_minus_infinity:
@@ -287,7 +289,7 @@ def weights_of(normalizer: Normalizer, scores: Scores, level: Float[Tensor, "*n"
 
 
 def unmasked(scores: Scores, masked: Tensor, level: Level | None) -> Scores:
-    """Scores with an ordinary number where they are masked, so that no function or derivative meets −inf or NaN."""
+    """Scores with a finite number where masked, so that functions and derivatives never get −inf or NaN."""
     return scores.masked_fill(masked, 0) if level is None else torch.where(masked, level.detach(), scores)
 
 
@@ -302,11 +304,11 @@ def _defined(normalizer: Normalizer, scores: Scores, level: Level | None) -> Sco
 
 
 def checked_shape(thing: object, made: Tensor, scores: Tensor, method: str = "weight") -> Tensor:
-    """What a user's method made of scores, if it is a tensor of their shape; in their dtype."""
+    """The result of a user-defined method, in the dtype of `scores`; raises `InputError` if its shape differs."""
     if not isinstance(made, Tensor) or made.shape != scores.shape:
         got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise InputError(
-            f"{type(thing).__name__}: {method} returned {got} for scores of shape {tuple(scores.shape)}, expected that "
-            "shape: a method that acts on each score alone; a parameter for each head has shape (heads, 1, 1)"
+            f"{type(thing).__name__}: {method} returned {got} for scores of shape {tuple(scores.shape)}, expected the "
+            "same shape from an elementwise function; a per-head parameter has shape (heads, 1, 1)"
         )
     return made if made.dtype == scores.dtype else made.to(scores.dtype)

@@ -1,4 +1,4 @@
-"""α-entmax and sparsemax: weights that are exactly zero for low scores."""
+"""α-entmax and sparsemax: sparse normalizers, whose weights are exactly zero for low scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.normalizers.base import SumToOne
 
-STEPS = 100  # Newton's steps to a threshold, at most
+STEPS = 100  # most Newton steps for a threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class Entmax(SumToOne):
     def level_of(self, scores: Tensor) -> Tensor:
         """Newton on ‖[z − τ]₊‖_p = 1 with z = (α − 1) s, which is convex and decreasing in τ, from τ = max z − 1.
 
-        The norm is at least 1 there, so the steps only go up, and never past the root. For α = 2 it is exact after
-        finitely many (Michelot 1986).
+        The norm is at least 1 there, so the steps increase τ and never pass the root. For α = 2 the result is exact
+        after finitely many steps (Michelot 1986).
         """
         p = 1 / (self.alpha - 1)
         z = (self.alpha - 1) * scores
@@ -78,8 +78,8 @@ class Entmax(SumToOne):
         return torch.where(weights > 0, weights.clamp(min=torch.finfo(weights.dtype).tiny) ** (2 - self.alpha), 0)
 
 
-def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (a normalizer like the others)
-    """The nearest distribution to the scores (Martins & Astudillo 2016, arXiv:1602.02068, eq. 2): `Entmax` of α = 2.
+def Sparsemax(temperature: float = 1.0) -> Entmax:  # noqa: N802  (named like a class because it constructs a normalizer)
+    """The distribution nearest to the scores (Martins & Astudillo 2016, arXiv:1602.02068, eq. 2): `Entmax` with α = 2.
 
     >>> Sparsemax().alpha
     2.0

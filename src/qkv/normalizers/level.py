@@ -1,8 +1,8 @@
-"""The level of a `SumToOne` row: the number at which its weights sum to one, and its derivative.
+"""Root search for the level of `SumToOne` rows, at which their weights sum to one, and its derivative.
 
-The search works on log Σ w(s, level), which falls in the level; for a softmax it is a straight line. A secant method
-does the steps, and bisection takes over where these do not shrink the bracket. A sample of the keys gives the first
-guess. Rows that have converged stop moving, so a row's result does not depend on the others in the batch.
+The search finds the root of log Σ w(s, level), which decreases in the level; for a softmax it is a straight line. It
+takes secant steps, and bisects where these do not shrink the bracket. A sample of the keys gives the initial guess.
+Converged rows stop moving, so a row's result does not depend on the others in the batch.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from qkv._contract import overrides
 from qkv.errors import InputError
 from qkv.normalizers.base import Scores, SumToOne, checked_shape, weights_of
 
-Rows = Float[Tensor, "*n"]
+PerRow = Float[Tensor, "*n"]
 
-STEPS = 200  # of a search, at most: bisection alone needs fewer
-GROUP = 8  # neighbouring keys of which two stand for all in the first guess
-FEW = 512  # keys of which it takes no guess
-JUMP = 0.01  # of log Σ w at a level to all its digits: more is a jump, not a rounding
-FARTHEST = 1e12  # how far a search goes from the largest score before it gives up, in units of 1 + |score|
+STEPS = 200  # most steps of a search: bisection alone needs fewer
+GROUP = 8  # the initial guess samples two of this many adjacent keys
+FEW = 512  # with at most this many keys there is no initial guess from a sample
+JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a discontinuity, not a rounding error
+FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
 
-def level_of_rows(normalizer: SumToOne, scores: Scores) -> Rows:
-    """The level of rows given whole, −inf where masked and a sink as one more score; 0 where nothing is visible.
+def level_of_rows(normalizer: SumToOne, scores: Scores) -> PerRow:
+    """The level of whole rows, −inf where masked and with a sink as one more score; 0 for fully masked rows.
 
-    No gradient passes: see `differentiable_level`.
+    Not differentiable; see `differentiable_level`.
     """
     with torch.no_grad():
         if overrides(normalizer, SumToOne, "level_of"):
@@ -38,22 +38,22 @@ def level_of_rows(normalizer: SumToOne, scores: Scores) -> Rows:
         return solve(normalizer, scores)[0]
 
 
-def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
-    """Level and weights of rows given whole, by search; without gradients.
+def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
+    """Level and weights of whole rows, by search; without gradients.
 
     Raises:
-        InputError: where no level makes the weights sum to one.
+        InputError: if no level makes the weights of a row sum to one.
     """
     scores = scores.detach()
     top = scores.amax(-1)
     empty = top == -torch.inf
-    rows = _Masked(normalizer, scores, top)
+    rows = _MaskedRows(normalizer, scores, top)
     start = top.masked_fill(empty, 0)
     fall = torch.ones_like(start)
     if scores.shape[-1] > FEW:
         sample = _sample(scores)
         best = sample.amax(-1)
-        sampled = _Masked(normalizer, sample, best)
+        sampled = _MaskedRows(normalizer, sample, best)
 
         def estimate(level: Tensor) -> Tensor:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
@@ -69,61 +69,61 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[Rows, Scores]:
 
     level, _, sure = _root(total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
-        _refuse(normalizer, top, level, kept[0].sum(-1), sure)
-    return level, kept[0]  # the last weights are those of the last level
+        _raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
+    return level, kept[0]  # weights at the final level
 
 
-class _Masked:
-    """Rows of scores some of which are −inf, and their weights, which are 0 there."""
+class _MaskedRows:
+    """Rows of scores with masked entries (−inf), whose weights are 0."""
 
-    def __init__(self, normalizer: SumToOne, scores: Scores, top: Rows) -> None:
+    def __init__(self, normalizer: SumToOne, scores: Scores, top: PerRow) -> None:
         self.normalizer, self.scores = normalizer, scores
-        self.hidden: Tensor | None = None
+        self.masked: Tensor | None = None
         if normalizer.zero_at_minus_infinity:
             return
-        hidden = scores == -torch.inf
-        where = hidden.flatten(0, -2).any(0).nonzero()[:, 0]
-        if len(where):  # most columns of a panel have nothing to hide
+        masked = scores == -torch.inf
+        where = masked.flatten(0, -2).any(0).nonzero()[:, 0]
+        if len(where):  # most columns of a panel are not masked
             self.columns = slice(int(where[0]), int(where[-1]) + 1)
-            self.hidden = hidden[..., self.columns]
+            self.masked = masked[..., self.columns]
             self.scores = scores.clone()
             ordinary = top.masked_fill(top == -torch.inf, 0)[..., None]
-            self.scores[..., self.columns] = torch.where(self.hidden, ordinary, scores[..., self.columns])
+            self.scores[..., self.columns] = torch.where(self.masked, ordinary, scores[..., self.columns])
 
-    def weights(self, level: Rows) -> Scores:
-        """Weights at a level of each row."""
+    def weights(self, level: PerRow) -> Scores:
+        """Weights at the given levels."""
         made = checked_shape(self.normalizer, self.normalizer.weight(self.scores, level[..., None]), self.scores)
-        if self.hidden is not None:
+        if self.masked is not None:
             made = made.contiguous()
-            made[..., self.columns].masked_fill_(self.hidden, 0)
+            made[..., self.columns].masked_fill_(self.masked, 0)
         return made
 
 
 def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
-    """The largest score of every few neighbouring keys, and then another of each, which stands for the others."""
+    """The largest score of each group of adjacent keys, followed by one other score of each, representing the rest."""
     groups = scores[..., : scores.shape[-1] // GROUP * GROUP].unflatten(-1, (-1, GROUP))
     largest = groups.amax(-1)
     return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 
 
 def _root(
-    total: Callable[[Tensor], Tensor], start: Rows, fall: Rows, empty: Bool[Tensor, "*n"], tolerance: float
-) -> tuple[Rows, Rows, Bool[Tensor, "*n"]]:
-    """Where log `total` is 0 to within a tolerance, how fast it falls there, and for which rows that was found.
+    total: Callable[[Tensor], Tensor], start: PerRow, fall: PerRow, empty: Bool[Tensor, "*n"], tolerance: float
+) -> tuple[PerRow, PerRow, Bool[Tensor, "*n"]]:
+    """Root of log `total` to within a tolerance, the negative slope there, and a flag for rows that converged.
 
-    `fall` is a guess of the second. Rows that are `empty` stay where they are.
+    `fall` is an initial guess of the negative slope. Rows that are `empty` keep their start value.
     """
     eps, tiny = torch.finfo(start.dtype).eps, torch.finfo(start.dtype).tiny
     x, done = start, empty
     low, high = torch.full_like(x, -torch.inf), torch.full_like(x, torch.inf)  # total > 1 at low, < 1 at high
     before, y_before = x + torch.nan, x + torch.nan
-    width = torch.ones_like(x)  # of the last step
-    span = torch.full_like(x, torch.inf)  # of the bracket, three steps ago
+    width = torch.ones_like(x)  # length of the last step
+    span = torch.full_like(x, torch.inf)  # width of the bracket three steps ago
     for number in range(STEPS):
         y = torch.log(total(x))
         low, high = torch.where(y > 0, x, low), torch.where(y < 0, x, high)
         gap = high - low
-        # A level is known to a rounding of its own size, and log Σ w to as much times its slope, about 1.
+        # The level has a relative rounding error, which log Σ w inherits times its slope, about 1.
         near = (y.abs() <= tolerance * (1 + x.abs() / 4)) | y.isnan() | empty
         done = done | near | (gap <= 2 * eps * x.abs() + tiny)
         known = (y_before - y) / (x - before)
@@ -132,8 +132,8 @@ def _root(
         if bool((done | lost).all()):
             break
         bracketed = gap.isfinite()
-        move = y / (fall if number == 0 else known)  # the secant
-        # Without a bracket the steps may grow; where the secant says nothing, they double.
+        move = y / (fall if number == 0 else known)  # secant step
+        # Without a bracket the steps may grow; where the secant step is invalid, they double.
         move = torch.where(move.isfinite() & (move * y > 0), move.abs().minimum(8 * width), 2 * width)
         beyond = x + torch.where(y > 0, move, -move)
         middle = low + gap / 2
@@ -148,26 +148,26 @@ def _root(
     return x, fall, near | (done & (y.abs() <= JUMP))
 
 
-def _refuse(normalizer: SumToOne, top: Rows, level: Rows, total: Rows, sure: Bool[Tensor, "*n"]) -> None:
-    """Raise `InputError` for rows whose weights no level makes sum to one."""
+def _raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
+    """Raise `InputError` for rows without a level at which the weights sum to one."""
     name = type(normalizer).__name__
     small, large = ~sure & (total < 1 - JUMP), ~sure & (total > 1 + JUMP)
     far = (level - top).abs() > 1e6
     if bool((small & far).any()):
         raise InputError(
-            f"{name}: the weights of a query sum to {total[small & far].max().item():.3g} at the most, whatever the "
-            "level; expected a weight(scores, level) whose sum passes 1 as the level falls, for one visible key, too"
+            f"{name}: weight sums to at most {total[small & far].max().item():.3g} over the keys of a query, at any "
+            "level; expected a weight(scores, level) whose sum exceeds 1 at low levels, even for one visible key"
         )
     if bool((large & far).any()):
         raise InputError(
-            f"{name}: the weights of a query sum to {total[large & far].min().item():.3g} at the least, whatever the "
+            f"{name}: weight sums to at least {total[large & far].min().item():.3g} over the keys of a query, at any "
             "level; expected a weight(scores, level) that falls to 0 as the level rises"
         )
-    raise InputError(f"{name}: no level was found at which the weights of a query sum to 1; is its weight continuous?")
+    raise InputError(f"{name}: weight does not sum to 1 over the keys of a query at any level; is it continuous?")
 
 
-def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor]) -> Rows:
-    """`level_of_rows` with gradients, of the scores and of learned tensors, by the implicit function theorem."""
+def differentiable_level(normalizer: SumToOne, scores: Scores, learned: Mapping[str, Tensor]) -> PerRow:
+    """`level_of_rows` with gradients for the scores and learned tensors, by the implicit function theorem."""
     if not (torch.is_grad_enabled() and (scores.requires_grad or learned)):
         return level_of_rows(normalizer, scores)
     return _Level.apply(normalizer, scores, *learned.values())  # type: ignore[no-untyped-call]
@@ -189,11 +189,11 @@ class _Level(torch.autograd.Function):
         again = torch.is_grad_enabled()
         if again and learned:
             raise InputError(
-                f"{type(ctx.normalizer).__name__}: second derivatives were asked for, which a SumToOne normalizer "
-                "with learned tensors does not have; expected create_graph=False"
+                f"{type(ctx.normalizer).__name__}: create_graph is True, but a SumToOne normalizer with learned "
+                "tensors has no second derivatives; expected create_graph=False"
             )
         with torch.enable_grad():
-            # Aliases, so that each derivative is a partial one: the level depends on the scores, too.
+            # Aliases give partial derivatives, since the level also depends on the scores.
             s, at = (x.view_as(x) if again else x.detach().requires_grad_() for x in (scores, level))
             if not s.requires_grad:
                 s = s.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Normalizers that look at each score alone: sigmoid, elu + 1, ReLU, and none at all."""
+"""Pointwise normalizers: sigmoid, elu + 1, ReLU, and the identity."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from qkv.normalizers.base import LOG2_E, Pointwise
 
 @dataclass(frozen=True, eq=False)
 class Sigmoid(Pointwise):
-    """σ(s + b): each key on its own (Ramapuram et al. 2024, arXiv:2409.04431, eq. 3).
+    """Sigmoid attention, σ(s + b) (Ramapuram et al. 2024, arXiv:2409.04431, eq. 3).
 
-    `bias` b is −ln n when None, where n is the number of keys the query may attend to; else a number for all, or one
-    for each query head, shape (heads,), which may be learned.
+    `bias` b is a number, or a tensor with one number per query head, shape (heads,), which may be learned. If None it
+    is −ln n, where n is the number of visible keys of the query.
 
     >>> from qkv import attend
     >>> q = k = torch.zeros(1, 1, 1, 8)
@@ -36,7 +36,7 @@ class Sigmoid(Pointwise):
             if self.bias.ndim != 1 or not self.bias.dtype.is_floating_point:
                 raise InputError(
                     f"Sigmoid: bias is {self.bias.dtype} of shape {tuple(self.bias.shape)}, "
-                    "expected a number or one float a query head, shape (heads,)"
+                    "expected a number or one float per query head, shape (heads,)"
                 )
         elif self.bias is not None and not math.isfinite(self.bias):
             raise InputError(f"Sigmoid: bias is {self.bias}, expected a finite number or None for −ln(visible keys)")
@@ -135,7 +135,7 @@ class ReLU(Pointwise):
 
 @dataclass(frozen=True, eq=False)
 class Identity(Pointwise):
-    """The score itself: no normalizer at all, or with ``divide="sum"`` the weights of linear attention.
+    """The score itself: no normalization, or with ``divide="sum"`` the weights of linear attention.
 
     >>> Identity().weight(torch.tensor([-1.0, 2.0])).tolist()
     [-1.0, 2.0]

@@ -1,4 +1,4 @@
-"""Softmax, with its sinks."""
+"""Softmax, with attention sinks, and hard attention."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qkv.normalizers.base import LOG2_E, SumToOne, check_temperature
 
 
 def log_sum_exp(scores: Float[Tensor, "*n k"]) -> Float[Tensor, "*n"]:
-    """Log-sum-exp of the last dimension; −inf where all scores are. Differentiable, with gradients of 0 there."""
+    """Log-sum-exp over the last dimension. Rows of −inf give −inf, with zero gradients."""
     top = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = torch.exp(scores - top).sum(-1)
-    seen = total != 0  # NaN is not nothing
-    return torch.where(seen, top[..., 0] + torch.log(torch.where(seen, total, 1.0)), -torch.inf)
+    visible = total != 0  # True for NaN: it must propagate
+    return torch.where(visible, top[..., 0] + torch.log(torch.where(visible, total, 1.0)), -torch.inf)
 
 
 class Exponential(SumToOne):
-    """exp(s − level): the weights of a softmax, whose level is the log-sum-exp of the scores."""
+    """Base of normalizers with softmax weights exp(s − level), where the level is the log-sum-exp of the scores."""
 
     by_head = False
     zero_at_minus_infinity = True
@@ -46,14 +46,13 @@ class Exponential(SumToOne):
 class Softmax(Exponential):
     """exp(s / temperature), divided by its sum over the visible keys and, if given, exp(sink).
 
-    `sink` is a logit that no key owns: one for each query head, shape (heads,), one for each query, shape (batch,
-    heads, queries), or a number for all. It takes weight and adds nothing to the output, so weights over the keys sum
-    to less than one (gpt-oss, arXiv:2508.10925; ``sink=0.0`` is Miller's softmax-off-by-one). The temperature does not
-    divide it.
+    `sink` is the logit of an attention sink: one per query head, shape (heads,), one per query, shape (batch, heads,
+    queries), or one number. It takes weight and adds nothing to the output, so the weights of the keys sum to less than
+    one (gpt-oss, arXiv:2508.10925; ``sink=0.0`` is Miller's softmax-off-by-one). The temperature does not divide it.
 
-    `key` (heads, d) is the same with a logit that the query decides: a learned key whose value is 0, compared by the
-    call's score and divided by its temperature, outside its mask and biases (the "K biases" of Gu et al. 2025,
-    arXiv:2410.10781).
+    `key` (heads, d) is a sink whose logit depends on the query: a learned key with value 0. The call's score compares
+    it with the query and the temperature divides the result; mask and biases do not apply (the "K biases" of Gu et al.
+    2025, arXiv:2410.10781).
 
     >>> from qkv import attend
     >>> q = k = torch.zeros(1, 1, 1, 8)
@@ -72,12 +71,12 @@ class Softmax(Exponential):
 
 @dataclass(frozen=True, eq=False)
 class Hard(Exponential):
-    """All weight on one key: the best, or with ``sample=True`` one drawn by the softmax of the scores.
+    """Hard attention: all weight on the best key, or with ``sample=True`` on a key drawn from the softmax.
 
-    The gradient is straight-through: the output is that of the chosen key, and scores get the gradient they would
-    have under softmax (Xu et al. 2015, arXiv:1502.03044, §4.1, with the estimator of Bengio et al. 2013,
+    The gradient is straight-through: the output is the value of the chosen key, and scores get the gradient of softmax
+    attention (Xu et al. 2015, arXiv:1502.03044, §4.1, with the estimator of Bengio et al. 2013,
     arXiv:1308.3432). For REINFORCE use `qkv.choose_keys`, which returns the log-probability of each choice. Ties go to
-    the first key. A draw takes its seed from torch's generator: ``torch.manual_seed`` makes it repeat.
+    the first key. A draw takes its seed from torch's generator: ``torch.manual_seed`` makes it reproducible.
 
     >>> from qkv import attend
     >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0], [2.0]]]])

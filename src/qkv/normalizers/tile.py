@@ -1,4 +1,4 @@
-"""Weights and their derivatives for a tile or some whole rows of scores: by a normalizer's shortcuts, or autograd."""
+"""Weights of a tile or of whole rows, and their derivatives, by a normalizer's shortcuts or by autograd."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from qkv._contract import overrides
 from qkv.normalizers.base import Normalizer, Pointwise, SumToOne, checked_shape, unmasked, weights_of
 from qkv.normalizers.level import level_of_rows, solve
 
-CACHED = 2**17  # scores whose weights are computed at once: what a user's function makes on the way stays in cache
+CACHED = 2**17  # scores per call of a user-defined function, so that its temporaries fit in cache
 
 
 def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
-    """Weights of a tile, computed in the memory of its scores."""
+    """Weights of a tile, which overwrite its scores."""
     if overrides(normalizer, Pointwise, "weight_"):
         return checked_shape(normalizer, normalizer.weight_(scores), scores)
     rows = max(1, CACHED * scores.shape[-2] // scores.numel())
@@ -22,18 +22,18 @@ def pointwise(normalizer: Pointwise, scores: Tensor) -> Tensor:
     return scores
 
 
-def solved(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Level and weights of whole rows, of whose scores a sink is one that has no value."""
-    together = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
+def solve_rows(normalizer: SumToOne, scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Level of whole rows with an optional sink, and the weights of the scores without the sink."""
+    with_sink = scores if sink is None else torch.cat([scores, sink[..., None]], -1)
     if overrides(normalizer, SumToOne, "level_of"):
-        level = level_of_rows(normalizer, together)
+        level = level_of_rows(normalizer, with_sink)
         return level, weights_of(normalizer, scores, level)
-    level, weights = solve(normalizer, together)
+    level, weights = solve(normalizer, with_sink)
     return level, weights if sink is None else weights[..., :-1]
 
 
 def level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """−∂ weight / ∂ level of whole rows, 0 where scores are −inf."""
+    """−∂ weight / ∂ level of whole rows; 0 for scores of −inf."""
     if overrides(normalizer, SumToOne, "slope_from_weights") and not normalizer.tensors():
         return normalizer.slope_from_weights(weights)  # such weights depend on score − level
     masked = scores == -torch.inf
@@ -47,10 +47,9 @@ def level_slopes(normalizer: SumToOne, scores: Tensor, level: Tensor, weights: T
 
 
 class TileWeights:
-    """The weights of one tile, and then the slopes of its scores from those of its weights.
+    """The weights of one tile, and then the vector-Jacobian product from weights to scores, at a fixed level.
 
-    By a normalizer's shortcut where it has one, in the memory of the scores; else by autograd on its definition, at
-    the scores. The level of a row is held fixed.
+    Uses a normalizer's shortcut if it has one, overwriting the scores; else autograd on its definition.
     """
 
     def __init__(self, normalizer: Normalizer, learned: list[Tensor]) -> None:
@@ -59,8 +58,8 @@ class TileWeights:
         self.shortcut = overrides(normalizer, base, "slope_from_weights") and not normalizer.tensors()
         self.made: tuple[Tensor, Tensor] | Tensor
 
-    def weights(self, scores: Tensor, level: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """Weights of scores, which are spoilt, at the level of their rows; 0 where hidden."""
+    def weights(self, scores: Tensor, level: Tensor | None, masked: Tensor | None) -> Tensor:
+        """Weights of scores at the level of their rows, 0 where masked. May overwrite the scores."""
         normalizer = self.normalizer
         if self.shortcut:
             if isinstance(normalizer, Pointwise):
@@ -69,10 +68,10 @@ class TileWeights:
                 assert isinstance(normalizer, SumToOne)
                 assert level is not None
                 weights = normalizer.weight_(scores, level[..., None])
-            self.made = weights if hidden is None else weights.masked_fill_(hidden, 0)
+            self.made = weights if masked is None else weights.masked_fill_(masked, 0)
             return self.made
         row = level[..., None] if level is not None else None
-        s = (scores if hidden is None else unmasked(scores, hidden, row)).detach().requires_grad_()
+        s = (scores if masked is None else unmasked(scores, masked, row)).detach().requires_grad_()
         with torch.enable_grad():
             if isinstance(normalizer, SumToOne):
                 assert row is not None
@@ -82,10 +81,13 @@ class TileWeights:
                 made = normalizer.weight(s)
             made = checked_shape(normalizer, made, s)
         self.made = s, made
-        return made.detach() if hidden is None else made.detach().masked_fill(hidden, 0)
+        return made.detach() if masked is None else made.detach().masked_fill(masked, 0)
 
     def slopes(self, grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Slopes of the scores and of the learned tensors, from those of the weights: 0 where hidden, and spoilt."""
+        """Gradients of the scores and learned tensors from those of the weights, which must be 0 where masked.
+
+        May overwrite `grad`.
+        """
         if not isinstance(self.made, tuple):
             assert isinstance(self.normalizer, Pointwise | SumToOne)
             return grad.mul_(self.normalizer.slope_from_weights(self.made)), [None] * len(self.learned)

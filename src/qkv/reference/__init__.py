@@ -1,16 +1,16 @@
-"""The specification: every mechanism as its definition says, in NumPy float64 and plain loops.
+"""The specification: every mechanism by its definition, in NumPy float64 and plain loops.
 
-Read `qkv.reference.parts`, then this, to know what qkv computes. One query is served at a time:
+To know what qkv computes, read `qkv.reference.parts`, then this module. Queries are processed one at a time:
 
-1. `compare`: a score says how much the query and a key have to do with each other;
-2. `bends`: biases change that number, one after another; then the temperature divides it;
-3. `sees`: a mask says which keys the query may attend to at all;
-4. `weigh`: a normalizer turns the scores of those keys into weights;
-5. `attention`: the output is the sum of the values, each times its weight.
+1. `compare`: the score function gives the score of the query and a key;
+2. `apply_bias`: biases change the score, one after another; then the temperature divides it;
+3. `is_visible`: the mask decides whether the query may attend to the key;
+4. `normalize`: the normalizer turns the scores of the visible keys into weights;
+5. `attention`: the output is the sum of the values times their weights.
 
-It shares no code with anything fast, forms everything, and is slow. The only things it takes as data are the functions
-that a user passes and the keys that `RandomKeys` drew. It has no dropout, draws nothing and has no gradients, and it
-defines the objects of this package alone: a user's own is defined by its one method (`qkv.testing` checks that).
+It shares no code with the kernels, forms all matrices, and is slow. The only code it takes from elsewhere are functions
+that a user passes and the keys that `RandomKeys` drew. It has no dropout, no sampling and no gradients, and it covers
+only the objects of this package; a user-defined object is specified by its one method (`qkv.testing` checks that).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxtyping import Float64
 from qkv import biases, masks, normalizers, scores
 from qkv.errors import InputError
 from qkv.reference.parts import (
+    apply_bias,
     array,
-    bends,
     compare,
     factor,
+    is_visible,
     log_sum_exp,
+    normalize,
     of_head,
     query_of,
-    sees,
     vector_of,
-    weigh,
 )
 
 Array = np.ndarray
@@ -51,9 +51,9 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What one attention call means: output, log-sum-exp of the scores (of a softmax only), and weights.
+    """Result of the specification: output, log-sum-exp of the scores (softmax only), and weights.
 
-    Without the dimensions that q came without.
+    Batch and head dimensions are present only if q has them.
 
     >>> x = np.ones((2, 4))
     >>> attention(x, x, x).weights.round(3).tolist()
@@ -65,13 +65,13 @@ class Reference:
     weights: Float64[Array, "*bh nq nk"]
 
 
-def undefined(*parts: Any) -> str | None:
-    """The first of some masks, biases, scores and normalizers, or of the masks inside them, that is not defined here.
+def first_undefined(*parts: Any) -> str | None:
+    """Class name of the first mask, bias, score or normalizer that the specification does not define, or None.
 
-    A subclass is not: it may redefine what this module knows.
+    Masks inside other masks are checked, too. Subclasses are not defined, because they may override the definition.
 
     >>> class Mine(normalizers.Softmax): ...
-    >>> undefined(scores.Dot(), Mine())
+    >>> first_undefined(scores.Dot(), Mine())
     'Mine'
     """
     for part in parts:
@@ -79,7 +79,7 @@ def undefined(*parts: Any) -> str | None:
             continue
         if type(part) not in DEFINED:
             return type(part).__name__
-        inside = undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
+        inside = first_undefined(*(x for x in vars(part).values() if isinstance(x, masks.Mask)))
         if inside is not None:
             return inside
     return None
@@ -108,8 +108,8 @@ def attention(
 ) -> Reference:
     """Attention of q (b, h, nq, dq) over k (b, hkv, nk, dk) and v (b, hkv, nk, dv), tensors or arrays.
 
-    Query head h uses key head h // (heads / key heads). A query that sees nothing has output 0, weights 0, lse −∞.
-    q, k and v may also be (b, n, d) or (n, d), of one head, and so are the results then.
+    Query head h uses key head h // (heads / key heads). A fully masked query has output 0, weights 0 and lse −∞.
+    q, k and v may also be (b, n, d) or (n, d), for one head; the results then have the same number of dimensions.
 
     >>> x = np.ones((1, 1, 2, 4))
     >>> attention(x, x, x, mask=masks.Causal()).weights[0, 0].round(3).tolist()
@@ -119,7 +119,7 @@ def attention(
     ndim = q.ndim
     score = scores.Dot() if score is None else score
     normalizer = normalizers.Softmax() if normalizer is None else normalizer
-    unknown = undefined(mask, *bias, score, normalizer)
+    unknown = first_undefined(mask, *bias, score, normalizer)
     if unknown is not None:
         raise InputError(f"the reference has no definition of {unknown}; expected objects of this package alone")
     if q.ndim < 4:
@@ -135,21 +135,21 @@ def attention(
     for b, h, i in np.ndindex(batch, heads, n_queries):
         g = h // (heads // key_heads)
         query = query_of(score, q[b, h, i], h)
-        shown = [j for j in range(n_keys) if sees(mask, b, h, i, j, n_queries, n_keys)]
+        visible = [j for j in range(n_keys) if is_visible(mask, b, h, i, j, n_queries, n_keys)]
         final = {}
-        for j in shown:
+        for j in visible:
             s = compare(score, q[b, h, i], k[b, g, j], h, g)
             for one in bias:
-                s = bends(
+                s = apply_bias(
                     one, s, b, h, i, j, n_queries=n_queries, n_keys=n_keys, heads=heads, query=query,
                     scale=factor(score, len(query)),
                 )  # fmt: skip
             final[j] = s / normalizer.temperature
-        keys = [j for j in shown if final[j] != -math.inf]  # a bias of −∞ hides a pair, too
+        keys = [j for j in visible if final[j] != -math.inf]  # a bias of −∞ also masks a pair
         sink = _sink(normalizer, score, q[b, h, i], b, h, i, g)
-        seen = np.array([final[j] for j in keys])
-        lse[b, h, i] = log_sum_exp(seen, sink)
-        weights[b, h, i, keys] = weigh(normalizer, seen, h, len(shown), sink)
+        row = np.array([final[j] for j in keys])
+        lse[b, h, i] = log_sum_exp(row, sink)
+        weights[b, h, i, keys] = normalize(normalizer, row, h, len(visible), sink)
         for j in keys:
             out[b, h, i] += weights[b, h, i, j] * (v[b, g, j] + _value(bias, h, i + n_keys - n_queries - j))
     return Reference(out, lse if isinstance(normalizer, normalizers.Softmax) else None, weights)
@@ -158,11 +158,10 @@ def attention(
 def _sink(
     normalizer: normalizers.Normalizer, score: scores.Score, q: Array, b: int, h: int, i: int, g: int
 ) -> float | None:
-    """The logit of the term of a softmax that no key owns: a number a head or a query, or that of a learned key of
-    value 0.
+    """The logit of the attention sink: a number per head or per query, or the score of a learned key with value 0.
 
-    The temperature divides the score of a learned key, which is one, but not a sink; biases and masks know neither
-    (Gu et al. 2025, arXiv:2410.10781).
+    The temperature divides the score of a learned key, but not a sink; biases and masks apply to neither (Gu et al.
+    2025, arXiv:2410.10781).
     """
     if not isinstance(normalizer, normalizers.Softmax | normalizers.Entmax):
         return None
@@ -175,7 +174,7 @@ def _sink(
 
 
 def _value(bias: Sequence[biases.Bias], h: int, back: int) -> Array | float:
-    """What relative positions add to the value of a key that is `back` tokens back (Shaw et al. 2018, eq. 3)."""
+    """The vector that relative positions add to the value of a key at distance `back` (Shaw et al. 2018, eq. 3)."""
     for one in bias:
         if isinstance(one, biases.RelativePosition) and one.values is not None:
             return vector_of(one.values, h, back)
@@ -197,11 +196,11 @@ class ReferenceStatistics:
 
 
 def statistics(weights: Float64[Array, "*n nq nk"], offset: int | None = None) -> ReferenceStatistics:
-    """What `qkv.measure` must give, from materialised weights.
+    """The results expected of `qkv.measure`, computed from materialised weights.
 
     With M_i = Σ_j A_ij the mass on keys (1 unless a sink takes some) and a_ij = A_ij / M_i:
     entropy −Σ_j a ln a (nats), received Σ_i A_ij, distance Σ_j a |p_i − j| (tokens), spread the standard deviation of j
-    under a, effective_keys 1 / Σ_j a². Query i stands at p_i = i + offset. A query with M = 0 gives 0 everywhere.
+    under a, effective_keys 1 / Σ_j a². Query i has position p_i = i + offset. A query with M = 0 gives 0 everywhere.
 
     >>> statistics(np.full((1, 4), 0.25)).effective_keys.tolist()
     [4.0]

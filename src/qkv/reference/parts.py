@@ -1,4 +1,4 @@
-"""The parts of the specification: scores, biases, masks and normalizers, for one query at a time."""
+"""The specification of scores, biases, masks and normalizers, for one query at a time."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Array = np.ndarray
 
 
 def array(x: Any) -> Array:
-    """Numbers that a user passed, a torch tensor or anything else, in float64."""
+    """A torch tensor, or anything else that NumPy accepts, as a float64 array."""
     return np.asarray(x.detach().cpu().double() if hasattr(x, "detach") else x, dtype=np.float64)
 
 
 # --- 1. Scores ----------------------------------------------------------------------------------------------------
 #
-# A score compares the vectors of one query and one key. It first takes both to where they are compared, and there
-# multiplies them. The dot product grows with the number of dimensions, which 1/√d undoes (Vaswani et al. 2017, eq. 1).
-# General (Luong et al. 2015, §3.1) has a matrix between them, q · W k. Cosine forgets their lengths (Henry et al.
-# 2020, eq. 4). Features are those of linear attention, φ(q) · φ(k) (Katharopoulos et al. 2020, eq. 4). Additive is the
-# oldest and the only one that is no product: v · tanh(W q + U k) (Bahdanau et al. 2015, app. A.1.2); the concatenation
-# of Luong et al., v · tanh(W [q; k]), is the same with W cut in two.
+# A score compares the vectors of one query and one key: it projects both and, in most cases, takes their product. The
+# dot product grows with the number of dimensions, which 1/√d compensates (Vaswani et al. 2017, eq. 1). General (Luong
+# et al. 2015, §3.1) is bilinear, q · W k. Cosine ignores the norms (Henry et al. 2020, eq. 4). Features are those of
+# linear attention, φ(q) · φ(k) (Katharopoulos et al. 2020, eq. 4). Additive is the oldest score and the only one that
+# is not a product: v · tanh(W q + U k) (Bahdanau et al. 2015, app. A.1.2); the concatenation of Luong et al.,
+# v · tanh(W [q; k]), is the same with W split in two.
 
 
 def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -> float:
-    """How much a query (dq,) and a key (dk,) have to do with each other, before biases.
+    """Score of a query (dq,) and a key (dk,), before biases.
 
     >>> compare(scores.Dot(), np.array([1.0, 2.0, 2.0, 1.0]), np.array([1.0, 1.0, 1.0, 2.0]), 0, 0)
     3.5
@@ -43,7 +43,7 @@ def compare(score: scores.Score, q: Array, k: Array, head: int, key_head: int) -
 
 
 def query_of(score: scores.Score, q: Array, head: int) -> Array:
-    """The query where it is compared."""
+    """The projected query."""
     match score:
         case scores.Dot():
             return q
@@ -60,7 +60,7 @@ def query_of(score: scores.Score, q: Array, head: int) -> Array:
 
 
 def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
-    """The key where it is compared."""
+    """The projected key."""
     match score:
         case scores.Dot() | scores.General():
             return k
@@ -74,7 +74,7 @@ def key_of(score: scores.Score, k: Array, key_head: int) -> Array:
 
 
 def factor(score: scores.Score, size: int) -> float:
-    """What the product of query and key is multiplied by, where they are compared in `size` dimensions."""
+    """Factor of the product of query and key, which have `size` dimensions after projection."""
     match score:
         case scores.Dot(scale):
             return 1 / math.sqrt(size) if scale is None else scale
@@ -84,19 +84,19 @@ def factor(score: scores.Score, size: int) -> float:
 
 
 def of_head(x: Any, head: int, ndim: int) -> Array:
-    """A parameter of `ndim` dimensions that all heads share, or that of this head where there is one each."""
+    """The parameter of a head: x itself if it has `ndim` dimensions and all heads share it, else x[head]."""
     x = array(x)
     return array(x[head]) if x.ndim > ndim else x
 
 
 def unit(x: Array) -> Array:
-    """x over its length; 0 stays 0."""
+    """x divided by its norm; 0 stays 0."""
     length = math.sqrt(float(x @ x))
     return x / length if length > 0 else x
 
 
 def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
-    """The features of one vector: the map is the user's, and of torch tensors (b, h, n, d)."""
+    """The features of one vector; feature maps are functions of torch tensors (b, h, n, d)."""
     import torch
 
     return array(feature_map(torch.tensor(x)[None, None, None]))[0, 0, 0]
@@ -104,25 +104,24 @@ def mapped(feature_map: Callable[..., Any], x: Array) -> Array:
 
 # --- 2. Biases ----------------------------------------------------------------------------------------------------
 #
-# A bias makes another number of a score. Several apply in the order they are given. SoftCap bounds it smoothly. The
-# others add something: Dense a number for each pair (−∞ hides the pair), ByDistance a number for each distance p − j of
-# the query's position and the key. ALiBi adds −m |p − j|, with a slope m for each head (Press et al. 2022), T5 a
-# learned number for each head and bucket of distances (Raffel et al. 2020), Shaw et al. 2018 the product of the query
-# with a vector learned for each distance, as if it were added to the key: scale · q · (k + a); a second table is added
-# to the values, in `attention`.
+# A bias is a function of a score. Several biases apply in the order in which they are passed. SoftCap bounds the score
+# smoothly. The other biases are additive: Dense by pair (−∞ masks the pair), ByDistance by the distance p − j of query
+# position and key. ALiBi adds −m |p − j|, with a slope m per head (Press et al. 2022), T5 a learned number per head
+# and bucket of distances (Raffel et al. 2020), Shaw et al. 2018 the product of the query with a learned vector per
+# distance, as if it were added to the key: scale · q · (k + a); a second table is added to the values, in `attention`.
 #
-# Query i of nq stands at position p = i + nk − nq: the last query at the last key.
+# Query i of nq has position p = i + nk − nq: the last query is aligned with the last key.
 
 
-def bends(
+def apply_bias(
     bias: biases.Bias, score: float, b: int, h: int, i: int, j: int, *,
     n_queries: int, n_keys: int, heads: int = 1, query: Array | None = None, scale: float = 1.0,
 ) -> float:  # fmt: skip
-    """The score of query i and key j after `bias`; `query` is the query where it is compared.
+    """The score of query i and key j after `bias`; `query` is the projected query.
 
-    >>> bends(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
+    >>> apply_bias(biases.SoftCap(2.0), 1e9, 0, 0, 0, 0, n_queries=1, n_keys=1)
     2.0
-    >>> bends(biases.ALiBi(), 1.0, 0, 0, 3, 1, n_queries=4, n_keys=4, heads=8)
+    >>> apply_bias(biases.ALiBi(), 1.0, 0, 0, 3, 1, n_queries=4, n_keys=4, heads=8)
     0.0
     """
     back = i + n_keys - n_queries - j  # p − j: how far back the key is
@@ -146,8 +145,8 @@ def bends(
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """For a power of two, a geometric sequence from 2^(−8/H) with that ratio; else first those of the power of two
-    below, then every other one of twice that power (Press et al. 2022, §3 and their code).
+    """ALiBi's slopes. For H a power of two, a geometric sequence that starts at 2^(−8/H) with that ratio; otherwise the
+    slopes of the next lower power of two, then every other slope of twice that power (Press et al. 2022, §3 and code).
 
     >>> alibi_slopes(2), alibi_slopes(3)
     ([0.0625, 0.00390625], [0.0625, 0.00390625, 0.25])
@@ -162,11 +161,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def t5_bucket(back: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
-    """Which bucket a distance falls in (Raffel et al. 2020, §2.1).
+    """The bucket of a distance (Raffel et al. 2020, §2.1).
 
-    Bidirectional, the first half of the buckets is for keys at and behind the query and the second half for those
-    ahead; otherwise keys ahead count as distance 0. Of the n buckets of one direction the first e = n // 2 hold one
-    distance each; bucket e + t begins at distance e · (max / e)^(t / (n − e)), and the last holds all from there on.
+    If bidirectional, the first half of the buckets is for keys at or before the query and the second half for later
+    keys; otherwise later keys count as distance 0. Of the n buckets of one direction, the first e = n // 2 hold one
+    distance each; bucket e + t starts at distance e · (max / e)^(t / (n − e)), and the last one is unbounded.
 
     >>> [t5_bucket(x, 32, 128, True) for x in (0, 3, 8, 50, 500, -3)]
     [0, 3, 8, 13, 15, 19]
@@ -180,14 +179,14 @@ def t5_bucket(back: int, buckets: int, max_distance: int, bidirectional: bool) -
     if back < exact:
         return back
     more, t = buckets - exact, 0
-    # back ≥ e (max / e)^((t + 1) / more), in whole numbers: without rounding.
+    # back ≥ e (max / e)^((t + 1) / more), in integers to avoid rounding.
     while t + 1 < more and back**more * exact ** (t + 1) >= max_distance ** (t + 1) * exact**more:
         t += 1
     return exact + t
 
 
 def vector_of(table: Any, h: int, back: int) -> Array:
-    """The vector of the distance of a pair, in a table from `reach` or more back to `reach` or more ahead."""
+    """The table's vector for a distance, clipped to ±reach; entry 0 is for keys `reach` or more before the query."""
     table = of_head(table, h, 2)
     reach = len(table) // 2
     return table[min(max(-back, -reach), reach) + reach]
@@ -195,89 +194,90 @@ def vector_of(table: Any, h: int, back: int) -> Array:
 
 # --- 3. Masks -----------------------------------------------------------------------------------------------------
 #
-# A mask says, pair by pair, which keys a query may attend to: True where it may. Patterns speak of the query's position
-# p among the keys, so that decoding one token sees what the whole sequence saw there. Masks compose by and, or and not.
+# A mask decides for each pair whether the query may attend to the key: True where it may. Patterns use the query's
+# position p among the keys, so that decoding one token gives the same mask as the whole sequence. Masks compose by and,
+# or and not.
 
 
-def sees(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
+def is_visible(mask: masks.Mask | None, b: int, h: int, i: int, j: int, n_queries: int, n_keys: int) -> bool:
     """Whether `mask` lets query i attend to key j.
 
-    >>> [sees(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
+    >>> [is_visible(masks.Window(2), 0, 0, 1, j, 3, 3) for j in range(3)]
     [True, True, False]
     """
-    return mask is None or _sees(mask, b, h, i + n_keys - n_queries, i, j, n_keys)
+    return mask is None or _is_visible(mask, b, h, i + n_keys - n_queries, i, j, n_keys)
 
 
-def _sees(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
+def _is_visible(mask: masks.Mask, b: int, h: int, p: int, i: int, j: int, n_keys: int) -> bool:
     """The same for query i standing at position p among the keys."""
     match mask:
         case masks.Causal():  # itself and what comes before
             return j <= p
-        case masks.Window(size, ahead):  # `size` keys, the last of them its own, and some ahead
+        case masks.Window(size, ahead):  # `size` keys ending with its own, and `ahead` later ones
             return p - size < j <= p + ahead
         case masks.Dilated(size, step, ahead):  # the same with gaps: keys p − step · n
             return any(j == p - step * n for n in range(-ahead, size))
-        case masks.Strided(step):  # every step-th, counted from its own both ways (Child et al. 2019)
+        case masks.Strided(step):  # every step-th key, counted from its own (Child et al. 2019)
             return (p - j) % step == 0
         case masks.Prefix(length):  # the first keys, for all
             return j < length
-        case masks.Global(indices):  # chosen tokens see all and are seen by all; −1 is the last key
+        case masks.Global(indices):  # global tokens attend to all and are visible to all; −1 is the last key
             chosen = [index if index >= 0 else n_keys + index for index in indices]
             return p in chosen or j in chosen
-        case masks.RandomKeys(size, seed, besides):  # the table of drawn keys, one row a position, is the definition
+        case masks.RandomKeys(size, seed, besides):  # defined by the table of drawn keys, one row per position
             from qkv.masks.patterns import _draw
 
             return j in _draw(size, seed, besides, n_keys)[p].tolist()
-        case masks.Padding(lengths, side):  # keys that are real, at the start or at the end
+        case masks.Padding(lengths, side):  # real keys, at the start or at the end
             length = int(lengths[b if len(lengths) > 1 else 0])
             return j < length if side == "right" else j >= n_keys - length
-        case masks.Document(ids):  # keys of the same document; a negative id is of none
+        case masks.Document(ids):  # keys of the same document; negative ids are masked
             row = np.asarray(ids)[b if len(ids) > 1 else 0]
             return bool(row[p] >= 0 and row[p] == row[j])
-        case masks.Dense(tensor):  # whatever the tensor says of query i, key j
+        case masks.Dense(tensor):  # the entry of query i and key j
             where = tuple(x if size > 1 else 0 for x, size in zip((b, h, i, j), tensor.shape, strict=True))
             return bool(tensor[where])
-        case masks.Predicate(function):  # whatever the function says of position p, key j
+        case masks.Predicate(function):  # the function of position p and key j
             import torch
 
             return bool(function(*(torch.tensor([[[[x]]]]) for x in (b, h, p, j))).item())
         case masks.Blockwise(inner, size):  # a mask over blocks of tokens: rows are those of the queries' blocks
             first = (p - i) // size  # the block of query 0
-            return _sees(inner, b, h, p // size, p // size - first, j // size, math.ceil(n_keys / size))
-        case masks.Shifted(inner, offset):  # query 0 stands at `offset` instead
-            return _sees(inner, b, h, i + offset, i, j, n_keys)
+            return _is_visible(inner, b, h, p // size, p // size - first, j // size, math.ceil(n_keys / size))
+        case masks.Shifted(inner, offset):  # query 0 has position `offset` instead
+            return _is_visible(inner, b, h, i + offset, i, j, n_keys)
         case masks.And(left, right):
-            return _sees(left, b, h, p, i, j, n_keys) and _sees(right, b, h, p, i, j, n_keys)
+            return _is_visible(left, b, h, p, i, j, n_keys) and _is_visible(right, b, h, p, i, j, n_keys)
         case masks.Or(left, right):
-            return _sees(left, b, h, p, i, j, n_keys) or _sees(right, b, h, p, i, j, n_keys)
+            return _is_visible(left, b, h, p, i, j, n_keys) or _is_visible(right, b, h, p, i, j, n_keys)
         case masks.Not(inner):
-            return not _sees(inner, b, h, p, i, j, n_keys)
+            return not _is_visible(inner, b, h, p, i, j, n_keys)
     raise TypeError(f"the reference has no definition of {type(mask).__name__}")
 
 
 # --- 4. Normalizers -----------------------------------------------------------------------------------------------
 #
-# The scores of the keys that one query sees become weights. Softmax, exp(s) over the sum of exp(s), is a distribution;
-# a sink is one more term of that sum that no key owns, so that a query may attend to nothing (gpt-oss,
-# arXiv:2508.10925). Entmax (Peters et al. 2019, eq. 10) gives low scores no weight at all; α = 2 is sparsemax, the
+# A normalizer turns the scores of the visible keys into weights. Softmax, exp(s) over the sum of exp(s), is a
+# distribution; a sink is an additional term of that sum without a key, so that a query may attend to nothing (gpt-oss,
+# arXiv:2508.10925). Entmax (Peters et al. 2019, eq. 10) gives low scores zero weight; α = 2 is sparsemax, the
 # distribution nearest to the scores (Martins & Astudillo 2016). Hard attention takes the best key (Xu et al. 2015).
-# Pointwise normalizers look at each score alone: sigmoid σ(s + b) (Ramapuram et al. 2024, eq. 3), elu(s) + 1, max(s, 0)
-# (Wortsman et al. 2023), or the score itself; what they give may be divided by its sum, or by the number of keys that
-# the mask shows to the query.
+# Pointwise normalizers use each score alone: sigmoid σ(s + b) (Ramapuram et al. 2024, eq. 3), elu(s) + 1, max(s, 0)
+# (Wortsman et al. 2023), or the score itself; their results may be divided by their sum, or by the number of visible
+# keys.
 
 
-def weigh(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
-    """Weights (n,) of final scores (n,) of one query of head h, none of them −∞; its mask shows it `visible` keys.
+def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, sink: float | None = None) -> Array:
+    """Weights (n,) of the final scores (n,) of one query of head h, all finite; the mask leaves `visible` keys.
 
-    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
+    >>> normalize(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2).round(3).tolist()
     [0.25, 0.75]
-    >>> weigh(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2, sink=math.log(4)).round(3).tolist()
+    >>> normalize(normalizers.Softmax(), np.log([1.0, 3.0]), 0, 2, sink=math.log(4)).round(3).tolist()
     [0.125, 0.375]
-    >>> weigh(normalizers.ReLU(), np.array([-1.0, 6.0, 2.0]), 0, 4).tolist()
+    >>> normalize(normalizers.ReLU(), np.array([-1.0, 6.0, 2.0]), 0, 4).tolist()
     [0.0, 1.5, 0.5]
     """
     if len(s) == 0:
-        return s  # a query that sees nothing has no weights
+        return s  # a fully masked query
     match normalizer:
         case normalizers.Softmax():
             return np.exp(s - log_sum_exp(s, sink))
@@ -305,14 +305,14 @@ def weigh(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int, si
 
 
 def log_sum_exp(s: Array, sink: float | None = None) -> float:
-    """ln Σ exp(s), a sink included; −∞ of nothing. The largest is taken out first, so that exp does not overflow."""
+    """ln Σ exp(s), including a sink; −∞ without terms. The maximum is factored out so that exp cannot overflow."""
     terms = [*s.tolist(), *([] if sink is None else [sink])]
     top = max(terms, default=-math.inf)
     return top if math.isinf(top) else top + math.log(sum(math.exp(x - top) for x in terms))
 
 
 def sigmoid(x: float) -> float:
-    """1 / (1 + e^(−x)), by the form that does not overflow."""
+    """1 / (1 + e^(−x)), in the form that does not overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
@@ -325,7 +325,7 @@ def sparsemax(s: Array) -> Array:
     tau, total = 0.0, 0.0
     for n, x in enumerate(sorted(s.tolist(), reverse=True), 1):
         total += x
-        if 1 + n * x > total:  # the n largest have weight, if no more have
+        if 1 + n * x > total:  # the n largest scores have positive weight
             tau = (total - 1) / n
     return np.maximum(s - tau, 0)
 
@@ -333,12 +333,12 @@ def sparsemax(s: Array) -> Array:
 def entmax(s: Array, alpha: float) -> Array:
     """[(α − 1) s − τ]₊^(1/(α−1)) with τ such that it sums to one, by bisection (Peters et al. 2019, alg. 1).
 
-    At τ = max − 1 the largest alone has weight one, at τ = max none has any; between, the sum falls.
+    At τ = max − 1 the largest score alone has weight one, at τ = max all weights are 0; the sum decreases in between.
 
     >>> entmax(np.array([0.0, 0.0]), 1.5).round(6).tolist()
     [0.5, 0.5]
     """
-    z = (alpha - 1) * (s - s.max())  # the same for all scores changes no weight
+    z = (alpha - 1) * (s - s.max())  # weights do not change under a constant shift of the scores
     low, high = -1.0, 0.0
     for _ in range(200):
         tau = (low + high) / 2

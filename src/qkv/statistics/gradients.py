@@ -21,7 +21,7 @@ from qkv._engine.backward import add_sink_gradients, finite, summed, zeros
 from qkv._engine.call import Call, at_least_float32, detached
 from qkv._engine.row_state import RowState
 from qkv._engine.sweep import groups, reduce_tiles, tile_size
-from qkv._engine.transforms import only_once, transformed
+from qkv._engine.transforms import once_differentiable, transformed
 from qkv.errors import InputError
 from qkv.kernels import opaque
 from qkv.masks import Dense, Mask, Prefix
@@ -82,7 +82,7 @@ def with_gradients(
             return measured(call, mass=masks, first=first, queries=queries)[1]
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
     measured = partial(measured, first=first, queries=queries)
-    run = _Run(detached(call, own=True), measured, Places(firsts, masks), queries, list(tensors))
+    run = _Run(detached(call, learned=True), measured, Places(firsts, masks), queries, list(tensors))
     made = _Measured.apply(run, *tensors.values())
     assert run.found is not None
     new = dict(zip(run.names, made, strict=True))
@@ -128,7 +128,7 @@ class _Measured(torch.autograd.Function):
         if all(x is None for x in given):
             return (None,) * (1 + len(names))
         with torch.no_grad():
-            call = detached(run.call.with_tensors(dict(zip(names, tensors, strict=True))), own=True)
+            call = detached(run.call.with_tensors(dict(zip(names, tensors, strict=True))), learned=True)
             wanted = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
             found = dict(zip(run.names, made, strict=True))
             asked = {name: x for name, x in zip(run.names, given, strict=True) if x is not None}
@@ -138,7 +138,7 @@ class _Measured(torch.autograd.Function):
             "second derivatives were asked for of statistics, which have only first ones; "
             "expected create_graph=False, or statistics of weights that attend(…, return_weights=True) forms"
         )
-        return None, *only_once(error, tuple(back), [x for x in (*tensors, *given) if x is not None])
+        return None, *once_differentiable(error, tuple(back), [x for x in (*tensors, *given) if x is not None])
 
 
 def _gradients(

@@ -20,13 +20,13 @@ from qkv._engine.call import Call, detached
 from qkv._engine.row_state import RowState
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, reduce_tiles
-from qkv._engine.tiles import ScoreTiles, classes
+from qkv._engine.tiles import ScoreTiles, block_status
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
-from qkv.masks.base import Placed
+from qkv.masks.base import Submask
 
 FEW = 2**19  # pairs that are not worth starting threads for
 
@@ -154,7 +154,7 @@ class HeadMap:
         picture = Picture(maximum, mean, visible, *edges)
         few = (row_edges[-1] - row_edges[0]) * (column_edges[-1] - column_edges[0]) <= FEW
         paint = _Paint(picture, self._weights, self._uncounted, down, across, on_rows)
-        reduce_tiles([self._group(down, across)], paint, device, little=few)
+        reduce_tiles([self._group(down, across)], paint, device, single_threaded=few)
         return picture
 
     def _group(self, down: Sequence[_Strip], across: Sequence[_Strip]) -> Group:
@@ -162,7 +162,7 @@ class HeadMap:
         rows, columns = ([piece.span for strip in strips for piece in strip.pieces] for strips in (down, across))
         q, k = (torch.tensor([(x.start, x.stop - 1) for x in spans]).T.contiguous() for spans in (rows, columns))
         tiles = Tiles(q[0] + self.grid.offset, q[1] + self.grid.offset, k[0], k[1])
-        every = classes(self._tiles.call.mask, tiles, self.grid)
+        every = block_status(self._tiles.call.mask, tiles, self.grid)
         kinds: list[list[int]] = self._tiles.region(slice(None), slice(None)).of(every)[0, 0].tolist()
         # Under a causal mask the last strips are the longest: they come first, so that the threads end together.
         return Group(self._tiles, rows, columns, kinds, [[x.index for x in strip.pieces] for strip in down[::-1]])
@@ -253,7 +253,7 @@ class _Paint(Reducer[_Drawing, _Drawing]):
     def _masked(self, tile: Tile) -> Bool[Tensor, "1 1 q k"] | None:
         """Which pairs do not count; not `Tile.masked`, which keeps a pattern for every place."""
         masked, call = None, tile.group.tiles.call
-        if tile.kind == PARTIAL:
+        if tile.status == PARTIAL:
             assert call.mask is not None
             masked = ~call.mask.visible(tile.region, call.grid)
         if self.uncounted is not None and self.uncounted[tile.rows].any():
@@ -327,7 +327,7 @@ def cut(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, 
     small = replace(call, q=q, k=k, v=v, shift=along(call.shift), divisor=along(call.divisor))
     if call.mask is not None:
         down = queries.start + call.grid.offset - small.grid.offset
-        small = replace(small, mask=Placed(call.mask, call.grid, down, keys.start))
+        small = replace(small, mask=Submask(call.mask, call.grid, down, keys.start))
     small = replace(
         small, biases=tuple(_Moved(bias, queries.start, keys.start, call.grid.offset) for bias in call.biases)
     )
@@ -348,7 +348,7 @@ def hides(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int =
     ends = [torch.tensor([x]) for x in (queries.start, queries.stop - 1, keys.start, keys.stop - 1)]
     tiles = Tiles(ends[0] + grid.offset, ends[1] + grid.offset, ends[2], ends[3])
     whole = slice(None)
-    kind = Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(classes(call.mask, tiles, grid))
+    kind = Region(whole, whole, slice(item, item + 1), slice(head, head + 1)).of(block_status(call.mask, tiles, grid))
     return kind.item() == EMPTY
 
 

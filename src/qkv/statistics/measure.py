@@ -236,10 +236,10 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, asked: Request, sums
         for piece in shared.pieces(source):
             here, first_key = piece.rows, piece.region.columns.start
             add_statistics(
-                piece.of(call, k, k),
+                piece.local_call(call, k, k),
                 RowState(rows.level[:, :, here]),
                 Request(
-                    {name: piece.see(mask) for name, mask in asked.mass.items()},
+                    {name: piece.local_mask(mask) for name, mask in asked.mass.items()},
                     [first - first_key for first in asked.firsts],
                     asked.prefix_keys,
                     None if asked.queries is None else asked.queries[:, here],

@@ -13,7 +13,7 @@ from qkv._engine.call import Call
 from qkv._engine.row_state import RowState
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
-from qkv._engine.tiles import HIDDEN
+from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
@@ -54,7 +54,7 @@ class _Heads:
         self.prefix_rows = slice(max(0, first - asked.offset), max(0, first + asked.prefix_keys - asked.offset))
         self.weights = WeightTiles(tiles, rows, asked.queries)
         self.uncounted = self.weights.uncounted
-        self.mass_kinds = {name: tiles.classes(part, size) for name, part in asked.mass.items()}
+        self.mass_kinds = {name: tiles.block_status(part, size) for name, part in asked.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
 
 
@@ -113,7 +113,7 @@ class _Statistics(Reducer[_Job, _Rows]):
         return _Job(shared, self.sums)
 
     def begin(self, job: _Job, block: Block) -> _Rows:
-        group, rows, kinds = block.group, block.rows, block.kinds
+        group, rows, kinds = block.group, block.rows, block.status
         self.sums.visible[block.at] += sum(
             group.columns[c].stop - group.columns[c].start for c, kind in kinds if kind == FULL
         )
@@ -229,7 +229,7 @@ def _log2(weights: Tensor, call: Call) -> Tensor:
             f"measure: {type(call.given.normalizer).__name__} gives negative weights here, which have no entropy; "
             "it measures normalizers and scores whose weights are 0 or more"
         )
-    return torch.where(weights > 0, torch.log2(weights), HIDDEN)
+    return torch.where(weights > 0, torch.log2(weights), MASKED_SCORE)
 
 
 def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:

@@ -105,7 +105,7 @@ class StatisticsGradients(WeightGradients):
         tiles = group.tiles
         return _Heads(
             WeightTiles(tiles, self.rows),
-            {name: tiles.classes(self.places.mass[name], self.size) for name in self.slopes.mass},
+            {name: tiles.block_status(self.places.mass[name], self.size) for name in self.slopes.mass},
             tiles.of(self.slopes.received),
             self.places.firsts[tiles.batch.start],
         )

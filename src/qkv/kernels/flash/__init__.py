@@ -1,1 +1,4 @@
-"""Torch's fused kernel, folded over the visible parts of a mask: `kernel` runs it, `decompose` cuts the mask."""
+"""The flash kernel: torch's fused CPU kernel, run on a block decomposition of the mask.
+
+`decompose` turns a mask into blocks, `blocks` gathers and scatters the tensors of a block, `kernel` runs the calls.
+"""

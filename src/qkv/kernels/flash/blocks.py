@@ -1,6 +1,6 @@
-"""Rectangular pieces of a score matrix, each of which a dense kernel can do in one call.
+"""Rectangular blocks of a score matrix, each of which a dense attention kernel computes in one call.
 
-A piece says which of the queries, keys and values it needs, and puts what comes of them where it belongs.
+A block selects its queries, keys and values from the whole tensors, and writes or adds results back.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from qkv.masks import Grid, Region
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock:
-    """Queries `rows` against `keys`; or `count` such pieces, each `step` further along the diagonal."""
+    """Queries `rows` against `keys`; or a batch of `count` such tiles, each `step` further along the diagonal."""
 
     rows: slice
     keys: slice
     batch: slice = field(default_factory=lambda: slice(None))
     causal: bool = False
     visible: Bool[Tensor, "b h q k"] | None = None
-    pattern: Float[Tensor, "1 h q k"] | None = None  # additive, and every row sees a key
-    flipped: bool = False  # the pattern is for the rows in reverse
+    pattern: Float[Tensor, "1 h q k"] | None = None  # additive mask; every row has a visible key
+    flipped: bool = False  # whether the pattern is for the rows in reverse order
     count: int = 1
     step: int = 0
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Its part of x (b, h, nq, …): (b, h, size, …), or as a batch of pieces (count, b·h, size, …)."""
+        """Its rows of x (b, h, nq, …): (b, h, size, …), or as a batch of tiles (count, b·h, size, …)."""
         part = self._cut(x, self.rows)
         return part.flip(2) if self.flipped else part
 
     def keys_of(self, x: Tensor, buffer: ScratchBuffer | None = None) -> Tensor:
-        """Its part of x (b, hkv, nk, …), shaped as by `rows_of`; a view that needs no buffer."""
+        """Its keys of x (b, hkv, nk, …), shaped as by `rows_of`; a view that needs no buffer."""
         return self._cut(x, self.keys)
 
     def put(self, x: Tensor, value: Tensor) -> None:
-        """Assign `value`, shaped as by `rows_of`, to the rows of x; pieces of rows never overlap."""
+        """Assign `value`, shaped as by `rows_of`, to the rows of x; rows of tiles never overlap."""
         span = self._span(x, self.rows)
         value = value.flip(2) if self.flipped else value
         span.copy_(value if self.count == 1 else value.transpose(0, 1).flatten(1, 2).view_as(span))
@@ -51,28 +51,28 @@ class DenseBlock:
         self._add(x, self.rows, value.flip(2) if self.flipped else value)
 
     def add_keys(self, x: Tensor, value: Tensor) -> None:
-        """Add `value`, shaped as by `keys_of`, to the keys of x; where pieces overlap they add up."""
+        """Add `value`, shaped as by `keys_of`, to the keys of x; overlapping tiles add up."""
         self._add(x, self.keys, value)
 
     def bias(self, bias: Additive, grid: Grid, dtype: torch.dtype) -> Tensor:
-        """What an additive bias adds to its scores."""
+        """The tensor that an additive bias adds to the scores of the block."""
         heads = slice(0, grid.heads)
         return bias.added(Region(self.rows, self.keys, self.batch, heads, grid.offset, grid.device)).to(dtype)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Queries and keys of one piece."""
+        """Queries and keys of one tile."""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
     def rows_covered(self, batch: int) -> int:
-        """How many of all queries in the batch it has."""
+        """Number of queries it covers, over the batch."""
         return len(range(*self.batch.indices(batch))) * self.count * self.size[0]
 
     @functools.cached_property
-    def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
-        """The rows that its mask hides entirely, or None."""
-        hidden = None if self.visible is None else ~self.visible.any(-1)
-        return hidden if hidden is not None and hidden.any() else None
+    def masked_rows(self) -> Bool[Tensor, "b h q"] | None:
+        """The fully masked rows, or None if there are none."""
+        masked = None if self.visible is None else ~self.visible.any(-1)
+        return masked if masked is not None and masked.any() else None
 
     def _span(self, x: Tensor, where: slice) -> Tensor:
         return x[self.batch][:, :, where.start : where.stop + (self.count - 1) * self.step]
@@ -90,21 +90,21 @@ class DenseBlock:
             span.add_(value)
             return
         value = value.transpose(0, 1).unflatten(0, span.shape[:2])  # (b, h, count, size, d)
-        for start in range(0, value.shape[3], self.step):  # the same piece of every tile: no two overlap
-            piece = value[:, :, :, start : start + self.step]
-            size = piece.shape[3]
+        for start in range(0, value.shape[3], self.step):  # the same part of every tile: no two overlap
+            part = value[:, :, :, start : start + self.step]
+            size = part.shape[3]
             stop = start + (self.count - 1) * self.step + size
-            span[:, :, start:stop].unfold(2, size, self.step).add_(piece.transpose(-1, -2))
+            span[:, :, start:stop].unfold(2, size, self.step).add_(part.transpose(-1, -2))
 
 
 class ScratchBuffer:
-    """Memory for gathered rows that is used again and again: fresh memory would cost more than the copy."""
+    """A reusable buffer for gathered rows: allocating memory would cost more than the copy."""
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
 
     def of(self, rows: int, like: Tensor) -> Tensor:
-        """ScratchBuffer for as many rows as those of `like`."""
+        """A view of the buffer for `rows` rows like those of `like`."""
         if self.kept is None or self.kept.numel() < rows * like.shape[1]:
             self.kept = like.new_empty(rows * like.shape[1])
         return self.kept[: rows * like.shape[1]].view(rows, -1)
@@ -112,34 +112,34 @@ class ScratchBuffer:
 
 @dataclass(frozen=True, eq=False)
 class GatheredBlock:
-    """Tiles of rows of one batch item, each with the tiles of keys it sees, gathered side by side."""
+    """Tiles of rows of one batch item; the tiles of keys visible to each are gathered side by side."""
 
     item: int
     grid: Grid
     tile: int
     row_tiles: Int[Tensor, " tiles"]
-    key_tiles: Int[Tensor, "tiles seen"]
+    key_tiles: Int[Tensor, "tiles visible"]
     visible: Bool[Tensor, "tiles h q k"] | None
     causal = False
     pattern = None
 
     @property
     def size(self) -> tuple[int, int]:
-        """Queries and keys of one piece."""
+        """Queries and keys of one tile of rows."""
         return self.tile, self.tile * self.key_tiles.shape[1]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Its part of x (b, h, nq, …): (tiles, h, size, …)."""
+        """Its rows of x (b, h, nq, …): (tiles, h, size, …)."""
         tiled = self._tiled(x)
         if len(self._runs) == 1:
             return tiled[:, self._runs[0][0]].transpose(0, 1)
         return torch.cat([tiled[:, tiles] for tiles, _ in self._runs], 1).transpose(0, 1)
 
     def keys_of(self, x: Tensor, buffer: ScratchBuffer | None = None) -> Tensor:
-        """Its part of x (b, hkv, nk, d): (tiles, hkv, size, d), made in `buffer` if given. Fast if x is contiguous."""
+        """Its keys of x (b, hkv, nk, d): (tiles, hkv, size, d), in `buffer` if given. Fast if x is contiguous."""
         flat, index = self._flat(self._whole(x))
-        seen = torch.index_select(flat, 0, index, out=None if buffer is None else buffer.of(len(index), flat))
-        return seen.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
+        gathered = torch.index_select(flat, 0, index, out=None if buffer is None else buffer.of(len(index), flat))
+        return gathered.view(x.shape[1], len(self.key_tiles), -1, x.shape[3]).transpose(0, 1)
 
     def put(self, x: Tensor, value: Tensor) -> None:
         """Assign `value`, shaped as by `rows_of`, to its rows of x."""
@@ -154,7 +154,7 @@ class GatheredBlock:
             tiled[:, tiles] += value[:, at]
 
     def add_keys(self, x: Tensor, value: Tensor) -> None:
-        """Add `value`, shaped as by `keys_of`, to its keys of x; many tiles may see one key."""
+        """Add `value`, shaped as by `keys_of`, to its keys of x; a key may be visible to many tiles."""
         spare = -x.shape[2] % self.tile
         total = x if not spare else x.new_zeros(*x.shape[:2], x.shape[2] + spare, x.shape[3])
         flat, index = self._flat(total)
@@ -163,35 +163,35 @@ class GatheredBlock:
             x[self.item] += total[self.item, :, : x.shape[2]]
 
     def bias(self, bias: Additive, grid: Grid, dtype: torch.dtype) -> Tensor:
-        """What an additive bias adds to its scores."""
+        """The tensor that an additive bias adds to the scores of the block."""
         rows, keys = positions(self.row_tiles[:, None], self.tile), positions(self.key_tiles, self.tile)
         heads = torch.arange(self.grid.heads)[:, None, None]
         keys = keys.clamp(max=self.grid.n_keys - 1)[:, None, None]
-        zero = torch.zeros(1, 1, 1, 1, dtype=dtype)  # of no dimension it would not make bfloat16 tensors wider
+        zero = torch.zeros(1, 1, 1, 1, dtype=dtype)  # a 0-dimensional tensor would not promote bfloat16
         return bias.at(zero, torch.tensor(self.item), heads, rows[:, None, :, None], keys)
 
     def rows_covered(self, batch: int) -> int:
-        """How many of all queries in the batch it has."""
+        """Number of queries it covers, over the batch."""
         return len(self.row_tiles) * self.tile
 
     @functools.cached_property
-    def hidden_rows(self) -> Bool[Tensor, "b h q"] | None:
-        """The rows that its mask hides entirely, or None."""
-        hidden = None if self.visible is None else ~self.visible.any(-1)
-        return hidden if hidden is not None and hidden.any() else None
+    def masked_rows(self) -> Bool[Tensor, "b h q"] | None:
+        """The fully masked rows, or None if there are none."""
+        masked = None if self.visible is None else ~self.visible.any(-1)
+        return masked if masked is not None and masked.any() else None
 
     @functools.cached_property
     def _runs(self) -> list[tuple[slice, slice]]:
-        """Consecutive row tiles: where they are in the whole, and here."""
+        """Runs of consecutive row tiles: their slices in the whole matrix, and in this block."""
         breaks = ((self.row_tiles[1:] - self.row_tiles[:-1]) != 1).nonzero()[:, 0] + 1
         edges = [0, *breaks.tolist(), len(self.row_tiles)]
         first = self.row_tiles.tolist()
         return [(slice(first[a], first[a] + b - a), slice(a, b)) for a, b in itertools.pairwise(edges)]
 
     def _flat(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tiles of all heads of x (b, hkv, n, d) as rows, a view if x is contiguous, and which of them are seen.
+        """Tiles of all heads of x (b, hkv, n, d) as rows, a view if x is contiguous, and the indices of its key tiles.
 
-        Whole rows of one matrix are copied much faster than slices of a dimension in the middle.
+        Whole rows of one matrix are copied much faster than slices of an inner dimension.
         """
         heads, tiles = x.shape[1], x.shape[2] // self.tile
         index = (torch.arange(heads)[:, None] * tiles + self.key_tiles.flatten()).flatten()
@@ -203,11 +203,11 @@ class GatheredBlock:
         return x[self.item, :, : whole * self.tile].unflatten(1, (whole, self.tile))
 
     def _whole(self, x: Tensor) -> Tensor:
-        """x with its last tile filled up."""
+        """x with its last tile padded."""
         spare = -x.shape[2] % self.tile
         return torch.nn.functional.pad(x, (0, 0, 0, spare)) if spare else x
 
 
 def positions(tiles: Int[Tensor, "*n"], size: int) -> Int[Tensor, "*m"]:
-    """Indices in tiles: the last dimension, of tiles, becomes one of their tokens."""
+    """Token indices of tiles: expands the last dimension from tile indices to token indices."""
     return (tiles[..., None] * size + torch.arange(size)).flatten(-2)

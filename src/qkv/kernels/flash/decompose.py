@@ -1,7 +1,8 @@
-"""A mask cut into pieces for a dense kernel.
+"""Block decomposition: turns a mask into blocks that a dense attention kernel can compute.
 
-Full rectangles need no mask tensor; a repeated pattern (a sliding window) is many tiles over strided views; a sparse
-mask is many tiles of rows, each with the tiles of keys it sees gathered side by side. Results of pieces merge exactly.
+Full rectangles need no mask tensor. A repeated pattern (a sliding window) becomes a batch of tiles over strided views.
+A sparse mask becomes tiles of rows with their visible tiles of keys gathered side by side. The partial results of
+blocks that share rows merge exactly.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from torch import Tensor
 from qkv._contract import overrides
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.sizes import BY_DEVICE, Sizes
-from qkv._engine.tiles import classes
+from qkv._engine.tiles import block_status
 from qkv.biases import Bias, ByDistance
 from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 
-CALL_ROWS = 2**15  # rows of all heads in one call of many tiles: its output is copied while still in cache
-KEPT_MASKS = 8
-KEPT_ELEMENTS = 2**25  # of mask tensors of one mask that is kept
-SPARSE_SHARE = 1 / 3  # rows that see no more than this share of the keys have them gathered
-GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should stay in cache
+CALL_ROWS = 2**15  # rows of all heads per batched call: its output is copied while still in cache
+CACHED_MASKS = 8
+CACHED_ELEMENTS = 2**25  # largest total size of the mask tensors of one cached mask
+SPARSE_SHARE = 1 / 3  # rows with at most this share of visible keys have them gathered
+GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should fit in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
-MASK_ELEMENTS = 2**22  # the largest mask tensor made at once when one tile of rows does not need more
+MASK_ELEMENTS = 2**22  # largest mask tensor, unless a single tile of rows needs more
 
-RowBlock = Sequence[DenseBlock | GatheredBlock]  # parts that share their rows; their results merge
-Decomposition = Iterable[RowBlock]  # blocks of rows that do not overlap; results of several covers merge
+RowBlock = Sequence[DenseBlock | GatheredBlock]  # blocks that share their rows; their results merge
+Decomposition = Iterable[RowBlock]  # non-overlapping rows; results of several decompositions merge
 
 
 def _sizes() -> Sizes:
-    """Those of the stock kernel's only device."""
+    """Tile sizes for CPU, the only device of the stock kernel."""
     return BY_DEVICE["cpu"]
 
 
@@ -48,12 +49,12 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
     band = (-math.inf, math.inf) if mask is None else mask.band
     if band is None:
         assert mask is not None
-        if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles need it
+        if not all(overrides(bias, Bias, "at") for bias in call.biases):  # gathered tiles call it
             return [_tile_blocks(mask, grid, 0, grid.n_queries)]
-        near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _near(mask, grid)
-        if near is not None:  # a sliding window and something else: the window has no need of gathering
-            return [_band_blocks(near[0], call, training=training), _kept(near[1], grid)]
-        return [_kept(mask, grid)]
+        near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _split_window(mask, grid)
+        if near is not None:  # a sliding window and another mask: the window needs no gathering
+            return [_band_blocks(near[0], call, training=training), _cached_sparse_blocks(near[1], grid)]
+        return [_cached_sparse_blocks(mask, grid)]
     if call.biases:
         by_distance = _by_distance(call)
         if by_distance is None:
@@ -68,8 +69,8 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
     return [_tile_blocks(mask, grid, 0, grid.n_queries)]
 
 
-def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
-    """A union as its narrow band and the rest, if it has one."""
+def _split_window(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
+    """Split a union of two masks into its narrow band and the rest; None if neither is a narrow band."""
     either = mask.alternatives()
     if len(either) != 2:
         return None
@@ -80,26 +81,26 @@ def _near(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     return None
 
 
-_KEPT: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # what the last few masks were cut into
+_CACHE: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # LRU cache of decompositions
 
 
-def _kept(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
-    """`_sparse_blocks`, kept for the next call if the mask is the same whenever it looks the same, and is not large."""
+def _cached_sparse_blocks(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
+    """`_sparse_blocks` with an LRU cache, for masks that compare by value and are not too large."""
     if not mask.by_value:
         return _sparse_blocks(mask, grid)
-    cut = _KEPT.get((mask, grid))
-    if cut is None:
-        cut = list(_sparse_blocks(mask, grid))
-        held = sum(part.visible.numel() for block in cut for part in block if part.visible is not None)
-        if held <= KEPT_ELEMENTS:
-            _KEPT[mask, grid] = cut
-        while len(_KEPT) > KEPT_MASKS:
-            _KEPT.popitem(last=False)
-    return cut
+    blocks = _CACHE.get((mask, grid))
+    if blocks is None:
+        blocks = list(_sparse_blocks(mask, grid))
+        elements = sum(part.visible.numel() for block in blocks for part in block if part.visible is not None)
+        if elements <= CACHED_ELEMENTS:
+            _CACHE[mask, grid] = blocks
+        while len(_CACHE) > CACHED_MASKS:
+            _CACHE.popitem(last=False)
+    return blocks
 
 
 def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
-    """All biases as one number a head and distance, over the temperature, if that is what they are and it is finite."""
+    """The sum of all biases by head and distance, over the temperature; None if they depend on more or are infinite."""
     tensors = [bias.by_distance for bias in call.biases]
     known = [tensor for tensor in tensors if tensor is not None]
     if len(known) < len(tensors):
@@ -109,9 +110,9 @@ def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
 
 
 def _causal_block(n_queries: int, offset: int) -> RowBlock:
-    """Causal over the first `n_queries`: keys before query 0 are a full rectangle, the rest the kernel's own square."""
+    """Causal mask of the first `n_queries`: keys before query 0 are a full rectangle, the rest is a causal square."""
     rows = slice(max(0, -offset), n_queries)
-    if rows.stop - rows.start == 1:  # decoding: the last query sees everything
+    if rows.stop - rows.start == 1:  # decoding: all keys are visible to the last query
         return [DenseBlock(rows, slice(0, n_queries + offset))]
     lead = max(0, offset)
     square = DenseBlock(rows, slice(lead, n_queries + offset), causal=True)
@@ -121,15 +122,15 @@ def _causal_block(n_queries: int, offset: int) -> RowBlock:
 def _band_blocks(
     mask: Mask, call: Call, bias: Float[Tensor, "h distances"] | None = None, *, training: bool
 ) -> Iterator[RowBlock]:
-    """Few calls for all the tiles of rows whose band lies inside the matrix, and few for the edges."""
+    """Batched calls for all tiles of rows whose band lies inside the matrix, and `_tile_blocks` for the edges."""
     assert mask.band is not None
     grid, shares, dtype = call.grid, 4 if training else 8, at_least_float32(call.q.dtype)
     low, high = map(int, mask.band)
-    # A short step wastes little on the band's corners; a long one reads each key less often, which the backward minds
-    # more: an eighth of the band was fastest forward, a quarter both ways.
+    # A short step wastes little on the band's corners; a long one reads each key less often, which matters more in the
+    # backward: an eighth of the band was fastest for the forward, a quarter for forward and backward.
     step = min(_sizes().tile, max(_sizes().tile // shares, 2 ** round(math.log2(max(1, (high - low) / shares)))))
-    spare = -(step + high - low) % ALIGN  # hidden keys at the end of each tile
-    first = max(0, high - grid.offset)  # queries before it would see keys before key 0
+    spare = -(step + high - low) % ALIGN  # masked keys at the end of each tile
+    first = max(0, high - grid.offset)  # the bands of earlier queries start before key 0
     last = min(grid.n_queries, grid.n_keys - grid.offset + min(low, 0))
     count = (min(last, grid.n_keys - grid.offset + low - spare) - first) // step
     rest = last - first - count * step
@@ -164,10 +165,10 @@ def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dty
 def _biased_band_blocks(
     bias: Float[Tensor, "h distances"], band: tuple[float, float], mask: Mask | None, call: Call, *, training: bool
 ) -> Iterator[RowBlock]:
-    """Rows of tiles whose bias is a view of one vector a head: what depends on i − j needs no matrix.
+    """Rows of tiles whose bias is a strided view of one vector per head: a function of i − j needs no matrix.
 
-    With the rows in reverse the bias of row i and key j stands at i + j of the reversed vector, and a view with both
-    strides 1 is that matrix. A band mask is −inf in the vector.
+    With rows in reverse order, the bias of row i and key j is entry i + j of the reversed vector, so the bias matrix is
+    a view with both strides 1 (a Hankel matrix). A band mask is −inf in the vector.
     """
     low, high = band
     if math.isfinite(low) and math.isfinite(high):
@@ -177,7 +178,9 @@ def _biased_band_blocks(
     grid = call.grid
     back = torch.arange(bias.shape[1]) - (grid.n_keys - 1) + grid.offset
     vector = bias.masked_fill((back < low) | (back > high), -torch.inf).flip(-1)
-    first = 0 if math.isinf(low) else max(0, int(low) - grid.offset)  # rows before it see nothing, nor those after last
+    first = (
+        0 if math.isinf(low) else max(0, int(low) - grid.offset)
+    )  # rows before it, and after `last`, are fully masked
     last = grid.n_queries if math.isinf(high) else min(grid.n_queries, grid.n_keys + int(high) - grid.offset)
     size = min(4, max(1, grid.n_queries // (8 * _sizes().tile))) * _sizes().tile
     for start in range(first, last, size):
@@ -190,7 +193,7 @@ def _biased_band_blocks(
 
 
 def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
-    """Rows that see few tiles of keys with those tiles gathered, the others by `_tile_blocks`."""
+    """Gathered blocks for rows with few visible tiles of keys, and `_tile_blocks` for the other rows."""
     sizes = _sizes()
     size = sizes.sparse_tile
     if grid.n_queries * grid.n_keys <= _sizes().whole_mask:
@@ -200,61 +203,61 @@ def _sparse_blocks(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
     if grid.n_keys < sizes.sparse_keys or grid.n_keys > size * 2**12 or not _seems_sparse(mask, grid):
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
-    kinds = classes(mask, Tiles.of(grid, size, size), grid)
-    low, high = kinds.amin(1), kinds.amax(1)
-    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
-    shared = _shared_keys(kinds)
+    status = block_status(mask, Tiles.of(grid, size, size), grid)
+    low, high = status.amin(1), status.amax(1)
+    status = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    shared = _shared_keys(status)
     if shared is not None:
-        yield from _shared_blocks(mask, grid, kinds, shared)
+        yield from _shared_blocks(mask, grid, status, shared)
         return
-    kinds = kinds.expand(grid.batch, -1, -1)
-    seen = (kinds != EMPTY).sum(-1)
-    sparse = seen * size <= grid.n_keys * SPARSE_SHARE
+    status = status.expand(grid.batch, -1, -1)
+    n_visible = (status != EMPTY).sum(-1)
+    sparse = n_visible * size <= grid.n_keys * SPARSE_SHARE
     sparse[:, grid.n_queries // size :] = False  # a last short tile
     if sparse.double().mean() < 0.5:
         yield from _tile_blocks(mask, grid, 0, grid.n_queries)
         return
     whole = ~sparse.all(0)
-    for start, stop in _stretches(whole.tolist()):
+    for start, stop in _true_runs(whole.tolist()):
         yield from _tile_blocks(mask, grid, start * size, min(stop * size, grid.n_queries))
-    partial = (kinds == PARTIAL).any(-1)
-    pattern = 2 * seen + partial
+    partial = (status == PARTIAL).any(-1)
+    pattern = 2 * n_visible + partial
     for item in range(grid.batch):
         for key in sorted(set(pattern[item, ~whole].tolist()) - {0, 1}):
             rows = ((pattern[item] == key) & ~whole).nonzero()[:, 0]
             together = max(1, GATHERED // (size * (key // 2) * grid.heads))
             for some in rows.split(together):
-                columns = (kinds[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
+                columns = (status[item, some] != EMPTY).nonzero()[:, 1].view(len(some), -1)
                 visible = _gathered_mask(mask, grid, item, some, columns) if key % 2 else None
                 yield [GatheredBlock(item, grid, size, some, columns, visible)]
 
 
 def _seems_sparse(mask: Mask, grid: Grid, probes: int = 9) -> bool:
-    """Whether half of a few tiles of rows see few tiles of keys: to classify all of them is work."""
+    """Estimate, from a few tiles of rows, whether most have few visible tiles of keys; cheaper than classifying all."""
     tiles = Tiles.of(grid, _sizes().sparse_tile, _sizes().sparse_tile)
     some = slice(None, None, -(-len(tiles.q_first) // probes))
-    kinds = classes(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
-    share = (kinds != EMPTY).double().mean(-1)
+    status = block_status(mask, replace(tiles, q_first=tiles.q_first[some], q_last=tiles.q_last[some]), grid)
+    share = (status != EMPTY).double().mean(-1)
     return bool((share <= SPARSE_SHARE).double().mean() >= 0.5)
 
 
-def _shared_keys(kinds: Tensor) -> slice | None:
-    """The keys of one or two neighbouring tiles, if half of the rows or more see no others."""
-    row = kinds[0, len(kinds[0]) // 2] != EMPTY
+def _shared_keys(status: Tensor) -> slice | None:
+    """The keys of one or two adjacent tiles, if at least half of the rows attend to no other keys."""
+    row = status[0, len(status[0]) // 2] != EMPTY
     columns = row.nonzero()[:, 0]
     if not 1 <= len(columns) <= 2 or columns[-1] - columns[0] != len(columns) - 1:
         return None
-    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    alike = ((status != EMPTY) <= row).all(-1).all(0)
     if alike.double().mean() < 0.5:
         return None
     return slice(int(columns[0]) * _sizes().sparse_tile, (int(columns[-1]) + 1) * _sizes().sparse_tile)
 
 
-def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterator[RowBlock]:
-    """Rows that all look at the same few keys (sinks, global tokens), and the others by `_tile_blocks`."""
-    row = torch.zeros(kinds.shape[2], dtype=torch.bool)
+def _shared_blocks(mask: Mask, grid: Grid, status: Tensor, keys: slice) -> Iterator[RowBlock]:
+    """One block for rows that all attend to the same few keys (sinks, global tokens), `_tile_blocks` for the others."""
+    row = torch.zeros(status.shape[2], dtype=torch.bool)
     row[keys.start // _sizes().sparse_tile : keys.stop // _sizes().sparse_tile] = True
-    alike = ((kinds != EMPTY) <= row).all(-1).all(0)
+    alike = ((status != EMPTY) <= row).all(-1).all(0)
     at = 0
     for same, group in itertools.groupby(alike.tolist()):
         start, at = at, min(at + len(list(group)) * _sizes().sparse_tile, grid.n_queries)
@@ -271,8 +274,8 @@ def _shared_blocks(mask: Mask, grid: Grid, kinds: Tensor, keys: slice) -> Iterat
             yield [DenseBlock(rows, slice(first, last), visible=visible[..., inside].contiguous())]
 
 
-def _stretches(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """Runs of True: where each starts and ends."""
+def _true_runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """Start and end of each run of True."""
     at = 0
     for flag, group in itertools.groupby(flags):
         size = len(list(group))
@@ -286,20 +289,20 @@ def _gathered_mask(mask: Mask, grid: Grid, item: int, rows: Tensor, columns: Ten
     inside = keys < grid.n_keys
     heads = torch.arange(grid.heads)[:, None, None]
     queries = positions(rows[:, None], _sizes().sparse_tile)[:, None, :, None] + grid.offset
-    seen = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
-    return seen.expand(len(rows), *seen.shape[1:])
+    visible = mask.is_visible(torch.tensor(item), heads, queries, keys.clamp(max=grid.n_keys - 1), grid) & inside
+    return visible.expand(len(rows), *visible.shape[1:])
 
 
 def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterator[RowBlock]:
-    """Queries `start` to `stop` of any mask: runs of full and of partial tiles, equal rows of tiles together."""
+    """Blocks for queries `start` to `stop` of any mask: runs of FULL or PARTIAL tiles, equal rows of tiles together."""
     if start >= stop:
         return
-    size = max(_sizes().tile, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # keeps the table of classes small
-    kinds = classes(mask, Tiles.of(grid, size, size, start, stop), grid)
-    low, high = kinds.amin(1), kinds.amax(1)
-    kinds = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
-    for item, table in enumerate(kinds.tolist()):
-        batch = slice(None) if len(kinds) == 1 else slice(item, item + 1)
+    size = max(_sizes().tile, 2 ** math.ceil(math.log2(grid.n_keys / 1024)))  # bounds the table of block status
+    status = block_status(mask, Tiles.of(grid, size, size, start, stop), grid)
+    low, high = status.amin(1), status.amax(1)
+    status = torch.where(low == high, low, PARTIAL)  # over heads: (b, rows, columns)
+    for item, table in enumerate(status.tolist()):
+        batch = slice(None) if len(status) == 1 else slice(item, item + 1)
         row = 0
         while row < len(table):
             most = max(1, MASK_ELEMENTS // max(1, table[row].count(PARTIAL) * size * size))
@@ -314,19 +317,19 @@ def _tile_blocks(mask: Mask | None, grid: Grid, start: int, stop: int) -> Iterat
 
 
 def _runs(
-    mask: Mask | None, grid: Grid, kinds: list[int], rows: slice, size: int, batch: slice
+    mask: Mask | None, grid: Grid, status: list[int], rows: slice, size: int, batch: slice
 ) -> Iterator[DenseBlock]:
-    """Consecutive tiles of one class are one part; a partial one carries its mask unless it proves full or empty."""
+    """One block per run of tiles of equal status; PARTIAL runs get a mask tensor unless in fact full or empty."""
     column = 0
-    for kind, group in itertools.groupby(kinds):
+    for kind, group in itertools.groupby(status):
         first, column = column, column + len(list(group))
         keys = slice(first * size, min(column * size, grid.n_keys))
         if kind == FULL:
             yield DenseBlock(rows, keys, batch)
         elif kind == PARTIAL:
             assert mask is not None
-            seen = mask.visible(Region(rows, keys, batch), grid)
-            if seen.all():
+            visible = mask.visible(Region(rows, keys, batch), grid)
+            if visible.all():
                 yield DenseBlock(rows, keys, batch)
-            elif seen.any():
-                yield DenseBlock(rows, keys, batch, visible=seen)
+            elif visible.any():
+                yield DenseBlock(rows, keys, batch, visible=visible)
