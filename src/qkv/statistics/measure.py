@@ -28,7 +28,7 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics.base import Statistic, all_checked
+from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
 from qkv.statistics.sums import Statistics, Sums
@@ -206,7 +206,7 @@ def sweep(
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
         raise InputError(f"bins is {bins} with a group, expected None: bins of a thumbnail lie across processes")
-    statistics = all_checked(statistics)
+    statistics = validated(statistics)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
