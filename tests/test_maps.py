@@ -16,14 +16,14 @@ from qkv._engine.call import Call, as_biases
 from qkv._engine.sizes import BY_DEVICE
 from qkv.scores import Additive, Dot
 from qkv.statistics import maps
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that a handful of tokens crosses many of them, and that some bins are wider than a tile."""
     set_sizes(monkeypatch, picture=(4, 6))
-    monkeypatch.setattr(maps, "FEW", 0)
+    monkeypatch.setattr(maps, "SERIAL_PAIRS", 0)
 
 
 def by_loops(
@@ -66,7 +66,7 @@ def check(
     given = dict(asked)
     given["biases"] = as_biases(given.pop("bias", None))
     call = Call.of(q, k, v, **given)
-    rows = settled(call)
+    rows = row_state(call)
     for top, bottom, left, right in windows:
         for size in sizes:
             got = maps.pooled(
@@ -147,7 +147,7 @@ def test_hidden_pairs_are_larger_than_negative_weights(mask: masks.Mask) -> None
     call = Call.of(-q.abs(), k.abs(), v, mask, normalizer=normalizer)
     seen = mask.dense(11, 13)[0, 0]
     for size in ((1, 1), (2, 2), (3, 4), (11, 13)):
-        got = maps.pooled(call, settled(call), size=size)
+        got = maps.pooled(call, row_state(call), size=size)
         top, mean, _ = by_loops(weights[0, 0], seen, edges(0, 11, size[0]), edges(0, 13, size[1]))
         close(got.maximum, top)
         close(got.mean, mean)
@@ -162,7 +162,7 @@ def test_tiles_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = masks.Causal()
     _, weights = attend(q, k, v, mask=mask, kernel="eager", return_weights=True)
     call = Call.of(q, k, v, mask)
-    head = maps.HeadMap(call, settled(call), head=1)
+    head = maps.HeadMap(call, row_state(call), head=1)
     seen = mask.dense(nq, nk)[0, 0]
     for window, size in ((slice(0, nq), (2, 1)), (slice(0, nq), (97, 89)), (slice(101, 230), (41, 7))):
         got = head.pooled(window, slice(5, None), size)
@@ -181,7 +181,7 @@ def test_queries_that_do_not_count_see_nothing(mask: masks.Mask | None) -> None:
     counts = real[1, :, None].expand(11, 13)
     seen = counts if mask is None else counts & mask.dense(11, 13)[0, 0]
     want = by_loops(weights[1, 4].masked_fill(~counts, 0), seen, edges(0, 11, 4), edges(0, 13, 3))
-    got = maps.pooled(call, settled(call), item=1, head=4, size=(4, 3), real=real)
+    got = maps.pooled(call, row_state(call), item=1, head=4, size=(4, 3), real=real)
     for name, value in zip(("maximum", "mean", "visible"), want, strict=True):
         close(getattr(got, name), value)
 
@@ -189,7 +189,7 @@ def test_queries_that_do_not_count_see_nothing(mask: masks.Mask | None) -> None:
 def test_threads_agree() -> None:
     q, k, v = triple(nq=53, nk=59)
     call = Call.of(q, k, v, masks.Causal())
-    rows = settled(call)
+    rows = row_state(call)
     one = maps.pooled(call, rows, item=1, head=5, size=(7, 11))
     torch.set_num_threads(3)
     try:
@@ -205,7 +205,7 @@ def test_mass_is_kept_and_rows_are_heard() -> None:
     q, k, v = triple(nq=31, nk=37)
     call = Call.of(q, k, v, masks.Window(9))
     heard: list[int] = []
-    head = maps.HeadMap(call, settled(call), item=0, head=2)
+    head = maps.HeadMap(call, row_state(call), item=0, head=2)
     got = head.pooled(size=(5, 3), on_rows=heard.append)
     pairs = got.row_edges.diff()[:, None] * got.column_edges.diff()
     close((got.mean * pairs).sum(), torch.tensor(31.0))
@@ -219,7 +219,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     q, k, v = triple(dtype=dtype)
     _, _, weights = oracle(q, k, v)
     call = Call.of(q, k, v)
-    got = maps.pooled(call, settled(call), item=1, head=3, size=(4, 3))
+    got = maps.pooled(call, row_state(call), item=1, head=3, size=(4, 3))
     assert got.mean.dtype == got.maximum.dtype == got.visible.dtype == torch.float32
     want = by_loops(weights[1, 3], torch.ones(11, 13), edges(0, 11, 4), edges(0, 13, 3))
     close(got.mean, want[1], eps=64 if dtype == torch.float32 else 1024)
@@ -231,7 +231,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     n, d = 3001, 3
     q, k, v = triple(b=1, h=2, hkv=1, nq=n, nk=n, d=d, dv=2, dtype=torch.float32)
     call = Call.of(q, k, v, masks.Causal())
-    rows = settled(call)
+    rows = row_state(call)
     for size in ((64, 64), (7, 1024)):
         largest = largest_tensor(lambda s=size: maps.pooled(call, rows, head=1, size=s))
         assert largest <= max(2 * n * d, math.prod(BY_DEVICE["cpu"].picture)), largest
@@ -242,7 +242,7 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_makes_only_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = triple(b=1, h=1, hkv=1, nq=97, nk=101)
     call = Call.of(q, k, v, masks.Causal())
-    head = maps.HeadMap(call, settled(call))
+    head = maps.HeadMap(call, row_state(call))
     made: list[tuple[slice, slice]] = []
     fill = maps.WeightTiles.fill
     monkeypatch.setattr(maps.WeightTiles, "fill", lambda s, r, c, *x: made.append((r, c)) or fill(s, r, c, *x))
@@ -269,6 +269,6 @@ def test_a_window_makes_only_its_own_tiles(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_bad_input(asked: dict[str, Any], sentence: str) -> None:
     call = Call.of(*triple())
-    rows = settled(call)
+    rows = row_state(call)
     with unchecked(), pytest.raises(InputError, match=sentence):
         maps.pooled(call, rows, **asked)

@@ -15,7 +15,7 @@ class WeightTiles:
 
     Args:
         tiles: scores of some batch items and heads of a call.
-        rows: what the rows of the whole call know (`qkv.statistics.measure.settled`).
+        rows: what the rows of the whole call know (`qkv.statistics.measure.row_state`).
         queries: True where a query counts; the weights of others are 0.
     """
 

@@ -28,7 +28,7 @@ from qkv.errors import InputError
 from qkv.masks import EMPTY, PARTIAL, Region, Tiles
 from qkv.masks.base import Placed
 
-FEW = 2**19  # pairs that are not worth starting threads for
+SERIAL_PAIRS = 2**19  # pairs that are not worth starting threads for
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def pooled(
 
     Args:
         call: of any normalizer.
-        rows: `qkv.statistics.measure.settled` of it.
+        rows: `qkv.statistics.measure.row_state` of it.
         item: of the batch.
         head: query head.
         queries: which to show; all by default.
@@ -94,10 +94,10 @@ def pooled(
 
     >>> import torch
     >>> from qkv.masks import Causal
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k, Causal())
-    >>> picture = pooled(call, settled(call), size=(2, 2))
+    >>> picture = pooled(call, row_state(call), size=(2, 2))
     >>> picture.maximum.tolist()
     [[1.0, 0.0], [0.3333333432674408, 0.3333333432674408]]
     >>> picture.mean[0].tolist(), picture.visible[0].tolist()
@@ -137,8 +137,8 @@ class HeadMap:
         """The picture of `pooled`; `on_rows` hears how many more queries are done, from any thread."""
         if min(size) < 1:
             raise InputError(f"size is {size}, expected at least 1 bin down and across")
-        down = even_edges(span("queries", queries, self.grid.n_queries), size[0])
-        across = even_edges(span("keys", keys, self.grid.n_keys), size[1])
+        down = even_edges(checked_slice("queries", queries, self.grid.n_queries), size[0])
+        across = even_edges(checked_slice("keys", keys, self.grid.n_keys), size[1])
         return self.binned(down, across, on_rows)
 
     def binned(
@@ -152,7 +152,7 @@ class HeadMap:
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
         edges = (torch.tensor(x, device=device) for x in (row_edges, column_edges))
         picture = Picture(maximum, mean, visible, *edges)
-        few = (row_edges[-1] - row_edges[0]) * (column_edges[-1] - column_edges[0]) <= FEW
+        few = (row_edges[-1] - row_edges[0]) * (column_edges[-1] - column_edges[0]) <= SERIAL_PAIRS
         paint = _Paint(picture, self._weights, self._uncounted, down, across, on_rows)
         reduce_tiles([self._group(down, across)], paint, device, little=few)
         return picture
@@ -273,7 +273,7 @@ def rectangle(
 
     Args:
         call: of any normalizer.
-        rows: `qkv.statistics.measure.settled` of it.
+        rows: `qkv.statistics.measure.row_state` of it.
         queries: which.
         keys: which.
         item: of the batch.
@@ -287,18 +287,18 @@ def rectangle(
 
     >>> import torch
     >>> from qkv.masks import Causal
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 2, 4, 8)
     >>> call = Call.of(q, k, k, Causal())
-    >>> rectangle(call, settled(call), slice(1, 2), slice(None))[:, 0].tolist()
+    >>> rectangle(call, row_state(call), slice(1, 2), slice(None))[:, 0].tolist()
     [[0.5, 0.5, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]
     """
     b, h, n_queries, _ = call.q.shape
     for name, given, n in (("item", item, b), ("head", 0 if head is None else head, h)):
         if not 0 <= given < n:
             raise InputError(f"{name} is {given}, expected 0..{n - 1}")
-    queries, keys = span("queries", queries, n_queries), span("keys", keys, call.k.shape[2])
-    part, known = cut(detached(call), rows, queries, keys)
+    queries, keys = checked_slice("queries", queries, n_queries), checked_slice("keys", keys, call.k.shape[2])
+    part, known = slice_call(detached(call), rows, queries, keys)
     whole, group = Region(slice(0, part.q.shape[2]), slice(0, part.k.shape[2])), h // call.k.shape[1]
     found = []
     for key_head in range(call.k.shape[1]) if head is None else [head // group]:
@@ -314,7 +314,7 @@ def rectangle(
     return torch.cat(found)
 
 
-def cut(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, RowState]:
+def slice_call(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, RowState]:
     """The call of some queries and keys alone, and what its rows know: of all keys, not only of these.
 
     Pictures of it are those of a rectangle of the whole. No query or key is copied.
@@ -335,13 +335,13 @@ def cut(call: Call, rows: RowState, queries: slice, keys: slice) -> tuple[Call, 
     return small, RowState(along(rows.level), along(rows.total), chosen)
 
 
-def hides(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:
+def is_masked(call: Call, queries: slice, keys: slice, *, item: int = 0, head: int = 0) -> bool:
     """Whether the mask is known to hide all of a rectangle from a head; no pair of it is looked at.
 
     >>> from qkv.masks import Causal
     >>> q = torch.zeros(1, 1, 9, 4)
     >>> call = Call.of(q, q, q, Causal())
-    >>> hides(call, slice(0, 3), slice(3, 9)), hides(call, slice(0, 4), slice(3, 9))
+    >>> is_masked(call, slice(0, 3), slice(3, 9)), is_masked(call, slice(0, 4), slice(3, 9))
     (True, False)
     """
     grid = call.grid
@@ -379,10 +379,10 @@ class _Moved(Bias):
         return self.bias.apply(scores, replace(region, rows=rows, columns=columns, offset=self.offset))
 
 
-def span(name: str, given: slice, length: int) -> slice:
+def checked_slice(name: str, given: slice, length: int) -> slice:
     """A slice with its ends, known to lie within a length.
 
-    >>> span("keys", slice(3, None), 7)
+    >>> checked_slice("keys", slice(3, None), 7)
     slice(3, 7, None)
     """
     start, stop = (default if x is None else x for x, default in ((given.start, 0), (given.stop, length)))

@@ -143,12 +143,12 @@ def measure(
             call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
             if differentiable:
                 return form.all_back(with_gradients(call, _measured, **asked))
-            return form.all_back(sweep(call, settled(call), **more, **asked))
+            return form.all_back(sweep(call, row_state(call), **more, **asked))
 
 
 def _measured(call: Call, **asked: Any) -> tuple[RowState, Statistics]:
     """What the rows of a call know, and its statistics."""
-    rows = settled(call)
+    rows = row_state(call)
     return rows, sweep(call, rows, **asked)
 
 
@@ -158,7 +158,7 @@ def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) 
         raise InputError(f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {shape}")
 
 
-def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
+def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
     """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
         return RowState()  # each weight stands alone

@@ -31,7 +31,7 @@ def weights_transposed_matmul(
 
     Args:
         call: the attention call.
-        rows: what its rows know: `qkv.statistics.measure.settled(call)`.
+        rows: what its rows know: `qkv.statistics.measure.row_state(call)`.
         w: how much each query counts, the same for all heads if it has but one; any sign, all finite.
         queries: True where a query counts; others may hold NaN.
 
@@ -41,10 +41,10 @@ def weights_transposed_matmul(
     Raises:
         InputError: if `w` does not fit the call.
 
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)  # every query gives each of four keys 1/4
-    >>> weights_transposed_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> weights_transposed_matmul(call, row_state(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
@@ -63,7 +63,7 @@ def weights_matmul(
 
     Args:
         call: the attention call.
-        rows: what its rows know: `qkv.statistics.measure.settled(call)`.
+        rows: what its rows know: `qkv.statistics.measure.row_state(call)`.
         x: of each key, the same for all heads if it has but one; any sign, all finite.
         queries: True where a query counts; others give zeros, and may hold NaN.
 
@@ -73,10 +73,10 @@ def weights_matmul(
     Raises:
         InputError: if `x` does not fit the call.
 
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)
-    >>> weights_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> weights_matmul(call, row_state(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
