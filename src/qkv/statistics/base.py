@@ -1,4 +1,4 @@
-"""`Statistic`, the base class of all statistics of attention weights, and `WeightTile`, from which they are computed."""
+"""`Statistic`, the base class of all statistics of attention weights, and `WeightTile`, the input of its `tile`."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Statistic(Definition):
 
 
 def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
-    """The statistics as a tuple; raises `InputError` unless all are complete `Statistic` objects with distinct names."""
+    """The statistics as a tuple; `InputError` unless all are complete `Statistic` objects with different names."""
     if isinstance(statistics, Statistic):
         name = type(statistics).__name__
         raise InputError(f"statistics is a {name}, expected a sequence of statistics: [{name}(…)]")

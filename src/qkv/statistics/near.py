@@ -1,4 +1,4 @@
-"""Weight on keys at given places: the first key of the text, the query's own token, its neighbours, or inside a mask."""
+"""Weight on particular keys: the first of the text, the query's own token, its neighbours, or keys inside a mask."""
 
 from __future__ import annotations
 
