@@ -46,10 +46,10 @@ def made_as(model: DecoderLM, normalizer: str) -> DecoderLM:
 def test_all_heads_edited_are_a_model_made_with_that_normalizer(name: str, more: dict[str, object]) -> None:
     model, ids = model_of(**more), ids_of()
     with edited(model, everywhere(model, name)):
-        found = model(ids)
-    torch.testing.assert_close(found, made_as(model, NAMES[name])(ids), rtol=0, atol=1e-6)
+        result = model(ids)
+    torch.testing.assert_close(result, made_as(model, NAMES[name])(ids), rtol=0, atol=1e-6)
     if name != "softmax":
-        assert (found - model(ids)).abs().max() > 1e-3
+        assert (result - model(ids)).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def test_heads_of_one_layer_edited_differently_have_the_weights_of_eager() -> No
     with watching(lambda call, result: calls.append(call)):  # type: ignore[arg-type]
         model(ids)
     with edited(model, edits, told=seen.__setitem__):
-        found = model(ids)
+        result = model(ids)
     assert list(seen) == [0, 1, 2]
     call = calls[1]  # of layer 1, which no edit of an earlier layer reaches
     torch.testing.assert_close(seen[0], eager.forward(calls[0]).weights, rtol=0, atol=1e-6)
@@ -81,7 +81,7 @@ def test_heads_of_one_layer_edited_differently_have_the_weights_of_eager() -> No
     scores = plain.weights[:, 2].log() + plain.lse[:, 2, :, None]  # −inf where hidden
     wanted = torch.sigmoid(scores / 0.5 - torch.arange(1, 21).log()[:, None])
     torch.testing.assert_close(seen[1][:, 2], wanted, rtol=0, atol=1e-5)
-    assert (found - model(ids)).abs().max() > 1e-3
+    assert (result - model(ids)).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -122,14 +122,14 @@ def test_a_learned_sink_stays_as_trained_and_goes_with_softmax() -> None:
 def test_profile_inside_measures_the_edited_weights() -> None:
     model, ids = model_of(), ids_of()
     with edited(model, everywhere(model, "sigmoid", 2.0)):
-        found = qkv.profile(model, ids, progress=False, probe=False)
+        result = qkv.profile(model, ids, progress=False, probe=False)
     weights: dict[int, torch.Tensor] = {}
     with edited(model, everywhere(model, "sigmoid", 2.0), told=weights.__setitem__):
         model(ids)
     for layer in range(3):
-        kept = torch.from_numpy(found.data["weights"].isel(text=0, layer=layer).values).nan_to_num()
+        kept = torch.from_numpy(result.data["weights"].isel(text=0, layer=layer).values).nan_to_num()
         torch.testing.assert_close(kept, weights[layer][0], rtol=0, atol=1e-5)
-        first = torch.from_numpy(found.data["sink"].isel(text=0, layer=layer).values)
+        first = torch.from_numpy(result.data["sink"].isel(text=0, layer=layer).values)
         torch.testing.assert_close(first, weights[layer][0, :, :, 0], rtol=0, atol=1e-5)
     made = qkv.profile(made_as(model, "off_by_one"), ids, progress=False, probe=False)
     with edited(model, everywhere(model, "off-by-one")):
@@ -160,11 +160,11 @@ def test_nothing_stays_behind_even_after_an_error() -> None:
 def test_only_this_model_in_this_thread_is_edited() -> None:
     model, other, ids = model_of(), model_of(), ids_of()
     before = model(ids)
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
 
     def run() -> None:
         with torch.no_grad():
-            found.append(model(ids))
+            result.append(model(ids))
 
     with edited(model, everywhere(model, "sigmoid")):
         assert torch.equal(other(ids), before)
@@ -172,7 +172,7 @@ def test_only_this_model_in_this_thread_is_edited() -> None:
         thread.start()
         thread.join()
         assert not torch.equal(model(ids), before)
-    assert torch.equal(found[0], before)
+    assert torch.equal(result[0], before)
 
 
 @torch.no_grad()
@@ -209,13 +209,13 @@ def test_models_and_edits_that_do_not_fit_are_told_so() -> None:
 def test_a_temperature_divides_the_scores_of_any_normalizer(normalizer: str) -> None:
     """As larger queries would, but for a head alone."""
     model = model_of(normalizer=normalizer)
-    found = {}
+    result = {}
     for temperature in (1.0, 2.0, 1e3):
         with edited(model, [Edit(0, 0, AS_TRAINED, temperature)]):
-            found[temperature] = model(ids_of())
-    assert torch.equal(found[1.0], model(ids_of()))
-    assert not torch.equal(found[2.0], found[1.0])
-    assert not torch.equal(found[1e3], found[2.0])
+            result[temperature] = model(ids_of())
+    assert torch.equal(result[1.0], model(ids_of()))
+    assert not torch.equal(result[2.0], result[1.0])
+    assert not torch.equal(result[1e3], result[2.0])
 
 
 def test_an_editor_may_replace_any_call_and_makes_its_own_calls_unedited() -> None:

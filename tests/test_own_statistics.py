@@ -145,22 +145,22 @@ class Reads(nn.Module):
 
 
 def test_those_of_one_text_say_nothing_between_two() -> None:
-    asked: dict[str, Any] = {"statistics": [Heavy(), Ahead()], "progress": False, "probe": False}
+    arguments: dict[str, Any] = {"statistics": [Heavy(), Ahead()], "progress": False, "probe": False}
     for cross in (False, True):
-        data = qkv.profile(Reads(cross=cross), {"keys": torch.zeros(1)}, **asked).data
+        data = qkv.profile(Reads(cross=cross), {"keys": torch.zeros(1)}, **arguments).data
         assert bool(np.isnan(data["ahead"]).all()) is bool(np.isnan(data["ahead_by_head"]).all()) is cross
         assert np.isfinite(data["heavy"]).all()
 
 
 def test_padding_does_not_count() -> None:
-    asked: dict[str, Any] = {"statistics": [Heavy(), Taken()], "progress": False, "probe": False}
+    arguments: dict[str, Any] = {"statistics": [Heavy(), Taken()], "progress": False, "probe": False}
     ids = torch.arange(2, 12)[None]
-    alone = qkv.profile("random-gpt2", ids, **asked)
+    alone = qkv.profile("random-gpt2", ids, **arguments)
     padded = {
         "input_ids": torch.cat([nn.functional.pad(ids, (0, 4)), torch.arange(3, 17)[None]]),
         "attention_mask": torch.tensor([[1] * 10 + [0] * 4, [1] * 14]),
     }
-    both = qkv.profile("random-gpt2", padded, **asked)
+    both = qkv.profile("random-gpt2", padded, **arguments)
     for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
         first = both.data[name].isel(text=0).values
         first = first if name.endswith("by_head") else first[..., :10]
@@ -200,8 +200,8 @@ def test_by_head_of_another_shape_is_refused() -> None:
 
 
 def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> None:
-    found = survey("qkv-mini", TEXTS, out=tmp_path, shards=2, statistics=[Sure(), Heavy()])
-    table, data = found.heads(), made.data
+    result = survey("qkv-mini", TEXTS, out=tmp_path, shards=2, statistics=[Sure(), Heavy()])
+    table, data = result.heads(), made.data
     for name in ("heavy", "sure"):
         values = data[name].values.copy()
         if name == "sure":
@@ -210,9 +210,9 @@ def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> N
             table[name], np.nanmean(np.moveaxis(values, 0, 2).reshape(4 * 6, -1), 1), rtol=1e-4, err_msg=name
         )
         assert (table[f"{name}_max"] <= np.nanmax(values) + 1e-6).all()
-    assert list(found.quantities) == [*QUANTITIES, "heavy", "sure"]
+    assert list(result.quantities) == [*QUANTITIES, "heavy", "sure"]
     loaded = Survey.load(tmp_path / "survey.qkv.zip")
-    assert loaded.quantities == found.quantities
+    assert loaded.quantities == result.quantities
     assert loaded.heads().equals(table)
     for draw in (survey_plots.texts, survey_plots.distribution):
         assert "heavy keys" in draw(loaded, "heavy").axes[0].get_xlabel() + draw(loaded, "heavy").axes[0].get_ylabel()
@@ -225,11 +225,11 @@ def test_what_surveys_refuse(tmp_path: Path) -> None:
         own_survey(tmp_path / "keys", statistics=[Taken()])
     with pytest.raises(InputError, match=r"ahead is -\d.*histograms of a survey begin at 0"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
-    found = own_survey(tmp_path / "own", statistics=[Heavy()])
+    result = own_survey(tmp_path / "own", statistics=[Heavy()])
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was there and is not there"):
         own_survey(tmp_path / "own")
     plain = own_survey(tmp_path / "plain", shards=5)
-    for a, b in ((found, plain), (plain, found)):
+    for a, b in ((result, plain), (plain, result)):
         with pytest.raises(InputError, match=r"cannot be merged: quantities\.heavy is (not )?there"):
             a.merge(b)
     two, three = (own_survey(tmp_path / f"{n}", statistics=[Mass("near", qkv.masks.Window(n), "near")]) for n in (2, 3))

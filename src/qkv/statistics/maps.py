@@ -73,8 +73,8 @@ def pooled(
 ) -> Picture:
     """The weights of one head of a call as a picture of at most `size` bins. Linear memory; no gradients.
 
-    With n queries in B bins, bin b covers queries ⌊b n / B⌋ to ⌊(b + 1) n / B⌋ − 1, and keys likewise, so bins differ by
-    at most one token. With fewer tokens than bins, every token gets a bin of its own.
+    With n queries in B bins, bin b covers queries ⌊b n / B⌋ to ⌊(b + 1) n / B⌋ − 1, and keys likewise, so the sizes of
+    bins differ by at most one token. With fewer tokens than bins, every token gets a bin of its own.
 
     Args:
         call: the attention call, with any normalizer.
@@ -181,7 +181,7 @@ class _Bins:
 
 @dataclass(eq=False)
 class _StripState:
-    """The state of one strip of queries: unfinished bins by the number of their strip of keys, and the current piece."""
+    """The state of one strip of queries: its unfinished bins, by the number of the strip of keys, and the piece."""
 
     strip: _Strip
     bins: dict[int, _Bins] = field(default_factory=dict)
