@@ -224,6 +224,6 @@ def test_an_editor_replaces_calls_except_those_it_makes_itself() -> None:
         return Call.of(call.given.q, call.given.k, call.given.v, normalizer=Sigmoid())
 
     with editing(editor):
-        assert torch.equal(qkv.attend(q, q, q), wanted)
+        assert torch.equal(qkv.attend(q, q, q), expected)
         with editing(None):
-            assert not torch.equal(qkv.attend(q, q, q), wanted)
+            assert not torch.equal(qkv.attend(q, q, q), expected)
