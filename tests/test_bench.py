@@ -115,22 +115,22 @@ def test_memory_of_a_mechanism_is_linear() -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
-    assert main([*asked, "--out", str(tmp_path), "--name", "mine"]) == 0
+    options = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
+    assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
     assert "sink" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         (["nothing"], "no mechanism 'nothing'; there are causal"),
         (["--lengths", "0"], "are counts, expected at least 1"),
         (["--threads", "0"], "are counts, expected at least 1"),
     ],
 )
-def test_bad_input(asked: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *asked, "--out", str(tmp_path / "new")]) == 2
+def test_bad_input(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options, "--out", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
