@@ -19,7 +19,7 @@ from qkv.bench.timing import alone, alternating, median_ratio, resident, timed
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal
 from qkv.statistics.maps import HeadMap
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 
 TOKENS, DIM, SIZE = 100_000, 64, (1024, 1024)
 
@@ -39,7 +39,7 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     call = call_of(tokens)
     found = flash.forward(call)
-    head = HeadMap(call, settled(call, found.lse))
+    head = HeadMap(call, row_state(call, found.lse))
     windows = {
         side: (slice(tokens - side, tokens), slice(0, side)) for side in (tokens // 2, tokens // 8, tokens // 32)
     }
@@ -62,7 +62,7 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
 def alone_here(job: str, tokens: int) -> dict[str, float]:
     """One job with its inputs, and what it took."""
     torch.set_num_threads(THREADS)
-    run = {"flash": flash.run, "picture": lambda c: HeadMap(c, settled(c)).pooled(size=SIZE)}[job]
+    run = {"flash": flash.run, "picture": lambda c: HeadMap(c, row_state(c)).pooled(size=SIZE)}[job]
     run(call_of(512))  # warm-up: lazy imports are not what we measure
     base = resident("VmRSS")
     seconds = timed(lambda: run(call_of(tokens)))

@@ -1,4 +1,4 @@
-"""Alignments and captions for the page: words, weights and probabilities are the models' own."""
+"""Alignments and captions for the page: words, weights and probabilities equal those of the models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import heads, scenes
 from qkv.lab.tasks.caption import Caption
@@ -18,7 +19,7 @@ from qkv.server.align import SENTENCE, Aligners
 
 
 @dataclass
-class Asked:
+class Request:
     model: str = ""
     text: str = ""
     scene: int = 0
@@ -34,14 +35,14 @@ def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
     assert {m["name"] for m in said["models"]} == {"qkv-translation", "qkv-reversal"}
     for model in said["models"]:
         assert set(model["example"].split()) <= set(model["words"])
-        found = aligners.align(Asked(model["name"], model["example"]))
+        found = aligners.align(Request(model["name"], model["example"]))
         assert len(found["target"]) == len(found["probability"]) > 0
     assert said["captioner"] == {"name": "qkv-caption", "scenes": 256}
 
 
 @torch.no_grad()
-def test_a_translation_has_the_labs_weights_and_the_models_probabilities(aligners: Aligners) -> None:
-    found = aligners.align(Asked("qkv-translation", SENTENCE.capitalize() + "."))
+def test_translations_have_the_weights_of_the_lab_and_the_probabilities_of_the_model(aligners: Aligners) -> None:
+    found = aligners.align(Request("qkv-translation", SENTENCE.capitalize() + "."))
     source, target, weights = translate("qkv-translation", SENTENCE)
     assert weights is not None
     assert (found["source"], found["target"]) == (source, target)
@@ -58,8 +59,8 @@ def test_a_translation_has_the_labs_weights_and_the_models_probabilities(aligner
         said.append(number)
 
 
-def test_reversal_reverses_with_the_profilers_weights(aligners: Aligners) -> None:
-    found = aligners.align(Asked("qkv-reversal", "a b c d e f"))
+def test_reversals_are_right_and_have_the_weights_of_the_profiler(aligners: Aligners) -> None:
+    found = aligners.align(Request("qkv-reversal", "a b c d e f"))
     assert found["target"] == list("fedcba")
     assert (found["layers"], found["heads"]) == (2, 4)
     assert found["source"][:6] == list("abcdef")
@@ -77,7 +78,7 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
     held, (images, captions) = task._held_out(model)
     right = 0
     for scene in (0, 7, 255):
-        found = aligners.caption(Asked(scene=scene))
+        found = aligners.caption(Request(scene=scene))
         assert found["truth"] == scenes.text(held.captions[scene])
         right += " ".join(found["words"]) == found["truth"]
         pixels = np.frombuffer(base64.b64decode(found["image"]), np.uint8).reshape(40, 40, 3)
@@ -91,7 +92,7 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "text", "why"),
+    ("model", "text", "message"),
     [
         ("qkv-translation", "the blck cat", "word 'blck' is not in the vocabulary; did you mean 'black'"),
         ("qkv-translation", " . ", "expected at least one word"),
@@ -101,12 +102,12 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
         ("../qkv-mini", "a", "model is '../qkv-mini'"),
     ],
 )
-def test_what_cannot_be_aligned_is_said_in_a_sentence(aligners: Aligners, model: str, text: str, why: str) -> None:
-    with pytest.raises(InputError, match=why):
-        aligners.align(Asked(model, text))
+def test_align_rejects_unknown_words_and_models(aligners: Aligners, model: str, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        aligners.align(Request(model, text))
 
 
 @pytest.mark.parametrize("scene", [-1, 256])
-def test_scenes_that_are_not_there(aligners: Aligners, scene: int) -> None:
-    with pytest.raises(InputError, match="expected 0 to 255"):
-        aligners.caption(Asked(scene=scene))
+def test_caption_rejects_scenes_out_of_range(aligners: Aligners, scene: int) -> None:
+    with refused("scene"):
+        aligners.caption(Request(scene=scene))

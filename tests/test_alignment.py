@@ -1,4 +1,4 @@
-"""Additive and Luong attention against loops in NumPy, and the softmax with a sink for each query that they need."""
+"""Additive and Luong attention against loops in NumPy, and softmax with a sink for each query."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
-from conftest import MASKS, close, oracle, rand, triple, unchecked
-from qkv import InputError, attend, biases, measure
+from conftest import MASKS, close, oracle, rand, refused, triple, unchecked
+from qkv import attend, biases, measure
 from qkv._engine.call import Call, Result
 from qkv.kernels import KERNELS, watching
 from qkv.masks import Causal, Dense, Padding
@@ -113,19 +113,19 @@ def additive_inputs() -> tuple[AdditiveAttention, Tensor, Tensor, Tensor]:
     return module, rand(B, NQ, DQ, seed=1), rand(B, NK, DK, seed=2), rand(B, NK, DV, seed=3)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["keys", "values"])
+@pytest.mark.parametrize("with_values", [False, True], ids=["keys", "values"])
 @pytest.mark.parametrize("mask", [None, Padding([7, 4]), Dense(rand(B, 1, NQ, NK, seed=4) > -0.3)])
-def test_additive(given: bool, mask: object) -> None:
+def test_additive(with_values: bool, mask: object) -> None:
     module, query, keys, values = additive_inputs()
     shown = np.ones((B, NQ, NK), bool)
     if mask is not None:
         shown = mask.dense(NQ, NK, batch=B)[:, 0].expand(B, NQ, NK).numpy()
-    values = values if given else keys
+    values = values if with_values else keys
     want, weights = additive_loops(numbers(module), query.numpy(), keys.numpy(), values.numpy(), shown)
-    got = module(query, keys, values if given else None, mask=mask, return_weights=True)
+    got = module(query, keys, values if with_values else None, mask=mask, return_weights=True)
     close(got[0], want)
     close(got[1], weights)
-    close(module(query, keys, values if given else None, mask=mask), want)
+    close(module(query, keys, values if with_values else None, mask=mask), want)
     close(module(query, keys, values, mask=mask, projected=module.project(keys)), want)
 
 
@@ -145,13 +145,13 @@ def test_gradients_of_additive(fast: bool) -> None:
     differentiable(module, rand(2, 2, 2), rand(2, 5, 3), rand(2, 5, 1), mask=Padding([5, 4]), fast=fast)
 
 
-def differentiable(module: nn.Module, *inputs: Tensor, fast: bool, **asked: object) -> None:
+def differentiable(module: nn.Module, *inputs: Tensor, fast: bool, **options: object) -> None:
     """gradcheck in the query, the keys, values where given, and every parameter: along directions, or each entry."""
     names = [name for name, _ in module.named_parameters()]
 
     def run(*tensors: Tensor) -> Tensor:
         given, parameters = tensors[: len(inputs)], tensors[len(inputs) :]
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), given, asked)
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), given, options)
 
     leaves = (*inputs, *(x.detach() for x in module.parameters()))
     assert torch.autograd.gradcheck(run, tuple(x.clone().requires_grad_() for x in leaves), fast_mode=fast)
@@ -170,14 +170,14 @@ def luong_inputs(score: str, kind: str, half_width: int = 2) -> tuple[LuongAtten
 @pytest.mark.parametrize("lengths", [None, [7, 4], [1, 2]])
 def test_luong(score: str, kind: str, half_width: int, lengths: list[int] | None) -> None:
     module, query, keys = luong_inputs(score, kind, half_width)
-    asked = {"lengths": None if lengths is None else torch.tensor(lengths)}
+    options = {"lengths": None if lengths is None else torch.tensor(lengths)}
     for step in (0, 3, 20) if kind == "local-m" else (3,):
         want, weights = luong_loops(module, query.numpy(), keys.numpy(), lengths or [NK, NK], step)
-        got = module(query, keys, step=step, return_weights=True, **asked)
+        got = module(query, keys, step=step, return_weights=True, **options)
         close(got[0], want)
         close(got[1], weights)
-        close(module(query, keys, step=step, **asked), want)
-        close(module(query, keys, step=step, projected=module.project(keys), **asked), want)
+        close(module(query, keys, step=step, **options), want)
+        close(module(query, keys, step=step, projected=module.project(keys), **options), want)
         if kind == "local-m" and step == 20 and half_width < 10:
             assert not weights.any()  # the source has ended long before
         if kind == "local-p" and half_width == 1 and lengths is None:
@@ -210,8 +210,8 @@ def test_gradients_of_luong(score: str, kind: str, fast: bool) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_query_at_a_time(score: str, kind: str) -> None:
-    """As a decoder asks: the same vectors and gradients as all queries at once, one that sees nothing among them."""
+def test_one_query_at_a_time_equals_all_at_once(score: str, kind: str) -> None:
+    """A decoder's steps give the same vectors and gradients, also for a query without visible keys."""
     module, query, keys = luong_inputs(score, kind)
     mask, lengths = torch.ones(NQ, NK, dtype=torch.bool), torch.tensor([7, 4])
     mask[1] = False
@@ -227,7 +227,7 @@ def test_one_query_at_a_time(score: str, kind: str) -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_a_centre_exactly_on_a_key(score: str) -> None:
-    """There ln(1 − g) = −∞: neither weights nor gradients may notice."""
+    """Where ln(1 − g) = −∞, weights and gradients stay finite and exact."""
     module, query, keys = luong_inputs(score, "local-p", 10)  # so wide that no key comes or goes with p
     nn.init.zeros_(module.position_vector)  # p = S / 2
     lengths = torch.tensor([6, 2])
@@ -248,7 +248,7 @@ def test_a_centre_exactly_on_a_key(score: str) -> None:
     assert slope.abs() > 1e-4
 
 
-def test_a_watcher_sees_one_call_with_the_weights_that_count() -> None:
+def test_observers_see_one_call_with_the_final_weights() -> None:
     module, query, keys = luong_inputs("concat", "local-p", 1)
     seen: list[tuple[Call, Result]] = []
     with watching(lambda call, result: seen.append((call, result))):
@@ -269,7 +269,7 @@ def test_a_watcher_sees_one_call_with_the_weights_that_count() -> None:
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_keys_change_nothing_and_items_are_independent(score: str, kind: str) -> None:
+def test_masked_keys_change_nothing_and_batch_items_are_independent(score: str, kind: str) -> None:
     module, query, keys = luong_inputs(score, kind)
     lengths = torch.tensor([7, 4])
     want = module(query, keys, lengths=lengths)
@@ -303,9 +303,9 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_a_sink_for_each_query(kernel: str, name: str, far: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # checked shapes cannot be traced
     q, k, v = triple()
-    asked = {"mask": MASKS[name](11, 13, 2, 6), "normalizer": Softmax(0.8, sink=far + rand(2, 6, 11, seed=3))}
-    want = oracle(q, k, v, **asked)
-    out, lse = attend(q, k, v, kernel=kernel, return_lse=True, **asked)
+    options = {"mask": MASKS[name](11, 13, 2, 6), "normalizer": Softmax(0.8, sink=far + rand(2, 6, 11, seed=3))}
+    want = oracle(q, k, v, **options)
+    out, lse = attend(q, k, v, kernel=kernel, return_lse=True, **options)
     close(out, want[0])
     close(lse, want[1])
 
@@ -320,7 +320,7 @@ def test_gradients_of_a_sink_for_each_query(kernel: str) -> None:
     assert torch.autograd.gradcheck(run, tuple(x.requires_grad_() for x in tensors))
 
 
-def test_equal_sinks_for_each_query_are_one_for_each_head() -> None:
+def test_equal_sinks_for_all_queries_equal_a_sink_for_each_head() -> None:
     q, k, v = triple()
     heads = rand(6, seed=3)
     whole = Softmax(sink=heads[None, :, None].expand(2, 6, 11))
@@ -344,34 +344,25 @@ def test_the_sink_is_the_missing_mass_by_hand() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG = [
-    (lambda: AdditiveAttention(0, 5, 3), "AdditiveAttention: d_query is 0, expected at least 1"),
-    (lambda: AdditiveAttention(4, 5, -1), "AdditiveAttention: d_hidden is -1, expected at least 1"),
-    (lambda: LuongAttention(4, 5), "score is 'dot' with d_query 4 and d_key 5, expected them equal"),
-    (lambda: LuongAttention(4, 4, "add"), "score is 'add', expected 'dot', 'general' or 'concat'"),
-    (lambda: LuongAttention(4, 4, "dot", "local"), "kind is 'local', expected 'global', 'local-m' or 'local-p'"),
-    (lambda: LuongAttention(4, 4, kind="local-m", half_width=0), "half_width is 0, expected at least 1"),
-    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 5), rand(2, 7, 5)), r"query has shape \(2, 3, 5\), expected .* 4\)"),
-    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 4), rand(2, 7, 4)), r"keys has shape \(2, 7, 4\), expected .* 5\)"),
-    (lambda: LuongAttention(4, 4)(rand(2, 4), rand(2, 7, 4)), r"query has shape \(2, 4\), expected \(batch, length, 4"),
-    (lambda: luong("dot", "local-m")(rand(2, 3, 4), rand(2, 7, 4), step=-1), "step is -1, expected at least 0"),
-    (
-        lambda: luong("dot", "global")(rand(2, 3, 4), rand(2, 7, 4), lengths=torch.tensor([8, 1])),
-        r"Padding: lengths lie in 1..8, expected 0..7",
-    ),
-    (
-        lambda: Softmax(sink=rand(2, 6)),
-        r"Softmax: sink is .* of shape \(2, 6\), expected .* or per query, shape \(batch",
-    ),
-    (
-        lambda: attend(*triple(), normalizer=Softmax(sink=rand(2, 6, 13))),
-        r"Softmax: sink has shape \(2, 6, 13\), expected \(batch, heads, queries\) = \(2, 6, 11\)",
-    ),
+    (lambda: AdditiveAttention(0, 5, 3), "d_query"),
+    (lambda: AdditiveAttention(4, 5, -1), "d_hidden"),
+    (lambda: LuongAttention(4, 5), "score"),
+    (lambda: LuongAttention(4, 4, "add"), "score"),
+    (lambda: LuongAttention(4, 4, "dot", "local"), "kind"),
+    (lambda: LuongAttention(4, 4, kind="local-m", half_width=0), "half_width"),
+    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 5), rand(2, 7, 5)), "query"),
+    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 4), rand(2, 7, 4)), "keys"),
+    (lambda: LuongAttention(4, 4)(rand(2, 4), rand(2, 7, 4)), "query"),
+    (lambda: luong("dot", "local-m")(rand(2, 3, 4), rand(2, 7, 4), step=-1), "step"),
+    (lambda: luong("dot", "global")(rand(2, 3, 4), rand(2, 7, 4), lengths=torch.tensor([8, 1])), "lengths"),
+    (lambda: Softmax(sink=rand(2, 6)), "sink"),
+    (lambda: attend(*triple(), normalizer=Softmax(sink=rand(2, 6, 13))), "sink"),
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), WRONG)
-def test_errors(make, message: str) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+@pytest.mark.parametrize(("make", "argument"), WRONG)
+def test_alignment_modules_reject_wrong_shapes_and_sizes(make, argument: str) -> None:
+    with unchecked(), refused(argument):
         make()
 
 

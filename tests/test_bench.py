@@ -1,4 +1,4 @@
-"""`qkv bench`: rivals compute the same thing; results are saved, loaded, shown and drawn. No timing is judged."""
+"""`qkv bench`: rivals compute the same function; results are saved, loaded, printed and drawn. No timing is tested."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkv import InputError
+from conftest import refused
 from qkv.bench import run, show
 from qkv.bench.contenders import MECHANISMS, Case
 from qkv.bench.timing import alternating, median_ratio
 from qkv.cli import main
 
 SAME = {"sdpa", "eager", "x-transformers"}
-OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # softmax attention, which they stand in for
+OTHER = {("linear", "sdpa"), ("favor", "sdpa"), ("linformer", "sdpa")}  # these approximate softmax attention
 
 
 def case(n: int = 96, *, backward: bool = False) -> Case:
@@ -48,14 +48,14 @@ def test_flex_computes_the_same_score() -> None:
     torch.testing.assert_close(got, -alibi_slopes(8)[:, None, None] * (i - j))
 
 
-def test_a_very_slow_job_runs_no_more() -> None:
+def test_very_slow_jobs_are_not_repeated() -> None:
     turns: list[str] = []
     times = alternating({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3, once=-1.0)
-    assert turns == ["a", "b", "a", "b"]  # a first time, and again to be sure
+    assert turns == ["a", "b", "a", "b"]  # the warm-up, and once more to confirm
     assert [len(x) for x in times.values()] == [1, 1]
 
 
-def test_rivals_that_would_form_too_much_are_left_out() -> None:
+def test_rivals_with_too_large_score_matrices_are_skipped() -> None:
     large = Case(32768, 8, torch.float32, backward=False, dim=1)
     q = torch.zeros(1)
     for name, rival in (("sigmoid", "eager"), ("alibi", "sdpa"), ("window", "sdpa")):
@@ -63,10 +63,10 @@ def test_rivals_that_would_form_too_much_are_left_out() -> None:
     assert MECHANISMS["window"].rivals["flex"](case(backward=True), q, q, q) is None  # no backward on CPU
 
 
-def test_a_run_is_saved_loaded_and_shown(tmp_path: Path) -> None:
-    seen: list[str] = []
-    result = run.bench(["causal", "linformer"], [64, 96], heads=2, seconds=0, threads=1, on_cell=seen.append)
-    assert seen == [f"{name}, {n} tokens" for name in ("causal", "linformer") for n in (64, 96)]
+def test_results_are_saved_loaded_and_printed(tmp_path: Path) -> None:
+    cells: list[str] = []
+    result = run.bench(["causal", "linformer"], [64, 96], heads=2, seconds=0, threads=1, on_cell=cells.append)
+    assert cells == [f"{name}, {n} tokens" for name in ("causal", "linformer") for n in (64, 96)]
     path = tmp_path / "result.json"
     run.save(result, path)
     loaded = run.load(path)
@@ -85,7 +85,7 @@ def _numbers(x: dict) -> dict:
     return {int(k) if k.isdigit() else k: v for k, v in x.items()}
 
 
-def test_goals_say_by_how_much() -> None:
+def test_goals_print_by_how_much_they_are_missed() -> None:
     goals = [{"rival": "sdpa", "at most": 1.0, "n": 4096, "got": got} for got in (0.98, 1.25)]
     text = show.goals({"mechanisms": {"causal": {"goals": goals}}})
     assert "| 4,096 | 1.00 | 0.980 | reached |" in text
@@ -98,7 +98,7 @@ def test_exponents() -> None:
     assert run.slope({}) is None
 
 
-def test_turns_alternate_and_ratios_are_of_the_same_turn() -> None:
+def test_rounds_alternate_and_ratios_are_within_a_round() -> None:
     turns: list[str] = []
     times = alternating({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3)
     assert [set(turns[i : i + 2]) for i in range(0, 8, 2)] == [{"a", "b"}] * 4  # the first of them warms up
@@ -114,28 +114,30 @@ def test_memory_of_a_mechanism_is_linear() -> None:
     assert grown[16384] < 2 * 16384 * 16384 * 4 / 10  # a tenth of all its scores
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
-    assert main([*asked, "--out", str(tmp_path), "--name", "mine"]) == 0
+def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
+    assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
     assert "sink" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
-        (["nothing"], "no mechanism 'nothing'; there are causal"),
+        (["nothing"], "mechanism is 'nothing', expected one of causal"),
         (["--lengths", "0"], "are counts, expected at least 1"),
         (["--threads", "0"], "are counts, expected at least 1"),
     ],
 )
-def test_bad_input(asked: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *asked, "--out", str(tmp_path / "new")]) == 2
+def test_command_rejects_bad_arguments(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options, "--out", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
 
 
-def test_unknown_names_raise() -> None:
-    with pytest.raises(InputError, match="no mechanism 'x'"):
+def test_bench_rejects_unknown_mechanisms() -> None:
+    with refused("mechanism"):
         run.bench(["x"], [64])

@@ -28,7 +28,7 @@ from qkv.profiler.explore.pyramid import Pyramid, kept_tiles
 from qkv.profiler.explore.tile_cache import Kept
 from qkv.scores import Additive
 from qkv.statistics import maps
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 from test_maps import by_loops
 
 SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(values)\n"
@@ -109,7 +109,7 @@ def dense_call(name: str) -> tuple[Call, Tensor, Tensor]:
 @pytest.mark.parametrize("name", CALLS)
 def test_tiles_of_every_zoom_are_the_weights_pooled(name: str, small_tiles: None) -> None:
     call, weights, seen = dense_call(name)
-    rows, kept = settled(call), kept_tiles(10**6)
+    rows, kept = row_state(call), kept_tiles(10**6)
     check_pyramid(Pyramid(call, rows, 1, 4, kept, "all"), weights[1, 4], seen[1, 4])
     part = (slice(3, 17), slice(2, 19))
     inside = Pyramid(call, rows, 0, 1, kept, "part", queries=part[0], keys=part[1])
@@ -119,7 +119,7 @@ def test_tiles_of_every_zoom_are_the_weights_pooled(name: str, small_tiles: None
 @pytest.mark.parametrize("name", CALLS)
 def test_rectangles_are_the_weights(name: str) -> None:
     call, weights, _ = dense_call(name)
-    rows, (n_queries, n_keys) = settled(call), weights.shape[2:]
+    rows, (n_queries, n_keys) = row_state(call), weights.shape[2:]
     for queries, keys in (
         (slice(7, 8), slice(0, n_keys)),
         (slice(0, n_queries), slice(n_keys - 1, n_keys)),
@@ -137,7 +137,7 @@ def test_rectangles_are_the_weights(name: str) -> None:
 def test_deeper_tiles_pool_to_shallower_ones(small_tiles: None) -> None:
     """Of every pair of zooms, on either side of the one from which tiles are pooled."""
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
     assert 0 < made.base < made.deepest
     for zoom in range(made.deepest):
         whole = [np.zeros((3, 64, 64)) for _ in range(2)]
@@ -163,7 +163,7 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
         return fill(self, rows, columns, *others)
 
     monkeypatch.setattr(maps.WeightTiles, "fill", counted)
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
     pairs.clear()
     assert made.tile(0, 0, 0) is not None
     assert 37 * 38 / 2 <= sum(pairs) <= 37**2
@@ -177,7 +177,7 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
 
 def test_hidden_tiles_cost_nothing(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
     monkeypatch.setattr(pyramid, "HeadMap", None)
     assert made.tile(made.deepest, 3, 4) is None
     assert made.tile(made.base, 0, 1) is None
@@ -187,7 +187,7 @@ def test_hidden_tiles_cost_nothing(small_tiles: None, monkeypatch: pytest.Monkey
 def test_tiles_take_no_more_than_their_room(room: int, small_tiles: None) -> None:
     call, weights, seen = dense_call("causal")
     kept = kept_tiles(room)
-    made = Pyramid(call, settled(call), 0, 0, kept, "")
+    made = Pyramid(call, row_state(call), 0, 0, kept, "")
     check_pyramid(made, weights[0, 0], seen[0, 0])
     assert kept.bytes <= room or len(kept) == 1
 
@@ -195,7 +195,7 @@ def test_tiles_take_no_more_than_their_room(room: int, small_tiles: None) -> Non
 def test_progress_goes_from_0_to_1(small_tiles: None) -> None:
     call, _, _ = dense_call("causal")
     heard: list[float] = []
-    Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=heard.append)
+    Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=heard.append)
     assert heard == sorted(heard)
     assert 0 < heard[0] < 0.5
     assert heard[-1] == 1
@@ -203,7 +203,7 @@ def test_progress_goes_from_0_to_1(small_tiles: None) -> None:
 
 def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, weights, seen = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
     shares: list[float] = []
     with pytest.raises(Cancelled):
         made.tile(0, 0, 0, on_progress=shares.append, stopped=lambda: bool(shares) and shares[-1] > 0.6)
@@ -211,7 +211,7 @@ def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatc
     rest: list[float] = []
     made.tile(0, 0, 0, on_progress=rest.append)
     whole: list[float] = []
-    Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=whole.append)
+    Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=whole.append)
     assert len(rest) < len(whole) <= len(rest) + len(shares)
     check_pyramid(made, weights[0, 0], seen[0, 0])
 

@@ -22,7 +22,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.normalizers import Normalizer
 from qkv.profiler.analyses.flow import flow_to, rollout
 from qkv.profiler.capture.calls import calls_of
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 
 NORMALIZERS: dict[str, Normalizer] = {
@@ -46,8 +46,8 @@ def test_products_with_every_mask(name: str, tile4: None) -> None:
     weights = oracle(q, k, v, mask=mask)[2]
     call = Call.of(q, k, v, mask)
     w, x = rand(2, 6, 11, 3, seed=1), rand(2, 1, 13, 3, seed=2)
-    close(weights_transposed_matmul(call, settled(call), w), weights.transpose(2, 3) @ w)
-    close(weights_matmul(call, settled(call), x), weights @ x)
+    close(weights_transposed_matmul(call, row_state(call), w), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, row_state(call), x), weights @ x)
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
@@ -57,15 +57,15 @@ def test_products_with_every_normalizer(name: str, tile: int) -> None:
     weights = oracle(q, k, v, mask=mask, normalizer=normalizer)[2]
     call = Call.of(q, k, v, mask, (), None, normalizer)
     w, x = rand(2, 1, 11, 2, seed=1), rand(2, 10, 13, 7, seed=2)
-    close(weights_transposed_matmul(call, settled(call), w), weights.transpose(2, 3) @ w)
-    close(weights_matmul(call, settled(call), x), weights @ x)
+    close(weights_transposed_matmul(call, row_state(call), w), weights.transpose(2, 3) @ w)
+    close(weights_matmul(call, row_state(call), x), weights @ x)
 
 
 def test_weights_transposed_matmul_are_a_transposed_attention() -> None:
     """Keys query the queries, each with a bias −lse_i: e to the lse of that pass is what each key has received."""
     q, k, v = triple(hkv=6, nq=13)
     call = Call.of(q, k, v)
-    rows = settled(call)
+    rows = row_state(call)
     assert rows.level is not None
     scores = (k @ q.transpose(2, 3)) * call.scale - rows.level[:, :, None]
     w = rand(2, 6, 13, 2, seed=1)
@@ -85,15 +85,15 @@ def test_queries_that_do_not_count_may_hold_nan(tile4: None) -> None:
             weights = oracle(clean, k, v, mask=masks.Causal(), normalizer=normalizer)[2] * counted[:, None, :, None]
         call = Call.of(q, k, v, masks.Causal(), (), None, normalizer)
         w, x = rand(2, 1, 13, 2, seed=1), rand(2, 1, 13, 2, seed=2)
-        close(weights_transposed_matmul(call, settled(call), w, queries=counted), weights.transpose(2, 3) @ w)
-        close(weights_matmul(call, settled(call), x, queries=counted), weights @ x)
+        close(weights_transposed_matmul(call, row_state(call), w, queries=counted), weights.transpose(2, 3) @ w)
+        close(weights_matmul(call, row_state(call), x, queries=counted), weights @ x)
 
 
 def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     set_tile(monkeypatch, 16)
     q, k, v = triple(b=1, h=2, hkv=1, nq=211, nk=211)
     call = Call.of(q, k, v, masks.Causal())
-    rows = settled(call)
+    rows = row_state(call)
     w = rand(1, 1, 211, 2)
     for product in (weights_transposed_matmul, weights_matmul):
         assert largest_tensor(lambda product=product: product(call, rows, w)) < 211 * 20  # type: ignore[misc]
@@ -102,7 +102,7 @@ def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     q, k, v = triple()
     call = Call.of(q, k, v)
-    rows = settled(call)
+    rows = row_state(call)
     with unchecked():
         with pytest.raises(InputError, match=r"w is torch.float64 of shape \(2, 1, 13, 1\), expected floats"):
             weights_transposed_matmul(call, rows, rand(2, 1, 13, 1))

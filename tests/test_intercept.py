@@ -19,7 +19,7 @@ from qkv.profiler.capture.calls import calls_of
 from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 from qkv.profiler.run import profile
 from qkv.reference import statistics
-from qkv.statistics.measure import settled, sweep
+from qkv.statistics.measure import row_state, sweep
 
 F = nn.functional
 B, H, NQ, NK, D, DV = 2, 6, 5, 7, 3, 4
@@ -137,7 +137,7 @@ def test_a_softmax_of_scores_is_a_call_whatever_hides(lowest: float) -> None:
     call = of_scores(scores)
     want = scores.softmax(-1)
     close(weights_of(call), want)
-    got = sweep(call, settled(call))
+    got = sweep(call, row_state(call))
     named = statistics(want.numpy())
     for name in ("entropy", "received", "distance", "effective_keys"):
         np.testing.assert_allclose(getattr(got, name), getattr(named, name), atol=1e-12, err_msg=name)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, rand, unchecked
+from conftest import close, rand, refused, unchecked
 from qkv import Attention, masks, normalizers, scores
 from qkv.biases import T5Bias
 from qkv.nn import (
@@ -34,7 +34,7 @@ CAUSAL = Attention(mask=masks.Causal())
 
 
 def layer_of(*args: Any, seed: int = 0, cls: Any = MultiHeadAttention, **options: Any) -> Any:
-    """A float64 module with every parameter away from its start, so that biases and gains matter."""
+    """A float64 module with random parameters, so that biases and gains matter."""
     torch.manual_seed(seed)
     return shaken(cls(*args, **options).double(), seed)
 
@@ -47,7 +47,7 @@ def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def by_hand(layer: MultiHeadAttention, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """A loop over heads from the definition: nothing of the module but its weights."""
+    """The definition as a loop over heads, which uses only the weights of the module."""
     context = x if context is None else context
     d, dv, groups = layer.head_dim, layer.v_head_dim, layer.heads // layer.kv_heads
     if layer.fused:
@@ -87,7 +87,7 @@ def by_hand(layer: MultiHeadAttention, x: Tensor, context: Tensor | None = None,
     {}, {"bias": False}, {"fused": False}, {"kv_heads": 3}, {"kv_heads": 1, "fused": False}, {"qk_norm": True},
     {"gate": "elementwise"}, {"gate": "head", "kv_heads": 2}, {"head_dim": 5}, {"head_dim": 5, "v_head_dim": 7},
 ], ids=str)  # fmt: skip
-def test_it_is_a_loop_over_heads(options: dict[str, Any]) -> None:
+def test_multi_head_attention_equals_a_loop_over_heads(options: dict[str, Any]) -> None:
     layer, x = layer_of(24, 6, **options), rand(2, 11, 24)
     close(layer(x), by_hand(layer, x))
     causal = layer_of(24, 6, attention=CAUSAL, **options)
@@ -111,7 +111,7 @@ def test_cross_attention(fused: bool) -> None:
     close(layer(x, x) if fused else layer(x, context), layer(x) if fused else out)
 
 
-def test_fused_and_separate_are_the_same_numbers() -> None:
+def test_fused_and_separate_projections_agree() -> None:
     fused, separate = layer_of(24, 6, kv_heads=2), layer_of(24, 6, kv_heads=2, fused=False)
     three = (separate.q_proj, separate.k_proj, separate.v_proj)
     with torch.no_grad():
@@ -134,25 +134,25 @@ def test_grouped_heads_are_repeated_heads() -> None:
     close(grouped(x), full(x))
 
 
-def test_einsum_twin() -> None:
+def test_einsum_attention_equals_multi_head_attention() -> None:
     layer, x = layer_of(24, 6), rand(2, 9, 24)
     mask = rand(2, 1, 9, 9, seed=1) > 0
-    mask[0, 0, 3] = False  # a query that sees nothing
-    for given_mask in (None, mask):
-        out, weights = layer(x, mask=given_mask, return_weights=True)
-        close(EinsumAttention.of(layer)(x, given_mask)[0], out)
-        close(EinsumAttention.of(layer)(x, given_mask)[1], weights)
-    with pytest.raises(qkv.InputError, match="nothing but heads"):
+    mask[0, 0, 3] = False  # a query without visible keys
+    for one in (None, mask):
+        out, weights = layer(x, mask=one, return_weights=True)
+        close(EinsumAttention.of(layer)(x, one)[0], out)
+        close(EinsumAttention.of(layer)(x, one)[1], weights)
+    with refused("layer"):
         EinsumAttention.of(layer_of(24, 6, kv_heads=2))
     for more in (
         layer_of(24, 6, attention=CAUSAL), layer_of(24, 6, sink=True), layer_of(24, 6, head_dim=2),
         layer_of(24, 6, cls=LinformerAttention, length=9, rank=2),
     ):  # fmt: skip
-        with pytest.raises(qkv.InputError, match="of heads alone"):
+        with refused("layer"):
             EinsumAttention.of(more)
 
 
-def test_rotary_makes_scores_depend_on_the_offset_alone() -> None:
+def test_with_rotary_positions_scores_depend_only_on_the_offset() -> None:
     layer, x = layer_of(24, 4, rotary=Rotary(6)), rand(1, 8, 24)
     close(layer(x, positions=torch.arange(8) + 1000), layer(x), eps=4096)
     close(layer(x, positions=torch.arange(8).expand(1, 8)), layer(x))
@@ -177,7 +177,7 @@ def test_a_sink_and_a_key_bias_take_weight() -> None:
         assert layer.composition.get_parameter(name).grad.abs().sum() > 0
 
 
-def test_a_gate_that_is_shut_gives_the_output_bias() -> None:
+def test_a_closed_gate_gives_the_output_bias() -> None:
     layer, x = layer_of(24, 6, gate="elementwise"), rand(1, 5, 24)
     with torch.no_grad():
         layer.gate.weight.zero_()
@@ -196,11 +196,11 @@ def test_a_gate_that_is_shut_gives_the_output_bias() -> None:
     ({"bias": False, "sink": True}, 4 * 24**2 + 6),
     ({"bias": False, "key_bias": True}, 4 * 24**2 + 24),
 ], ids=str)  # fmt: skip
-def test_parameters_equal_the_formula(options: dict[str, Any], count: int) -> None:
+def test_number_of_parameters(options: dict[str, Any], count: int) -> None:
     assert sum(p.numel() for p in MultiHeadAttention(24, 6, **options).parameters()) == count
 
 
-def test_weights_start_xavier_uniform_each_projection_by_itself() -> None:
+def test_each_projection_starts_xavier_uniform() -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(512, 8, kv_heads=2)
     q, k, v = layer.in_proj.weight.split(layer.widths)
@@ -248,7 +248,7 @@ def learned() -> Attention:
     )
 
 
-def test_what_is_learned_in_a_composition_is_a_parameter() -> None:
+def test_learned_tensors_of_a_composition_are_parameters() -> None:
     layer = layer_of(24, 6, attention=learned())
     x = rand(2, 9, 24)
     names = {"bias_0_table", "score_weight", "normalizer_sink"}
@@ -280,7 +280,7 @@ def test_a_module_in_a_composition_is_registered() -> None:
     assert features[0].weight.grad.abs().sum() > 0
 
 
-def test_a_composition_given_twice_is_shared() -> None:
+def test_modules_with_one_composition_share_its_parameters() -> None:
     shared = learned()
     a, b = (Composition(shared) for _ in range(2))
     assert a.score_weight is b.score_weight
@@ -319,7 +319,7 @@ def test_linear_attention() -> None:
         weights = weights.tril() if causal else weights
         out = weights / weights.sum(-1, keepdim=True) @ v.repeat_interleave(3, 1)
         close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
-    with pytest.raises(qkv.InputError, match="not causal"):
+    with refused("causal"):
         layer.step(x)
     causal_layer, state, outs = layer_of(24, 6, cls=LinearAttention), None, []
     for start in (0, 7, 8):
@@ -336,7 +336,7 @@ def test_linformer() -> None:
     close(layer(x), layer.out_proj(out.transpose(1, 2).flatten(2)))
     padded = nn.functional.pad(x, (0, 0, 0, 4), value=3.0)
     close(layer(padded, lengths=torch.tensor([13, 13]))[:, :13], layer(x))
-    with pytest.raises(qkv.InputError, match="x has 20 tokens, expected at most length = 19"):
+    with refused("x"):
         layer(rand(1, 20, 24))
     assert layer_of(24, 6, cls=LinformerAttention, length=9, rank=2, shared=True).f is None
 
@@ -367,9 +367,9 @@ def test_block(place: Any, norm: Any) -> None:
         y = y + layer(normalise(y)) if place == "pre" else normalise(y + layer(y))
     close(block(x, memory, mask=masks.Causal(), memory_mask=seen), y)
     close(block(x, keys_values=block.cross.keys_values(memory), mask=masks.Causal(), memory_mask=seen), y)
-    with pytest.raises(qkv.InputError, match="has a cross-attention, but no memory"):
+    with refused("memory"):
         block(x)
-    with pytest.raises(qkv.InputError, match="has no cross-attention, but a memory"):
+    with refused("memory"):
         TransformerBlock(heads(), FeedForward(24).double()).double()(x, memory)
 
 
@@ -382,7 +382,7 @@ MHA: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", MHA, ids=str)
-def test_multihead_attention_of_torch(options: dict[str, Any]) -> None:
+def test_torch_multihead_attention_converts_both_ways(options: dict[str, Any]) -> None:
     options = {"batch_first": True, **options}
     theirs = shaken(nn.MultiheadAttention(24, 6, **options).double()).eval()
     ours = from_torch(theirs)
@@ -406,7 +406,7 @@ def test_multihead_attention_of_torch(options: dict[str, Any]) -> None:
     {}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}, {"layer_norm_eps": 0.1},
     {"activation": nn.GELU()},
 ], ids=str)  # fmt: skip
-def test_encoder_layer_of_torch(options: dict[str, Any]) -> None:
+def test_torch_encoder_layer_converts_both_ways(options: dict[str, Any]) -> None:
     theirs = shaken(nn.TransformerEncoderLayer(24, 6, 31, batch_first=True, **options).double()).eval()
     ours, x = from_torch(theirs), rand(2, 7, 24)
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
@@ -421,7 +421,7 @@ def test_encoder_layer_of_torch(options: dict[str, Any]) -> None:
     close(torch.tensor(grads[0]), torch.tensor(grads[1]), eps=4096)
 
 
-def test_what_has_no_like_is_refused() -> None:
+def test_converters_reject_unsupported_settings() -> None:
     with pytest.raises(qkv.InputError, match="add_bias_kv"):
         from_torch(nn.MultiheadAttention(24, 6, add_bias_kv=True))
     with pytest.raises(qkv.InputError, match="kdim 5 and vdim 7"):
@@ -430,13 +430,14 @@ def test_what_has_no_like_is_refused() -> None:
         from_torch(nn.TransformerEncoderLayer(24, 6, activation=nn.functional.silu))
     for options, message in (
         ({"kv_heads": 2}, "grouped heads"), ({"gate": "head"}, "a gate"), ({"rotary": Rotary(4)}, "rotary"),
-        ({"qk_norm": True}, "norms of queries"), ({"head_dim": 5}, "sizes"), ({"sink": True}, "another normalizer"),
+        ({"qk_norm": True}, "norms of queries"), ({"head_dim": 5}, "a head dimension"),
+        ({"sink": True}, "another normalizer"),
         ({"attention": Attention(score=scores.Cosine())}, "another score"),
         ({"attention": Attention(bias=qkv.biases.ALiBi())}, "biases of scores"),
     ):  # fmt: skip
         with pytest.raises(qkv.InputError, match=message):
             to_torch(MultiHeadAttention(24, 6, **options))
-    with pytest.raises(qkv.InputError, match="module is LinformerAttention"):
+    with refused("module"):
         to_torch(LinformerAttention(24, 6, length=9, rank=2))
     assert isinstance(
         to_torch(MultiHeadAttention(24, 6, attention=Attention(score=scores.Dot()))), nn.MultiheadAttention
@@ -450,50 +451,50 @@ def test_what_has_no_like_is_refused() -> None:
     ):
         with pytest.raises(qkv.InputError, match=message):
             to_torch(block)
-    with unchecked(), pytest.raises(qkv.InputError, match="module is Linear"):
+    with unchecked(), refused("module"):
         from_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
-    with unchecked(), pytest.raises(qkv.InputError, match="module is Linear"):
+    with unchecked(), refused("module"):
         to_torch(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"heads": 5}, "d_model is 24, expected a multiple of heads = 5"),
-    ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads = 6"),
-    ({"heads": 0}, "expected at least 1 of each"),
-    ({"head_dim": 0}, "expected at least 1 of each"),
-    ({"rotary": Rotary(6)}, "rotary turns 6 dimensions, but heads have 4"),
-    ({"gate": "half"}, "gate is 'half'"),
-    ({"d_context": 17}, "fused needs one width"),
-    ({"attention": masks.Causal()}, "expected a qkv.Attention"),
+@pytest.mark.parametrize(("options", "argument"), [
+    ({"heads": 5}, "d_model"),
+    ({"kv_heads": 4}, "kv_heads"),
+    ({"heads": 0}, "d_model"),
+    ({"head_dim": 0}, "head_dim"),
+    ({"rotary": Rotary(6)}, "rotary"),
+    ({"gate": "half"}, "gate"),
+    ({"d_context": 17}, "fused"),
+    ({"attention": masks.Causal()}, "attention"),
 ])  # fmt: skip
-def test_bad_construction(options: dict[str, Any], message: str) -> None:
-    with unchecked(), pytest.raises(qkv.InputError, match=message):
+def test_multi_head_attention_rejects_sizes_that_do_not_fit(options: dict[str, Any], argument: str) -> None:
+    with unchecked(), refused(argument):
         MultiHeadAttention(**{"d_model": 24, "heads": 6, **options})
 
 
-def test_bad_calls() -> None:
+def test_modules_reject_wrong_shapes_and_sizes() -> None:
     layer = MultiHeadAttention(24, 6, rotary=Rotary(4))
     with unchecked():
-        with pytest.raises(qkv.InputError, match=r"x has shape \(2, 24\)"):
+        with refused("x"):
             layer(torch.zeros(2, 24))
         with pytest.raises(qkv.InputError, match="for self-attention only"):
             layer(torch.zeros(1, 2, 24), torch.zeros(1, 2, 24))
-        with pytest.raises(qkv.InputError, match=r"context has shape \(1, 2, 23\)"):
+        with refused("context"):
             MultiHeadAttention(24, 6)(torch.zeros(1, 2, 24), torch.zeros(1, 2, 23))
-        with pytest.raises(qkv.InputError, match="which keeps no weights"):
+        with refused("return_weights"):
             layer(torch.zeros(1, 2, 24), cache=qkv.cache.Full(4), return_weights=True)
-    for make, message in (
-        (lambda: FeedForward(24, 0), "expected at least 1"), (lambda: SinkToken(24, 0), "count 0"),
-        (lambda: LinformerAttention(24, 6, length=0, rank=2), "length is 0"),
-        (lambda: EinsumAttention(24, 5), "multiple of heads"),
-        (lambda: qkv.positions.Learned(0, 4), "length is 0"),
-        (lambda: qkv.positions.Learned(3, 4)(torch.tensor([3])), r"positions are 3\.\.3, expected 0\.\.2"),
-        (lambda: TransformerBlock(layer, FeedForward(24), cross=MultiHeadAttention(12, 6)), "cross has d_model 12"),
+    for make, argument in (
+        (lambda: FeedForward(24, 0), "d_model"), (lambda: SinkToken(24, 0), "d_model"),
+        (lambda: LinformerAttention(24, 6, length=0, rank=2), "length"),
+        (lambda: EinsumAttention(24, 5), "d_model"),
+        (lambda: qkv.positions.Learned(0, 4), "length"),
+        (lambda: qkv.positions.Learned(3, 4)(torch.tensor([3])), "positions"),
+        (lambda: TransformerBlock(layer, FeedForward(24), cross=MultiHeadAttention(12, 6)), "cross"),
     ):  # fmt: skip
-        with pytest.raises(qkv.InputError, match=message):
+        with refused(argument):
             make()
 
 
@@ -504,8 +505,10 @@ def test_bad_calls() -> None:
 @pytest.mark.parametrize("out", [128, 257, 258])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_projection_is_linear(rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way it takes, forward and every gradient, as exact as torch's own."""
+def test_projection_equals_linear(
+    rows: int, out: int, bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every implementation, forward and every gradient are as exact as torch's."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     layer = Projection(256, out, bias=bias)

@@ -1,4 +1,4 @@
-"""A profile in a notebook: the card is safe and tells the numbers of the profile, the view is the report in a frame."""
+"""Profiles in notebooks: the card is safe and shows the numbers of the profile; the view is the report in a frame."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import profile_fixture as made
+from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.report import html as report
@@ -30,14 +31,14 @@ HOSTILE = [
 ]
 
 
-class Seen(HTMLParser):
-    """The elements of a piece of HTML, its text, and what each attribute says once it is parsed."""
+class Parsed(HTMLParser):
+    """The elements, text and attributes of parsed HTML."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.said = ""
+        self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -45,11 +46,11 @@ class Seen(HTMLParser):
         self.attributes += [(name, value or "") for name, value in attrs]
 
     def handle_data(self, data: str) -> None:
-        self.said += data
+        self.text += data
 
 
 def hostile() -> Profile:
-    """Every string is an attack, and every head rests on one."""
+    """A profile in which every string is an injection attack and every head has a sink at one of them."""
     n = len(HOSTILE)
     weights = np.full((2, 3, n, n), 0.1 / n)
     weights[..., 1] += 0.9
@@ -57,28 +58,28 @@ def hostile() -> Profile:
     return Profile({"self": data}, {"model": HOSTILE[0] + HOSTILE[2] + HOSTILE[4], "text_preview": HOSTILE[1]})
 
 
-def test_the_card_tells_what_the_profile_tells() -> None:
+def test_the_card_shows_the_numbers_of_the_profile() -> None:
     profile = made.gpt()
-    seen = Seen(profile._repr_html_())
-    assert "gpt-by-hand" in seen.said
-    assert "23 % of all attention goes to the first token" in seen.said
-    assert "3 layers × 5 heads, 61 tokens" in seen.said
-    assert "profile.view()" in seen.said
-    opacity = [float(value) for name, value in seen.attributes if name == "fill-opacity" and value != ".75"]
+    parsed = Parsed(profile._repr_html_())
+    assert "gpt-by-hand" in parsed.text
+    assert "23 % of all attention goes to the first token" in parsed.text
+    assert "3 layers × 5 heads, 61 tokens" in parsed.text
+    assert "profile.view()" in parsed.text
+    opacity = [float(value) for name, value in parsed.attributes if name == "fill-opacity" and value != ".75"]
     sink = profile.heads()["sink"].to_numpy()
     np.testing.assert_allclose(opacity, 0.08 + 0.92 * sink / sink.max(), atol=1e-3)
     heads = profile.heads()
-    said = re.findall(r"<title>(.*?)</title>", profile._repr_html_())
-    assert said[6] == f"L1 · H1: {100 * heads['sink'][6]:.0f} %; {heads['goes_to'][6]}"
+    tooltips = re.findall(r"<title>(.*?)</title>", profile._repr_html_())
+    assert tooltips[6] == f"L1 · H1: {100 * heads['sink'][6]:.0f} %; {heads['goes_to'][6]}"
 
 
 def test_the_card_names_every_kind_of_attention() -> None:
-    said = Seen(made.encoder_decoder()._repr_html_()).said
+    shown = Parsed(made.encoder_decoder()._repr_html_()).text
     for name, size in (("encoder", "8 tokens"), ("decoder", "6 tokens"), ("cross", "6 × 8 tokens")):
-        assert f"{name} 2 layers × 3 heads, {size}, 2 texts" in said
+        assert f"{name} 2 layers × 3 heads, {size}, 2 texts" in shown
 
 
-def test_where_nothing_rests_on_the_first_token_the_card_shows_entropy() -> None:
+def test_without_sinks_the_card_shows_entropy() -> None:
     n = 40
     data = made.dataset_from_weights([np.full((1, 2, n, n), 1 / n)], [[f"w{i}" for i in range(n)]])
     html = Profile({"self": data})._repr_html_()
@@ -94,12 +95,12 @@ def test_a_large_model_stays_compact() -> None:
 
 def test_hostile_strings_are_text() -> None:
     html = hostile()._repr_html_()
-    seen = Seen(html)
-    assert set(seen.tags) <= {"div", "b", "bdi", "span", "code", "svg", "g", "rect", "text", "title"}
-    assert not any(name.startswith("on") or "javascript:" in value for name, value in seen.attributes)
-    assert HOSTILE[0] in seen.said
-    assert "‹U+202E›gnirts‹U+2066›" in seen.said
-    assert HOSTILE[1] in seen.said, "the heads go to it, and their cells say so"
+    parsed = Parsed(html)
+    assert set(parsed.tags) <= {"div", "b", "bdi", "span", "code", "svg", "g", "rect", "text", "title"}
+    assert not any(name.startswith("on") or "javascript:" in value for name, value in parsed.attributes)
+    assert HOSTILE[0] in parsed.text
+    assert "‹U+202E›gnirts‹U+2066›" in parsed.text
+    assert HOSTILE[1] in parsed.text, "the tooltips name the target of the heads"
     assert not set("\u202e\u2066\x00\x07") & set(html)
 
 
@@ -112,9 +113,9 @@ def test_text_is_only_text() -> None:
 def test_the_view_is_the_report_in_a_frame(tmp_path: Path) -> None:
     profile = hostile()
     view = profile.view(height=500)
-    seen = Seen(view._repr_html_())
-    assert seen.tags == ["iframe"], "what the page holds does not leave its attribute"
-    frame = dict(seen.attributes)
+    parsed = Parsed(view._repr_html_())
+    assert parsed.tags == ["iframe"], "the page is contained in its attribute"
+    frame = dict(parsed.attributes)
     assert frame["srcdoc"] == view.html == report.render(profile)
     assert frame["sandbox"] == "allow-scripts allow-downloads", "neither the notebook's origin nor its page"
     assert "height:500px" in frame["style"]
@@ -133,13 +134,13 @@ def test_a_view_can_be_saved_with_its_notebook() -> None:
 
 
 @pytest.mark.parametrize("height", [0, 99, 4001, 720.5, True, "720"])
-def test_heights_that_are_none(height: object) -> None:
-    with pytest.raises(InputError, match=r"height is .*, expected a whole number of pixels from 100 to 4,000"):
+def test_view_rejects_heights_out_of_range(height: object) -> None:
+    with refused("height"):
         made.gpt().view(height=height)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_notebook_shows_both(tmp_path: Path) -> None:
+def test_a_notebook_shows_card_and_view(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     profile = hostile()
     page_file = tmp_path / "notebook.html"
@@ -164,7 +165,7 @@ def test_a_notebook_shows_both(tmp_path: Path) -> None:
         assert box["width"] > 15
         assert page.evaluate("document.documentElement.dataset.pwned") is None
         assert page.frames[1].evaluate("document.documentElement.dataset.pwned") is None
-        assert page.frames[1].evaluate("origin") == "null", "the frame is of no origin: it reaches nothing"
+        assert page.frames[1].evaluate("origin") == "null", "the frame has an opaque origin"
         browser.close()
     assert troubles == []
 

@@ -125,13 +125,13 @@ def test_statistics_equal_those_of_the_weights() -> None:
 def test_maps_of_one_head_equal_those_of_all_heads() -> None:
     from qkv._engine.call import Call
     from qkv.statistics.maps import pooled, rectangle
-    from qkv.statistics.measure import settled
+    from qkv.statistics.measure import row_state
 
     q, k, v = triple(1, HEADS, 2, 40, 40, 6, 5)
     asked = COMPOSITIONS["everything"]()
     _, weights = attend(q, k, v, return_weights=True, **asked)
     call = Call.of(q, k, v, asked["mask"], asked["bias"], asked["score"], asked["normalizer"])
-    rows = settled(call)
+    rows = row_state(call)
     for head in range(HEADS):
         close(pooled(call, rows, head=head).maximum, weights[0, head].detach(), eps=512)
     close(rectangle(call, rows, slice(7, 20), slice(3, 9)), weights[0, :, 7:20, 3:9].detach(), eps=512)

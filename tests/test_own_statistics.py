@@ -1,4 +1,4 @@
-"""Statistics of one's own in profiles, files, figures, reports and surveys, which need no class once they are made."""
+"""User-defined statistics in profiles, files, figures, reports and surveys, which load without the class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import unchecked
+from conftest import refused, unchecked
 from own_objects import Heavy, Taken
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
@@ -30,7 +30,7 @@ TEXTS = ["for name in names:\n    print(name)\n", "import os"]
 
 
 class Ahead(Statistic):
-    """It may be negative, and says nothing between two texts."""
+    """A statistic that may be negative and is undefined between two texts."""
 
     name, label, unit, one_text = "ahead", "Looks ahead", "tokens", True
     definition = "mean of key position − query position, by weight"
@@ -40,9 +40,9 @@ class Ahead(Statistic):
 
 
 class Sure(Statistic):
-    """NaN where it says nothing."""
+    """A statistic that is NaN for some queries."""
 
-    name, definition, from_second = "sure", "largest weight / mass, of queries that see more than one key", True
+    name, definition, from_second = "sure", "largest weight / mass, of queries with more than one visible key", True
 
     def tile(self, tile: WeightTile) -> Tensor:
         return tile.weights.amax(-1)
@@ -59,7 +59,7 @@ def made() -> Profile:
     return qkv.profile("qkv-mini", TEXTS, statistics=[Heavy(), Taken(), Ahead(), Sure()], progress=False)
 
 
-def test_a_profile_has_them_as_variables_and_columns(made: Profile) -> None:
+def test_a_profile_holds_user_statistics_as_variables_and_columns(made: Profile) -> None:
     data = made.data
     weights = data["weights"].values
     heavy = np.where(np.isnan(weights[..., 0]), np.nan, (weights >= 0.1).sum(-1))
@@ -78,7 +78,7 @@ def test_a_profile_has_them_as_variables_and_columns(made: Profile) -> None:
     assert list(made.compare(made).heads().filter(like="heavy")) == ["heavy_a", "heavy_b", "heavy_difference"]
 
 
-def test_the_built_in_numbers_stay(made: Profile) -> None:
+def test_user_statistics_do_not_change_the_built_in_ones(made: Profile) -> None:
     alone = qkv.profile("qkv-mini", TEXTS, progress=False).data
     for name, x in alone.items():
         np.testing.assert_array_equal(x, made.data[name], err_msg=str(name))
@@ -100,7 +100,7 @@ print(table["heavy"].sum())
 """
 
 
-def test_files_keep_them_without_the_class(made: Profile, tmp_path: Path) -> None:
+def test_files_with_user_statistics_load_without_the_class(made: Profile, tmp_path: Path) -> None:
     path = made.save(tmp_path / "p.qkv.zip")
     done = subprocess.run(
         [sys.executable, "-c", READ, path, tmp_path / "r.html"], capture_output=True, text=True, check=False
@@ -114,25 +114,25 @@ def test_files_keep_them_without_the_class(made: Profile, tmp_path: Path) -> Non
     assert Heavy.definition.encode() in table.schema.field("heavy").metadata[b"definition"]
 
 
-def test_reports_and_figures_show_them(made: Profile) -> None:
+def test_reports_and_figures_show_user_statistics(made: Profile) -> None:
     page, _ = payload(made)
-    said = page["statistics"]
-    assert said["heavy"] == {"label": "Heavy keys", "unit": "keys", "meaning": Heavy.definition, "table": True}
-    assert said["taken"]["unit"] == "%"
-    assert said["sure"]["unit"] == "ratio"
+    described = page["statistics"]
+    assert described["heavy"] == {"label": "Heavy keys", "unit": "keys", "meaning": Heavy.definition, "table": True}
+    assert described["taken"]["unit"] == "%"
+    assert described["sure"]["unit"] == "ratio"
     one = page["groups"][0]["texts"][1]["heads"]
     np.testing.assert_allclose(one["heavy"], made.data["heavy_by_head"].values[1].ravel(), rtol=1e-5)
     for name in ("heavy", "taken", "ahead"):
         figure = made.plot.heads(name)
-        assert figure.axes[0].get_title(loc="left").startswith(said[name]["label"])
+        assert figure.axes[0].get_title(loc="left").startswith(described[name]["label"])
     image = made.plot.heads("ahead").axes[0].images[0]
     assert image.norm.vmin == pytest.approx(made.heads()["ahead"].min())
-    with pytest.raises(InputError, match=r"statistic: got 'mine'; expected one of .*heavy"):
+    with refused("statistic"):
         made.plot.heads("mine")
     assert "heavy" not in payload(qkv.profile("qkv-mini", "import os", progress=False))[0]["statistics"]
 
 
-class Reads(nn.Module):
+class OneLayer(nn.Module):
     """One layer of cross-attention between texts, or of attention within one, with padding."""
 
     def __init__(self, *, cross: bool) -> None:
@@ -144,23 +144,23 @@ class Reads(nn.Module):
         return qkv.attend(q, self.x, self.x)
 
 
-def test_those_of_one_text_say_nothing_between_two() -> None:
-    asked: dict[str, Any] = {"statistics": [Heavy(), Ahead()], "progress": False, "probe": False}
+def test_statistics_of_one_text_are_nan_in_cross_attention() -> None:
+    arguments: dict[str, Any] = {"statistics": [Heavy(), Ahead()], "progress": False, "probe": False}
     for cross in (False, True):
-        data = qkv.profile(Reads(cross=cross), {"keys": torch.zeros(1)}, **asked).data
+        data = qkv.profile(OneLayer(cross=cross), {"keys": torch.zeros(1)}, **arguments).data
         assert bool(np.isnan(data["ahead"]).all()) is bool(np.isnan(data["ahead_by_head"]).all()) is cross
         assert np.isfinite(data["heavy"]).all()
 
 
-def test_padding_does_not_count() -> None:
-    asked: dict[str, Any] = {"statistics": [Heavy(), Taken()], "progress": False, "probe": False}
+def test_padding_does_not_change_user_statistics() -> None:
+    arguments: dict[str, Any] = {"statistics": [Heavy(), Taken()], "progress": False, "probe": False}
     ids = torch.arange(2, 12)[None]
-    alone = qkv.profile("random-gpt2", ids, **asked)
+    alone = qkv.profile("random-gpt2", ids, **arguments)
     padded = {
         "input_ids": torch.cat([nn.functional.pad(ids, (0, 4)), torch.arange(3, 17)[None]]),
         "attention_mask": torch.tensor([[1] * 10 + [0] * 4, [1] * 14]),
     }
-    both = qkv.profile("random-gpt2", padded, **asked)
+    both = qkv.profile("random-gpt2", padded, **arguments)
     for name in ("heavy", "taken", "heavy_by_head", "taken_by_head"):
         first = both.data[name].isel(text=0).values
         first = first if name.endswith("by_head") else first[..., :10]
@@ -168,21 +168,21 @@ def test_padding_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statistics", "message"),
+    ("name", "statistics"),
     [
-        ([Entropy()], "the name 'entropy' is taken"),
-        ([Mass("sink_share", qkv.masks.Window(2))], "the name 'sink_share' is taken"),
-        ([Mass("layer", qkv.masks.Window(2))], "the name 'layer' is taken"),
-        ([Heavy(), Mass("heavy_by_head", qkv.masks.Window(2))], "the name 'heavy_by_head' is taken"),
-        ([Heavy(), Heavy()], "a name of its own for each"),
-        ([Heavy], "statistics holds the class Heavy"),
+        ("entropy", [Entropy()]),
+        ("sink_share", [Mass("sink_share", qkv.masks.Window(2))]),
+        ("layer", [Mass("layer", qkv.masks.Window(2))]),
+        ("heavy_by_head", [Heavy(), Mass("heavy_by_head", qkv.masks.Window(2))]),
+        ("twice", [Heavy(), Heavy()]),
+        ("a class", [Heavy]),
     ],
 )
-def test_what_profiles_and_surveys_refuse(statistics: list[Any], message: str, tmp_path: Path) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+def test_profiles_and_surveys_reject_names_in_use(name: str, statistics: list[Any], tmp_path: Path) -> None:
+    with unchecked(), refused("statistics"):
         qkv.profile("qkv-mini", "import os", statistics=statistics, progress=False)
-    if "sink_share" not in message:  # a survey has no such column
-        with unchecked(), pytest.raises(InputError, match=message):
+    if name != "sink_share":  # a survey has no such column
+        with unchecked(), refused("statistics"):
             survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
 
 
@@ -191,17 +191,17 @@ class WrongByHead(Heavy):
         return values
 
 
-def test_by_head_of_another_shape_is_refused() -> None:
-    with unchecked(), pytest.raises(InputError, match=r"WrongByHead: by_head returned .* expected"):
+def test_profile_rejects_by_head_of_the_wrong_shape() -> None:
+    with unchecked(), refused("by_head"):
         qkv.profile("qkv-mini", "import os", statistics=[WrongByHead()], progress=False)
 
 
 # --- surveys ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> None:
-    found = survey("qkv-mini", TEXTS, out=tmp_path, shards=2, statistics=[Sure(), Heavy()])
-    table, data = found.heads(), made.data
+def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> None:
+    result = survey("qkv-mini", TEXTS, out=tmp_path, shards=2, statistics=[Sure(), Heavy()])
+    table, data = result.heads(), made.data
     for name in ("heavy", "sure"):
         values = data[name].values.copy()
         if name == "sure":
@@ -210,9 +210,9 @@ def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> N
             table[name], np.nanmean(np.moveaxis(values, 0, 2).reshape(4 * 6, -1), 1), rtol=1e-4, err_msg=name
         )
         assert (table[f"{name}_max"] <= np.nanmax(values) + 1e-6).all()
-    assert list(found.quantities) == [*QUANTITIES, "heavy", "sure"]
+    assert list(result.quantities) == [*QUANTITIES, "heavy", "sure"]
     loaded = Survey.load(tmp_path / "survey.qkv.zip")
-    assert loaded.quantities == found.quantities
+    assert loaded.quantities == result.quantities
     assert loaded.heads().equals(table)
     for draw in (survey_plots.texts, survey_plots.distribution):
         assert "heavy keys" in draw(loaded, "heavy").axes[0].get_xlabel() + draw(loaded, "heavy").axes[0].get_ylabel()
@@ -220,16 +220,16 @@ def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> N
     assert "Heavy keys, keys" in titles
 
 
-def test_what_surveys_refuse(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'taken' is a number for each key; expected one for each query"):
+def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: Path) -> None:
+    with refused("statistics"):
         own_survey(tmp_path / "keys", statistics=[Taken()])
-    with pytest.raises(InputError, match=r"ahead is -\d.*histograms of a survey begin at 0"):
+    with refused("ahead"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
-    found = own_survey(tmp_path / "own", statistics=[Heavy()])
+    result = own_survey(tmp_path / "own", statistics=[Heavy()])
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was there and is not there"):
         own_survey(tmp_path / "own")
     plain = own_survey(tmp_path / "plain", shards=5)
-    for a, b in ((found, plain), (plain, found)):
+    for a, b in ((result, plain), (plain, result)):
         with pytest.raises(InputError, match=r"cannot be merged: quantities\.heavy is (not )?there"):
             a.merge(b)
     two, three = (own_survey(tmp_path / f"{n}", statistics=[Mass("near", qkv.masks.Window(n), "near")]) for n in (2, 3))
@@ -237,8 +237,8 @@ def test_what_surveys_refuse(tmp_path: Path) -> None:
         two.merge(three)
 
 
-def _as_before(path: Path) -> Path:
-    """The file as the first surveys were: other words, "share" for a unit, another order of quantities."""
+def _in_first_format(path: Path) -> Path:
+    """The file in the first format: other definitions, the unit "share", and another order of quantities."""
     old = path.with_name("old.qkv.zip")
     names = [
         "entropy", "entropy_ratio", "sink", "self", "previous", "next", "local", "distance", "effective_keys",
@@ -285,17 +285,17 @@ def _as_before(path: Path) -> Path:
     return old
 
 
-def test_surveys_of_before_load_and_merge(tmp_path: Path) -> None:
+def test_surveys_of_the_first_format_load_and_merge(tmp_path: Path) -> None:
     now = own_survey(tmp_path)
-    before = Survey.load(_as_before(tmp_path / "survey.qkv.zip"))
+    before = Survey.load(_in_first_format(tmp_path / "survey.qkv.zip"))
     assert before.definition == now.definition
     assert before.heads().equals(now.heads())
     parts = [tmp_path / "shards" / f"000{i}.qkv.zip" for i in range(3)]
-    old = Survey.load(_as_before(parts[0]))
+    old = Survey.load(_in_first_format(parts[0]))
     merged = old.merge(Survey.load(parts[1])).merge(Survey.load(parts[2]))
     assert merged.heads().equals(now.heads())
     settings = tmp_path / "survey.json"
     said = json.loads(settings.read_text())
     said["definition"]["quantities"]["sink"] |= {"unit": "share", "definition": "weight on the first token"}
     settings.write_text(json.dumps(said))
-    assert own_survey(tmp_path).heads().equals(now.heads()), "a survey goes on in a folder of before"
+    assert own_survey(tmp_path).heads().equals(now.heads()), "a survey continues in a folder of the first format"

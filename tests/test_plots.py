@@ -1,4 +1,4 @@
-"""Figures: they show the numbers of the profile, keep their text on the page, and need no pyplot."""
+"""Figures of profiles: they show the right numbers, keep all text inside the figure, and do not import pyplot."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import profile_fixture as made
+from conftest import refused
 from qkv.errors import InputError
 from qkv.figures import style
 from qkv.figures.findings import findings, headline
@@ -23,7 +24,7 @@ from qkv.profiler.data.types import MIXED, ROLES
 
 @pytest.fixture(autouse=True)
 def no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing pyplot fails."""
+    """Make imports of pyplot fail."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
 
 
@@ -63,7 +64,7 @@ def test_figures_draw_with_all_text_on_the_page(name: str, make: object) -> None
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_long_text_draws(name: str) -> None:
+def test_figures_of_a_long_text_keep_all_text_on_the_page(name: str) -> None:
     all_text_is_on_the_page(FIGURES[name](made.long(2048)))
 
 
@@ -76,20 +77,20 @@ VECTOR = FIGURES | {
 
 
 @pytest.mark.parametrize("name", VECTOR)
-def test_vector_files_hold_text_as_text(name: str) -> None:
+def test_vector_files_store_text_as_text(name: str) -> None:
     figure = VECTOR[name](made.encoder_decoder())
     title = figure.texts[0].get_text().splitlines()[0]
     files = {ending: io.BytesIO() for ending in ("svg", "pdf")}
     for ending, file in files.items():
         figure.savefig(file, format=ending)
     svg = ElementTree.fromstring(files["svg"].getvalue())
-    said = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert title in said
-    assert b"/CIDFontType2" in files["pdf"].getvalue(), "letters of a font that is embedded, not outlines"
-    assert matplotlib.rcParams["svg.fonttype"] == "path", "the setting is not left changed"
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert title in texts
+    assert b"/CIDFontType2" in files["pdf"].getvalue(), "text uses an embedded font, not outlines"
+    assert matplotlib.rcParams["svg.fonttype"] == "path", "the global setting is restored"
 
 
-def test_overview_shows_the_table() -> None:
+def test_overview_shows_the_numbers_of_the_table() -> None:
     profile = made.gpt()
     heads = profile.heads()
     figure = profile.plot.overview()
@@ -105,27 +106,27 @@ def test_overview_shows_the_table() -> None:
     assert panels[5].images[0].norm.vmax == 1
 
 
-def test_statistics_that_do_not_exist_between_two_texts_are_left_out() -> None:
+def test_overview_of_cross_attention_leaves_out_undefined_statistics() -> None:
     figure = made.encoder_decoder().plot.overview(group="cross")
     titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
     assert titles == ["First token, %", "Entropy ratio"]
 
 
-def test_titles_state_what_was_found() -> None:
+def test_titles_state_the_finding() -> None:
     profile = made.gpt()
-    said = " ".join(text.get_text() for text in profile.plot.sink().texts)
-    assert "3 of 15 heads put more than 30 % of their weight on the first token" in said.replace("\n", " ")
-    said = " ".join(text.get_text() for text in profile.plot.received().texts)
-    assert "“Once” at position 0 receives 23 % of all attention" in said
+    title = " ".join(text.get_text() for text in profile.plot.sink().texts)
+    assert "3 of 15 heads put more than 30 % of their weight on the first token" in title.replace("\n", " ")
+    title = " ".join(text.get_text() for text in profile.plot.received().texts)
+    assert "“Once” at position 0 receives 23 % of all attention" in title
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
 
 
-def test_one_head_of_one_layer_is_not_spoken_of_as_many() -> None:
+def test_texts_about_a_single_head_are_in_the_singular() -> None:
     data = made.dataset_from_weights([np.eye(6)[None, None]], [["a", "b", "c", "d", "e", "f"]], causal=True)
     profile = Profile({"self": data}, {"model": "one"})
     heads = tables.head_table(data)
     assert headline(data, heads).endswith("; 1 of 1 head attends most to the token itself.")
-    details = [found.detail for found in findings(data, heads)]
+    details = [finding.detail for finding in findings(data, heads)]
     assert any(detail.endswith("0 of 1 head put more than 30 %") for detail in details)
     assert any(detail.endswith("as if one key had all the weight") for detail in details)
     assert repr(profile) == "Profile('one', self: 1 layer × 1 head, 6 tokens)"
@@ -133,7 +134,7 @@ def test_one_head_of_one_layer_is_not_spoken_of_as_many() -> None:
     assert profile.plot.sink().texts[0].get_text().startswith("0 of 1 head put more than 30 %")
 
 
-def test_the_head_card_stacks_the_destinations() -> None:
+def test_the_head_figure_stacks_the_destinations() -> None:
     profile = made.gpt()
     bar = profile.plot.head(2, 3).axes[0]
     widths = [patch.get_width() for patch in bar.patches]
@@ -142,7 +143,7 @@ def test_the_head_card_stacks_the_destinations() -> None:
     np.testing.assert_allclose(sorted(widths), sorted(shares), rtol=1e-5)
 
 
-def test_map_shows_the_weights_or_says_why_not() -> None:
+def test_map_shows_the_weights_or_explains_how_to_store_them() -> None:
     profile = made.encoder_decoder()
     figure = profile.plot.map(1, 2, text=1, group="cross")
     all_text_is_on_the_page(figure)
@@ -156,7 +157,7 @@ def test_map_shows_the_weights_or_says_why_not() -> None:
 
 
 def pooled(profile: Profile, size: int) -> Profile:
-    """The profile as of a long text: bins of `size` × `size` in place of its weights."""
+    """The profile of a long text: with bins of `size` × `size` instead of its weights."""
     data = profile.data
     weights = np.nan_to_num(data["weights"].values)
     n = weights.shape[-1]
@@ -164,8 +165,8 @@ def pooled(profile: Profile, size: int) -> Profile:
     most, sums = (op.reduceat(op.reduceat(weights, starts, axis=3), starts, axis=4) for op in (np.maximum, np.add))
     tokens = np.minimum(starts + size, n) - starts
     bins = ("text", "layer", "head", "query_bin", "key_bin")
-    kept = data.drop_vars("weights").assign(map_max=(bins, most), map_mean=(bins, sums / tokens[:, None] / tokens))
-    return Profile({"self": kept.assign_coords(bin_queries=("text", [size]), bin_keys=("text", [size]))})
+    binned = data.drop_vars("weights").assign(map_max=(bins, most), map_mean=(bins, sums / tokens[:, None] / tokens))
+    return Profile({"self": binned.assign_coords(bin_queries=("text", [size]), bin_keys=("text", [size]))})
 
 
 def test_map_of_a_long_text_shows_its_bins() -> None:
@@ -177,9 +178,9 @@ def test_map_of_a_long_text_shows_its_bins() -> None:
     assert largest.shape == (8, 8)
     assert largest[3, 2] == weights[24:32, 16:24].max()
     assert average[7, 0] == pytest.approx(weights[56:, :8].mean(), rel=1e-5), "the last bin is smaller"
-    np.testing.assert_array_equal(largest.mask, np.triu(np.ones((8, 8), bool), 1), "what a causal mask hides")
-    said = figure.axes[0].get_title(loc="left")
-    assert said == "Largest weight in bins of 8 × 8 tokens at most"
+    np.testing.assert_array_equal(largest.mask, np.triu(np.ones((8, 8), bool), 1), "masked by the causal mask")
+    title = figure.axes[0].get_title(loc="left")
+    assert title == "Largest weight in bins of 8 × 8 tokens at most"
     assert figure.axes[0].get_xlim() == (-0.5, 60.5)
 
 
@@ -191,7 +192,7 @@ def test_alignment_shows_words_by_words() -> None:
     np.testing.assert_allclose(figure.axes[0].images[0].get_array(), weights.mean((0, 1)), rtol=1e-5)
     rows, columns = ([t.get_text() for t in ticks] for ticks in (
         figure.axes[0].get_yticklabels(), figure.axes[0].get_xticklabels()))  # fmt: skip
-    assert rows == ["The", "house", "is", "old", "“.”", "(next)"], "the word that is looked for, after each query"
+    assert rows == ["The", "house", "is", "old", "“.”", "(next)"], "the word that each query predicts"
     assert columns == ["Das", "Haus", "am", "See", "ist", "alt", "“.”", "</s>"]
     printed = {text.get_text() for text in figure.axes[0].texts}
     assert f"{100 * weights.mean((0, 1)).max():.0f}" in printed
@@ -216,19 +217,19 @@ def test_pieces_of_a_word_are_aligned_together() -> None:
     assert shown[3, 0] == pytest.approx(weights[0, 0, 4, 0], rel=1e-5)
 
 
-def test_what_cannot_be_aligned_is_said() -> None:
-    with pytest.raises(InputError, match="group: got 'cross'; this profile has 'self'"):
+def test_alignment_rejects_missing_groups_weights_and_layers() -> None:
+    with refused("group"):
         made.gpt().plot.alignment()
-    with pytest.raises(InputError, match="alignment: the profile holds no dense maps of text 0, which has 512 tokens"):
+    with pytest.raises(InputError, match="no dense maps of text 0, which has 512 tokens"):
         made.long(512).plot.alignment(group="self")
-    with pytest.raises(InputError, match="layer: got None with head 1; expected the layer of that head"):
+    with refused("layer"):
         made.encoder_decoder().plot.alignment(head=1)
-    with pytest.raises(InputError, match="layer: got 5; this group has layers 0 to 1"):
+    with refused("layer"):
         made.encoder_decoder().plot.alignment(5)
 
 
 def grid_profile() -> tuple[Profile, np.ndarray]:
-    """Three queries on a class token and a grid of 2 × 3 cells: each looks at one cell."""
+    """Three queries over a class token and a grid of 2 × 3 cells; each attends mostly to one cell."""
     weights = np.full((1, 1, 3, 7), 0.02)
     for query, cell in enumerate((0, 4, 5)):
         weights[0, 0, query, 1 + cell] = 0.86
@@ -237,7 +238,7 @@ def grid_profile() -> tuple[Profile, np.ndarray]:
     return Profile({"cross": data}, {"model": "captioner"}), weights
 
 
-def test_overlay_lights_what_a_query_looks_at() -> None:
+def test_overlay_is_brightest_at_the_attended_cell() -> None:
     profile, _ = grid_profile()
     image = np.full((20, 30, 3), 200, np.uint8)
     figure = profile.plot.overlay(image, (2, 3))
@@ -249,47 +250,47 @@ def test_overlay_lights_what_a_query_looks_at() -> None:
         cells = picture[..., 0].reshape(2, 10, 3, 10).mean((1, 3))
         assert np.unravel_index(cells.argmax(), cells.shape) == (row, column)
         assert picture.max() == pytest.approx(200 / 255, rel=0.05)
-        assert 0.15 < picture.min() / picture.max() < 0.3, "what is not looked at is dark, but there"
+        assert 0.15 < picture.min() / picture.max() < 0.3, "cells without weight are dark, but not black"
     assert "86 % on one of 6 cells" in figure.axes[1].get_xlabel()
-    assert "1 more keys are no cells" in figure.texts[1].get_text()
+    assert "1 keys outside the grid" in figure.texts[1].get_text()
     one = profile.plot.overlay(image / 255, (2, 3), 1, corners=True)
     assert [axes.get_title(loc="left") for axes in one.axes] == ["the image", "cross"]
     brightest = np.asarray(one.axes[1].images[0].get_array())[..., 0]
     assert np.unravel_index(brightest.argmax(), brightest.shape) == (10, 10), "cell (1, 1) is centred on its corner"
 
 
-def test_overlays_that_do_not_fit_are_refused() -> None:
+def test_overlay_rejects_images_grids_and_queries_that_do_not_fit() -> None:
     plot, image = grid_profile()[0].plot, np.zeros((4, 6, 3))
-    with pytest.raises(InputError, match=r"grid: got 3 × 3 cells; expected at most the 7 keys"):
+    with refused("grid"):
         plot.overlay(image, (3, 3))
-    with pytest.raises(InputError, match="query: got 3; expected positions from 0 to 2"):
+    with refused("query"):
         plot.overlay(image, (2, 3), 3)
-    with pytest.raises(InputError, match=r"image has shape \(4, 6\), expected \(height, width, 3\)"):
+    with refused("image"):
         plot.overlay(image[..., 0], (2, 3))
-    with pytest.raises(InputError, match="image holds 0 to 2, expected numbers from 0 to 1, or bytes"):
+    with refused("image"):
         plot.overlay(image + np.arange(3.0), (2, 3))
-    with pytest.raises(InputError, match="query: got 61 of the queries; expected at most 35 of them"):
+    with pytest.raises(InputError, match="query: got 61 queries; expected at most 35"):
         made.gpt().plot.overlay(image, (2, 3))
 
 
-def test_kinds_of_heads_have_colours_on_both_pages() -> None:
+def test_types_of_heads_have_colours_on_both_pages() -> None:
     assert list(style.KINDS) == list(style.KINDS_DARK) == [*ROLES, MIXED]
     assert len(set(style.KINDS.values())) == len(set(style.KINDS_DARK.values())) == len(style.KINDS)
 
 
-def test_wrong_places_are_named() -> None:
+def test_figures_reject_unknown_layers_heads_texts_and_statistics() -> None:
     plot = made.gpt().plot
-    with pytest.raises(InputError, match="layer: got 9; this group has layers 0 to 2"):
+    with refused("layer"):
         plot.head(9, 0)
-    with pytest.raises(InputError, match="head: got -1; this group has heads 0 to 4"):
+    with refused("head"):
         plot.map(0, -1)
-    with pytest.raises(InputError, match="text: got 3; this profile has texts 0 to 0"):
+    with refused("text"):
         plot.received(3)
-    with pytest.raises(InputError, match="statistic: got 'magic'; expected one of sink, entropy"):
+    with refused("statistic"):
         plot.overview("magic")
 
 
-def test_tokens_are_not_read_as_mathematics() -> None:
+def test_tokens_are_not_rendered_as_math() -> None:
     tokens = ["$x^2$", "_{", "$", "\\frac", "b", "c"]
     weights = made.softmax(np.random.default_rng(0).normal(size=(1, 1, 6, 6)))
     profile = Profile({"self": made.dataset_from_weights([weights], [tokens])}, {"model": "a $ b"})

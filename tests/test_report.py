@@ -1,4 +1,4 @@
-"""The report: one file, small, safe against its own tokens, and alive in a browser."""
+"""The HTML report: one small file, safe against hostile tokens, and interactive in a browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOSTILE = [
 
 
 def hostile() -> Profile:
-    """A profile whose every string is an attack."""
+    """A profile in which every string is an injection attack."""
     weights = made.softmax(np.random.default_rng(0).normal(size=(2, 3, 7, 7)))
     data = made.dataset_from_weights([weights], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]), name="self")
     attrs = {"model": HOSTILE[0], "text_preview": HOSTILE[1], "command": HOSTILE[0], "versions": {"x": HOSTILE[1]}}
@@ -84,7 +84,7 @@ def test_numbers_come_back_from_the_page() -> None:
     np.testing.assert_allclose(byte / 255, profile.data["weights"][0, 1, 5], atol=0.5 / 255 + 1e-6)
 
 
-def test_every_text_of_every_group_is_there_without_padding() -> None:
+def test_the_page_holds_every_text_of_every_group_without_padding() -> None:
     page = page_of(report.render(made.encoder_decoder()))
     sizes = {g["name"]: [(t["n_queries"], t["n_keys"]) for t in g["texts"]] for g in page["groups"]}
     assert sizes == {"encoder": [(8, 8), (5, 5)], "decoder": [(6, 6), (4, 4)], "cross": [(6, 8), (4, 5)]}
@@ -104,7 +104,7 @@ def test_a_long_text_stays_small() -> None:
     )
 
 
-def test_what_is_undefined_or_zero_stays_so() -> None:
+def test_nan_and_zero_survive_quantization() -> None:
     data = made.gpt().data.copy(deep=True)
     data["entropy"][0, 1, 2, 7] = np.nan
     data["received"][0, 0, 0, 5] = 0
@@ -114,7 +114,7 @@ def test_what_is_undefined_or_zero_stays_so() -> None:
     assert np.argwhere(arrays["received"] == 0).tolist() == [[0, 0, 5]]
 
 
-def test_kinds_and_sinks_of_heads_come_with_the_page() -> None:
+def test_the_page_holds_types_and_sinks_of_heads() -> None:
     profile = qkv.profile(
         "qkv-mini", "for name in names:\n    if name not in seen:\n        seen.append(name)\n", progress=False
     )
@@ -125,7 +125,7 @@ def test_kinds_and_sinks_of_heads_come_with_the_page() -> None:
     assert group["types"]["type"] == list(types["type"])
     assert [", ".join(traits) for traits in group["types"]["traits"]] == list(types["traits"])
     np.testing.assert_allclose(group["types"]["induction"], types["induction"], rtol=1e-5)
-    assert "retrieval" not in group["types"], "a short text does not tell it"
+    assert "retrieval" not in group["types"], "undefined for a short text"
     for name in ("alpha_first", "alpha_random", "value_norm_first", "key_norm_best", "best_key"):
         np.testing.assert_allclose(group["sinks"][name], sinks[name], rtol=1e-5)
     assert "learned_sink" not in group["sinks"]
@@ -141,22 +141,22 @@ def test_kinds_and_sinks_of_heads_come_with_the_page() -> None:
     assert all(re.fullmatch("#[0-9a-f]{6}", role[theme]) for role in page["roles"] for theme in ("light", "dark"))
 
 
-def test_what_was_not_measured_is_not_in_the_page() -> None:
+def test_the_page_leaves_out_unmeasured_data() -> None:
     for group in payload(made.encoder_decoder())[0]["groups"]:
         assert not {"sinks", "sink_tokens", "residual"} & set(group)
         assert set(group["types"]) >= {"type", "traits", "self", "local"} or group["name"] == "cross"
 
 
-def test_activations_are_of_the_text_in_which_they_are_largest() -> None:
+def test_largest_activations_are_taken_over_texts() -> None:
     profile = qkv.profile("qkv-mini", ["for name in names:", "def walk(path):\n    return [path]"], progress=False)
     stream = profile.residual["blocks"]
-    told = payload(profile)[0]["groups"][0]["residual"]
+    residual = payload(profile)[0]["groups"][0]["residual"]
     largest = stream["largest"].values[..., 0]
-    np.testing.assert_allclose(told["largest"], largest.max(0), rtol=1e-5)
+    np.testing.assert_allclose(residual["largest"], largest.max(0), rtol=1e-5)
     text = largest.argmax(0)
-    np.testing.assert_allclose(told["median"], stream["median"].values[text, np.arange(5)], rtol=1e-5)
-    assert told["token"] == [
-        profile.data["query_token"].values[t, p] for t, p in zip(text, told["position"], strict=True)
+    np.testing.assert_allclose(residual["median"], stream["median"].values[text, np.arange(5)], rtol=1e-5)
+    assert residual["token"] == [
+        profile.data["query_token"].values[t, p] for t, p in zip(text, residual["position"], strict=True)
     ]
 
 
@@ -178,7 +178,7 @@ def test_tokens_read_as_text() -> None:
     assert "".join(display(["one", "two"])) == " one two"
 
 
-def test_nothing_in_the_file_is_markup_but_the_template() -> None:
+def test_only_the_template_contributes_markup() -> None:
     html = report.render(hostile())
     assert html.count("<script") == report.asset("report.html").count("<script") + 2  # curves and maps
     assert "<img" not in html
@@ -201,7 +201,7 @@ def test_only_the_page_own_script_and_style_may_run() -> None:
     assert "innerHTML" not in html
 
 
-def test_the_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_reports_are_written_atomically(tmp_path: Path) -> None:
     path = made.gpt().report(tmp_path / "report.html")
     assert path == tmp_path / "report.html"
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
@@ -211,14 +211,14 @@ def test_the_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         made.gpt().report(tmp_path)
 
 
-# ---- what a browser makes of it -------------------------------------------------------------------------------
+# --- in a browser -----------------------------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to open the page")
 
 
 def opened(path: Path, profile_folder: Path) -> tuple[dict[str, str], str]:
-    """The root element's data attributes once the page has settled, and the document as HTML."""
+    """The data attributes of the root element after the page has loaded, and the document as HTML."""
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -234,7 +234,7 @@ def opened(path: Path, profile_folder: Path) -> tuple[dict[str, str], str]:
     "make", [made.gpt, made.encoder_decoder, made.long, lambda: made.gpt(61, True)],
     ids=["causal", "three groups", "long", "learned sink"],
 )  # fmt: skip
-def test_the_page_comes_up_without_errors(tmp_path: Path, make: object) -> None:
+def test_the_page_loads_without_errors(tmp_path: Path, make: object) -> None:
     profile = make()  # type: ignore[operator]
     state, dom = opened(profile.report(tmp_path / "report.html"), tmp_path / "browser")
     assert state == {"ready": "1"}
@@ -245,7 +245,7 @@ def test_the_page_comes_up_without_errors(tmp_path: Path, make: object) -> None:
 
 
 @in_browser
-def test_hostile_tokens_do_nothing(tmp_path: Path) -> None:
+def test_hostile_tokens_are_not_executed(tmp_path: Path) -> None:
     state, dom = opened(hostile().report(tmp_path / "report.html"), tmp_path / "browser")
     assert state == {"ready": "1"}
     assert "&lt;img src=x onerror=" in dom
@@ -292,7 +292,7 @@ DRIVER = """
 
 
 @in_browser
-def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_responds_to_clicks_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asset = report.asset
     monkeypatch.setattr(report, "asset", lambda name: asset(name) + (DRIVER if name == "report.js" else ""))
     profile = made.gpt()
@@ -319,7 +319,7 @@ def test_the_page_answers_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @in_browser
-def test_an_old_browser_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_browsers_get_an_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asset = report.asset
     remove = "delete globalThis.DecompressionStream;\n"
     monkeypatch.setattr(report, "asset", lambda name: asset(name) + (remove if name == "dom.js" else ""))

@@ -1,4 +1,4 @@
-"""`qkv.testing`: each broken object fails with a sentence that names it, and each sound one passes."""
+"""`qkv.testing`: each broken object fails with a message that names the fault, and each correct one passes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from qkv.scores import Concat, Cosine, Dot, Features, General, Pairwise, Product
 from qkv.testing import CheckFailed, check_bias, check_mask, check_normalizer, check_score
 
 H, KV, D, DK, DV, NQ, NK = 4, 2, 8, 5, 6, 15, 18
-TINY = [(7, 9)]  # with the kernels that are slow on purpose: flex, which is traced, and the reference
+TINY = [(7, 9)]  # includes the slow kernels: flex, which is traced, and the reference
 SMALL = [(NQ, NK)]
-FEW = [(NQ, NK), (NK, NQ)]
-BOTH = [(NQ, NK), (130, 150)]  # scores that are formed, and scores in tiles
+TWO_SHAPES = [(NQ, NK), (NK, NQ)]
+BOTH = [(NQ, NK), (130, 150)]  # an eager kernel, and one in tiles
 
 
 @pytest.fixture(autouse=True)
 def _no_checks_of_shapes() -> Iterator[None]:
-    """Broken objects break the shapes in signatures, too; their sentences are what is tested here."""
+    """Do not check shapes in signatures, which broken objects violate before the check can report them."""
     with unchecked():
         yield
 
@@ -285,16 +285,16 @@ NORMALIZERS: list[tuple[Callable[[], Any], str, str]] = [
     (Holds, "", "pickle raised"),
     (Forgets, "", "pickle made an object whose output differs"),
     (Rises, "weight", "rises from"),
-    (Flat, "weight", "falls in its level"),
+    (Flat, "weight", "decreases in the level"),
     (
         Negative,
         "weight",
         "is -17.6 at score -79.3 and level -61.7, expected 0 or more|is -141 at score .* expected 0 or more",
     ),
-    (Bounded, "weight", "sees 1 keys sum to 0.5 at the most"),
+    (Bounded, "weight", "with 1 visible keys sum to 0.5 at the most"),
     (Floored, "weight", "at the least, however high the level"),
     (Jumps, "weight", "continuous in the level|finite differences"),
-    (NotExp, "has_lse", "says that the weight is exp"),
+    (NotExp, "has_lse", "means that the weight is exp"),
     (WrongLevel, "level_of", "at which the weights sum to"),
     (WrongSlopeInLevel, "slope_from_weights", "the derivative of weight"),
     (NotOfDifference, "slope_from_weights", "depends on more than score − level"),
@@ -302,20 +302,20 @@ NORMALIZERS: list[tuple[Callable[[], Any], str, str]] = [
 ]
 
 
-def says(check: Callable[..., None], thing: Any, method: str, sentence: str, **asked: Any) -> None:
-    """The check fails with a sentence that names the class and the method and says what is wrong."""
+def fails_with(check: Callable[..., None], thing: Any, method: str, sentence: str, **options: Any) -> None:
+    """The check fails with a message that names the class, the method and the fault."""
     name = type(thing).__name__
-    with pytest.raises(CheckFailed, match=sentence) as found:
-        check(thing, **asked)
-    message = str(found.value)
+    with pytest.raises(CheckFailed, match=sentence) as raised:
+        check(thing, **options)
+    message = str(raised.value)
     assert message.startswith(f"{name}.{method}:" if method else f"{name}: "), message
     assert "\n" not in message
     assert len(message) < 500
 
 
 @pytest.mark.parametrize(("make", "method", "sentence"), NORMALIZERS, ids=lambda x: getattr(x, "__name__", None))
-def test_broken_normalizers(make: Callable[[], Any], method: str, sentence: str) -> None:
-    says(check_normalizer, make(), method, sentence, sizes=SMALL)
+def test_check_normalizer_rejects_broken_normalizers(make: Callable[[], Any], method: str, sentence: str) -> None:
+    fails_with(check_normalizer, make(), method, sentence, sizes=SMALL)
 
 
 # --- broken scores ----------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class WrongGradients(Pairwise):
 
 
 class SpreadsNaN(Pairwise):
-    """A key of a NaN spoils the projection of all."""
+    """NaN in one key spreads to the projection of all keys."""
 
     def project(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k + 0 * k.sum(2, keepdim=True)
@@ -424,7 +424,7 @@ SCORES: list[tuple[Callable[[], Any], str, str]] = [
     (OneTensor, "project", "expected two tensors"),
     (SizesDiffer, "project", "queries of 7 entries and keys of 8"),
     (InfiniteFactor, "factor", "expected a finite number"),
-    (NotRotated, "keeps_rotation", "rotated alike"),
+    (NotRotated, "keeps_rotation", "the same rotation"),
     (ProductOverflows, "project", "float16.*expected"),
     (ProductDetached, "project", "by finite differences"),
     (SoftmaxOfScores, "scores", "depends on the tile"),
@@ -435,13 +435,13 @@ SCORES: list[tuple[Callable[[], Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "method", "sentence"), SCORES, ids=lambda x: getattr(x, "__name__", None))
-def test_broken_scores(make: Callable[[], Any], method: str, sentence: str) -> None:
-    says(check_score, make(), method, sentence, sizes=SMALL)
+def test_check_score_rejects_broken_scores(make: Callable[[], Any], method: str, sentence: str) -> None:
+    fails_with(check_score, make(), method, sentence, sizes=SMALL)
 
 
-def test_nan_that_leaks() -> None:
-    """A projection that adds 0 times all tokens is exact in finite numbers, and NaN in padding reaches every score."""
-    says(check_score, SpreadsNaN(), "project", "to nan when key 9 of item 0 becomes nan", sizes=SMALL)
+def test_check_score_finds_nan_that_spreads() -> None:
+    """A projection that adds 0 times all tokens is exact for finite numbers, but spreads NaN in padding."""
+    fails_with(check_score, SpreadsNaN(), "project", "to nan when key 9 of item 0 becomes nan", sizes=SMALL)
 
 
 # --- broken biases ----------------------------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ BIASES: list[tuple[Callable[[], Any], str, str]] = [
     (NoTile, "tile", "no method tile"),
     (OverridesApply, "tile", "overrides apply"),
     (ReadsOthers, "apply", "depends on the tile"),
-    (ReadsHeads, "apply", "by itself and its place alone"),
+    (ReadsHeads, "apply", "a function of itself and its position only"),
     (CountsFromTile, "tile", "depends on the tile"),
     (TileOfIntegers, "tile", "expected floats that broadcast"),
     (TileTooLarge, "tile", "expected a shape that broadcasts"),
@@ -581,9 +581,9 @@ BIASES: list[tuple[Callable[[], Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "method", "sentence"), BIASES, ids=lambda x: getattr(x, "__name__", None))
-def test_broken_biases(make: Callable[[], Any], method: str, sentence: str) -> None:
+def test_check_bias_rejects_broken_biases(make: Callable[[], Any], method: str, sentence: str) -> None:
     if method or make is BiasHolds:
-        says(check_bias, make(), method, sentence, sizes=SMALL)
+        fails_with(check_bias, make(), method, sentence, sizes=SMALL)
         return
     with pytest.raises(CheckFailed, match=f"{make.__name__}.*{sentence}"):
         check_bias(make(), sizes=SMALL)
@@ -614,14 +614,14 @@ class OfTile(Mask):
 
 
 class OfRows(Mask):
-    """Rows are not positions: a list of pairs has no row of its own."""
+    """Uses row indices instead of positions, which a list of pairs does not have."""
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
         return torch.ones(len(q), len(k), dtype=torch.bool)
 
 
 class Even(Mask):
-    """A right definition, for wrong shortcuts."""
+    """A correct definition; subclasses add wrong shortcuts."""
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
         return (q - k) % 2 == 0
@@ -700,7 +700,7 @@ MASKS: list[tuple[Callable[[], Any], str, str]] = [
     (ClassesOfShape, "classify", r"returned \(15, 18\) for 15 × 18 tiles"),
     (WrongBand, "band", r"\(-8, 8\) says that query position 3 sees key 0, but sees says False"),
     (WrongKeys, "key_mask", "but sees says"),
-    (WrongCount, "visible_keys", "the number of keys that sees shows"),
+    (WrongCount, "visible_keys", "the number of keys where sees is True"),
     (WrongVisible, "visible", "of a tile of columns"),
     (WrongFactors, "factors", "all of them say that query position"),
     (WrongAlternatives, "alternatives", "one of them says that query position"),
@@ -711,15 +711,15 @@ MASKS: list[tuple[Callable[[], Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "method", "sentence"), MASKS, ids=lambda x: getattr(x, "__name__", None))
-def test_broken_masks(make: Callable[[], Any], method: str, sentence: str) -> None:
-    says(check_mask, make(), method, sentence, sizes=SMALL)
+def test_check_mask_rejects_broken_masks(make: Callable[[], Any], method: str, sentence: str) -> None:
+    fails_with(check_mask, make(), method, sentence, sizes=SMALL)
 
 
-def test_a_mask_that_refuses_every_default_size() -> None:
-    says(check_mask, RefusesAll(), "check", "refuses all sizes of the check")
+def test_check_mask_reports_masks_that_reject_every_default_size() -> None:
+    fails_with(check_mask, RefusesAll(), "check", "refuses all sizes of the check")
 
 
-def test_what_is_no_object_of_the_base_class() -> None:
+def test_checks_reject_objects_of_other_classes() -> None:
     for check, thing in (
         (check_mask, torch.ones(2, 2, dtype=torch.bool)),
         (check_score, Dot),
@@ -730,123 +730,123 @@ def test_what_is_no_object_of_the_base_class() -> None:
             check(thing)
 
 
-# --- everything of this package passes --------------------------------------------------------------------------------
+# --- all objects of this package pass ---------------------------------------------------------------------------------
 
 
 def odd(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (q + 2 * k + h + b) % 3 > 0
 
 
-def seen(*shape: int) -> Tensor:
+def random_mask(*shape: int) -> Tensor:
     return rand(*shape, seed=5) > 0.3
 
 
 Case = tuple[Callable[[], Any], dict[str, Any]]
-FEW_ASKED: dict[str, Any] = {"sizes": FEW}
-TILES_ASKED: dict[str, Any] = {"sizes": BOTH}
-ONE_ASKED: dict[str, Any] = {"sizes": SMALL}
-TINY_ASKED: dict[str, Any] = {"sizes": TINY}
+BOTH_SHAPES: dict[str, Any] = {"sizes": TWO_SHAPES}
+TILED_SIZES: dict[str, Any] = {"sizes": BOTH}
+SMALL_SIZES: dict[str, Any] = {"sizes": SMALL}
+TINY_SIZES: dict[str, Any] = {"sizes": TINY}
 
 GOOD_MASKS: dict[str, Case] = {
     "causal": (masks.Causal, {}),
-    "window": (lambda: masks.Window(3, ahead=2), FEW_ASKED),
-    "prefix language model": (lambda: masks.Prefix(5) | masks.Causal(), ONE_ASKED),
-    "outside the window": (lambda: ~masks.Window(2, ahead=2), ONE_ASKED),
-    "padding": (lambda: masks.Padding([4, 6]), ONE_ASKED),
-    "left padding, causal": (lambda: masks.Padding([4, 6], "left") & masks.Causal(), FEW_ASKED),
-    "strided": (lambda: (masks.Strided(3) | masks.Window(3)) & masks.Causal(), ONE_ASKED),
-    "dilated": (lambda: masks.Dilated(3, step=2), ONE_ASKED),
-    "global": (lambda: masks.Global([3, 0]) & masks.Causal(), FEW_ASKED),
-    "random keys": (lambda: masks.RandomKeys(3, seed=1), TILES_ASKED),
-    "blockwise": (lambda: masks.Blockwise(masks.Causal(), 3), ONE_ASKED),
-    "longformer": (lambda: masks.longformer(4, [0, -1]), ONE_ASKED),
-    "bigbird": (lambda: masks.bigbird(2, random=1), TINY_ASKED),
+    "window": (lambda: masks.Window(3, ahead=2), BOTH_SHAPES),
+    "prefix language model": (lambda: masks.Prefix(5) | masks.Causal(), SMALL_SIZES),
+    "outside the window": (lambda: ~masks.Window(2, ahead=2), SMALL_SIZES),
+    "padding": (lambda: masks.Padding([4, 6]), SMALL_SIZES),
+    "left padding, causal": (lambda: masks.Padding([4, 6], "left") & masks.Causal(), BOTH_SHAPES),
+    "strided": (lambda: (masks.Strided(3) | masks.Window(3)) & masks.Causal(), SMALL_SIZES),
+    "dilated": (lambda: masks.Dilated(3, step=2), SMALL_SIZES),
+    "global": (lambda: masks.Global([3, 0]) & masks.Causal(), BOTH_SHAPES),
+    "random keys": (lambda: masks.RandomKeys(3, seed=1), TILED_SIZES),
+    "blockwise": (lambda: masks.Blockwise(masks.Causal(), 3), SMALL_SIZES),
+    "longformer": (lambda: masks.longformer(4, [0, -1]), SMALL_SIZES),
+    "bigbird": (lambda: masks.bigbird(2, random=1), TINY_SIZES),
     "documents": (
         lambda: masks.Document([[0, 0, 0, 1, 1, -1, 1, 2, 2] * 2, [0, 1, 1, 1, 1, 2, 2, -1, -1] * 2]),
-        ONE_ASKED,
+        SMALL_SIZES,
     ),
-    "dense": (lambda: masks.Dense(seen(H, NQ, NK)), ONE_ASKED),
-    "dense columns": (lambda: masks.Dense(seen(1, NK)), ONE_ASKED),
-    "predicate": (lambda: masks.Predicate(odd), ONE_ASKED),
-    "shifted": (lambda: masks.Shifted(masks.Causal(), 1), FEW_ASKED),
-    "nothing": (lambda: ~masks.Prefix(NK), ONE_ASKED),
+    "dense": (lambda: masks.Dense(random_mask(H, NQ, NK)), SMALL_SIZES),
+    "dense columns": (lambda: masks.Dense(random_mask(1, NK)), SMALL_SIZES),
+    "predicate": (lambda: masks.Predicate(odd), SMALL_SIZES),
+    "shifted": (lambda: masks.Shifted(masks.Causal(), 1), BOTH_SHAPES),
+    "nothing": (lambda: ~masks.Prefix(NK), SMALL_SIZES),
 }
 GOOD_BIASES: dict[str, Case] = {
-    "soft cap": (lambda: SoftCap(1.5), ONE_ASKED),
-    "dense": (lambda: DenseBias(learned(H, NQ, NK)), ONE_ASKED),
-    "dense of items": (lambda: DenseBias(learned(2, 1, 1, NK)), ONE_ASKED),
-    "dense that hides": (lambda: DenseBias(torch.where(seen(NQ, NK), 0.3, -torch.inf)), ONE_ASKED),
-    "by distance": (lambda: ByDistance(learned(H, NQ + NK - 1)), ONE_ASKED),
-    "alibi": (ALiBi, TINY_ASKED),
-    "alibi, learned": (lambda: ALiBi(learned(H)), TILES_ASKED),
-    "t5": (lambda: T5Bias(learned(8, H), max_distance=20), ONE_ASKED),
-    "relative": (lambda: RelativePosition(learned(5, D), learned(H, 5, DV)), ONE_ASKED),
-    "relative keys": (lambda: RelativePosition(learned(H, 5, D)), ONE_ASKED),
+    "soft cap": (lambda: SoftCap(1.5), SMALL_SIZES),
+    "dense": (lambda: DenseBias(learned(H, NQ, NK)), SMALL_SIZES),
+    "dense of items": (lambda: DenseBias(learned(2, 1, 1, NK)), SMALL_SIZES),
+    "dense that hides": (lambda: DenseBias(torch.where(random_mask(NQ, NK), 0.3, -torch.inf)), SMALL_SIZES),
+    "by distance": (lambda: ByDistance(learned(H, NQ + NK - 1)), SMALL_SIZES),
+    "alibi": (ALiBi, TINY_SIZES),
+    "alibi, learned": (lambda: ALiBi(learned(H)), TILED_SIZES),
+    "t5": (lambda: T5Bias(learned(8, H), max_distance=20), SMALL_SIZES),
+    "relative": (lambda: RelativePosition(learned(5, D), learned(H, 5, DV)), SMALL_SIZES),
+    "relative keys": (lambda: RelativePosition(learned(H, 5, D)), SMALL_SIZES),
 }
 GOOD_SCORES: dict[str, Case] = {
     "dot": (Dot, {}),
-    "dot, negative": (lambda: Dot(-0.5), ONE_ASKED),
-    "general": (lambda: General(learned(H, D, DK), 0.3), {"dim_k": DK, **ONE_ASKED}),
-    "cosine": (lambda: Cosine(learned(H)), TINY_ASKED),
+    "dot, negative": (lambda: Dot(-0.5), SMALL_SIZES),
+    "general": (lambda: General(learned(H, D, DK), 0.3), {"dim_k": DK, **SMALL_SIZES}),
+    "cosine": (lambda: Cosine(learned(H)), TINY_SIZES),
     "additive": (
         lambda: AdditiveScore(learned(H, 3), learned(H, 3, D), learned(KV, 3, DK), learned(3)),
-        {"dim_k": DK, **TILES_ASKED},
+        {"dim_k": DK, **TILED_SIZES},
     ),
-    "additive of projected": (lambda: AdditiveScore(learned(D)), ONE_ASKED),
-    "concat": (lambda: Concat(learned(3, D + DK), learned(3), D), {"dim_k": DK, **ONE_ASKED}),
-    "features": (lambda: Features(features.elu_plus_one), ONE_ASKED),
+    "additive of projected": (lambda: AdditiveScore(learned(D)), SMALL_SIZES),
+    "concat": (lambda: Concat(learned(3, D + DK), learned(3), D), {"dim_k": DK, **SMALL_SIZES}),
+    "features": (lambda: Features(features.elu_plus_one), SMALL_SIZES),
 }
 GOOD_NORMALIZERS: dict[str, Case] = {
     "softmax": (Softmax, {}),
-    "sink": (lambda: Softmax(1.3, sink=learned(H)), TINY_ASKED),
-    "sinks of queries": (lambda: Softmax(sink=learned(2, H, NQ)), ONE_ASKED),
-    "off by one": (lambda: Softmax(sink=0.0), ONE_ASKED),
-    "key": (lambda: Softmax(0.7, key=learned(H, D)), ONE_ASKED),
-    "sigmoid": (Sigmoid, ONE_ASKED),
-    "sigmoid, learned": (lambda: Sigmoid(learned(H)), ONE_ASKED),
-    "elu + 1": (EluPlusOne, ONE_ASKED),
-    "elu + 1 by sum": (lambda: EluPlusOne("sum"), ONE_ASKED),
-    "relu": (ReLU, TILES_ASKED),
-    "relu by sum": (lambda: ReLU("sum"), ONE_ASKED),
-    "identity": (Identity, ONE_ASKED),
-    "identity by sum": (lambda: Identity("sum"), ONE_ASKED),
-    "entmax": (lambda: Entmax(1.5, temperature=0.6, sink=learned(H)), ONE_ASKED),
-    "entmax 1.3": (lambda: Entmax(1.3), TINY_ASKED),
-    "sparsemax": (lambda: Sparsemax(0.6), ONE_ASKED),
-    "hard": (Hard, ONE_ASKED),
-    "hard, drawn": (lambda: Hard(sample=True), TILES_ASKED),
+    "sink": (lambda: Softmax(1.3, sink=learned(H)), TINY_SIZES),
+    "sinks of queries": (lambda: Softmax(sink=learned(2, H, NQ)), SMALL_SIZES),
+    "off by one": (lambda: Softmax(sink=0.0), SMALL_SIZES),
+    "key": (lambda: Softmax(0.7, key=learned(H, D)), SMALL_SIZES),
+    "sigmoid": (Sigmoid, SMALL_SIZES),
+    "sigmoid, learned": (lambda: Sigmoid(learned(H)), SMALL_SIZES),
+    "elu + 1": (EluPlusOne, SMALL_SIZES),
+    "elu + 1 by sum": (lambda: EluPlusOne("sum"), SMALL_SIZES),
+    "relu": (ReLU, TILED_SIZES),
+    "relu by sum": (lambda: ReLU("sum"), SMALL_SIZES),
+    "identity": (Identity, SMALL_SIZES),
+    "identity by sum": (lambda: Identity("sum"), SMALL_SIZES),
+    "entmax": (lambda: Entmax(1.5, temperature=0.6, sink=learned(H)), SMALL_SIZES),
+    "entmax 1.3": (lambda: Entmax(1.3), TINY_SIZES),
+    "sparsemax": (lambda: Sparsemax(0.6), SMALL_SIZES),
+    "hard": (Hard, SMALL_SIZES),
+    "hard, drawn": (lambda: Hard(sample=True), TILED_SIZES),
 }
 
 
 @pytest.mark.parametrize("name", GOOD_MASKS)
-def test_masks_of_this_package(name: str) -> None:
-    make, asked = GOOD_MASKS[name]
-    assert check_mask(make(), **asked) is None
+def test_built_in_masks_pass(name: str) -> None:
+    make, options = GOOD_MASKS[name]
+    assert check_mask(make(), **options) is None
 
 
 @pytest.mark.parametrize("name", GOOD_BIASES)
-def test_biases_of_this_package(name: str) -> None:
-    make, asked = GOOD_BIASES[name]
-    assert check_bias(make(), **asked) is None
+def test_built_in_biases_pass(name: str) -> None:
+    make, options = GOOD_BIASES[name]
+    assert check_bias(make(), **options) is None
 
 
 @pytest.mark.parametrize("name", GOOD_SCORES)
-def test_scores_of_this_package(name: str) -> None:
-    make, asked = GOOD_SCORES[name]
-    assert check_score(make(), **asked) is None
+def test_built_in_scores_pass(name: str) -> None:
+    make, options = GOOD_SCORES[name]
+    assert check_score(make(), **options) is None
 
 
 @pytest.mark.parametrize("name", GOOD_NORMALIZERS)
-def test_normalizers_of_this_package(name: str) -> None:
-    make, asked = GOOD_NORMALIZERS[name]
-    assert check_normalizer(make(), **asked) is None
+def test_built_in_normalizers_pass(name: str) -> None:
+    make, options = GOOD_NORMALIZERS[name]
+    assert check_normalizer(make(), **options) is None
 
 
-# --- a user's own -----------------------------------------------------------------------------------------------------
+# --- user-defined objects pass ----------------------------------------------------------------------------------------
 
 
 class SquaredReLU(Pointwise):
-    """With every shortcut there is."""
+    """Defines every shortcut."""
 
     divide = "keys"
     by_head = False
@@ -876,7 +876,7 @@ class Softplus(Pointwise, nn.Module):
 
 
 class Gaussian(Pointwise):
-    """By its logarithm."""
+    """Defines its logarithm."""
 
     divide = "sum"
 
@@ -923,7 +923,7 @@ class Threshold(SumToOne):
 
 
 class Steep(Sigmoid):
-    """A class of this package with another definition: its shortcuts are gone."""
+    """Overrides the definition of a built-in class, which disables the inherited shortcuts."""
 
     def weight(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(3 * scores)
@@ -1025,7 +1025,7 @@ class Halved(Bias):
 
 @dataclass(frozen=True)
 class Every(Mask):
-    """By value; the first queries see nothing."""
+    """Compared by value; the first queries have no visible keys."""
 
     step: int
 
@@ -1034,7 +1034,7 @@ class Every(Mask):
 
 
 class OfHeads(Mask):
-    """Each head and batch item its own distances."""
+    """Other distances for each head and batch item."""
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
         return (q - k >= 0) & (q - k <= h + b)
@@ -1054,7 +1054,7 @@ class Backward(Mask):
         return torch.where(full, FULL, torch.where(empty, EMPTY, PARTIAL))[None, None]
 
 
-OWN: dict[type, Callable[..., None]] = {
+USER_DEFINED: dict[type, Callable[..., None]] = {
     **dict.fromkeys((SquaredReLU, Softplus, Gaussian, SoftplusSquared, Student, Threshold, Steep), check_normalizer),
     **dict.fromkeys((Manhattan, Kernel, Squared, Projected, Doubled), check_score),
     **dict.fromkeys((Clipped, Leaky, Hides, Halved), check_bias),
@@ -1065,18 +1065,18 @@ OWN: dict[type, Callable[..., None]] = {
 IN_TILES = (Softplus, Threshold, Kernel, Clipped, OfHeads)  # with sizes of several tiles, too
 
 
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_own_objects(kind: type) -> None:
+@pytest.mark.parametrize("kind", USER_DEFINED, ids=lambda kind: kind.__name__)
+def test_user_defined_objects_pass(kind: type) -> None:
     torch.manual_seed(0)
-    assert OWN[kind](kind(), sizes=BOTH if kind in IN_TILES else SMALL) is None
+    assert USER_DEFINED[kind](kind(), sizes=BOTH if kind in IN_TILES else SMALL) is None
 
 
-def test_an_own_mask_by_value() -> None:
+def test_a_user_defined_mask_by_value_passes() -> None:
     assert Every(3).by_value
     check_mask(Every(3), sizes=SMALL)
 
 
-def test_checks_leave_the_object_and_torch_as_they_were() -> None:
+def test_checks_change_neither_the_object_nor_the_random_state() -> None:
     torch.manual_seed(0)
     score = Kernel()
     before = {name: x.clone() for name, x in score.named_parameters()}

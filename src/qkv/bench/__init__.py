@@ -1,1 +1,1 @@
-"""`qkv bench`: every mechanism beside what one would pick instead, on this machine."""
+"""`qkv bench`: time and memory of every mechanism against alternative implementations, on this machine."""

@@ -1,4 +1,4 @@
-"""What is measured: each mechanism, and what one would use for it without qkv."""
+"""The mechanisms that `qkv bench` measures, and for each the implementations one would use without qkv."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 import qkv
 from qkv import biases, features, masks, normalizers, scores
 
-LARGEST = 3 * 2**30  # bytes of a tensor of all scores beyond which a rival that forms one is left out
+LARGEST = 3 * 2**30  # bytes; rivals that materialise a larger score matrix are skipped
 
 Run = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table: the tensors, and what is asked of them."""
+    """One cell of the table: the shape and dtype of the tensors, and whether to run the backward pass."""
 
     n: int
     heads: int
@@ -38,16 +38,16 @@ class Case:
 
     @property
     def scores(self) -> int:
-        """Bytes of all scores of all heads."""
+        """Size in bytes of the score matrices of all heads."""
         return self.heads * self.n * self.n * self.dtype.itemsize
 
 
-Contender = Callable[[Case, Tensor, Tensor, Tensor], Run | None]  # None where it cannot or should not run
+Contender = Callable[[Case, Tensor, Tensor, Tensor], Run | None]  # None if it cannot or should not run
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a ratio of times should be: ours / that of a rival, at lengths from `n` on."""
+    """A target for the ratio of times, qkv / rival: at most `at_most` at lengths of `n` or more."""
 
     rival: str
     at_most: float
@@ -57,26 +57,26 @@ class Goal:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A composition of `attend` (or another call), and its rivals."""
+    """A composition of `attend` (or another call), its rivals, and its goals."""
 
     what: str
-    asked: Callable[[Case], dict[str, Any]]
+    arguments: Callable[[Case], dict[str, Any]]
     rivals: Mapping[str, Contender] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
     call: Callable[..., Tensor] | None = None
 
     def ours(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
         """The call of qkv."""
-        asked = self.asked(case)
+        arguments = self.arguments(case)
         call: Callable[..., Any] = qkv.attend if self.call is None else self.call
-        return lambda: call(q, k, v, **asked)
+        return lambda: call(q, k, v, **arguments)
 
     def flops(self, case: Case) -> int | None:
-        """Of a forward, by `qkv.plan`."""
+        """Floating-point operations of a forward pass, from `qkv.plan`; None for calls other than `attend`."""
         if self.call is not None:
             return None
         q, k, v = Case(case.n, case.heads, case.dtype, False).tensors()
-        return qkv.plan(q, k, v, **self.asked(case)).flops
+        return qkv.plan(q, k, v, **self.arguments(case)).flops
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
@@ -88,19 +88,19 @@ def causal_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
 
 
 def masked_sdpa(mask: Callable[[Case], masks.Mask]) -> Contender:
-    """torch's fused attention with the mask as a tensor."""
+    """torch's fused attention with the mask as a boolean tensor."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.n * case.n * 4 > LARGEST:
             return None
-        seen = mask(case).dense(case.n, case.n)
-        return lambda: scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        visible = mask(case).dense(case.n, case.n)
+        return lambda: scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
     return contender
 
 
 def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
-    """torch's fused attention, the causal mask and the bias of all heads as a tensor."""
+    """torch's fused attention with the causal mask and the bias of all heads as one tensor."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
@@ -119,10 +119,10 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
 def flex(
     mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., Any] | None = None, block: int = 128
 ) -> Contender:
-    """FlexAttention compiled for CPU, which has no backward; its block mask is made beforehand."""
+    """FlexAttention compiled for CPU, which has no backward; its block mask is built outside the timing."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
-        if case.backward or case.n < 4096:  # each length is compiled anew
+        if case.backward or case.n < 4096:  # every length is compiled again, which is slow
             return None
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -135,16 +135,16 @@ def flex(
 
 
 def eager(weigh: Callable[[Tensor], Tensor]) -> Contender:
-    """What one writes by hand: scores, a causal mask, weights, values."""
+    """Plain torch operations: scores, a causal mask, weights, values."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
             return None
-        hidden = ~torch.ones(case.n, case.n, dtype=torch.bool).tril()
+        masked = ~torch.ones(case.n, case.n, dtype=torch.bool).tril()
 
         def run() -> Tensor:
             s = q @ k.transpose(-1, -2) * case.dim**-0.5
-            return weigh(s.masked_fill(hidden, -torch.inf)) @ v
+            return weigh(s.masked_fill(masked, -torch.inf)) @ v
 
         return run
 
@@ -170,15 +170,15 @@ def x_transformers(**settings: Any) -> Contender:
 
 
 def plain(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
-    """qkv's own causal softmax: what the addition costs."""
+    """Causal softmax in qkv, to show what the mechanism costs in addition."""
     return lambda: qkv.attend(q, k, v, mask=masks.Causal())
 
 
 # --- mechanisms -------------------------------------------------------------------------------------------------------
 
 
-def _causal(**asked: Any) -> Callable[[Case], dict[str, Any]]:
-    return lambda case: {"mask": masks.Causal(), **asked}
+def _causal(**arguments: Any) -> Callable[[Case], dict[str, Any]]:
+    return lambda case: {"mask": masks.Causal(), **arguments}
 
 
 def _alibi_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ MECHANISMS: dict[str, Mechanism] = {
         (Goal("sdpa", 1.03),),
     ),
     "sink": Mechanism(
-        "a learned sink logit a head",
+        "a learned sink logit for each head",
         lambda case: {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=_table(case.heads))},
         {"plain": plain},
         (Goal("plain", 1.10),),

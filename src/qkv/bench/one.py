@@ -1,6 +1,7 @@
-"""Memory of one mechanism in this process alone.
+"""Measure the memory of one mechanism in a fresh process, for `qkv bench`.
 
-python -m qkv.bench.one MECHANISM TOKENS HEADS DTYPE BACKWARD   prints JSON: bytes it grew by beside its inputs
+python -m qkv.bench.one MECHANISM TOKENS HEADS DTYPE BACKWARD   prints JSON: bytes by which the process grew, without
+the inputs
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
     )
     torch.set_num_threads(2)
     mechanism = MECHANISMS[name]
-    for tokens in (512, n):  # the first warms up: what libraries load is not what we measure
+    for tokens in (512, n):  # the first is a warm-up, so that memory of loaded libraries does not count
         case = Case(tokens, heads, getattr(torch, dtype), backward)
         q, k, v = case.tensors()
         job = mechanism.ours(case, q, k, v)

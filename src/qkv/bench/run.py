@@ -1,4 +1,4 @@
-"""Run the table: times of all contenders in turn, memory of ours in fresh processes."""
+"""Run the benchmarks of `qkv bench`: times of all contenders in turn, memory of qkv in fresh processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import alone, alternating, machine, timed
 from qkv.errors import InputError
 
-ONCE = 5.0  # seconds of a first run beyond which a contender runs no more
+ONCE = 5.0  # a contender whose first run takes more seconds than this is not repeated
 LEAST, MOST = 3, 15  # repeats
 
 
@@ -34,15 +34,15 @@ def bench(
     on_cell: Callable[[str], None] = lambda what: None,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Times of each mechanism and its rivals at each length, medians of alternating repeats, and what follows.
+    """Median times of each mechanism and its rivals at each length, with ratios, exponents and goals.
 
-    A cell takes about `seconds`, or three turns if that is longer. `memory` are the lengths at which the memory of our
-    own is measured, in a process of its own each. With `path` each mechanism is saved as soon as it is done, among
-    those that are there already from the same machine and lengths, so that an interrupted run can be taken up.
+    A cell takes about `seconds`, or three rounds if that is longer. `memory` holds the lengths at which the memory of
+    qkv is measured, each in a fresh process. With `path` the results are saved after each mechanism, together with
+    those that the file already has from the same machine and settings, so that an interrupted run can be resumed.
     """
     unknown = [name for name in mechanisms if name not in MECHANISMS]
     if unknown:
-        raise InputError(f"no mechanism {unknown[0]!r}; there are {', '.join(MECHANISMS)}")
+        raise InputError(f"mechanism is {unknown[0]!r}, expected one of {', '.join(MECHANISMS)}")
     torch.set_num_threads(threads)
     result: dict[str, Any] = {
         "machine": machine(threads),
@@ -91,7 +91,7 @@ def bench(
 
 
 def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Mechanisms measured before under the same settings, on any day."""
+    """The results already in the file; `InputError` unless their settings are the same, apart from the date."""
     if not path.exists():
         return {}
     before = load(path)
@@ -101,7 +101,8 @@ def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
             known, value = known | {"date": ""}, value | {"date": ""}  # noqa: PLW2901
         if known != value:
             raise InputError(
-                f"{path} has results of another {name} ({known}, now {value}); give another name or folder"
+                f"path is {str(path)!r}, which holds results of another {name} ({known}, now {value}); expected "
+                "another name or folder"
             )
     return dict(before["mechanisms"])
 
@@ -112,7 +113,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what `save` wrote."""
+    """Read a file written by `save`."""
     result: dict[str, Any] = json.loads(path.read_text())
     for row in result["mechanisms"].values():
         row["cells"] = {int(n): cell for n, cell in row["cells"].items()}
@@ -154,10 +155,10 @@ def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
 
 
 def _sgemm(size: int = 2048) -> float:
-    """FLOP/s of one large float32 product, by the faster of torch's two libraries for it."""
+    """FLOP/s of one large float32 matrix product, by the faster of the two libraries that torch uses."""
     a, b = torch.randn(size, size), torch.randn(size, size)
-    ways: tuple[Run, ...] = (lambda: a @ b, lambda: torch.nn.functional.linear(a, b))
-    return 2 * size**3 / min(timed(way) for way in ways for _ in range(5))
+    products: tuple[Run, ...] = (lambda: a @ b, lambda: torch.nn.functional.linear(a, b))
+    return 2 * size**3 / min(timed(product) for product in products for _ in range(5))
 
 
 def slope(values: Mapping[int, float]) -> float | None:

@@ -1,4 +1,4 @@
-"""The results of `qkv bench` as a table in the terminal, in Markdown, and as a picture."""
+"""The results of `qkv bench` as a terminal table, as Markdown, and as a figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Milliseconds of ours at the longest length, ratios to rivals, and exponents."""
+    """Milliseconds of qkv at the longest length, ratios to rivals, and exponents."""
     lengths = _lengths(result)
     longest = lengths[-1]
     title = (
@@ -45,7 +45,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All lengths: milliseconds of ours, and its ratio to each rival; last, its share of the FLOP/s of one product."""
+    """Milliseconds of qkv and its ratio to each rival at all lengths, and its share of the FLOP/s of one product."""
     lengths = _lengths(result)
     head = ["mechanism", "against", *(f"{n:,}" for n in lengths), "time ~ n^", "memory ~ n^", "× sgemm"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 2 + "---:|" * (len(head) - 2)]
@@ -62,7 +62,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def goals(result: dict[str, Any]) -> str:
-    """What was to be reached, and what was."""
+    """A table of the goals and the ratios reached."""
     lines = ["| mechanism | / | tokens | at most | got | |", "|---|---|---:|---:|---:|---|"]
     for name, row in result["mechanisms"].items():
         for goal in row["goals"]:
@@ -75,7 +75,7 @@ def goals(result: dict[str, Any]) -> str:
 
 
 def figure(result: dict[str, Any], path: Path) -> None:
-    """Time against length of every mechanism and its rivals, one panel each."""
+    """Time against length of every mechanism and its rivals, one panel for each mechanism."""
     import matplotlib.pyplot as plt
 
     from qkv.figures.style import HAIRLINE, INK, MUTED
@@ -106,8 +106,8 @@ def figure(result: dict[str, Any], path: Path) -> None:
         ax.minorticks_off()
     for ax in list(axes.flat)[len(rows) :]:
         ax.set_visible(False)
-    found = [ax.get_legend_handles_labels() for ax in axes.flat]
-    handles = {label: line for lines, labels in found for line, label in zip(lines, labels, strict=True)}
+    legends = [ax.get_legend_handles_labels() for ax in axes.flat]
+    handles = {label: line for lines, labels in legends for line, label in zip(lines, labels, strict=True)}
     height = fig.get_size_inches()[1]
     fig.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
     fig.legend(
@@ -129,7 +129,7 @@ def _lengths(result: dict[str, Any]) -> list[Any]:
 
 
 def _share(row: dict[str, Any], length: Any, result: dict[str, Any]) -> float | None:
-    """FLOP/s of a forward as a share of those of one large product in the same run."""
+    """FLOP/s of a forward pass as a share of the FLOP/s of one large matrix product in the same run."""
     cell = row["cells"][length]
     if cell["flops"] is None or result["pass"] != "forward" or result["dtype"] != "float32":
         return None

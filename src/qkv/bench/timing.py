@@ -1,4 +1,4 @@
-"""How we measure: alternating repeats in one process for time, a fresh process each for memory."""
+"""Measurement for `qkv bench`: alternating repeats in one process for time, a fresh process for memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def alternating(
     seconds: float = 0.0,
     once: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of every job, `repeats` times each, taking turns so that a slow moment of the machine hits all alike.
+    """Seconds of every job, `repeats` times each, in rounds, so that a slow moment of the machine affects all jobs.
 
-    Up to `most` times until `seconds` are over. One turn before those warms up and does not count; but a job that takes
-    more than `once` seconds there, and again, is not run any more, and that first time is its result. Every turn has an
-    order of its own: what a job finds in cache and in the allocator depends on who was there before.
+    Rounds continue up to `most` times until `seconds` have passed. A warm-up round does not count; but a job that takes
+    more than `once` seconds in it, and again when repeated, is not run further, and its first time is the result. Each
+    round has a random order, because caches and the allocator depend on the job that ran before.
     """
     first = {name: timed(job) for name, job in jobs.items()}
     slow = {name for name, x in first.items() if x > once and timed(jobs[name]) > once}
@@ -54,7 +54,7 @@ def timed(job: Callable[[], object]) -> float:
 
 
 def median_ratio(seconds: Mapping[str, list[float]], job: str, base: str) -> float:
-    """Median over repeats of job / base of the same turn."""
+    """Median over rounds of the time of `job` divided by that of `base` in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[job], seconds[base], strict=True))
 
 
@@ -63,13 +63,13 @@ def alone(module: str, *arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InputError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
+        raise InputError(f"module is {module}, but {' '.join(command)} failed:\n{done.stderr.strip()}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
 def resident(which: str = "VmHWM") -> int:
-    """Bytes of this process in memory: ``VmHWM`` at most so far, ``VmRSS`` now. (Linux.)"""
+    """Resident memory of this process in bytes (Linux): ``VmHWM`` is the peak, ``VmRSS`` the current value."""
     status = Path("/proc/self/status")
     if not status.exists():
         raise InputError("memory is read from /proc/self/status, which this system does not have")
@@ -78,7 +78,7 @@ def resident(which: str = "VmHWM") -> int:
 
 
 def machine(threads: int) -> dict[str, str]:
-    """What the numbers were measured on."""
+    """The hardware and software of this measurement, for the results file."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

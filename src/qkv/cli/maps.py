@@ -75,7 +75,7 @@ def head_map(
     from qkv.figures.save import save_figure
     from qkv.profiler.capture.progress import bar
     from qkv.profiler.explore import attention_map as maps
-    from qkv.statistics.maps import span
+    from qkv.statistics.maps import checked_slice
 
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
     if size < 1:
@@ -91,7 +91,8 @@ def head_map(
                 name=loaded.name,
             )  # fmt: skip
         queries, keys = (
-            span(name, part, n) for (name, part), n in zip(window.items(), (found.n_queries, found.n_keys), strict=True)
+            checked_slice(name, part, n)
+            for (name, part), n in zip(window.items(), (found.n_queries, found.n_keys), strict=True)
         )
         with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)

@@ -1,4 +1,4 @@
-"""Which source words each target word attends to: the alignment of two sequences, words by words."""
+"""Figure of an alignment: the source words to which each target word attends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import COLOURS, LABELLED_TOKENS, ROOM, Drawing, along, colour_bar, place, titled, token_label
+from qkv.figures.layout import (
+    COLOURS,
+    LABELLED_TOKENS,
+    MIN_CELL,
+    Drawing,
+    along,
+    colour_bar,
+    place,
+    titled,
+    token_label,
+)
 from qkv.figures.style import HAIRLINE, INK, MUTED, percent
 
-MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # special tokens that a tokenizer does not tell of
-AFTER = "(next)"  # what the last query of a text predicts: it is not known
+MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # special tokens that a tokenizer does not list
+AFTER = "(next)"  # the unknown word that the last query of a text predicts
 PRINTED = 0.01  # smaller weights are not printed in their cells
 
 
@@ -26,16 +36,16 @@ def alignment_figure(
 ) -> Figure:
     """Target words down, source words across, for one text.
 
-    Pieces of a word are one row and one column: the mean over a word's queries of the sum over a word's keys, so rows
-    still add up to what they did. Weights are printed where cells have room.
+    The tokens of a word share one row and one column: the mean over the word's queries of the sum over the word's keys,
+    which preserves row sums. Weights are printed in cells that are large enough.
 
     Args:
-        subtitle: what was measured.
-        of: whose weights they are, such as "Layer 1, head 2"; empty where there is but one head.
+        subtitle: model, length and texts, for the second line.
+        of: the head or heads of the weights, such as "Layer 1, head 2"; empty for a model with one head.
         weights: (queries, keys) of the text.
-        queries: names of the rows' tokens.
-        keys: names of the columns' tokens.
-        special: tokens that are no words.
+        queries: tokens of the rows.
+        keys: tokens of the columns.
+        special: special tokens, which are not part of words.
     """
     special = special | {AFTER} | {token for token in (*queries, *keys) if MARKUP.fullmatch(token)}
     rows, columns = words(queries, special), words(keys, special)
@@ -43,11 +53,11 @@ def alignment_figure(
     targets, sources = (["".join(word) for word in side] for side in (rows, columns))
     cell = min(0.46, 8.5 / len(sources), 8.5 / len(targets))
     wide, tall = max(cell * len(sources), 1.6), max(cell * len(targets), 1.0)
-    # Names of keys stand above, where reading begins; those of queries on the left.
-    left, top = 0.55 + _room(targets), 1.15 + _room(sources)
+    # Names of keys are above the map, names of queries on its left.
+    left, top = 0.55 + _label_inches(targets), 1.15 + _label_inches(sources)
     figure = Drawing(figsize=(max(left + wide + 1.0, 6.4), top + tall + 0.35))
-    said = _sentence(shown, targets, sources, special)
-    titled(figure, f"{of}: {said}" if of else said[0].upper() + said[1:], subtitle)
+    sentence = _sentence(shown, targets, sources, special)
+    titled(figure, f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:], subtitle)
     axes, bar = place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
     norm = Normalize(0, max(float(shown.max()), 0.1))
     image = axes.imshow(shown, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
@@ -59,7 +69,7 @@ def alignment_figure(
     axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
     for spine in axes.spines.values():
         spine.set_color(HAIRLINE)
-    if min(wide / len(sources), tall / len(targets)) >= ROOM:
+    if min(wide / len(sources), tall / len(targets)) >= MIN_CELL:
         for (row, column), weight in np.ndenumerate(shown):
             if weight >= PRINTED:
                 axes.text(
@@ -72,9 +82,9 @@ def alignment_figure(
 
 
 def words(tokens: list[str], special: frozenset[str] = frozenset()) -> list[list[str]]:
-    """Tokens by the word that they are pieces of, as tokenizers mark it: "##" inside of words, or a space before them.
+    """Group tokens into words by the marks of tokenizers: "##" inside words, or a space before words.
 
-    Special tokens and punctuation are words of their own; so is every token where a tokenizer marks nothing.
+    Special tokens and punctuation are separate words. If the tokenizer has no marks, every token is a word.
 
     >>> words([" light", "house", " keeper", ".", "</s>"], frozenset(["</s>"]))
     [[' light', 'house'], [' keeper'], ['.'], ['</s>']]
@@ -82,21 +92,21 @@ def words(tokens: list[str], special: frozenset[str] = frozenset()) -> list[list
     [['[CLS]'], ['gu', 'lls'], ['fly']]
     """
     spaced = any(token[:1] in " ▁Ġ" for token in tokens if token.strip() and token not in special)
-    found: list[list[str]] = []
+    grouped: list[list[str]] = []
     before = ""
     for token in tokens:
         inside = token.startswith("##") or (spaced and token[:1] not in (" ", "▁", "Ġ", ""))
         ordinary = all(x not in special and any(map(str.isalnum, x)) for x in (token, before))
-        if found and inside and ordinary:
-            found[-1].append(token.removeprefix("##"))
+        if grouped and inside and ordinary:
+            grouped[-1].append(token.removeprefix("##"))
         else:
-            found.append([token])
+            grouped.append([token])
         before = token
-    return found
+    return grouped
 
 
 def merged(weights: np.ndarray, rows: list[int], columns: list[int]) -> np.ndarray:
-    """Weights (queries, keys) of words, of so many tokens each: means over queries, sums over keys.
+    """Weights (queries, keys) of words: means over queries, sums over keys; `rows`, `columns` are tokens per word.
 
     >>> merged(np.array([[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]), [2], [1, 2]).tolist()
     [[0.25, 0.75]]
@@ -107,13 +117,13 @@ def merged(weights: np.ndarray, rows: list[int], columns: list[int]) -> np.ndarr
     return result
 
 
-def _room(names: list[str]) -> float:
-    """Inches for the names of words, or for positions where there are too many words to name."""
+def _label_inches(names: list[str]) -> float:
+    """Inches for the names of words, or for positions if there are too many words to name."""
     return 0.075 * max(len(token_label(name)) for name in names) if len(names) <= LABELLED_TOKENS else 0.3
 
 
 def _sentence(weights: np.ndarray, targets: list[str], sources: list[str], special: frozenset[str]) -> str:
-    """How sharp it is, and the clearest pair of words."""
+    """The title: the mean of the largest weights, and the pair of words with the largest weight."""
     sharp = f"a target word puts {percent(float(weights.max(1).mean()))} of its weight on one source word"
     plain = [
         [i for i, word in enumerate(side) if word not in special and any(map(str.isalnum, word))]
@@ -124,4 +134,4 @@ def _sentence(weights: np.ndarray, targets: list[str], sources: list[str], speci
     among = weights[np.ix_(*plain)]
     row, column = np.unravel_index(among.argmax(), among.shape)
     pair = targets[plain[0][row]].strip(" ▁Ġ"), sources[plain[1][column]].strip(" ▁Ġ")
-    return f"{sharp}; “{pair[0]}” looks at “{pair[1]}” with {percent(float(among.max()))}"
+    return f"{sharp}; “{pair[0]}” attends to “{pair[1]}” with {percent(float(among.max()))}"

@@ -1,4 +1,4 @@
-"""Two profiles compared in one figure: layer × head maps of the differences, and the heads that changed most."""
+"""Figure that compares two profiles: layer × head maps of the differences, and the heads that changed most."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
 
     from qkv.profiler.comparison import Comparison
 
-# From less to more; equally dark at both ends, and apart for every kind of eye.
+# From decrease to increase; equally dark at both ends, and distinguishable with every kind of colour blindness.
 DIVERGING = LinearSegmentedColormap.from_list(
     "qkv-diverging", ("#0f4560", "#2f7f9b", "#9cc7d2", "#f6f6f4", "#ecb98f", "#c8682a", "#7f3208")
 )
 SHOWN = ("entropy", "sink", "local")
-LEAST = {"%": 0.05, "nats": 0.1}  # scales end here at the nearest, so that rounding does not look like change
+MIN_SCALE = {
+    "%": 0.05,
+    "nats": 0.1,
+}  # smallest range of a colour scale, so that rounding errors do not look like changes
 NAMED = 8  # heads that changed most
 
 
 def comparison_figure(comparison: Comparison, group: str) -> Figure:
-    """Maps of the differences in entropy, weight on the first token and local weight; below, heads by change.
+    """Maps of the differences in entropy, weight on the first token and local weight; below, the most changed heads.
 
-    Blue is less in b than in a, orange more. Shares have one scale.
+    Blue is a decrease from a to b, orange an increase. All shares have the same scale.
 
     >>> import qkv
     >>> from qkv.profiler.comparison import compare
@@ -54,7 +57,7 @@ def comparison_figure(comparison: Comparison, group: str) -> Figure:
     for index, name in enumerate(names):
         x, unit = left + index * (wide + gap), STATISTICS[name].unit
         axes, bar = place(figure, x, top, wide, tall), place(figure, x + wide + 0.09, top, 0.08, tall)
-        limit = np.nanmax([LEAST[unit], *(shares if unit == "%" else [heads[f"{name}_difference"].abs().max()])])
+        limit = np.nanmax([MIN_SCALE[unit], *(shares if unit == "%" else [heads[f"{name}_difference"].abs().max()])])
         _map(axes, bar, heads.pivot(index="layer", columns="head", values=f"{name}_difference"), name, limit)
         if index == 0:
             axes.set_ylabel("layer", fontsize=8, color=MUTED)
@@ -77,7 +80,7 @@ def _map(axes: Axes, bar: Axes, values: pd.DataFrame, name: str, limit: float) -
 
 
 def _most(axes: Axes, heads: pd.DataFrame) -> None:
-    """One bar a head, how much of its weight moved, and in words from where to where."""
+    """One bar for each head: the share of its weight that moved, and its targets before and after."""
     places = np.arange(len(heads))
     axes.barh(places, 100 * heads["change"], height=0.5, color=ACCENT, lw=0)
     plain(axes)
@@ -88,7 +91,7 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g} %"))
     axes.set_title(
-        "Weight that lands on other tokens than before, most changed heads (bold: another target)",
+        "Weight that moved to other tokens, most changed heads (bold: another target)",
         loc="left",
         fontsize=9,
         color=INK,
@@ -106,12 +109,12 @@ def _sentence(heads: pd.DataFrame) -> str:
     if not heads["change"].any():
         return "No head attends to other tokens than before"
     moved, count = int(heads["moved"].sum()), f"{len(heads):,}"
-    who = (
+    moved_heads = (
         "No head has another target"
         if not moved
         else f"{moved:,} of {count} heads {'has' if moved == 1 else 'have'} another target"
     )
-    return f"{who}; in the median head {percent(heads['change'].median())} of the weight moved"
+    return f"{moved_heads}; in the median head {percent(heads['change'].median())} of the weight moved"
 
 
 def _subtitle(comparison: Comparison, group: str) -> str:

@@ -1,4 +1,4 @@
-"""What eviction policies cost, as pictures: by budget, and head by head."""
+"""Figures of the cost of cache eviction policies: by budget, and for each head."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
 
 
-def budget_figure(found: Eviction) -> Figure:
-    """Cost by budget, a line for each policy: the rise of the loss, where the model was run, and attention lost."""
-    mean = found.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
-    panels = [(mean, "mass_lost", "Attention on keys let go, mean of all heads")]
-    if found.loss is not None:
-        panels.insert(0, (found.loss[found.loss["policy"] != "full"], "delta_nats", "Rise of the loss, nats a token"))
+def budget_figure(eviction: Eviction) -> Figure:
+    """Cost by budget, a line for each policy: the increase of the loss, if it was measured, and attention lost."""
+    mean = eviction.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
+    panels = [(mean, "mass_lost", "Attention on evicted keys, mean of all heads")]
+    if eviction.loss is not None:
+        panels.insert(
+            0, (eviction.loss[eviction.loss["policy"] != "full"], "delta_nats", "Increase of the loss, nats per token")
+        )
     wide, gap = (4.0, 0.95) if len(panels) > 1 else (6.4, 0)
     figure = Drawing(figsize=(max(0.85 + len(panels) * (wide + gap), 7.4), 4.5))
-    whole = "" if found.loss is None else f" · loss with all keys {found.loss['nats'].iloc[0]:.2f} nats"
-    titled(figure, _sentence(found, mean), _subtitle(found) + whole)
+    whole = "" if eviction.loss is None else f" · loss with all keys {eviction.loss['nats'].iloc[0]:.2f} nats"
+    titled(figure, _sentence(eviction, mean), _subtitle(eviction) + whole)
     for index, (table, column, label) in enumerate(panels):
         axes = place(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75)
         plain(axes)
         axes.set_title(label, loc="left", fontsize=9, color=INK, pad=7)
-        _lines(axes, table, column, found.attrs["first"])
+        _lines(axes, table, column, eviction.attrs["first"])
         if column == "mass_lost":
             axes.yaxis.set_major_formatter(PERCENT)
         if index == 0:
@@ -44,17 +46,17 @@ def budget_figure(found: Eviction) -> Figure:
     return figure
 
 
-def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
-    """Attention that each head loses at one budget, the smallest if None, a layer × head map for each policy.
+def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
+    """The attention that each head loses at one budget (the smallest if None): a layer × head map for each policy.
 
     Raises:
-        InputError: for a budget that was not studied.
+        InputError: for a budget that was not measured.
     """
-    budgets = sorted(set(found.mass["budget"]))
+    budgets = sorted(set(eviction.mass["budget"]))
     budget = budgets[0] if budget is None else budget
     if budget not in budgets:
         raise InputError(f"budget is {budget}, expected one of {', '.join(map(str, budgets))}")
-    table = found.mass[found.mass["budget"] == budget]
+    table = eviction.mass[eviction.mass["budget"] == budget]
     policies = list(dict.fromkeys(table["policy"]))
     layers, heads = table["layer"].nunique(), table["head"].nunique()
     cell = min(0.46, 3.4 / heads, 4.6 / layers)
@@ -66,7 +68,7 @@ def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
         f"With {budget} keys, head {worst['layer']}.{worst['head']} loses {percent(worst['mass_lost'])} "
         f"of its attention to “{worst['policy']}”"
     )
-    titled(figure, title, f"share of each head's attention on keys let go · {_subtitle(found)}")
+    titled(figure, title, f"share of each head's attention on evicted keys · {_subtitle(eviction)}")
     norm = Normalize(0, max(0.1, float(table["mass_lost"].max())))
     for index, policy in enumerate(policies):
         axes = place(figure, 0.65 + index * (wide + gap), 1.1, wide, tall)
@@ -85,8 +87,8 @@ def heads_figure(found: Eviction, budget: int | None = None) -> Figure:
 def _lines(axes: Axes, table: pd.DataFrame, column: str, first: int) -> None:
     names = {
         "window": "window: the last keys",
-        "sinks": f"sinks: the first {first} and the last",
-        "heavy": "heavy: half the last, half most attended",
+        "sinks": f"sinks: the first {first} and the last keys",
+        "heavy": "heavy: half last keys, half most attended",
     }
     budgets = sorted(int(b) for b in set(table["budget"]))
     for policy, rows in table.groupby("policy", sort=False):
@@ -99,32 +101,32 @@ def _lines(axes: Axes, table: pd.DataFrame, column: str, first: int) -> None:
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("keys held in each layer", fontsize=8, color=MUTED)
+    axes.set_xlabel("keys cached in each layer", fontsize=8, color=MUTED)
     low, high = float(table[column].min()), float(table[column].max())
     axes.set_ylim(min(0.0, low) - (0.03 * (high - low) if low < 0 else 0), max(high, 1e-6) * 1.12)
     axes.axhline(0, color=MUTED, lw=0.6)
 
 
-def _sentence(found: Eviction, mean: pd.DataFrame) -> str:
-    """The cheapest policy and the dearest at the smallest budget."""
-    if found.loss is None:
+def _sentence(eviction: Eviction, mean: pd.DataFrame) -> str:
+    """The title: the policies with the lowest and the highest cost at the smallest budget."""
+    if eviction.loss is None:
         table, column = mean, "mass_lost"
     else:
-        table, column = found.loss[found.loss["policy"] != "full"], "delta_nats"
+        table, column = eviction.loss[eviction.loss["policy"] != "full"], "delta_nats"
     least = table[table["budget"] == table["budget"].min()].sort_values(column)
 
-    def said(row: Any) -> str:
+    def cost(row: Any) -> str:
         return percent(row[column]) if column == "mass_lost" else f"{row[column]:.2f} nats"
 
     best, worst = least.iloc[0], least.iloc[-1]
     verb = "loses" if column == "mass_lost" else "costs"
-    what = " of the attention" if column == "mass_lost" else " a token"
-    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {said(best)}{what}"
-    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {said(worst)}"
+    what = " of the attention" if column == "mass_lost" else " per token"
+    title = f"With {best['budget']} keys, “{best['policy']}” {verb} {cost(best)}{what}"
+    return title if len(least) == 1 else f"{title}, “{worst['policy']}” {cost(worst)}"
 
 
-def _subtitle(found: Eviction) -> str:
-    attrs = found.attrs
-    layers, heads = found.mass["layer"].nunique(), found.mass["head"].nunique()
+def _subtitle(eviction: Eviction) -> str:
+    attrs = eviction.attrs
+    layers, heads = eviction.mass["layer"].nunique(), eviction.mass["head"].nunique()
     texts = f"{attrs['tokens']:,} tokens" + (f" in {attrs['texts']} texts" if attrs["texts"] > 1 else "")
     return f"{attrs['model']} · {layers_and_heads(layers, heads)} · {texts}"

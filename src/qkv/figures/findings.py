@@ -1,4 +1,4 @@
-"""What a profile shows, in computed sentences: the head of a report and the titles of figures."""
+"""Computed sentences about a profile, for the headline of reports and the titles of figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TARGETS = {
 
 
 class Finding(NamedTuple):
-    """One tile: a figure, what it is, and what to compare it with."""
+    """One tile of a report: a number, its meaning, and a detail to compare it with."""
 
     value: str
     label: str
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def headline(data: xr.Dataset, heads: pd.DataFrame) -> str:
-    """One sentence: where attention goes, and what most heads do."""
+    """One sentence: the tokens that receive most attention, and the most common targets of heads."""
     shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
     parts = [f"{percent(shares['first'])} of all attention goes to {first_token(data)}"]
     if shares["special"] >= 0.02:
@@ -49,22 +49,22 @@ def headline(data: xr.Dataset, heads: pd.DataFrame) -> str:
 def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
     """The tiles of a group (or of one of its texts)."""
     shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
-    n_keys, resting = float(data["n_keys"].mean()), int((heads["sink"] > tables.SINK_THRESHOLD).sum())
-    found = [
+    n_keys, n_sinks = float(data["n_keys"].mean()), int((heads["sink"] > tables.SINK_THRESHOLD).sum())
+    tiles = [
         Finding(
             percent(shares["first"]),
             f"of all attention lands on {first_token(data)}",
             f"uniform attention would put {percent(_uniform_first(data))} there; "
-            f"{resting:,} of {counted(len(heads), 'head')} {'puts' if resting == 1 else 'put'} more than 30 %",
+            f"{n_sinks:,} of {counted(len(heads), 'head')} {'puts' if n_sinks == 1 else 'put'} more than 30 %",
         )
     ]
     if shares["sink_logit"] > 0:
-        found.append(Finding(percent(shares["sink_logit"]), "goes to the learned sink", "mass that no token receives"))
+        tiles.append(Finding(percent(shares["sink_logit"]), "goes to the learned sink", "mass that no token receives"))
     special = tables.special_keys(data)
     special[:, 0] = False
     if special.any():
         names = sorted(set(data["key_token"].values[special]))
-        found.append(
+        tiles.append(
             Finding(
                 percent(shares["special"]),
                 "lands on other special tokens",
@@ -73,7 +73,7 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
         )
     counts = kinds(heads)
     named = {kind: count for kind, count in counts.items() if kind != "spread"}
-    found.append(
+    tiles.append(
         Finding(
             f"{sum(named.values()):,} of {len(heads):,}",
             "head has one clear target" if len(heads) == 1 else "heads have one clear target",
@@ -81,7 +81,7 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
         )
     )
     ratio, entropy = heads["entropy_ratio"].median(), heads["entropy"].median()
-    found.append(
+    tiles.append(
         Finding(
             written(ratio, "ratio"),
             "of the largest possible entropy, in the median head",
@@ -90,7 +90,7 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
     )
     if heads["distance"].notna().any():
         near, far = heads.loc[heads["distance"].idxmin()], heads.loc[heads["distance"].idxmax()]
-        found.append(
+        tiles.append(
             Finding(
                 written(heads["distance"].median(), "tokens"),
                 "between query and key, in the median head",
@@ -98,11 +98,11 @@ def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
                 f"to {written(far['distance'], 'tokens')} ({head_name(far)})",
             )
         )
-    return found
+    return tiles
 
 
 def kinds(heads: pd.DataFrame) -> dict[str, int]:
-    """How many heads have each target, most first."""
+    """The number of heads with each target, most common first."""
     return {str(kind): int(count) for kind, count in heads["target"].value_counts().items()}
 
 
@@ -112,7 +112,7 @@ def head_name(row: pd.Series) -> str:
 
 
 def first_token(data: xr.Dataset) -> str:
-    """The first token in words, by its name where it is special and the same in every text."""
+    """The first token in words, with its name if it is a special token and the same in every text."""
     names = set(data["key_token"].values[:, 0])
     name = names.pop()
     known = not names and name in data.attrs["special_tokens"]
@@ -125,13 +125,13 @@ def listed(parts: list[str]) -> str:
 
 
 def shared_by(entropy: float) -> str:
-    """What an entropy in nats amounts to, in words."""
+    """An entropy in nats in words: the number of keys that would share the weight evenly."""
     keys = round(np.exp(entropy))
     return "as if one key had all the weight" if keys == 1 else f"as if {keys:,} keys shared the weight evenly"
 
 
 def _does(kind: str, count: int) -> str:
-    """What so many heads of a kind do."""
+    """The predicate of a sentence about `count` heads with a target."""
     one = count == 1
     if kind == "spread":
         return "spreads its weight over many keys" if one else "spread their weight over many keys"
@@ -142,5 +142,5 @@ def _does(kind: str, count: int) -> str:
 
 def _uniform_first(data: xr.Dataset) -> float:
     """The weight that uniform attention puts on the first token, averaged over queries and texts."""
-    seen = data["visible"].values
-    return float((1 / seen[seen > 0]).mean())
+    visible = data["visible"].values
+    return float((1 / visible[visible > 0]).mean())

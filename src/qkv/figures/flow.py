@@ -1,4 +1,4 @@
-"""Attention rollout as a picture: what reaches a token, or leaves it, layer by layer along the text."""
+"""Figure of attention rollout: contributions to a token, or from it, layer by layer along the text."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
-def flow_figure(found: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
-    """One chosen token of what `rollout` or `flow_to` found: the shares along the text, and below them by layer.
+def flow_figure(rollout: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
+    """The rollout of one chosen token, from `rollout` or `flow_to`: shares along the text, and below them by layer.
 
     Raises:
-        InputError: if there is no such text or token.
+        InputError: if `text` or `chosen` is out of range.
     """
-    for name, value, size in (("text", text, found.sizes["text"]), ("chosen", chosen, found.sizes["chosen"])):
+    for name, value, size in (("text", text, rollout.sizes["text"]), ("chosen", chosen, rollout.sizes["chosen"])):
         if not 0 <= value < size:
             raise InputError(f"{name} is {value}, expected a number from 0 to {size - 1}")
-    n = int(found["n_tokens"].values[text])
-    by_depth = found.values[text, chosen, :, :n]
-    tokens, own = found["token_name"].values[text, :n], int(found["chosen_position"].values[text, chosen])
-    backward = found.attrs["of"] == "queries"
+    n = int(rollout["n_tokens"].values[text])
+    by_depth = rollout.values[text, chosen, :, :n]
+    tokens, position = rollout["token_name"].values[text, :n], int(rollout["chosen_position"].values[text, chosen])
+    backward = rollout.attrs["of"] == "queries"
     share = by_depth[0 if backward else -1]
     strip = max(0.9, 0.16 * len(by_depth))
     below = 0.95 if n <= LABELLED_TOKENS else 0.6
     figure = Drawing(figsize=(9.8, 3.27 + strip + below))
-    titled(figure, _sentence(share, tokens, own, backward), _subtitle(found, n))
+    titled(figure, _sentence(share, tokens, position, backward), _subtitle(rollout, n))
     curve = place(figure, 1.02, 0.95, 7.98, 2.2)
     heat, bar = place(figure, 1.02, 3.27, 7.98, strip), place(figure, 9.09, 3.27, 0.08, strip)
     plain(curve)
@@ -65,10 +65,10 @@ def flow_figure(found: xr.DataArray, chosen: int = 0, text: int = 0) -> Figure:
 
 
 def _shares(axes: Axes, share: np.ndarray, tokens: np.ndarray) -> None:
-    """Shares along the text on a logarithmic scale, with the largest named; nothing where there is none."""
-    seen = share[share > 0]
-    top = float(seen.max())
-    low = min(max(float(np.quantile(seen, 0.02)), top * 1e-6), top / 4)
+    """Shares along the text on a logarithmic scale, with the largest named; shares of 0 are left blank."""
+    positive = share[share > 0]
+    top = float(positive.max())
+    low = min(max(float(np.quantile(positive, 0.02)), top * 1e-6), top / 4)
     edges, shown = np.arange(len(share) + 1) - 0.5, np.where(share > 0, np.maximum(share, low), np.nan)
     axes.set_yscale("log")
     axes.stairs(shown, edges, baseline=low / 2, fill=True, color="#cfe1e4", lw=0)
@@ -83,9 +83,9 @@ def _shares(axes: Axes, share: np.ndarray, tokens: np.ndarray) -> None:
 
 
 def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
-    """Depth by token, embeddings at the bottom, on a logarithmic scale: a token's own share is far above the rest."""
-    seen = values[values > 0]
-    low = max(float(np.quantile(seen, 0.05)), 1e-6)
+    """Depth by token, embeddings at the bottom. The scale is logarithmic: a token's own share exceeds all others."""
+    positive = values[values > 0]
+    low = max(float(np.quantile(positive, 0.05)), 1e-6)
     binned, edges = bins(values, 1200)
     image = axes.pcolormesh(
         edges - 0.5, np.arange(len(values) + 1) - 0.5, np.maximum(binned, low),
@@ -105,15 +105,17 @@ def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
     bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
 
 
-def _sentence(share: np.ndarray, tokens: np.ndarray, own: int, backward: bool) -> str:
+def _sentence(share: np.ndarray, tokens: np.ndarray, position: int, backward: bool) -> str:
     others = share.copy()
-    others[own] = -1
+    others[position] = -1
     top = int(others.argmax())
-    here, there = (f"{_quoted(tokens[at])} (token {at:,})" for at in (own, top))
+    here, there = (f"{_quoted(tokens[at])} (token {at:,})" for at in (position, top))
     if others[top] <= 0:
         return f"The final state of {here} is all its own" if backward else f"{here} takes part in no token but itself"
     if backward:
-        return f"{percent(share[own])} of the final state of {here} is its own; {percent(share[top])} is from {there}"
+        return (
+            f"{percent(share[position])} of the final state of {here} is its own; {percent(share[top])} is from {there}"
+        )
     return (
         f"{percent(share.mean())} of the average final state is from {here}; {percent(share[top])} of that of {there}"
     )
@@ -124,9 +126,9 @@ def _quoted(token: str) -> str:
     return label if label.startswith("“") else f"“{label}”"
 
 
-def _subtitle(found: xr.DataArray, n: int) -> str:
-    group = found.attrs["group"]
+def _subtitle(rollout: xr.DataArray, n: int) -> str:
+    group = rollout.attrs["group"]
     kind = "" if group == "self" else f" · {group} attention"
-    layers = found.sizes["depth"] - 1
-    rest = f"attention rollout, residual weight {found.attrs['residual']:g} · {layers} layers · {n:,} tokens"
-    return f"{found.attrs['model']}{kind} · {rest}"
+    layers = rollout.sizes["depth"] - 1
+    rest = f"attention rollout, residual weight {rollout.attrs['residual']:g} · {layers} layers · {n:,} tokens"
+    return f"{rollout.attrs['model']}{kind} · {rest}"

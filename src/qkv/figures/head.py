@@ -1,4 +1,4 @@
-"""Figures of what keys receive, and of one head."""
+"""Figures of received attention along a text, of one head, and of its weights."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
     axes = axes_at(0, "Received by each key, share of the head's weight", keys, "key")
     _received_curve(axes, received, keys, 6)
 
-    entropy, seen = one["entropy"].values[:n_queries], one["visible"].values[:n_queries]
-    uniform = np.log(np.maximum(seen, 1))
+    entropy, visible = one["entropy"].values[:n_queries], one["visible"].values[:n_queries]
+    uniform = np.log(np.maximum(visible, 1))
     axes = axes_at(1, "Entropy of each query, nats", queries, "query")
     _curve(axes, entropy)
     axes.plot(uniform, color=MUTED, lw=0.8, ls=(0, (4, 3)))
@@ -133,7 +133,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
 
 
 def _stack(axes: Axes, data: xr.Dataset, layer: int, head: int) -> None:
-    """One bar of disjoint shares, each with its share printed inside and its name under or over it."""
+    """One stacked bar of disjoint shares, with a legend; large shares are printed inside."""
     axes.set_axis_off()
     shares = {name: float(value[0, layer, head]) for name, value in tables.destinations(data).items()}
     whole, left, shown = sum(shares.values()) or 1.0, 0.0, []
@@ -188,7 +188,7 @@ def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: 
 
 
 def _curve(axes: Axes, values: np.ndarray) -> None:
-    """A curve along the text; a long one is drawn faint, with its running mean over it."""
+    """A curve along the text; a long one is drawn faint, with its binned mean over it."""
     if len(values) <= 400:
         axes.plot(values, color=ACCENT, lw=1.1)
     else:
@@ -199,7 +199,7 @@ def _curve(axes: Axes, values: np.ndarray) -> None:
 
 
 def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
-    """Received attention by key on a logarithmic scale: a sink takes a thousand times what others do."""
+    """Received attention by key on a logarithmic scale: a sink receives a thousand times more than other keys."""
     top = float(share.max()) or 1.0
     low = max(float(np.quantile(share, 0.02)), top * 1e-6)
     edges = np.arange(len(share) + 1) - 0.5
@@ -211,18 +211,18 @@ def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: in
     axes.yaxis.set_major_formatter(PERCENT)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
-    if top < 100 * low:  # too little for powers of ten alone
+    if top < 100 * low:  # a narrow range: powers of ten would give too few ticks
         axes.yaxis.set_major_locator(FixedLocator([m * 10.0**p for p in range(-9, 1) for m in (1, 2, 5)]))
     name_peaks(axes, share, tokens, named)
 
 
 def position(data: xr.Dataset, layer: int, head: int) -> tuple[int, int]:
-    """The places of a layer and a head, by their ids."""
-    found = []
+    """The indices of a layer and a head, given their ids."""
+    indices = []
     for name, value in (("layer", layer), ("head", head)):
         places = np.flatnonzero(data[name].values == value)
         if not len(places):
             ids = data[name].values
             raise InputError(f"{name}: got {value}; this group has {name}s {ids[0]} to {ids[-1]}")
-        found.append(int(places[0]))
-    return found[0], found[1]
+        indices.append(int(places[0]))
+    return indices[0], indices[1]

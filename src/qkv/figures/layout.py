@@ -1,4 +1,4 @@
-"""What all figures share: where things stand, titles, axes along a text, colours."""
+"""Shared parts of all figures: placement in inches, titles, axes along a text, colour maps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
-ROOM = 0.2399  # inches a side of a cell in which a number can be read
+MIN_CELL = 0.2399  # inches; smaller cells have no room for a readable number
 
 
 class Drawing(Figure):
-    """A figure on white whose vector files hold text as text: it can be searched, copied and set in another font.
+    """A white figure whose vector files store text as text, so that it can be searched and copied.
 
     >>> import io
     >>> drawing, file = Drawing(figsize=(3, 2)), io.StringIO()
@@ -40,22 +40,22 @@ class Drawing(Figure):
 
     def __init__(self, *, figsize: tuple[float, float]) -> None:
         super().__init__(figsize=figsize, facecolor="white")
-        self.set_layout_engine("none")  # everything is placed by inches, whatever the settings say
+        self.set_layout_engine("none")  # all axes are placed in inches, independent of user settings
 
     def _repr_png_(self) -> bytes:
-        """In a notebook, where pyplot does not know of it."""
+        """The PNG shown in notebooks, since pyplot does not manage this figure."""
         file = io.BytesIO()
         self.savefig(file, format="png", dpi=150)
         return file.getvalue()
 
     def savefig(self, *args: Any, **options: Any) -> None:
-        """As `Figure.savefig`. The font settings are matplotlib's global ones, so they hold only while it writes."""
+        """As `Figure.savefig`; matplotlib's global font settings are changed only while the file is written."""
         with mpl.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
             super().savefig(*args, **options)
 
 
 def titled(figure: Figure, title: str, subtitle: str) -> None:
-    """A finding in bold, and below it what was measured; figures leave one inch for two lines and one."""
+    """A bold title and below it a subtitle; figures reserve one inch for two lines of title and one of subtitle."""
     width, height = figure.get_size_inches()
     lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
     place = {"x": 0.3 / width, "va": "top"}
@@ -80,7 +80,7 @@ def plain(axes: Axes) -> None:
 
 
 def note(axes: Axes, y: float, text: str) -> None:
-    """Name a horizontal line in the margin on its right."""
+    """Label a horizontal line in the right margin."""
     axes.annotate(
         text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(4, 0), textcoords="offset points",
         fontsize=7, color=MUTED, va="center", linespacing=1.1, annotation_clip=False,
@@ -107,15 +107,15 @@ def layer_by_head(
     ticks: int = 6,
     written: Callable[[float], str] | None = None,
 ) -> AxesImage:
-    """One map of all heads: a row a layer, a column a head.
+    """A map of all heads, with a row for each layer and a column for each head.
 
     Args:
-        axes: where, of the size they will have.
-        values: by layer (index) and head (columns); NaN where there is none.
-        norm: of the colours.
-        colours: from little to much.
-        ticks: about so many ids are printed on each side.
-        written: how a value is printed in its cell, where cells have room for it; None for none.
+        axes: the axes, in their final size.
+        values: values by layer (index) and head (columns); NaN leaves a cell blank.
+        norm: norm of the colour map.
+        colours: colour map from small to large values.
+        ticks: approximate number of ids printed on each side.
+        written: formats the value printed in a cell, if cells are large enough; None prints no values.
     """
     image = axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     for spine in axes.spines.values():
@@ -128,7 +128,7 @@ def layer_by_head(
     cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
     axes.grid(which="minor", color="white", lw=min(1.0, 3 * cell))
     axes.tick_params(which="both", length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    if written is None or cell < ROOM:
+    if written is None or cell < MIN_CELL:
         return image
     for (layer, head), value in np.ndenumerate(values.to_numpy()):
         if np.isfinite(value):
@@ -140,7 +140,7 @@ def layer_by_head(
 
 
 def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:
-    """Ticks along a text: the tokens themselves where they fit, positions otherwise."""
+    """Ticks along a text: tokens if they fit, else positions."""
     axis = axes.yaxis if vertical else axes.xaxis
     if len(tokens) <= LABELLED_TOKENS:
         axis.set_ticks(np.arange(len(tokens)), [token_label(token) for token in tokens])
@@ -161,7 +161,7 @@ def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: boo
 
 
 def token_label(token: str) -> str:
-    """A token fit for a label: short, visible, and with nothing that matplotlib would read as mathematics."""
+    """A token as a label: short, with whitespace made visible, and without matplotlib's math markup."""
     plain = tables.readable(str(token))
     plain = plain if len(plain) <= 14 else plain[:13] + "…"
     return (plain if any(map(str.isalnum, plain)) else f"“{plain}”").replace("$", r"\$")
@@ -175,7 +175,7 @@ def bins(values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def name_peaks(axes: Axes, values: np.ndarray, tokens: np.ndarray, most: int) -> None:
-    """Print the tokens of the largest values, as many as keep clear of one another."""
+    """Print the tokens of the largest values that do not overlap."""
     chosen: list[int] = []
     for position in np.argsort(values, kind="stable")[::-1][:200]:
         if len(chosen) < most and all(abs(position - other) > 0.065 * len(values) for other in chosen):

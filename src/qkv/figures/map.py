@@ -1,4 +1,4 @@
-"""One head's attention map drawn: query by key, every bin of the picture a whole number of pixels."""
+"""Figure of one head's attention map, query by key, with every bin a whole number of pixels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POOLS = ("max", "mean", "both")
-LABELLED = 64  # up to so many tokens a side are named, one by one
-SIDE, LEAST = 1024, 200  # pixels of the longer side of a panel, and of any side at least
-HIDDEN = "#e9ebeb"  # bins with no pair that is visible: unlike any weight
-RANGE = 30.0  # a map whose weights differ more than so much has a logarithmic scale
-FAINTEST = 1e-4  # of the largest: what is fainter has the colour of nothing
+LABELLED = 64  # up to this many tokens on a side are printed
+SIDE, MIN_SIDE = 1024, 200  # pixels: the longer side of a panel, and the smallest size of a side
+MASKED = "#e9ebeb"  # colour of bins without visible pairs
+RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than this factor
+FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
 
 class Mapped(Protocol):
-    """Of which head a picture is: `qkv.profiler.explore.attention_map.AttentionMap`, or what a profile keeps of one."""
+    """The head that a picture shows: `qkv.profiler.explore.attention_map.AttentionMap`, or `StoredMap` of a profile."""
 
     @property
     def model(self) -> str: ...
@@ -53,26 +53,26 @@ class _Panel(NamedTuple):
     what: str
 
 
-def map_figure(found: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
-    """A picture of one head: queries down, keys across, from the top left.
+def map_figure(head_map: Mapped, picture: Picture, *, pool: str = "both", item: int = 0) -> Figure:
+    """The attention map of one head: queries down, keys across, starting at the top left.
 
-    Each bin is drawn as a whole number of pixels when saved by `qkv.figures.save.save_figure`, so that a sink one bin
-    wide is not lost. Bins without a visible pair are grey. Where weights differ more than thirtyfold colours are
-    logarithmic, and the colour bar says so. Up to 64 tokens a side are named.
+    Each bin is a whole number of pixels when saved by `qkv.figures.save.save_figure`, so that a sink one bin wide
+    remains visible. Bins without a visible pair are grey. The colour scale is logarithmic if weights differ by more
+    than a factor of thirty, which the colour bar states. Up to 64 tokens on a side are printed.
 
     Args:
-        found: what the picture is of, for names of tokens and the title.
+        head_map: the head, for tokens and the title.
         picture: from its `picture` or `tile`.
-        pool: ``"max"``, ``"mean"`` or ``"both"`` side by side; where every bin is one pair they are the same, and
-            there is one panel.
-        item: of the batch, of which the picture is.
+        pool: ``"max"``, ``"mean"`` or ``"both"`` side by side; if every bin is a single pair, both are equal and drawn
+            as one panel.
+        item: batch item of the picture.
 
     Raises:
         InputError: for any other pool.
 
     >>> from qkv.profiler import attention_map
-    >>> found = attention_map("qkv-mini", "def mean(values):", layer=1, head=2)
-    >>> len(map_figure(found, found.picture()).axes)
+    >>> head_map = attention_map("qkv-mini", "def mean(values):", layer=1, head=2)
+    >>> len(map_figure(head_map, head_map.picture()).axes)
     2
     """
     if pool not in POOLS:
@@ -81,18 +81,18 @@ def map_figure(found: Mapped, picture: Picture, *, pool: str = "both", item: int
     panels = _panels(picture, pool, down, across)
     rows, columns = (
         names(slice(edges[0], edges[-1]), item=item) if edges[-1] - edges[0] <= LABELLED else None
-        for names, edges in ((found.query_tokens, down), (found.key_tokens, across))
+        for names, edges in ((head_map.query_tokens, down), (head_map.key_tokens, across))
     )
     h, w = picture.mean.shape
     whole = max(1, SIDE // max(h, w))
-    tall, wide = (n * max(whole, -(-LEAST // n)) for n in (h, w))
+    tall, wide = (n * max(whole, -(-MIN_SIDE // n)) for n in (h, w))
     left, top, right, below = 0.95, 1.25, 0.75, 0.95 if columns else 0.6
     aside, under = left + wide / DPI + right, 0.45 + tall / DPI + below  # from one panel to the next
     stacked = wide > 2 * tall
     width, height = (1, len(panels)) if stacked else (len(panels), 1)
     inches = (round(x * DPI) / DPI for x in (max(width * aside, 6.4), top - 0.45 + height * under))
     figure = Drawing(figsize=(next(inches), next(inches)))
-    titled(figure, sentence(found, picture, item), _subtitle(found, picture))
+    titled(figure, sentence(head_map, picture, item), _subtitle(head_map, picture))
     for n, panel in enumerate(panels):
         x, y = (left, top + n * under) if stacked else (left + n * aside, top)
         axes = _at(figure, x, y, wide, tall)
@@ -108,7 +108,7 @@ def _panels(picture: Picture, pool: str, down: list[int], across: list[int]) -> 
     bins = f"bins of {sizes[0]:,} × {sizes[1]:,} tokens" + (" at most" if _uneven(down) or _uneven(across) else "")
     both = {
         "max": _Panel(f"Largest weight in {bins}", _numpy(picture.maximum), "largest"),
-        "mean": _Panel(f"Average weight in {bins}, hidden pairs as 0", _numpy(picture.mean), "average"),
+        "mean": _Panel(f"Average weight in {bins}, masked pairs as 0", _numpy(picture.mean), "average"),
     }
     return list(both.values()) if pool == "both" else [both[pool]]
 
@@ -118,15 +118,15 @@ def _uneven(edges: list[int]) -> bool:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    found: np.ndarray = x.double().cpu().numpy()
-    return found
+    array: np.ndarray = x.double().cpu().numpy()
+    return array
 
 
 def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int], across: list[int]) -> None:
     """A panel and its colour bar."""
     values = np.ma.masked_where(_numpy(picture.visible) == 0, panel.values)
     norm, logarithmic = _norm(values)
-    colours = COLOURS.with_extremes(bad=HIDDEN, under=COLOURS(0.0))
+    colours = COLOURS.with_extremes(bad=MASKED, under=COLOURS(0.0))
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
     image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
     axes.set_title(panel.title, loc="left", fontsize=9, color=INK, pad=7)
@@ -134,7 +134,7 @@ def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int
         spine.set_color(HAIRLINE)
     drawn = axes.figure.colorbar(image, cax=bar, extend="min" if logarithmic else "neither", extendfrac=0.03)
     drawn.outline.set_visible(False)
-    if logarithmic:  # powers of ten, and the largest of all unless it would stand on one of them
+    if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them
         low, top = float(norm.vmin or 0), float(norm.vmax or 1)
         tens = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(top)) + 1)]
         drawn.set_ticks([*(x for x in tens if x < 0.75 * top), top], minor=False)
@@ -146,7 +146,7 @@ def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int
 
 
 def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
-    """Of colours, and whether it is logarithmic."""
+    """The norm of the colour map, and whether it is logarithmic."""
     shown = values.compressed()
     shown = shown[shown > 0]
     top = float(shown.max()) if len(shown) else 1.0
@@ -155,7 +155,7 @@ def _norm(values: np.ma.MaskedArray) -> tuple[Normalize, bool]:
 
 
 def _label(axes: Axes, rows: list[str] | None, columns: list[str] | None, down: list[int], across: list[int]) -> None:
-    """Tokens where there are few, else their positions; queries down, keys across."""
+    """Tick labels: tokens if there are few, else positions; queries down, keys across."""
     for axis, names, edges, what in ((axes.yaxis, rows, down, "query"), (axes.xaxis, columns, across, "key")):
         vertical = axis is axes.yaxis
         if names is None:
@@ -169,11 +169,11 @@ def _label(axes: Axes, rows: list[str] | None, columns: list[str] | None, down: 
         axis.set_tick_params(length=0, labelsize=size, labelcolor=INK, labelrotation=0 if vertical else 90)
 
 
-def sentence(found: Mapped, picture: Picture, item: int = 0) -> str:
-    """Where most of what is shown goes."""
+def sentence(head_map: Mapped, picture: Picture, item: int = 0) -> str:
+    """The title: the key or bin that receives most of the weight shown."""
     down, across = picture.row_edges.diff().double(), picture.column_edges.diff().double()
     mass = (picture.mean.double() * down[:, None] * across).sum(0)
-    where = f"Layer {found.layer}, head {found.head}"
+    where = f"Layer {head_map.layer}, head {head_map.head}"
     total = float(mass.sum())
     if total <= 0:
         return f"{where}: no weight at all here"
@@ -181,28 +181,28 @@ def sentence(found: Mapped, picture: Picture, item: int = 0) -> str:
     start, stop = picture.column_edges[most : most + 2].tolist()
     name = f"keys {start:,}–{stop - 1:,}"
     if stop - start == 1:
-        name = f"“{token_label(found.key_tokens(slice(start, stop), item=item)[0]).strip('“”')}”, key {start:,}"
+        name = f"“{token_label(head_map.key_tokens(slice(start, stop), item=item)[0]).strip('“”')}”, key {start:,}"
     share, even = float(mass[most]) / total, float(across[most] / across.sum())
     if share > max(0.1, 5 * even):
         return f"{where}: {percent(share)} of the weight shown goes to {name}"
     return f"{where}: spread over keys, with {percent(share)} of the weight shown on {name}"
 
 
-def _subtitle(found: Mapped, picture: Picture) -> str:
+def _subtitle(head_map: Mapped, picture: Picture) -> str:
     sides = []
     for what, edges, n in (
-        ("queries", picture.row_edges, found.n_queries),
-        ("keys", picture.column_edges, found.n_keys),
+        ("queries", picture.row_edges, head_map.n_queries),
+        ("keys", picture.column_edges, head_map.n_keys),
     ):
         first, stop = edges[[0, -1]].tolist()
         sides.append(f"{n:,} {what}" if stop - first == n else f"{what} {first:,}–{stop - 1:,} of {n:,}")
-    kind = "" if found.group == "self" else f"{found.group} attention · "
-    hidden = " · grey: hidden by the mask" if (picture.visible == 0).any() else ""
-    return f"{found.model} · {kind}{' × '.join(sides)}{hidden}"
+    kind = "" if head_map.group == "self" else f"{head_map.group} attention · "
+    masked = " · grey: masked" if (picture.visible == 0).any() else ""
+    return f"{head_map.model} · {kind}{' × '.join(sides)}{masked}"
 
 
 def _at(figure: Figure, left: float, top: float, wide: int, tall: int) -> Axes:
-    """Axes of so many pixels, whose corner is on one, at a distance in inches from the top left of the figure."""
+    """Axes aligned to pixels; sizes are in pixels, distances from the top left of the figure in inches."""
     across, up = (round(x * DPI) for x in figure.get_size_inches())
     x, y = round(left * DPI), round(top * DPI)
     return figure.add_axes((x / across, 1 - (y + tall) / up, wide / across, tall / up))

@@ -1,4 +1,4 @@
-"""Over-mixing drawn: how far a changed token moves every other, by depth and by position."""
+"""Figure of over-mixing: how far a changed token moves the states of all others, by depth and position."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     import xarray as xr
     from matplotlib.axes import Axes
 
-FAINTEST = 1e-3  # of a hidden state's norm: what moves less is drawn as if it did not move
+FAINTEST = 1e-3  # relative to the norm of a hidden state; smaller movements are drawn as none
 
 
 def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: int = 0, name: str = "") -> Figure:
     """The response at every depth and token, and its mean over later tokens by depth.
 
     Args:
-        data: what `qkv.profiler.analyses.mixing.mixing` found.
-        other: the same without the first token, or of another model with as many layers, drawn as a second curve.
-        text: which one.
-        name: of the model; that of its class if not given.
+        data: the result of `qkv.profiler.analyses.mixing.mixing`.
+        other: a second result, without the first token or for a model with the same depth, drawn as a second curve.
+        text: index of the text.
+        name: name of the model; the name in `data` if empty.
 
     Raises:
-        InputError: if there is no such text, or `other` has other depths.
+        InputError: if `text` is out of range, or `other` has another depth.
 
     >>> from qkv.profiler.analyses.mixing import mixing
     >>> figure = mixing_figure(mixing("qkv-mini", "def mean(values):", position=3))
@@ -102,7 +102,7 @@ def _kind(data: xr.Dataset) -> str:
 
 
 def _depths(axes: Axes, depths: int, *, labelled: bool) -> None:
-    """Depth downwards, as layers in all other figures; the embeddings above."""
+    """The depth axis, downwards as in all figures, with the embeddings at the top."""
     step = max(1, round(depths / 12))
     axes.set_yticks(np.arange(0, depths, step), [str(d) if d else "emb." for d in range(0, depths, step)])
     axes.set_ylim(depths - 0.5, -0.5)

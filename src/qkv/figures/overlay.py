@@ -1,4 +1,4 @@
-"""Attention over the regions of an image: the image as bright as the weight of each region."""
+"""Figure of attention over an image: each region is as bright as its weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.figures.layout import Drawing, place, titled, token_label
 from qkv.figures.style import HAIRLINE, INK, MUTED, percent
 
 ACROSS = 6  # pictures in a row
-DARK = 0.22  # of the brightness of the image, where there is no weight
+DARK = 0.22  # brightness, relative to the image, at a weight of 0
 
 
 def overlay_figure(
@@ -25,19 +25,19 @@ def overlay_figure(
     *,
     corners: bool = False,
 ) -> Figure:
-    """The image, and beside it a picture for each query.
+    """The image, followed by a picture for each query.
 
-    Each picture is as bright as its weights, the cell of the largest weight as bright as the image; between the middles
-    of cells weights are interpolated. Under it: the share of the weight on the cell that has most.
+    The brightness of a picture is proportional to the weights, interpolated between the centres of cells; the cell with
+    the largest weight is as bright as the image. Below each picture is the share of the weight on that cell.
 
     Args:
-        subtitle: what was measured.
-        of: whose weights they are; empty where there is but one head.
+        subtitle: model, length and texts, for the second line.
+        of: the head or heads of the weights; empty for a model with one head.
         image: (h, w, 3), numbers from 0 to 1 or bytes.
         maps: (queries, gh, gw) weights.
-        names: of the queries.
-        corners: cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with padding;
-            otherwise on the middle of its part of the image.
+        names: names of the queries.
+        corners: whether cell (i, j) is centred on the pixel (i h / gh, j w / gw), as after strided convolutions with
+            padding; otherwise on the middle of its part of the image.
     """
     picture = checked(image)
     across = min(ACROSS, len(maps) + 1)
@@ -75,7 +75,7 @@ def lit(picture: np.ndarray, weights: np.ndarray, *, corners: bool = False) -> n
 
 
 def checked(image: np.ndarray) -> np.ndarray:
-    """The image as numbers from 0 to 1."""
+    """The image as numbers from 0 to 1; `InputError` for other shapes or ranges."""
     array = np.asarray(image)
     if array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         raise InputError(f"image has shape {array.shape}, expected (height, width, 3)")

@@ -1,4 +1,4 @@
-"""All heads of a profile in one figure: a small map, layer × head, for each statistic."""
+"""Figures of all heads of a profile: a layer × head map for each statistic, and heads by layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tup
     width = max(left + across * (wide + gap_x), 7.2)
     figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
     titled(figure, sentence(data, heads, names), subtitle_of(name, data))
-    # Shares have one scale, so that panels compare; and a tenth at least, so that next to nothing looks like it.
+    # All shares have the same scale, so that panels compare; at least 0.1, so that tiny shares look tiny.
     known = columns_of(data)
     shares = [heads[name].max() for name in names if known[name].unit == "%"]
     for index, statistic in enumerate(names):
@@ -84,7 +84,7 @@ def _in_cell(value: float, unit: str) -> str:
 def by_layer_figure(
     name: str, data: xr.Dataset, heads: pd.DataFrame, statistic: str, title: str
 ) -> tuple[Figure, Axes]:
-    """One dot per head, one column per layer, and the layer's median."""
+    """One dot for each head, one column for each layer, and the median of each layer."""
     label, unit = STATISTICS[statistic][:2]
     layers = data.sizes["layer"]
     width = min(11.0, max(6.4, 1.6 + 0.62 * layers))
@@ -94,8 +94,8 @@ def by_layer_figure(
     plain(axes)
     for index, layer in enumerate(data["layer"].values):
         column = heads.loc[heads["layer"] == layer, statistic]
-        values, middle = np.sort(column.to_numpy()), column.median()  # NaN where a text is too short to have any
-        # Heads side by side, the extremes in the middle, so that equal values do not hide one another.
+        values, middle = np.sort(column.to_numpy()), column.median()  # NaN if the text is too short
+        # Spread the dots of a column sideways, so that equal values do not overlap.
         offsets = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.5
         axes.scatter(
             index + offsets, values, s=17, color=ACCENT, alpha=0.75, lw=0, zorder=3,

@@ -1,4 +1,4 @@
-"""Matplotlib figures of a profile. Each function returns a `Figure`; pyplot and its global state stay out."""
+"""`profile.plot`: matplotlib figures of a profile. Every method returns a `Figure`; pyplot is not used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-MOST_OVERLAYS = 35  # pictures on one sheet
+MOST_OVERLAYS = 35  # largest number of pictures in one figure
 SMALL_MULTIPLES = ("sink", "previous", "self", "local", "distance", "entropy_ratio")
 
 
@@ -61,7 +61,7 @@ class Plots:
         return overview_figure(self._name(), data, heads, names)
 
     def heads(self, statistic: str, text: int | None = None, group: str | None = None) -> Figure:
-        """A layer × head map of one statistic, such as one of your own; the mean over texts unless `text` picks one."""
+        """A layer × head map of a built-in or user-defined statistic; the mean over texts unless `text` picks one."""
         data = self._data(group, text)
         known = columns_of(data)
         if statistic not in known:
@@ -69,18 +69,18 @@ class Plots:
         return overview_figure(self._name(), data, tables.head_table(data), (statistic,))
 
     def received(self, text: int = 0, group: str | None = None) -> Figure:
-        """Attention received along one text: the mean over all heads, and each layer's."""
+        """Attention received by each token of one text: the mean over all heads, and over each layer."""
         return received_figure(self._name(), self._data(group, text))
 
     def entropy(self, text: int | None = None, group: str | None = None) -> Figure:
-        """Entropy of every head by layer, against that of uniform attention."""
+        """Entropy of every head by layer, compared with uniform attention."""
         data = self._data(group, text)
         heads = tables.head_table(data)
         median = heads.groupby("layer")["entropy"].median()
         sharpest = median.idxmin()
-        seen = data["visible"].values
-        uniform = float(np.log(seen[seen > 0]).mean())
-        if median.max() - median.min() < 0.05:  # nats: no difference that a reader would call one
+        visible = data["visible"].values
+        uniform = float(np.log(visible[visible > 0]).mean())
+        if median.max() - median.min() < 0.05:  # nats: a negligible difference
             title = f"Attention is equally sharp in every layer: {median[sharpest]:.1f} nats in the median head, "
         else:
             title = f"Attention is sharpest in layer {sharpest}: {median[sharpest]:.1f} nats in its median head, "
@@ -106,56 +106,56 @@ class Plots:
         return figure
 
     def sinks(self, group: str | None = None) -> Figure:
-        """Sink scores of every head on three kinds of text, the sink's value, and which tokens are sinks."""
+        """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks."""
         from qkv.figures.sinks import sinks_figure
 
         return sinks_figure(self._name(), self._profile.group(group))
 
     def types(self, group: str | None = None) -> Figure:
-        """What kind of head each is, layer by head: `Profile.types` as a picture."""
+        """The type of each head as a layer × head map: `Profile.types` as a figure."""
         from qkv.figures.types import types_figure
 
         return types_figure(self._name(), self._profile.types(group))
 
     def head(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
-        """The card of one head: where its weight goes, and its curves along the text."""
+        """One head: the destinations of its weight, and its curves along the text."""
         data = self._data(group, text)
         return head_figure(self._name(), data, *position(data, layer, head))
 
     def map(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
-        """The map of one head, query by key: all its weights, or of a long text the largest and the mean in bins.
+        """The map of one head, query by key: all weights, or for a long text the largest and the mean in bins.
 
         Raises:
-            InputError: the profile keeps neither, for it was made by hand.
+            InputError: if the profile holds neither, because it was not made by `qkv.profile`.
         """
         from qkv.figures.map import map_figure
         from qkv.figures.stored_map import StoredMap
 
         data = self._data(group, text)
         at = position(data, layer, head)
-        if (weights := _kept(data)) is not None:
+        if (weights := _dense_weights(data)) is not None:
             return weights_figure(self._name(), data, *at, weights[at])
-        found = StoredMap(self._name(), data.attrs["group"], data, at)
-        if (picture := found.picture()) is not None:
-            return map_figure(found, picture)
-        raise _unkept("map", data, text)
+        stored = StoredMap(self._name(), data.attrs["group"], data, at)
+        if (picture := stored.picture()) is not None:
+            return map_figure(stored, picture)
+        raise _no_weights(data, text)
 
     def alignment(
         self, layer: int | None = None, head: int | None = None, text: int = 0, group: str | None = "cross"
     ) -> Figure:
-        """Words × words: which source words (keys, across) each target word (query, down) attends to.
+        """The alignment of words: the source words (keys, across) to which each target word (query, down) attends.
 
-        The mean of all heads, of the heads of one `layer`, or one `head` of it. In cross-attention a row has the name
-        of the word that its query looks for, the one after it: weights of the query "<s>" are those of the first word.
+        The mean of all heads, of the heads of one `layer`, or one `head` of it. In cross-attention a row is labelled
+        with the word that its query predicts, the next one: the query "<s>" has the label of the first word.
 
         Raises:
-            InputError: there is no such group, or the text was too long for its weights to be kept.
+            InputError: if there is no such group, or the text was too long to store its weights.
         """
         data = self._data(group, text)
-        of, weights = _mean_of("alignment", data, layer, head, text)
+        of, weights = _mean_of(data, layer, head, text)
         keys = data["key_token"].values[0, : weights.shape[1]].tolist()
         special = frozenset(data.attrs["special_tokens"])
-        return alignment_figure(subtitle_of(self._name(), data), of, weights, _looked_for(data), keys, special)
+        return alignment_figure(subtitle_of(self._name(), data), of, weights, _predicted(data), keys, special)
 
     def overlay(
         self,
@@ -169,27 +169,28 @@ class Plots:
         group: str | None = None,
         corners: bool = False,
     ) -> Figure:
-        """Attention over the regions of an image, for a group whose keys are the cells of a grid: one picture a query.
+        """Attention over the regions of an image, if keys are the cells of a grid: one picture for each query.
 
         Args:
-            image: (h, w, 3) that the keys were made from, numbers from 0 to 1 or bytes.
-            grid: cells down and across. They are the last keys; those before, such as a class token, are left out.
-            query: position of a query, or several; all of them by default. In cross-attention a picture has the name of
-                the word that its query looks for, the one after it.
-            layer: whose heads are averaged; all layers by default.
+            image: the image from which the keys were computed, (h, w, 3), numbers from 0 to 1 or bytes.
+            grid: numbers of cells down and across. Cells are the last keys; earlier keys, such as a class token, are
+                left out.
+            query: position of a query, or several; all by default. In cross-attention a picture is labelled with the
+                word that its query predicts, the next one.
+            layer: average the heads of this layer; all layers by default.
             head: one head of the layer.
-            text: which of the profile's inputs.
-            group: such as "cross" of a captioner.
-            corners: where cells have their middle, see `qkv.figures.overlay.overlay_figure`; True for the grid of
+            text: index of the profile's input.
+            group: the kind of attention, such as "cross" of a captioner.
+            corners: where the centres of cells are, see `qkv.figures.overlay.overlay_figure`; True for the grid of
                 `qkv.models.Captioner`.
 
         Raises:
-            InputError: for an image, a grid or a query that does not fit, or weights that were not kept.
+            InputError: for an image, a grid or a query that does not fit, or weights that were not stored.
         """
         from qkv.figures.overlay import overlay_figure
 
         data = self._data(group, text)
-        of, weights = _mean_of("overlay", data, layer, head, text)
+        of, weights = _mean_of(data, layer, head, text)
         n_queries, n_keys = weights.shape
         cells = grid[0] * grid[1]
         if min(grid) < 1 or cells > n_keys:
@@ -198,12 +199,12 @@ class Plots:
         if not chosen or not all(0 <= at < n_queries for at in chosen):
             raise InputError(f"query: got {query}; expected positions from 0 to {n_queries - 1}")
         if len(chosen) > MOST_OVERLAYS:
-            raise InputError(f"query: got {len(chosen)} of the queries; expected at most {MOST_OVERLAYS} of them")
+            raise InputError(f"query: got {len(chosen)} queries; expected at most {MOST_OVERLAYS}")
         maps = weights[list(chosen), n_keys - cells :].reshape(-1, *grid)
-        queries = _looked_for(data)
+        queries = _predicted(data)
         names = [queries[at] for at in chosen]
-        left_out = f" · {n_keys - cells} more keys are no cells" if n_keys > cells else ""
-        subtitle = f"{subtitle_of(self._name(), data)}{left_out} · pictures are as bright as the weight"
+        left_out = f" · {n_keys - cells} keys outside the grid" if n_keys > cells else ""
+        subtitle = f"{subtitle_of(self._name(), data)}{left_out} · brightness is the weight"
         return overlay_figure(subtitle, of, image, maps, names, corners=corners)
 
     def _name(self) -> str:
@@ -219,35 +220,35 @@ class Plots:
         return data.isel(text=[text])
 
 
-def _kept(data: xr.Dataset) -> np.ndarray | None:
-    """All weights (layer, head, query, key) of a data set of one text, without padding; None if they were not kept."""
+def _dense_weights(data: xr.Dataset) -> np.ndarray | None:
+    """All weights (layer, head, query, key) of a data set of one text, without padding; None if not stored."""
     if "weights" not in data:
         return None
     weights: np.ndarray = data["weights"].values[0, :, :, : int(data["n_queries"][0]), : int(data["n_keys"][0])]
     return None if np.isnan(weights).all() else weights
 
 
-def _looked_for(data: xr.Dataset) -> list[str]:
-    """Names for the queries of one text: between two texts, the word that each predicts; else their own."""
-    own = [str(name) for name in data["query_token"].values[0, : int(data["n_queries"][0])]]
-    return [*own[1:], AFTER] if str(data.attrs["group"]).startswith("cross") else own
+def _predicted(data: xr.Dataset) -> list[str]:
+    """Labels for the queries of one text: in cross-attention the word that each predicts, else their own token."""
+    tokens = [str(name) for name in data["query_token"].values[0, : int(data["n_queries"][0])]]
+    return [*tokens[1:], AFTER] if str(data.attrs["group"]).startswith("cross") else tokens
 
 
-def _unkept(what: str, data: xr.Dataset, text: int) -> InputError:
+def _no_weights(data: xr.Dataset, text: int) -> InputError:
     longest = max(int(data["n_queries"][0]), int(data["n_keys"][0]))
     return InputError(
-        f"{what}: the profile holds no dense maps of text {text}, which has {longest} tokens; "
-        f"profile it with map_tokens={longest} or more to keep them"
+        f"text: the profile holds no dense maps of text {text}, which has {longest} tokens; "
+        f"profile it with map_tokens={longest} or more to store them"
     )
 
 
-def _mean_of(what: str, data: xr.Dataset, layer: int | None, head: int | None, text: int) -> tuple[str, np.ndarray]:
-    """Weights (query, key) of a head, or the mean of a layer's or of all, and whose they are."""
+def _mean_of(data: xr.Dataset, layer: int | None, head: int | None, text: int) -> tuple[str, np.ndarray]:
+    """A name and the weights (query, key) of one head, or of the mean over a layer or over all heads."""
     if head is not None and layer is None:
         raise InputError(f"layer: got None with head {head}; expected the layer of that head")
-    weights = _kept(data)
+    weights = _dense_weights(data)
     if weights is None:
-        raise _unkept(what, data, text)
+        raise _no_weights(data, text)
     layers, heads = weights.shape[:2]
     if layer is None:
         return "" if layers * heads == 1 else f"Mean of {layers * heads} heads", weights.mean((0, 1))

@@ -1,4 +1,4 @@
-"""Figures on disk."""
+"""Write figures to disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DPI = 160
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """As PNG: never half a picture."""
+    """Write a figure as PNG, atomically."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
     write_whole(path, drawn.getbuffer())

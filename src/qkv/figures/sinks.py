@@ -1,4 +1,4 @@
-"""Sinks as a picture: how much each head puts on the first token and on any other, and what these tokens are like."""
+"""Figure of attention sinks: sink scores of every head, the values of sinks, and the tokens that are sinks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 KINDS = {"alpha_first": "this text", "alpha_random": "random tokens", "alpha_repeated": "one token repeated"}
-TOKENS = 8  # sink tokens that are listed
+TOKENS = 8  # number of sink tokens listed
 
 
 def sinks_figure(name: str, data: xr.Dataset) -> Figure:
@@ -44,7 +44,7 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     titled(
         figure,
         _sentence(data),
-        f"{name} · sink score α: weight on a token, averaged over the queries that see it; above, over the first 64",
+        f"{name} · sink score α: mean weight on a token of the queries that can attend to it; above, over the first 64",
     )
     for index, (column, label) in enumerate(kinds.items()):
         axes = place(figure, left + index * (wide + gap), top, wide, tall)
@@ -80,11 +80,11 @@ def _bar(figure: Figure, picture: AxesImage, axes: Axes) -> None:
 
 
 def _values(axes: Axes, table: pd.DataFrame) -> None:
-    """How small the value of the first token is in the heads that rest on it."""
+    """Norm of the first token's value against its sink score: values of sinks are small."""
     plain(axes)
     axes.set_title("The value that a sink adds", fontsize=8.5, color=INK, loc="left", pad=5)
     if "value_norm_first" not in table:
-        axes.text(0.5, 0.5, "no values are known", ha="center", color=MUTED, fontsize=8, transform=axes.transAxes)
+        axes.text(0.5, 0.5, "values were not recorded", ha="center", color=MUTED, fontsize=8, transform=axes.transAxes)
         return
     strong = table["alpha_first"] > EPSILON
     for chosen, colour in ((~strong, ACCENT), (strong, WARM)):
@@ -102,7 +102,7 @@ def _values(axes: Axes, table: pd.DataFrame) -> None:
 
 
 def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
-    """Which tokens are sinks over the whole text, and of how many heads."""
+    """The tokens that are sinks over the whole text, with the number of heads."""
     plain(axes)
     axes.set_title("Tokens that are sinks over the whole text", fontsize=8.5, color=INK, loc="left", pad=5)
     rows = tokens.head(TOKENS)
@@ -120,12 +120,14 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
 
 
 def _sentence(data: xr.Dataset) -> str:
-    found = sink_summary(data)
-    parts = [f"{percent(found['natural'])} of the heads have a sink at the first token"] if "natural" in found else []
-    if "random" in found:
-        parts.append(f"{percent(found['random'])} on random tokens")
-    if found.get("learned", 0) >= 0.01:
-        parts.append(f"the learned sink takes {percent(found['learned'])}")
-    if not parts and "entries" in found:
-        parts = [f"{percent(found['entries'])} of the weights on the first token are above {EPSILON:g}"]
-    return ", ".join(parts) or "Of one token no sink can be told"
+    summary = sink_summary(data)
+    parts = (
+        [f"{percent(summary['natural'])} of the heads have a sink at the first token"] if "natural" in summary else []
+    )
+    if "random" in summary:
+        parts.append(f"{percent(summary['random'])} on random tokens")
+    if summary.get("learned", 0) >= 0.01:
+        parts.append(f"the learned sink takes {percent(summary['learned'])}")
+    if not parts and "entries" in summary:
+        parts = [f"{percent(summary['entries'])} of the weights on the first token are above {EPSILON:g}"]
+    return ", ".join(parts) or "A text of one token has no sink score"

@@ -1,4 +1,4 @@
-"""The small map that a profile keeps of every head of a long text, as `map_plot` draws maps made on demand."""
+"""The pooled maps that a profile stores for the heads of long texts, in the form that `map_figure` draws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredMap:
-    """One head of a data set of one text; `at` is its place among layers and heads."""
+    """One head of a data set of one text; `at` holds the indices of its layer and head."""
 
     model: str
     group: str
@@ -40,15 +40,15 @@ class StoredMap:
         return int(self.data["n_keys"][0])
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
-        """Names of the queries."""
+        """The tokens of the queries."""
         return [str(name) for name in self.data["query_token"].values[item, : self.n_queries][rows]]
 
     def key_tokens(self, columns: slice = slice(None), *, item: int = 0) -> list[str]:
-        """Names of the keys."""
+        """The tokens of the keys."""
         return [str(name) for name in self.data["key_token"].values[item, : self.n_keys][columns]]
 
     def picture(self) -> Picture | None:
-        """Its bins; None if the profile keeps none of this text."""
+        """The pooled map; None if the profile stores none for this text."""
         if "map_max" not in self.data:
             return None
         bins = int(self.data["bin_queries"][0]), int(self.data["bin_keys"][0])
@@ -63,6 +63,6 @@ class StoredMap:
         if not np.isfinite(largest).all():
             return None
         visible = np.ones(largest.shape)
-        if self.data.attrs["causal"]:  # a bin is hidden where its first key comes after its last query
+        if self.data.attrs["causal"]:  # a bin is masked if its first key comes after its last query
             visible = (across[:-1] <= down[1:, None] - 1 + self.n_keys - self.n_queries).astype(float)
         return Picture(*(torch.from_numpy(np.array(x)) for x in (largest, average, visible, down, across)))

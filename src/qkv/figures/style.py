@@ -1,4 +1,4 @@
-"""One look for figures and reports: colours that survive colour blindness and print, and names with units."""
+"""The style shared by figures and reports: colours that work in print and with colour blindness, names and units."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 INK, MUTED, HAIRLINE, PAPER = "#1b2126", "#626b73", "#dfe3e4", "#ffffff"
 ACCENT, WARM = "#1f6f8b", "#b8501a"
 
-# From little to much, evenly darker, so that it reads in grey as well. The dark page has its own.
+# From small to large values, evenly darker, so that it also works in greyscale. The dark page has its own ramp.
 RAMP = ("#f3f6f5", "#d9e7e6", "#a8ccd0", "#66a6b4", "#2f7793", "#174a6c", "#0b2545")
 RAMP_DARK = ("#1f262c", "#203d4c", "#236079", "#3a8a9a", "#6fb5b5", "#b0dccf", "#effbee")
 
-# Where weight goes. Warm: parked on a token whatever it says. Cool: by position. Grey: the rest.
+# Destinations of weight. Warm: tokens that receive it regardless of content. Cool: by position. Grey: the rest.
 DESTINATIONS = {
     "first": ("first token", "#b8501a"),
     "special": ("other special tokens", "#e3a25b"),
@@ -40,8 +40,8 @@ DESTINATIONS_DARK = {
     "elsewhere": "#464e56",
 }
 
-# Kinds of heads. Warm: rests on a token whatever it says. Blue: by position. Green: by content. Grey: no one thing.
-# Apart for every kind of colour blindness, on white and on the dark page (a ΔE of 13 and more between any two).
+# Types of heads. Warm: sinks, regardless of content. Blue: by position. Green: by content. Grey: no single role.
+# Distinguishable with every kind of colour blindness, on white and on the dark page (ΔE ≥ 13 between any two).
 KINDS = {
     "induction": "#4b7450",
     "duplicate token": "#76b562",
@@ -69,12 +69,12 @@ KINDS_DARK = {
 
 
 class Column(NamedTuple):
-    """How a column of `Profile.heads` is named and written."""
+    """The label, unit and meaning of a column of `Profile.heads`."""
 
     label: str
-    unit: str  # "%" (a share), "ratio" (1 is the end of its scale), or the unit to print after the number
+    unit: str  # "%" (a share), "ratio" (its scale ends at 1), or the unit to print after the number
     meaning: str
-    table: bool = True  # whether it is in tables of heads; else on the card of a head alone
+    table: bool = True  # whether it is in tables of heads; else only on the card of a head
 
     @classmethod
     def of(cls, name: str, about: Variable) -> Column:
@@ -84,8 +84,8 @@ class Column(NamedTuple):
         return cls(about.label, unit, about.definition, name not in ON_CARDS)
 
 
-ON_CARDS = ("entropy", "spread")  # entropy_ratio and distance say much of the same
-FIRST = "sink"  # pages begin with it
+ON_CARDS = ("entropy", "spread")  # nearly redundant with entropy_ratio and distance
+FIRST = "sink"  # the first statistic on pages
 STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in sorted(OF_HEADS, key=lambda name: name != FIRST)} | {
     "entropy_ratio": Column("Entropy ratio", "ratio", COLUMNS["entropy_ratio"][1]),
     "sink_share": Column("Sink share", "%", COLUMNS["sink_share"][1].replace("the threshold", "30 %"), table=False),
@@ -94,12 +94,12 @@ STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in sorted(OF_HEADS
 
 
 def columns_of(data: xr.Dataset) -> dict[str, Column]:
-    """The statistics of the heads of a group: those of all profiles, and those of one's own."""
+    """The statistics of the heads of a group: built-in and user-defined ones."""
     return STATISTICS | {name: Column.of(name, about) for name, about in own(data).items()}
 
 
 def percent(share: float) -> str:
-    """A share as a percentage with no more digits than it deserves: "0.4 %", "7 %", "62 %"."""
+    """A share as a percentage with up to two significant digits: "0.4 %", "7 %", "62 %"."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 0.95 else f"{value:.0f} %"
 

@@ -1,4 +1,4 @@
-"""Figures of a survey: every head at a glance, how texts differ, and where sinks are."""
+"""Figures of a survey: means of all heads, differences between texts, histograms, and positions of sinks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.surveys.data import Survey
 
-LEAST = 0.005  # a quantity that no head exceeds is not drawn
+NEGLIGIBLE = 0.005  # a quantity that no head exceeds is not drawn
 SMALL_MULTIPLES = ("sink_score", "previous", "self", "local", "distance", "entropy_ratio", "special", "delimiter")
 NAMES = {
     "sink_score": "Sink score of the first token",
@@ -32,10 +32,10 @@ NAMES = {
 
 
 def heads(survey: Survey, group: str | None = None) -> Figure:
-    """Layer × head maps of means over the corpus, one for each quantity that says something here."""
+    """Layer × head maps of means over the corpus, one for each quantity that is not negligible."""
     table = survey.heads(group)
     own = [name for name, quantity in survey.quantities.items() if quantity.parameters is not None]
-    names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > LEAST]
+    names = [name for name in (*SMALL_MULTIPLES, *own) if table[name].max() > NEGLIGIBLE]
     layers, columns = table["layer"].nunique(), table["head"].nunique()
     across = min(4, len(names))
     down = -(-len(names) // across)
@@ -63,7 +63,7 @@ def heads(survey: Survey, group: str | None = None) -> Figure:
 
 
 def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = None) -> Figure:
-    """How much a head differs from text to text: the middle 90 % of the sequences' means, around their median."""
+    """The variation of each head between texts: the median of the means of sequences, and their middle 90 %."""
     about = _quantity(survey, quantity)
     table = survey.heads(group).sort_values(f"{quantity}_text_p50", kind="stable").reset_index(drop=True)
     low, middle, high = (table[f"{quantity}_text_p{p}"] for p in (5, 50, 95))
@@ -81,7 +81,7 @@ def texts(survey: Survey, quantity: str = "entropy_ratio", group: str | None = N
 
 
 def distribution(survey: Survey, quantity: str = "distance", group: str | None = None) -> Figure:
-    """The histogram of a quantity over all queries, a row a head: exact counts."""
+    """The exact histogram of a quantity over all queries, with a row for each head."""
     about = _quantity(survey, quantity)
     q = list(survey.quantities).index(quantity)
     layers = [layer for _, layer in sorted(survey.group(group).layers.items())]
@@ -92,7 +92,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     figure = Drawing(figsize=(8.2, tall + 1.75))
     means = survey.heads(group)[quantity]
     title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
-    titled(figure, title, f"{_about(survey)} · share of each head's queries, a row a head")
+    titled(figure, title, f"{_about(survey)} · share of each head's queries, one row per head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
     picture = axes.imshow(np.sqrt(share), aspect="auto", cmap=COLOURS, interpolation="nearest", vmin=0)
     borders = edges(about)
@@ -103,7 +103,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
         ends - [layer.heads for layer in layers] - 0.5, [str(n) for n in sorted(survey.group(group).layers)]
     )
     axes.set_xlabel(f"{about.label.lower()} ({_unit(about)})", fontsize=8, color=MUTED)
-    axes.set_ylabel("layer, its heads below one another", fontsize=8, color=MUTED)
+    axes.set_ylabel("layer, with a row for each head", fontsize=8, color=MUTED)
     plain(axes)
     figure.colorbar(picture, cax=bar, format=FuncFormatter(lambda v, _: f"{100 * v * v:.0f} %")).outline.set_visible(
         False
@@ -113,7 +113,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
 
 
 def sinks(survey: Survey, group: str | None = None) -> Figure:
-    """How often each of the first 64 keys is a sink, over texts and heads."""
+    """The share of texts and heads in which each of the first 64 keys is a sink."""
     table = survey.sinks(group)
     known = table["share"].notna().any()
     figure = Drawing(figsize=(8.2, 4.2))

@@ -1,4 +1,4 @@
-"""Kinds of heads as a picture: layer × head, one colour a role, small marks for traits."""
+"""Figure of the types of heads: layer × head, a colour for each role, marks for traits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKS = {"sparse": "•", "streaming": "s", "retrieval": "r", "positional": "p",
 
 
 def types_figure(name: str, table: pd.DataFrame) -> Figure:
-    """The table of `Profile.types` as a map.
+    """The table of `Profile.types` as a layer × head map.
 
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
@@ -41,7 +41,9 @@ def types_figure(name: str, table: pd.DataFrame) -> Figure:
     width = max(left + wide + 3.9, 7.2)
     figure = Drawing(figsize=(width, top + max(tall, legend) + 0.7))
     titled(
-        figure, _sentence(table), f"{name} · {layers_and_heads(layers, heads)} · a head has the first kind that holds"
+        figure,
+        _sentence(table),
+        f"{name} · {layers_and_heads(layers, heads)} · a head has the first type whose threshold it reaches",
     )
     axes = place(figure, left, top, wide, tall)
     _cells(axes, grid, traits, cell)
@@ -83,7 +85,7 @@ def _legend(axes: Axes, table: pd.DataFrame, present: list[str], shown: list[str
 
 
 def _ink(colour: str) -> str:
-    """Dark on light, light on dark."""
+    """A text colour that is readable on `colour`."""
     red, green, blue = to_rgb(colour)
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
@@ -93,5 +95,5 @@ def _sentence(table: pd.DataFrame) -> str:
     named = counts.drop(MIXED, errors="ignore")
     parts = [f"{n:,} {kind}" for kind, n in named.head(3).items()]
     if not parts:
-        return f"None of the {len(table):,} heads does one thing only"
+        return f"None of the {len(table):,} heads has a single role"
     return f"Of {len(table):,} heads: {', '.join(parts)}" + (f"; {counts[MIXED]:,} mixed" if MIXED in counts else "")

@@ -1,4 +1,4 @@
-"""Attention as modules, by the field's names, made of `qkv.attend`."""
+"""Modules built on `qkv.attend`: multi-head, linear and recurrent-era attention, feed-forward layers and blocks."""
 
 from __future__ import annotations
 

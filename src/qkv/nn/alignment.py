@@ -1,7 +1,7 @@
-"""Attention as it was with recurrent networks: additive (Bahdanau et al. 2015) and Luong et al. 2015.
+"""Attention of recurrent encoder-decoders: additive (Bahdanau et al. 2015) and Luong et al. 2015.
 
-A decoder's state is the query, the states of an encoder are keys and values at once. What depends on the keys alone
-is computed once a source with `project` and passed to every step of the decoder.
+A decoder state is the query; encoder states are both keys and values. The part of the score that depends only on the
+keys is computed once for each source with `project` and passed to every decoder step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from qkv.scores import Additive, Concat, Dot, General, Score
 
 
 class AdditiveAttention(nn.Module):
-    """v · tanh(W q + U k), a softmax over the keys, the mean of the values (Bahdanau et al. 2015, arXiv:1409.0473).
+    """Additive attention: scores v · tanh(W q + U k), softmax over keys, mean of values (Bahdanau et al. 2015,
+    arXiv:1409.0473).
 
     There are no biases. W and U start Xavier-uniform, v uniform within 1/√d_hidden.
 
-    Shapes: b batch, nq queries, nk keys, dq and dk their sizes, a = d_hidden where they are compared.
+    Shapes: b batch, nq queries, nk keys, dq and dk their dimensions, a = d_hidden.
 
     Args:
-        d_query: size of a query.
-        d_key: size of a key.
-        d_hidden: size in which they are compared.
+        d_query: dimension of queries.
+        d_key: dimension of keys.
+        d_hidden: hidden dimension of the score.
 
     Raises:
         InputError: for sizes below 1.
@@ -61,7 +62,7 @@ class AdditiveAttention(nn.Module):
         nn.init.uniform_(self.vector, -(self.d_hidden**-0.5), self.d_hidden**-0.5)
 
     def project(self, keys: Float[Tensor, "b nk dk"]) -> Float[Tensor, "b nk a"]:
-        """U k of all keys: what a decoder computes once a source and passes to every step as `projected`."""
+        """U k of all keys, computed once for each source and passed to every decoder step as `projected`."""
         _check_last("keys", keys, self.d_key)
         return keys @ self.w_k.T
 
@@ -95,18 +96,18 @@ class AdditiveAttention(nn.Module):
         Args:
             query: decoder states.
             keys: encoder states.
-            values: what is averaged; the keys if None.
-            projected: what `project` made of the keys; made here if None.
+            values: values; the keys if None.
+            projected: the result of `project` for the keys; computed here if None.
             mask: True where a query may attend, as in `qkv.attend` with one head.
             return_weights: also return the weights.
 
         Returns:
-            The context (b, nq, dv), or ``(context, weights)`` with weights (b, nq, nk). A query that may attend to
-            nothing has context 0.
+            The context (b, nq, dv), or ``(context, weights)`` with weights (b, nq, nk). A query without visible keys
+            has context 0.
         """
         _check_last("query", query, self.d_query)
         projected = self.project(keys) if projected is None else projected
-        found = attend(
+        result = attend(
             query[:, None],
             projected[:, None],
             (keys if values is None else values)[:, None],
@@ -115,9 +116,9 @@ class AdditiveAttention(nn.Module):
             kernel=_kernel(query),
             return_weights=return_weights,
         )
-        if isinstance(found, tuple):
-            return found[0][:, 0], found[1][:, 0]
-        return found[:, 0]
+        if isinstance(result, tuple):
+            return result[0][:, 0], result[1][:, 0]
+        return result[:, 0]
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
@@ -127,31 +128,31 @@ class AdditiveAttention(nn.Module):
 
 
 class LuongAttention(nn.Module):
-    """Attention after the decoder's step: h~ = tanh(W_c [c; h]) (Luong et al. 2015, arXiv:1508.04025).
+    """Attention after the decoder step: h~ = tanh(W_c [c; h]) (Luong et al. 2015, arXiv:1508.04025).
 
-    `kind` says which of the S source states the decoder state h_t of step t, counted from 0, attends to:
+    `kind` selects the source states, of S, to which the decoder state h_t of step t, counted from 0, attends:
 
     - ``"global"``: all;
-    - ``"local-m"``: those at t − D … t + D, as if both sequences ran in parallel. Steps for which nothing of the
-      source lies in the window have context 0;
-    - ``"local-p"``: those at p_t − D … p_t + D around p_t = S · σ(v_p · tanh(W_p h_t)), with the softmax over them
-      multiplied by exp(−(s − p_t)² / (2 σ²)), σ = D / 2. That product is not normalised again: weights sum to at most
-      1, and what is missing is a sink of the softmax. The gradient reaches p_t through the Gaussian.
+    - ``"local-m"``: positions t − D … t + D, assuming that both sequences run in parallel. If the window lies outside
+      the source, the context is 0;
+    - ``"local-p"``: positions p_t − D … p_t + D around p_t = S · σ(v_p · tanh(W_p h_t)), with the softmax over them
+      multiplied by exp(−(s − p_t)² / (2 σ²)), σ = D / 2. The product is not normalized again: weights sum to at most
+      1, and the missing mass is a sink of the softmax. The gradient reaches p_t through the Gaussian.
 
     There are no biases. Matrices start Xavier-uniform, vectors uniform within 1/√d_query.
 
-    Shapes: b batch, nq queries, nk keys, dq and dk their sizes.
+    Shapes: b batch, nq queries, nk keys, dq and dk their dimensions.
 
     Args:
-        d_query: size of a decoder state, and of h~.
-        d_key: size of an encoder state.
-        score: ``"dot"`` h · s, unscaled; ``"general"`` h · W s; ``"concat"`` v · tanh(W [h; s]), compared in d_query
-            dimensions.
+        d_query: dimension of a decoder state, and of h~.
+        d_key: dimension of an encoder state.
+        score: ``"dot"`` h · s, unscaled; ``"general"`` h · W s; ``"concat"`` v · tanh(W [h; s]) with hidden dimension
+            d_query.
         kind: ``"global"``, ``"local-m"`` or ``"local-p"``.
-        half_width: D, of the local kinds.
+        half_width: D of the local kinds.
 
     Raises:
-        InputError: for a score, kind or size that does not exist or fit.
+        InputError: for an unknown score or kind, or sizes that do not fit.
 
     Source: §3.1–3.2, eq. 5–10.
 
@@ -200,9 +201,9 @@ class LuongAttention(nn.Module):
                 nn.init.uniform_(parameter, -(self.d_query**-0.5), self.d_query**-0.5)
 
     def project(self, keys: Float[Tensor, "b nk dk"]) -> Float[Tensor, "b nk d"]:
-        """The keys where they are compared: a decoder computes it once a source and passes it to every step.
+        """The part of the score that depends only on the keys, computed once for each source and passed to every step.
 
-        Only ``"concat"`` does anything to the keys alone.
+        Only ``"concat"`` projects keys; the other scores return them unchanged.
         """
         _check_last("keys", keys, self.d_key)
         return keys @ self.weight[:, self.d_query :].T if self.score == "concat" else keys
@@ -241,10 +242,10 @@ class LuongAttention(nn.Module):
         Args:
             query: decoder states of consecutive steps.
             keys: encoder states.
-            projected: what `project` made of the keys; made here if None.
-            mask: True where a query may attend, as in `qkv.attend` with one head; and-ed to the window.
-            step: t of the first query: how many target tokens came before it.
-            lengths: S, the real keys of each batch item, which stand at the start; others are hidden. All if None.
+            projected: the result of `project` for the keys; computed here if None.
+            mask: True where a query may attend, as in `qkv.attend` with one head; combined with the window by AND.
+            step: t of the first query: the number of target tokens before it.
+            lengths: S, the number of real keys of each batch item; later keys are padding and masked. All if None.
             return_weights: also return the weights.
 
         Returns:
@@ -252,26 +253,26 @@ class LuongAttention(nn.Module):
         """
         _check_last("query", query, self.d_query)
         if step < 0:
-            raise InputError(f"step is {step}, expected at least 0: how many target tokens came before")
+            raise InputError(f"step is {step}, expected at least 0: the number of target tokens before the query")
         projected = self.project(keys) if projected is None else projected
         q, k, v = query[:, None], projected[:, None], keys[:, None]
-        seen = None if mask is None else as_mask(mask)
+        visible = None if mask is None else as_mask(mask)
         if lengths is not None:
-            seen = _both(seen, masks.Padding(lengths))
+            visible = _both(visible, masks.Padding(lengths))
         bias, normalizer = None, Softmax()
         if self.kind == "local-m":
             window = masks.Window(self.half_width + 1, ahead=self.half_width)
-            seen = _both(seen, masks.Shifted(window, step))
+            visible = _both(visible, masks.Shifted(window, step))
         elif self.kind == "local-p":
-            away = self._away(query, keys, lengths)
-            seen = _both(seen, masks.Dense(away.abs() <= self.half_width))
+            distance = self._distance_from_centre(query, keys, lengths)
+            visible = _both(visible, masks.Dense(distance.abs() <= self.half_width))
             spread = 2 * (self.half_width / 2) ** 2
-            bias, normalizer = self._gaussian(q, k, away.square() / spread, seen)
-        found = attend(
-            q, k, v, mask=seen, bias=bias, score=self._score(), normalizer=normalizer, kernel=_kernel(query),
+            bias, normalizer = self._gaussian(q, k, distance.square() / spread, visible)
+        result = attend(
+            q, k, v, mask=visible, bias=bias, score=self._score(), normalizer=normalizer, kernel=_kernel(query),
             return_weights=return_weights,
         )  # fmt: skip
-        context, weights = found if isinstance(found, tuple) else (found, None)
+        context, weights = result if isinstance(result, tuple) else (result, None)
         attentional = torch.tanh(self.combine(torch.cat([context[:, 0], query], -1)))
         return attentional if weights is None else (attentional, weights[:, 0])
 
@@ -279,7 +280,7 @@ class LuongAttention(nn.Module):
         __call__ = forward  # calling the module has the types of `forward`
 
     def _score(self) -> Score:
-        """How a query and a projected key are compared."""
+        """The score of a query and a projected key."""
         if self.score == "dot":
             return Dot(1.0)
         if self.score == "general":
@@ -287,28 +288,30 @@ class LuongAttention(nn.Module):
         whole = Concat(self.weight, self.vector, self.d_query)
         return Additive(whole.vector, whole.w_q)  # the keys are projected already
 
-    def _away(self, query: Tensor, keys: Tensor, lengths: Tensor | None) -> Float[Tensor, "b 1 nq nk"]:
-        """How far each key is from p_t."""
+    def _distance_from_centre(self, query: Tensor, keys: Tensor, lengths: Tensor | None) -> Float[Tensor, "b 1 nq nk"]:
+        """The signed distance of each key from p_t."""
         wide = at_least_float32(query.dtype)
         share = torch.sigmoid(torch.tanh(query @ self.position_weight.T) @ self.position_vector).to(wide)
         length = keys.shape[1] if lengths is None else lengths.to(share)[:, None]
         centre = length * share
         return (torch.arange(keys.shape[1], dtype=wide, device=keys.device) - centre[..., None])[:, None]
 
-    def _gaussian(self, q: Tensor, k: Tensor, fall: Float[Tensor, "b 1 nq nk"], seen: Mask) -> tuple[Dense, Softmax]:
-        """A bias and a sink with which the softmax gives g · softmax(s), g = exp(−fall).
+    def _gaussian(
+        self, q: Tensor, k: Tensor, exponent: Float[Tensor, "b 1 nq nk"], visible: Mask
+    ) -> tuple[Dense, Softmax]:
+        """A bias and a sink with which the softmax gives g · softmax(s), where g = exp(−exponent).
 
-        Weights exp(s) g / Σ exp(s) are those of the scores s + ln g, if Σ exp(s) (1 − g) goes to no key.
+        Weights exp(s) g / Σ exp(s) are the softmax of s + ln g with a sink of mass Σ exp(s) (1 − g).
         """
-        # 1 − g is 0 at p_t itself, where its logarithm has no slope: a lowest fall keeps both finite, and e^-69 of the
-        # weight is nothing.
-        missing = torch.log(-torch.expm1(-fall.clamp(min=1e-30)))
-        with watching(None):  # it is part of the softmax that follows, not an attention of its own
-            _, lost = attend(
-                q, k, k[..., :1], mask=seen, bias=Dense(missing), score=self._score(), kernel=_kernel(q[:, 0]),
+        # At p_t, 1 − g is 0 and the gradient of its logarithm infinite. A smallest exponent keeps both finite and
+        # changes weights by a factor of e^-69 at most.
+        log_missing = torch.log(-torch.expm1(-exponent.clamp(min=1e-30)))
+        with watching(None):  # an internal step of the softmax that follows: observers must not see it
+            _, sink = attend(
+                q, k, k[..., :1], mask=visible, bias=Dense(log_missing), score=self._score(), kernel=_kernel(q[:, 0]),
                 return_lse=True,
             )  # fmt: skip
-        return Dense(-fall), Softmax(sink=lost)
+        return Dense(-exponent), Softmax(sink=sink)
 
     def extra_repr(self) -> str:
         width = "" if self.kind == "global" else f", half_width={self.half_width}"
@@ -316,7 +319,7 @@ class LuongAttention(nn.Module):
 
 
 def _kernel(query: Tensor) -> str:
-    """A decoder that steps asks one query at a time: forming its few weights is several times faster than tiles."""
+    """The kernel for these queries: for a single one (a decoder step), eager is several times faster than tiles."""
     return "eager" if query.shape[1] == 1 else "auto"
 
 

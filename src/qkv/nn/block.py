@@ -1,4 +1,4 @@
-"""A layer of a Transformer: attention and a feed-forward layer, each around a residual."""
+"""A Transformer layer: attention and a feed-forward layer, each with a norm and a residual connection."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def make_norm(kind: str, d_model: int, eps: float, *, bias: bool = True) -> nn.M
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, cross-attention if there is one, and a feed-forward layer, each added to what came in.
+    """Self-attention, optional cross-attention, and a feed-forward layer, each with a residual connection.
 
     Pre-norm: x + f(norm(x)) (Xiong et al. 2020, arXiv:2002.04745). Post-norm: norm(x + f(x)), as in Vaswani et al.
-    2017 (arXiv:1706.03762, §3.1). Its parts are made by the caller, who decides what they are.
+    2017 (arXiv:1706.03762, §3.1). The caller passes the modules.
 
     Args:
         attention: the self-attention.
-        feed_forward: any module from (b, n, d_model) to the same.
-        cross: attention to a memory, as in a decoder of an encoder-decoder.
+        feed_forward: any module from (b, n, d_model) to the same shape.
+        cross: attention to a memory, as in the decoder of an encoder-decoder.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         place: ``"pre"`` or ``"post"``.
-        eps: of the norms.
+        eps: epsilon of the norms.
         norm_bias: whether layer norms have biases.
-        dropout: of what is added to the residual, in training.
+        dropout: dropout probability, in training, before each residual addition.
 
     >>> import torch, qkv
     >>> from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
@@ -91,28 +91,32 @@ class TransformerBlock(nn.Module):
 
         Args:
             x: the tokens.
-            memory: what `cross` attends to.
-            keys_values: what ``cross.keys_values`` made of the memory, instead of it.
-            mask: True where a token may attend to a token; and-ed to the composition's own.
+            memory: the sequence to which `cross` attends.
+            keys_values: the result of ``cross.keys_values(memory)``, instead of the memory.
+            mask: True where a token may attend to a token; combined with the mask of the composition by AND.
             memory_mask: the same for the memory.
-            positions: of the tokens, for rotary positions.
+            positions: positions of the tokens, for rotary positions.
             cache: keys and values of earlier tokens.
         """
         if (self.cross is None) != (memory is None and keys_values is None):
-            have, given = ("has no", "a") if self.cross is None else ("has a", "no")
-            raise InputError(f"memory: this block {have} cross-attention, but {given} memory is given")
+            problem = (
+                "is passed, but this block has no cross-attention"
+                if self.cross is None
+                else "is None, but this block has cross-attention"
+            )
+            raise InputError(f"memory {problem}")
 
-        x = self._around(x, self.attention_norm, self.attention, mask=mask, positions=positions, cache=cache)
+        x = self._residual(x, self.attention_norm, self.attention, mask=mask, positions=positions, cache=cache)
         if self.cross is not None and self.cross_norm is not None:
-            known = {"keys_values": keys_values, "mask": memory_mask}
-            x = self._around(x, self.cross_norm, self.cross, context=memory, **known)
-        return self._around(x, self.feed_forward_norm, self.feed_forward)
+            options = {"keys_values": keys_values, "mask": memory_mask}
+            x = self._residual(x, self.cross_norm, self.cross, context=memory, **options)
+        return self._residual(x, self.feed_forward_norm, self.feed_forward)
 
-    def _around(self, x: Tensor, norm: nn.Module, layer: nn.Module, **given: Any) -> Tensor:
-        """The residual around a layer."""
+    def _residual(self, x: Tensor, norm: nn.Module, layer: nn.Module, **options: Any) -> Tensor:
+        """A layer with its norm and residual connection."""
         if self.place == "pre":
-            return x + self._dropped(layer(norm(x), **given))
-        out: Tensor = norm(x + self._dropped(layer(x, **given)))
+            return x + self._dropped(layer(norm(x), **options))
+        out: Tensor = norm(x + self._dropped(layer(x, **options)))
         return out
 
     def _dropped(self, x: Tensor) -> Tensor:

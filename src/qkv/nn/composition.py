@@ -1,4 +1,4 @@
-"""A composition whose learned parts are parameters of a module."""
+"""`Composition`: an `Attention` as a module, with its learned tensors as parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Path = tuple[str | int, ...]
 
 
 class Composition(nn.Module):
-    """An `Attention` as a module: every `nn.Parameter` and `nn.Module` in it is trained, moved and saved.
+    """An `Attention` as a module: every `nn.Parameter` and `nn.Module` in it is registered.
 
-    The parameters are the very ones given, so a composition passed to several modules is shared by them, as T5 shares
-    its bias. Their names tell where they stand: ``score_weight``, ``bias_table``, ``normalizer_sink``.
+    Parameters are not copied, so modules that receive the same composition share them, as T5 layers share a bias. Their
+    names give their place in the composition: ``score_weight``, ``bias_table``, ``normalizer_sink``.
 
     >>> import torch, qkv
     >>> sink = qkv.normalizers.Softmax(sink=torch.nn.Parameter(torch.zeros(4)))
@@ -35,7 +35,7 @@ class Composition(nn.Module):
         super().__init__()
         if not isinstance(attention, Attention):
             raise InputError(f"attention is {attention!r}, expected a qkv.Attention, such as Attention(mask=Causal())")
-        self._given = attention
+        self._initial = attention
         self._places: dict[str, Path] = {}
         for place, learned in _learned(attention, ()):
             name = "_".join(map(str, place))
@@ -47,9 +47,9 @@ class Composition(nn.Module):
 
     @property
     def attention(self) -> Attention:
-        """The composition with the parameters as they are now."""
-        attention = self._given
-        for name, place in self._places.items():  # functional calls and sharding put other tensors under the name
+        """The composition with the current parameters."""
+        attention = self._initial
+        for name, place in self._places.items():  # functional calls and sharding replace the registered tensors
             attention = _with(attention, place, getattr(self, name))
         return attention
 
@@ -77,7 +77,7 @@ class Composition(nn.Module):
         mask: Mask | Bool[Tensor, "..."] | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`attend` with this composition and, where given, a further mask; dropout acts in training mode."""
+        """`attend` with this composition and an optional additional mask; dropout acts in training mode."""
         attention = self.attention if mask is None else masked(self.attention, mask)
         if return_weights:
             return attention(q, k, v, training=self.training, return_weights=True)
@@ -87,15 +87,15 @@ class Composition(nn.Module):
         __call__ = forward  # calling the module has the types of `forward`
 
     def extra_repr(self) -> str:
-        parts = ((f.name, getattr(self._given, f.name)) for f in fields(Attention))
+        parts = ((f.name, getattr(self._initial, f.name)) for f in fields(Attention))
         return ", ".join(f"{name}={type(x).__name__}" for name, x in parts if x is not None and name != "dropout_p")
 
 
 def masked(attention: Attention, mask: Mask | Bool[Tensor, "..."]) -> Attention:
-    """The composition with `mask` and-ed to its own."""
-    own, further = as_mask(attention.mask), as_mask(mask)
-    assert further is not None
-    return replace(attention, mask=further if own is None else own & further)
+    """The composition with its mask combined with `mask` by AND."""
+    first, second = as_mask(attention.mask), as_mask(mask)
+    assert second is not None
+    return replace(attention, mask=second if first is None else first & second)
 
 
 def _learned(x: Any, place: Path) -> Iterator[tuple[Path, nn.Parameter | nn.Module]]:
@@ -114,7 +114,7 @@ def _with(x: Any, place: Path, value: Tensor) -> Any:
         return value
     first, rest = place[0], place[1:]
     if isinstance(first, str):
-        made = copy(x)
-        object.__setattr__(made, first, _with(getattr(x, first), rest, value))
-        return made
+        changed = copy(x)
+        object.__setattr__(changed, first, _with(getattr(x, first), rest, value))
+        return changed
     return (*x[:first], _with(x[first], rest, value), *x[first + 1 :])

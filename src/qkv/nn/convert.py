@@ -1,4 +1,4 @@
-"""To and from torch.nn: the same weights, the same outputs."""
+"""Convert attention layers and blocks from and to torch.nn, with the same weights and outputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def from_torch(module: nn.TransformerEncoderLayer) -> TransformerBlock: ...
 def from_torch(
     module: nn.MultiheadAttention | nn.TransformerEncoderLayer,
 ) -> MultiHeadAttention | TransformerBlock:
-    """Our module of torch's, with copies of its weights: `MultiHeadAttention` or `TransformerBlock`.
+    """Convert a torch module to `MultiHeadAttention` or `TransformerBlock`, with copies of its weights.
 
-    Batches come first in ours, whatever `batch_first` was; masks are True where a query may attend (torch's boolean
-    masks are the other way round: `qkv.masks.from_multihead`). ``add_zero_attn`` is a softmax off by one. Outputs are
-    equal in evaluation; in training ours drop nothing inside the feed-forward layer.
+    The result is batch-first, regardless of `batch_first`. Masks are True where a query may attend; torch's boolean
+    masks have the opposite meaning (`qkv.masks.from_multihead`). ``add_zero_attn`` becomes a softmax off by one.
+    Outputs are equal in evaluation mode; in training, qkv has no dropout inside the feed-forward layer.
 
     Raises:
-        InputError: for what ours have no like of: ``add_bias_kv``, kdim ≠ vdim, other activations.
+        InputError: for settings that qkv does not support: ``add_bias_kv``, kdim ≠ vdim, other activations.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(64, 8, batch_first=True).eval()
@@ -56,12 +56,12 @@ def to_torch(module: MultiHeadAttention) -> nn.MultiheadAttention: ...
 @overload
 def to_torch(module: TransformerBlock) -> nn.TransformerEncoderLayer: ...
 def to_torch(module: MultiHeadAttention | TransformerBlock) -> nn.MultiheadAttention | nn.TransformerEncoderLayer:
-    """Torch's module of ours, with copies of its weights, batch first.
+    """Convert a qkv module to its torch.nn counterpart, batch-first, with copies of its weights.
 
-    The composition's mask is not carried over: torch takes masks with each call (`qkv.masks.to_multihead`).
+    The mask of the composition is not converted: torch takes a mask with each call (`qkv.masks.to_multihead`).
 
     Raises:
-        InputError: for what torch's have no like of, by name.
+        InputError: for settings that the torch module does not support, by name.
 
     >>> ours = MultiHeadAttention(64, 8)
     >>> type(to_torch(ours)).__name__
@@ -76,9 +76,13 @@ def to_torch(module: MultiHeadAttention | TransformerBlock) -> nn.MultiheadAtten
 
 def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
     if theirs.bias_k is not None:
-        raise InputError("module has add_bias_kv, a learned key with a learned value, which MultiHeadAttention has not")
+        raise InputError(
+            "module has add_bias_kv, a learned key with a learned value, which MultiHeadAttention does not support"
+        )
     if theirs.kdim != theirs.vdim:
-        raise InputError(f"module has kdim {theirs.kdim} and vdim {theirs.vdim}, expected one context for both")
+        raise InputError(
+            f"module has kdim {theirs.kdim} and vdim {theirs.vdim}, expected the same dimension for keys and values"
+        )
     fused = theirs.in_proj_weight is not None
     normalizer = Softmax(sink=0.0) if theirs.add_zero_attn else None
     ours = MultiHeadAttention(
@@ -105,25 +109,25 @@ def _attention_from_torch(theirs: nn.MultiheadAttention) -> MultiHeadAttention:
 
 def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
     if type(ours) is not MultiHeadAttention:
-        raise InputError(f"module is {type(ours).__name__}, which torch.nn has no like of")
+        raise InputError(f"module is {type(ours).__name__}, which has no counterpart in torch.nn")
     attention = ours.composition.attention
     normalizer = attention.normalizer or Softmax()
     plain = isinstance(normalizer, SumToOne) and normalizer.has_lse and normalizer.temperature == 1
     sink = normalizer.sink if isinstance(normalizer, SumToOne) else None
     off_by_one = not isinstance(sink, torch.Tensor) and sink == 0.0
     plain = plain and (sink is None or off_by_one) and getattr(normalizer, "key", None) is None
-    for what, there in {
+    for feature, present in {
         "grouped heads": ours.kv_heads != ours.heads,
         "a gate": ours.gate is not None,
         "rotary positions": ours.rotary is not None,
         "norms of queries and keys": ours.q_norm is not None,
-        "heads whose sizes are not d_model / heads": {ours.head_dim, ours.v_head_dim} != {ours.d_model // ours.heads},
+        "a head dimension other than d_model / heads": {ours.head_dim, ours.v_head_dim} != {ours.d_model // ours.heads},
         "biases of scores": attention.bias is not None,
         "another score than Dot()": attention.score not in (None, Dot()),
         "another normalizer than softmax, plain or off by one": not plain,
     }.items():
-        if there:
-            raise InputError(f"module has {what}, which torch.nn.MultiheadAttention has not")
+        if present:
+            raise InputError(f"module has {feature}, which torch.nn.MultiheadAttention does not support")
     context = {} if ours.fused else {"kdim": ours.d_context, "vdim": ours.d_context}
     theirs = nn.MultiheadAttention(
         ours.d_model,
@@ -134,19 +138,19 @@ def _attention_to_torch(ours: MultiHeadAttention) -> nn.MultiheadAttention:
         batch_first=True,
         **context,
     )
-    given = ours.state_dict()
-    weights = {name: x for name, x in given.items() if name.startswith("out_proj.")}
-    three = [given.get(f"{name}_proj.weight") for name in "qkv"]
+    state = ours.state_dict()
+    weights = {name: x for name, x in state.items() if name.startswith("out_proj.")}
+    separate = [state.get(f"{name}_proj.weight") for name in "qkv"]
     if ours.fused:
         weights |= {
-            f"in_proj_{name}": given[f"in_proj.{name}"] for name in ("weight", "bias") if f"in_proj.{name}" in given
+            f"in_proj_{name}": state[f"in_proj.{name}"] for name in ("weight", "bias") if f"in_proj.{name}" in state
         }
-    elif theirs.in_proj_weight is not None:  # torch keeps one matrix wherever one width serves all
-        weights["in_proj_weight"] = torch.cat([x for x in three if x is not None])
+    elif theirs.in_proj_weight is not None:  # torch fuses the matrices whenever their widths are equal
+        weights["in_proj_weight"] = torch.cat([x for x in separate if x is not None])
     else:
-        weights |= {f"{name}_proj_weight": x for name, x in zip("qkv", three, strict=True) if x is not None}
+        weights |= {f"{name}_proj_weight": x for name, x in zip("qkv", separate, strict=True) if x is not None}
     if not ours.fused and ours.out_proj.bias is not None:
-        weights["in_proj_bias"] = torch.cat([given[f"{name}_proj.bias"] for name in "qkv"])
+        weights["in_proj_bias"] = torch.cat([state[f"{name}_proj.bias"] for name in "qkv"])
     return _filled(_like(theirs, ours), weights)
 
 
@@ -172,7 +176,7 @@ def _block_from_torch(theirs: nn.TransformerEncoderLayer) -> TransformerBlock:
 def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
     layer = ours.feed_forward
     if ours.cross is not None:
-        raise InputError("module has cross-attention, expected a block of an encoder")
+        raise InputError("module has cross-attention, expected an encoder block without it")
     if not isinstance(layer, FeedForward) or layer.activation not in ACTIVATIONS.values():
         raise InputError("module has a feed-forward layer that is not FeedForward with 'relu' or 'gelu'")
     norm = ours.attention_norm
@@ -180,7 +184,7 @@ def _block_to_torch(ours: TransformerBlock) -> nn.TransformerEncoderLayer:
         raise InputError(f"module has {type(norm).__name__}, but torch.nn.TransformerEncoderLayer has LayerNorm")
     bias = layer.up.bias is not None
     if len({bias, norm.bias is not None, ours.attention.out_proj.bias is not None}) > 1:
-        raise InputError("module has biases in some of its layers, expected all or none")
+        raise InputError("module has biases in some of its layers, expected biases in all or in none")
     theirs = nn.TransformerEncoderLayer(
         ours.attention.d_model,
         ours.attention.heads,
@@ -225,6 +229,6 @@ def _filled(module: M, weights: dict[str, torch.Tensor]) -> M:
 
 
 def _like(module: M, other: nn.Module) -> M:
-    """In the dtype, on the device and in the mode of another module."""
+    """The module with the dtype, device and training mode of another."""
     first = next(other.parameters())
     return module.to(first.device, first.dtype).train(other.training)

@@ -1,4 +1,4 @@
-"""Multi-head attention as five einsums: nothing to read but the mathematics. A twin for tests and for reading."""
+"""Multi-head attention as five einsums: a readable reference for `MultiHeadAttention`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qkv.nn.multi_head import MultiHeadAttention
 
 
 class EinsumAttention(nn.Module):
-    """Self-attention with one weight for each head, every step an einsum over named dimensions.
+    """Multi-head self-attention with every step written as an einsum over named dimensions.
 
-    It forms the weights, so its memory is quadratic, and returns them. `MultiHeadAttention` computes the same:
-    `of` takes the weights of one.
+    It materialises the attention weights, so memory is quadratic, and returns them. `MultiHeadAttention` computes the
+    same output; `of` copies the parameters of one.
 
-    b batch, q queries, k keys, h heads, e the width of the model, d of a head.
+    Dimensions: b batch, q queries, k keys, h heads, e model, d head.
 
     >>> import torch
     >>> layer = MultiHeadAttention(64, 8)
@@ -38,15 +38,18 @@ class EinsumAttention(nn.Module):
 
     @staticmethod
     def of(layer: MultiHeadAttention) -> EinsumAttention:
-        """The same weights in this form. `InputError` for a layer that does more than plain multi-head attention."""
+        """A copy of `layer` in this form; `InputError` unless the layer is plain multi-head attention."""
         attention = layer.composition.attention
         parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
         same = type(layer) is MultiHeadAttention and layer.heads * layer.head_dim == layer.d_model
         if not same or any(part is not None for part in parts):
-            raise InputError("layer: expected a MultiHeadAttention whose composition is Attention(), of heads alone")
+            raise InputError("layer: expected a MultiHeadAttention whose composition is Attention()")
         plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
         if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
-            raise InputError("layer: expected a fused MultiHeadAttention with biases and nothing but heads")
+            raise InputError(
+                "layer: expected a fused MultiHeadAttention with biases, without grouped heads, gate, norms, rotary "
+                "positions or another value dimension"
+            )
         twin = EinsumAttention(layer.heads * layer.head_dim, layer.heads).to(layer.in_proj.weight)
         split = (layer.heads, layer.head_dim)
         with torch.no_grad():
@@ -61,15 +64,15 @@ class EinsumAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n e"], mask: Bool[Tensor, "..."] | None = None
     ) -> tuple[Float[Tensor, "b n e"], Float[Tensor, "b h n n"]]:
-        """Output and weights; mask True where a query may attend. A query that sees nothing gives the output bias."""
+        """Output and weights; mask True where a query may attend. Without visible keys the output is the bias b_o."""
         q = torch.einsum("bqe,hed->bhqd", x, self.w_q) + self.b_q[:, None]
         k = torch.einsum("bke,hed->bhkd", x, self.w_k) + self.b_k[:, None]
         v = torch.einsum("bke,hed->bhkd", x, self.w_v) + self.b_v[:, None]
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-            nothing = ~mask.any(-1, keepdim=True)
-            weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+            empty = ~mask.any(-1, keepdim=True)
+            weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
         else:
             weights = scores.softmax(-1)
         return torch.einsum("bhqk,bhkd,hde->bqe", weights, v, self.w_o) + self.b_o, weights

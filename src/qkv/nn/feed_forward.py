@@ -1,4 +1,4 @@
-"""The position-wise layer between attentions."""
+"""The position-wise feed-forward layer of a Transformer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tan
 class FeedForward(nn.Module):
     """Two linear maps with a nonlinearity between (Vaswani et al. 2017, arXiv:1706.03762, eq. 2).
 
-    ``"swiglu"`` is three: (silu(x W₁) ∘ x W₂) W₃ (Shazeer 2020, arXiv:2002.05202, eq. 6); W₁ and W₂ are one matrix,
-    the gate's half first. ``"gelu_tanh"`` is GELU by its tanh formula, as in GPT-2 (Hendrycks & Gimpel 2016,
+    ``"swiglu"`` has three: (silu(x W₁) ∘ x W₂) W₃ (Shazeer 2020, arXiv:2002.05202, eq. 6); W₁ and W₂ are stored as one
+    matrix, the gate's half first. ``"gelu_tanh"`` is GELU by its tanh formula, as in GPT-2 (Hendrycks & Gimpel 2016,
     arXiv:1606.08415). Weights start Xavier-uniform, biases at 0.
 
     Args:
-        d_model: width of what comes in and goes out.
-        d_hidden: width between; if None 4 · d_model, or 8/3 · d_model for ``"swiglu"``, which then has as many weights.
+        d_model: input and output dimension.
+        d_hidden: hidden dimension; if None 4 · d_model, or 8/3 · d_model for ``"swiglu"``, with the same number of
+            parameters.
         activation: ``"gelu"``, ``"gelu_tanh"``, ``"relu"`` or ``"swiglu"``.
         bias: whether the maps have biases.
 

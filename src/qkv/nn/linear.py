@@ -1,4 +1,4 @@
-"""Attention in linear time as modules."""
+"""Modules with attention in linear time: feature maps (a recurrence when causal) and Linformer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from qkv.scores import Features
 class LinearAttention(MultiHeadAttention):
     """Multi-head attention whose weights are φ(q)·φ(k) (Katharopoulos et al. 2020, arXiv:2006.16236).
 
-    A causal layer is a recurrence: `step` takes tokens and the state after those before them, of constant size.
+    A causal layer is a recurrence: `step` takes tokens and the state after all earlier tokens, of constant size.
 
     Args:
-        d_model: width of what comes in and goes out.
+        d_model: input and output dimension.
         heads: query heads.
         kv_heads: key and value heads; `heads` if None.
         features: φ, one of `qkv.features`.
-        causal: whether a token sees only itself and those before.
+        causal: whether a token attends only to itself and earlier tokens.
         bias: whether projections have biases.
 
     >>> import torch
@@ -59,10 +59,10 @@ class LinearAttention(MultiHeadAttention):
     def step(
         self, x: Float[Tensor, "b n d_model"], state: LinearState | None = None
     ) -> tuple[Float[Tensor, "b n d_model"], LinearState]:
-        """What `forward` gives for tokens that follow those in `state`, and the state after them."""
+        """The outputs of `forward` for tokens that follow those in `state`, and the state after them."""
         if not self.causal:
             raise InputError(
-                "step: the layer is not causal, so what comes later changes what was; expected causal=True"
+                "causal is False: later tokens would change the outputs of earlier steps; expected causal=True"
             )
         q, k, v = self._project(x, None, None)
         score = self.composition.attention.score
@@ -74,15 +74,15 @@ class LinearAttention(MultiHeadAttention):
 class LinformerAttention(MultiHeadAttention):
     """Attention to `rank` learned mixtures of the keys (Wang et al. 2020, arXiv:2006.04768, eq. 7).
 
-    It sees the whole sequence, of at most `length` tokens: there is no causal form. Shorter sequences use the first
-    rows of the projections. They start normal with deviation 1/√rank, as in the paper's proof.
+    Every token attends to the whole sequence of at most `length` tokens; there is no causal form. Shorter sequences use
+    the first rows of the projections, which start normal with standard deviation 1/√rank, as in the paper's proof.
 
     Args:
-        d_model: width of what comes in and goes out.
+        d_model: input and output dimension.
         heads: query heads.
-        length: most tokens.
-        rank: mixtures.
-        shared: one projection for keys and values, or one each.
+        length: largest number of tokens.
+        rank: number of mixtures.
+        shared: whether keys and values share one projection.
         bias: whether projections of the heads have biases.
 
     >>> import torch

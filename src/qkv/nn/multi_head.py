@@ -33,25 +33,25 @@ class MultiHeadAttention(nn.Module):
     deviation 0.02, gains of norms at 1.
 
     Args:
-        d_model: width of what comes in and goes out.
+        d_model: input and output dimension.
         heads: query heads.
         kv_heads: key and value heads, a divisor of `heads`; `heads` (MHA) if None, 1 is multi-query (Shazeer 2019,
             arXiv:1911.02150), between is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query head i
             uses key head i // (heads // kv_heads).
-        head_dim: size of a head; d_model / heads if None.
-        v_head_dim: size of a value head; `head_dim` if None.
-        d_context: width of what keys and values are made of in cross-attention; `d_model` if None.
-        attention: the composition every head computes: mask, bias, score, normalizer, dropout of weights.
-        rotary: positions turned into queries and keys; none if None.
-        qk_norm: RMS-normalise every head's queries and keys, with a learned gain (Henry et al. 2020, arXiv:2010.04245;
-            here with RMSNorm, as Qwen 3), before the rotation.
-        gate: multiply what the heads give by σ(x W), before the output projection: ``"elementwise"`` or one gate a
-            ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
-        sink: a learned logit for each head that takes weight and has no value (gpt-oss, arXiv:2508.10925).
+        head_dim: head dimension; d_model / heads if None.
+        v_head_dim: dimension of value heads; `head_dim` if None.
+        d_context: dimension of the context of cross-attention; `d_model` if None.
+        attention: the composition that every head computes: mask, bias, score, normalizer, dropout of weights.
+        rotary: rotary positions of queries and keys; none if None.
+        qk_norm: RMS-normalise every head's queries and keys, with a learned gain, before the rotation (Henry et al.
+            2020, arXiv:2010.04245; with RMSNorm as in Qwen 3).
+        gate: multiply the outputs of the heads by σ(x W) before the output projection: ``"elementwise"``, or one gate
+            for each ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
+        sink: a learned sink logit for each head, which takes weight and has no value (gpt-oss, arXiv:2508.10925).
         key_bias: a learned key for each head, with value 0 (Gu et al. 2025, arXiv:2410.10781).
         bias: whether projections have biases.
         fused: one matrix for queries, keys and values together (``in_proj``), or three (``q_proj``, ``k_proj``,
-            ``v_proj``). The numbers are the same.
+            ``v_proj``). Both compute the same function.
 
     Raises:
         InputError: for sizes that do not fit together.
@@ -91,11 +91,11 @@ class MultiHeadAttention(nn.Module):
                 f"head_dim is {head_dim}, v_head_dim {v_head_dim}, d_context {d_context}, expected at least 1 of each"
             )
         if rotary is not None and rotary.dim > head_dim:
-            raise InputError(f"rotary turns {rotary.dim} dimensions, but heads have {head_dim}")
+            raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
         if gate not in (None, "elementwise", "head"):
             raise InputError(f"gate is {gate!r}, expected None, 'elementwise' or 'head'")
         if fused and d_context != d_model:
-            raise InputError(f"fused needs one width for all, got d_model {d_model} and d_context {d_context}")
+            raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
         self.head_dim, self.v_head_dim, self.d_context = head_dim, v_head_dim, d_context
         self.rotary, self.fused = rotary, fused
@@ -153,16 +153,17 @@ class MultiHeadAttention(nn.Module):
         cache: Cache | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Every position of x attends to x, or to the context.
+        """Self-attention over x, or cross-attention from x to a context.
 
         Args:
-            x: what queries are made of, and keys and values unless there is a context.
-            context: what keys and values are made of in cross-attention.
-            keys_values: what `keys_values` made of a context, instead of the context.
-            mask: True where a query may attend; and-ed to the composition's own.
-            positions: of the tokens of x, (n,) or (b, n), for `rotary`: 0 … n − 1, or what follows the cache, if None.
-            cache: keys and values of earlier tokens: see `qkv.cache`. The new ones join them.
-            return_weights: also return the weights; this alone forms them.
+            x: the input for queries, and for keys and values unless there is a context.
+            context: the input for keys and values in cross-attention.
+            keys_values: the result of `keys_values(context)`, instead of the context.
+            mask: True where a query may attend; combined with the mask of the composition by AND.
+            positions: positions of the tokens of x, (n,) or (b, n), for `rotary`; if None 0 … n − 1, or the positions
+                after those in the cache.
+            cache: keys and values of earlier tokens (see `qkv.cache`), to which the new ones are added.
+            return_weights: also return the weights; only then are they materialised.
 
         Returns:
             ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m).
@@ -170,22 +171,22 @@ class MultiHeadAttention(nn.Module):
         if x.ndim != 3 or x.shape[2] != self.d_model:
             raise InputError(f"x has shape {tuple(x.shape)}, expected (batch, length, d_model = {self.d_model})")
         if context is not None and keys_values is not None:
-            raise InputError("context and keys_values are both given, expected one of them")
-        crossing = context is not None or keys_values is not None
-        if crossing and (cache is not None or self.rotary is not None):
-            raise InputError("context is given, but a cache and rotary positions are for self-attention only")
+            raise InputError("context and keys_values are both passed, expected one of them")
+        cross = context is not None or keys_values is not None
+        if cross and (cache is not None or self.rotary is not None):
+            raise InputError("context is passed, but a cache and rotary positions are for self-attention only")
         q, k, v = self._project(x, context, keys_values)
         weights = None
         if cache is not None:
             if return_weights:
-                raise InputError("return_weights is True with a cache, which keeps no weights; expected one of them")
-            composed, further = self.composition.attention, as_mask(mask)
-            out = cache.attend(composed, q, k, v, rotary=self.rotary, positions=positions, mask=further)
+                raise InputError("return_weights is True with a cache, which returns no weights; expected one of them")
+            attention, extra_mask = self.composition.attention, as_mask(mask)
+            out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
         else:
             if self.rotary is not None:
-                q, k = (self._turned(one, positions) for one in (q, k))
-            found = self.composition(q, k, v, mask=mask, return_weights=return_weights)
-            out, weights = found if isinstance(found, tuple) else (found, None)
+                q, k = (self._rotated(one, positions) for one in (q, k))
+            result = self.composition(q, k, v, mask=mask, return_weights=return_weights)
+            out, weights = result if isinstance(result, tuple) else (result, None)
         out = self._merged(out, x)
         return (out, weights) if weights is not None else out
 
@@ -193,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         __call__ = forward  # calling the module has the types of `forward`
 
     def keys_values(self, context: Float[Tensor, "b m d_context"]) -> KeysValues:
-        """Keys and values of a context, for passing to several calls while decoding."""
+        """Keys and values of a context, computed once and passed to every step of a decoder."""
         if context.ndim != 3 or context.shape[2] != self.d_context:
             raise InputError(
                 f"context has shape {tuple(context.shape)}, expected (batch, length, d_context = {self.d_context})"
@@ -211,12 +212,12 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | None, keys_values: KeysValues | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if context is None and keys_values is None and self.fused:
-            made = self.in_proj(x)
+            projected = self.in_proj(x)
             if self.head_dim == self.v_head_dim:  # all heads at once: fewer operations for one token
                 groups = (self.heads, self.kv_heads, self.kv_heads)
-                q, k, v = made.view(*x.shape[:2], sum(groups), self.head_dim).transpose(1, 2).split(groups, 1)
+                q, k, v = projected.view(*x.shape[:2], sum(groups), self.head_dim).transpose(1, 2).split(groups, 1)
             else:
-                q, k, v = made.split(self.widths, -1)
+                q, k, v = projected.split(self.widths, -1)
                 q, k, v = self._heads(q, self.heads), self._heads(k, self.kv_heads), self._heads(v, self.kv_heads)
             return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
         if self.fused:
@@ -233,12 +234,12 @@ class MultiHeadAttention(nn.Module):
     def _heads(x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    def _turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
+    def _rotated(self, x: Tensor, positions: Tensor | None) -> Tensor:
         assert self.rotary is not None
         return self.rotary.span(x) if positions is None else self.rotary(x, positions)
 
     def _merged(self, out: Tensor, x: Tensor) -> Tensor:
-        """(b, h, n, dv) to (b, n, d_model): gates, heads side by side, the output projection."""
+        """Apply gates, concatenate heads and project: (b, h, n, dv) to (b, n, d_model)."""
         out = out.transpose(1, 2)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate(x))

@@ -1,4 +1,4 @@
-"""Linear maps, on the faster of the ways torch has for them on CPU."""
+"""Linear layers that pick the faster of torch's CPU implementations for their shape."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FEW, SOME, MANY = 4, 32, 128  # rows: `FEW` are few for any map, `SOME` for one that widens; from `MANY` on, many
-LARGE = 2**15  # weights; with fewer, one thread is as fast as several
+FEW, SOME, MANY = 4, 32, 128  # rows: up to `FEW` (`SOME` if out > in) one bmm over threads, from `MANY` on oneDNN
+LARGE = 2**15  # with fewer weights, one thread is as fast as several
 
 
 def project(
@@ -16,11 +16,10 @@ def project(
 ) -> Float[Tensor, "*n out"]:
     """x·weightᵀ + bias, as `torch.nn.functional.linear`.
 
-    Torch sends float32 products on CPU to MKL, which is slow on processors that are not Intel's, and runs those with a
-    row or two, of which decoding is made, in one thread. So many rows go to oneDNN, as a convolution with a kernel of
-    one pixel over an image of one line whose channels come last; and few rows go as a batch of as many products as
-    there are threads, each with its share of the weights. No weight is copied. (``python -m benchmarks projection`` has
-    the ratios on your machine.)
+    Torch computes float32 products on CPU with MKL, which is slow on processors other than Intel's, and uses one thread
+    for one or two rows, as in decoding. Therefore many rows go to oneDNN, as a 1 × 1 convolution over an image of one
+    line with channels last; and few rows go as one batched product, in which each thread takes its share of the
+    weights. No weight is copied. (``python -m benchmarks projection`` prints the speedups on your machine.)
 
     >>> x, weight = torch.randn(2, 100, 8), torch.randn(5, 8)
     >>> torch.allclose(project(x, weight), torch.nn.functional.linear(x, weight), atol=1e-5)
@@ -39,21 +38,21 @@ def project(
 
 
 def _by_threads(columns: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """weight·columns + bias, each thread with its share of the weights.
+    """weight·columns + bias as one batched product, with a share of the weights for each thread.
 
-    A single column must be the transpose of a row: with both strides 1 the product takes torch several times as long.
+    A single column must be the transpose of a row: with both strides 1, torch takes several times as long.
     """
     out, threads = weight.shape[0], torch.get_num_threads()
     shared = out // threads * threads
-    parts, same = weight[:shared].view(threads, -1, weight.shape[1]), columns.expand(threads, -1, -1)
+    parts, repeated = weight[:shared].view(threads, -1, weight.shape[1]), columns.expand(threads, -1, -1)
     if bias is None:
-        made = torch.bmm(parts, same).flatten(0, 1)
+        product = torch.bmm(parts, repeated).flatten(0, 1)
     else:
-        made = torch.baddbmm(bias[:shared].view(threads, -1, 1), parts, same).flatten(0, 1)
+        product = torch.baddbmm(bias[:shared].view(threads, -1, 1), parts, repeated).flatten(0, 1)
     if shared == out:
-        return made
+        return product
     rest = weight[shared:] @ columns
-    return torch.cat([made, rest if bias is None else rest + bias[shared:, None]])
+    return torch.cat([product, rest if bias is None else rest + bias[shared:, None]])
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Learned tokens before the text, for attention to rest on."""
+"""Learned sink tokens (registers) that are prepended to every sequence."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from qkv.errors import InputError
 
 
 class SinkToken(nn.Module):
-    """`count` learned vectors put before every sequence (Xiao et al. 2024, arXiv:2309.17453, §3.3; the registers of
+    """`count` learned vectors prepended to every sequence (Xiao et al. 2024, arXiv:2309.17453, §3.3; the registers of
     Darcet et al. 2023, arXiv:2309.16588).
 
-    Unlike a sink logit they have values and are queries, too. `strip` takes them away again.
+    Unlike a sink logit, they have values and are also queries. `strip` removes them again.
 
     >>> import torch
     >>> sink = SinkToken(64)
@@ -30,9 +30,9 @@ class SinkToken(nn.Module):
         nn.init.normal_(self.tokens, std=0.02)
 
     def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b longer d_model"]:
-        """The tokens, then x."""
+        """The sink tokens followed by x."""
         return torch.cat([self.tokens.to(x).expand(len(x), -1, -1), x], 1)
 
     def strip(self, x: Float[Tensor, "b longer d"]) -> Float[Tensor, "b n d"]:
-        """What stands after the tokens."""
+        """The sequence without the sink tokens."""
         return x[:, len(self.tokens) :]

@@ -27,12 +27,12 @@ UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028
 def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
     """Write `profile` as one self-contained HTML page, and return its path.
 
-    The page holds the numbers of every head exactly as `Profile.heads` gives them (to six digits), curves
-    along the text in 16 bits (binned for long texts), and dense maps, where kept, in steps of 1/255. Tokens
-    are data, never markup; a content security policy lets nothing run but the page's own script.
+    The page holds the numbers of every head as `Profile.heads` returns them (to six digits), curves along the text in
+    16 bits (binned for long texts), and dense maps, if stored, in steps of 1/255. Tokens are embedded as data, never as
+    markup; a content security policy allows only the script of the page to run.
 
     Raises:
-        InputError: the folder of `path` does not exist, or `path` is a folder.
+        InputError: if the folder of `path` does not exist, or `path` is a folder.
     """
     target = Path(path)
     write_whole(target, render(profile).encode("utf-8", "replace"))
@@ -55,7 +55,7 @@ def render(profile: Profile) -> str:
         "page": _json(page),
         "blobs": "\n".join(f'<script type="text/plain" id="{name}">{blob}</script>' for name, blob in blobs.items()),
     }
-    # One pass, so that no inserted text is searched for placeholders.
+    # A single pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("report.html"))
 
 
@@ -64,25 +64,25 @@ def _json(value: Any) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of the pages, by its name."""
+    """The text of a file of the package `qkv.page`."""
     return (files("qkv.page") / name).read_text("utf-8")
 
 
 def bundled(entry: str) -> str:
-    """A module and all it imports as one script: each after those it imports, its imports and exports taken away.
+    """A JavaScript module and its imports as one script, in dependency order, without import and export statements.
 
-    The modules share one scope, so their top-level names differ, and they import and export by name alone.
+    The modules share one scope, so their top-level names must differ, and they may import and export only by name.
     """
     scripts: dict[str, str] = {}
 
     def add(name: str) -> None:
         if name in scripts:
             return
-        scripts[name] = ""  # begun: modules may import one another
+        scripts[name] = ""  # a placeholder, since modules may import each other
         source = asset(name)
         for imported in IMPORT.findall(source):
             add(imported)
-        del scripts[name]  # it stands after its imports
+        del scripts[name]  # inserted again, after its imports
         scripts[name] = re.sub(r"^export ", "", IMPORT.sub("", source), flags=re.MULTILINE)
 
     add(entry)
@@ -90,5 +90,5 @@ def bundled(entry: str) -> str:
 
 
 def _hash(content: str) -> str:
-    """How a content security policy names an inline element that may take effect."""
+    """The hash by which a content security policy allows an inline element."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode("ascii")

@@ -1,4 +1,4 @@
-"""A profile in a notebook: a card without any script, and the report in a frame of its own."""
+"""Profiles in notebooks: a card without scripts, and `View`, the report in a sandboxed frame."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-INK = "#2f86a3"  # of cells: laid thinly over light pages and dark ones, more is further from the page on both
+INK = "#2f86a3"  # colour of cells, drawn with opacity, so that it works on light and dark pages
 FAINT = 'style="opacity:.75"'
-LEAST_SINK = 0.1  # where no head puts so much on the first token, sinks are not what to show
+LEAST_SINK = 0.1  # if no head puts this share on the first token, the card shows entropy instead
 HINT = (
     ("profile.view()", "the interactive page, here"),
     ("profile.heads()", "every number of every head"),
     ("profile.plot.overview()", "figures"),
     ('profile.report("report.html")', "one file to send"),
 )
-TOLD = 288  # heads of which the grid says where they go, for its size
-LONGEST = 4000  # pixels that a notebook's frame may be high
+MAX_TARGETS = 288  # with more heads than this, the grid leaves out their targets to stay small
+MAX_HEIGHT = 4000  # largest height of a notebook's frame, in pixels
 
 
 def card(profile: Profile) -> str:
-    """What a notebook shows of a profile: HTML without scripts, for light and dark pages alike.
+    """The HTML card that a notebook shows for a profile, without scripts, for light and dark pages.
 
     >>> import qkv
     >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
@@ -47,7 +47,7 @@ def card(profile: Profile) -> str:
     """
     data = profile.data
     heads = tables.head_table(data)
-    statistic = _telling(heads)
+    statistic = _informative(heads)
     sizes = "".join(
         f'<div><b style="font-weight:600">{text(name)}</b> <span {FAINT}>{text(size_of(group))}</span></div>'
         for name, group in profile.groups.items()
@@ -65,30 +65,30 @@ def card(profile: Profile) -> str:
 
 
 def text(value: object) -> str:
-    """Anything as text that can be nothing but text, in an element or an attribute.
+    """Any value as escaped text, safe in an element or an attribute.
 
-    Characters that are not seen, or that turn the text around them, stand as their numbers.
+    Invisible characters and those that change the direction of text are replaced by their code points.
 
     >>> text("<b>a\\u202eb")
     '&lt;b&gt;a‹U+202E›b'
     """
-    shown = "".join(f"‹U+{ord(c):04X}›" if _unseen(c) else c for c in str(value))
+    shown = "".join(f"‹U+{ord(c):04X}›" if _invisible(c) else c for c in str(value))
     return escape(shown, quote=True)
 
 
-def _unseen(character: str) -> bool:
+def _invisible(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200d"
 
 
-def _telling(heads: pd.DataFrame) -> str:
-    """The statistic to show: sinks where there are any, else how spread the weight is."""
+def _informative(heads: pd.DataFrame) -> str:
+    """The statistic to show: the weight on the first token if any head has a sink, else the entropy."""
     if heads["sink"].max() >= LEAST_SINK:
         return "sink"
     return "entropy_ratio" if heads["entropy_ratio"].notna().any() else "entropy"
 
 
 def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
-    """Layer × head as an SVG; each cell tells its number to a pointer."""
+    """A layer × head map as SVG; each cell has a tooltip with its number."""
     label, unit = style.STATISTICS[statistic][:2]
     layers, columns = data.sizes["layer"], data.sizes["head"]
     cell = max(3, min(22, 320 // columns, 200 // layers))
@@ -102,10 +102,11 @@ def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
     ):
         row, column = divmod(place, columns)
         share = float(np.clip(np.nan_to_num(value) / top, 0, 1))
-        said = f"L{layer} · H{head}: {style.written(float(value), unit)}" + (f"; {goes}" if len(values) <= TOLD else "")
+        tooltip = f"L{layer} · H{head}: {style.written(float(value), unit)}"
+        tooltip += f"; {goes}" if len(values) <= MAX_TARGETS else ""
         cells.append(
             f'<rect x="{left + column * cell}" y="{above + row * cell}" width="{cell - gap}" height="{cell - gap}" '
-            f'fill="{INK}" fill-opacity="{0.08 + 0.92 * share:.3f}"><title>{text(said)}</title></rect>'
+            f'fill="{INK}" fill-opacity="{0.08 + 0.92 * share:.3f}"><title>{text(tooltip)}</title></rect>'
         )
     every = max(1, -(-14 // cell))
     ids = "".join(
@@ -126,16 +127,16 @@ def _grid(data: xr.Dataset, heads: pd.DataFrame, statistic: str) -> str:
 
 
 class View:
-    """The interactive report of a profile as a notebook shows it: in a frame that can reach nothing outside itself.
+    """The interactive report of a profile in a sandboxed frame, as notebooks show it.
 
-    It needs no server and no network, and it stays with a notebook that is saved. `Profile.view` makes it.
+    It needs no server and no network, and is saved with the notebook. `Profile.view` returns it.
 
     Args:
-        profile: what to show.
-        height: of the frame, in pixels.
+        profile: the profile to show.
+        height: height of the frame, in pixels.
 
     Raises:
-        InputError: for a height that is no whole number from 100 to 4,000.
+        InputError: if the height is not a whole number from 100 to 4,000.
 
     >>> import qkv
     >>> view = View(qkv.profile("qkv-mini", "for name in names:", progress=False), height=400)
@@ -146,15 +147,15 @@ class View:
     def __init__(self, profile: Profile, height: int = 720) -> None:
         from qkv.report.html import render
 
-        if isinstance(height, bool) or not isinstance(height, int) or not 100 <= height <= LONGEST:
-            raise InputError(f"height is {height!r}, expected a whole number of pixels from 100 to {LONGEST:,}")
+        if isinstance(height, bool) or not isinstance(height, int) or not 100 <= height <= MAX_HEIGHT:
+            raise InputError(f"height is {height!r}, expected a whole number of pixels from 100 to {MAX_HEIGHT:,}")
         self.height = height
         self.html = render(profile)
-        """The whole page."""
+        """The HTML of the page."""
         self._model = str(profile.attrs.get("model", "unnamed model"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page as one file, whole or not at all, and return its path."""
+        """Write the page as one file, atomically, and return its path."""
         target = Path(path)
         write_whole(target, self.html.encode("utf-8", "replace"))
         return target
@@ -163,7 +164,7 @@ class View:
         return f'View of {self._model!r}, {self.height} pixels high: a notebook shows it, .save("view.html") writes it'
 
     def _repr_html_(self) -> str:
-        # Lone surrogates have no bytes; a notebook that held them could not be saved.
+        # Lone surrogates cannot be encoded: a notebook with them could not be saved.
         page = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", self.html)
         return (
             f'<iframe title="{text(self._model)}: attention profile" sandbox="allow-scripts allow-downloads" '

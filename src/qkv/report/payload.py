@@ -1,4 +1,4 @@
-"""What a report embeds: exact summaries as JSON, long curves and maps as deflated integers in base64."""
+"""The data that a report embeds: exact summaries as JSON, long curves and maps as deflated integers in base64."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-RECEIVED_CELLS = 1_200_000  # received attention per head: this many values in all, binned when there are more
-CURVE_CELLS = 600_000  # entropy, distance and sink along the text, together
-CURVE_BINS = 256  # no chart is wider
-MAP_CELLS = 48_000_000  # dense maps at one byte a weight, before compression
-SINK_TOKENS = 12  # that are named, those of most heads
-RESIDUAL = (  # what is told of hidden states, if a profile has it all
+RECEIVED_CELLS = 1_200_000  # largest number of values of received attention of all heads; more are binned
+CURVE_CELLS = 600_000  # the same for entropy, distance and sink along the text, together
+CURVE_BINS = 256  # charts are not wider
+MAP_CELLS = 48_000_000  # dense maps at one byte per weight, before compression
+SINK_TOKENS = 12  # number of sink tokens listed, those of most heads first
+RESIDUAL = (  # variables of hidden states that a report shows, if a profile has all of them
     *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive", "norm"),
     *("massive_above", "massive_times_median"),
 )
 CLOSING = frozenset(".,;:!?)]}%’”…")  # written without a space before it
-NOT_COLUMNS = ("layer", "head", "module", "target")  # of the table of heads; pages have them otherwise
+NOT_COLUMNS = ("layer", "head", "module", "target")  # columns of the table of heads that pages get elsewhere
 
 
 def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
@@ -72,7 +72,9 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         "roles": [
             {
                 "name": name,
-                "definition": ROLES[name].definition if name in ROLES else "no one thing: none of the kinds holds",
+                "definition": ROLES[name].definition
+                if name in ROLES
+                else "no single role: no type reaches its threshold",
                 "light": style.KINDS[name],
                 "dark": style.KINDS_DARK[name],
             }
@@ -85,7 +87,7 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def looks(*groups: xr.Dataset) -> dict[str, Any]:
-    """Words and colours, the same for all pages but for statistics of one's own."""
+    """Labels and colours of statistics and destinations, for all pages, with user-defined statistics of `groups`."""
     statistics = style.STATISTICS
     for data in groups:
         statistics = statistics | style.columns_of(data)
@@ -106,7 +108,7 @@ def trimmed(data: xr.Dataset, text: int) -> xr.Dataset:
 
 
 def display(tokens: list[str]) -> list[str]:
-    """Tokens as text that can be set in a row: tokenizers' marks become spaces and line breaks."""
+    """Tokens as running text: the marks of tokenizers become spaces and line breaks."""
     if any(token.startswith(("Ġ", "▁")) for token in tokens):
         return [token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n") for token in tokens]
     if any(token.startswith((" ", "\n")) for token in tokens):
@@ -122,7 +124,7 @@ def _piece(token: str) -> str:
 
 
 def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
-    """One text of one group."""
+    """The data of one text of one group, and its packed curves."""
     heads = tables.head_table(one)
     n_heads = len(heads)
     n_queries, n_keys = one.sizes["query"], one.sizes["key"]
@@ -139,7 +141,7 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
         values = one[name].values[0]
         if np.isfinite(values).any():
             packed.add(name, binned(values, bins["curve"]), "linear")
-    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # a mask is the same for all heads of a layer
+    uniform = np.log(np.maximum(one["visible"].values[0, :, 0], 1))  # all heads of a layer have the same mask
     packed.add("uniform", binned(uniform, bins["curve"]), "linear")
     keys, queries = (display(one[f"{side}_token"].values[0].tolist()) for side in ("key", "query"))
     tokens = tables.token_table(one).head(25)
@@ -147,7 +149,7 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
         "n_queries": n_queries,
         "n_keys": n_keys,
         "headline": headline(one, heads),
-        "findings": [found._asdict() for found in findings(one, heads)],
+        "findings": [finding._asdict() for finding in findings(one, heads)],
         "heads": {name: _plain(heads[name].tolist()) for name in heads if name not in NOT_COLUMNS},
         "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
         "keys": keys,
@@ -160,25 +162,25 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
 
 
 def _of_heads(data: xr.Dataset) -> dict[str, Any]:
-    """What kind each head is, and its sinks, layer by layer, over all texts; what was not measured is not there."""
-    kinds = type_table(data)
-    found = {"types": _columns(kinds) | {"traits": [row.split(", ") if row else [] for row in kinds["traits"]]}}
+    """The type and the sinks of each head, over all texts; without the sinks if they were not measured."""
+    types = type_table(data)
+    entries = {"types": _columns(types) | {"traits": [row.split(", ") if row else [] for row in types["traits"]]}}
     if "visible_queries" in data:
-        found["sinks"] = _columns(sinks.sink_table(data))
-        found["sink_tokens"] = _columns(sinks.sink_tokens(data).head(SINK_TOKENS), every=True)
-    return found
+        entries["sinks"] = _columns(sinks.sink_table(data))
+        entries["sink_tokens"] = _columns(sinks.sink_tokens(data).head(SINK_TOKENS), every=True)
+    return entries
 
 
 def _columns(table: pd.DataFrame, *, every: bool = False) -> dict[str, list[Any]]:
-    """The columns of a table but the ids of heads; those that hold nothing only if `every` is asked for."""
-    told = [name for name in table if name not in ("layer", "head") and (every or table[name].notna().any())]
-    return {str(name): _plain(table[name].tolist()) for name in told}
+    """The columns of a table, except the ids of heads and, unless `every`, columns without any value."""
+    names = [name for name in table if name not in ("layer", "head") and (every or table[name].notna().any())]
+    return {str(name): _plain(table[name].tolist()) for name in names}
 
 
 def _residual(profile: Profile, name: str) -> dict[str, Any]:
-    """Hidden states by depth of the stack in which a group attends: the largest |x|, and the norms of tokens.
+    """Hidden states by depth of the stack that contains a group: the largest |x|, and the norms of tokens.
 
-    Where there are several texts, the largest is that of any, and the median that of the same text.
+    With several texts, the largest |x| is the maximum over texts, and the median is taken from the same text.
     """
     data = profile.groups[name]
     stack = next(
@@ -193,7 +195,7 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
     at = {one: stack[one].values[text, np.arange(len(text))] for one in stack.data_vars if one != "norm"}
     position = at["largest_token"][:, 0]
     norm = stack["norm"].values.astype(np.float64)
-    told = {
+    entries = {
         "largest": at["largest"][:, 0],
         "median": at["median"],
         "massive": stack["massive"].values.max(0),
@@ -203,20 +205,20 @@ def _residual(profile: Profile, name: str) -> dict[str, Any]:
         "norm_first": norm[..., 0].mean(0),
     }
     if norm.shape[-1] > 1:
-        told["norm_others"] = np.nanmean(norm[..., 1:], (0, 2))
+        entries["norm_others"] = np.nanmean(norm[..., 1:], (0, 2))
     above = {"above": float(stack.attrs["massive_above"]), "times": float(stack.attrs["massive_times_median"])}
-    return {"residual": {key: _plain(values.tolist()) for key, values in told.items()} | above}
+    return {"residual": {key: _plain(values.tolist()) for key, values in entries.items()} | above}
 
 
 class _Packed:
-    """Arrays of 16-bit integers, end to end; each remembers how to read its integers as numbers."""
+    """Arrays quantized to 16-bit integers, concatenated; `index` holds the shape, place and scale of each."""
 
     def __init__(self) -> None:
         self.index: dict[str, dict[str, Any]] = {}
         self._parts: list[np.ndarray] = []
 
     def add(self, name: str, values: np.ndarray, scale: str) -> None:
-        """Codes 1 to 65534 span the values (their logarithms for "log"); 0 is zero or less, 65535 is NaN."""
+        """Append an array. Codes 1 to 65534 span its values (logarithms for "log"); 0 is zero or less, 65535 NaN."""
         with np.errstate(divide="ignore", invalid="ignore"):
             numbers = np.log(values) if scale == "log" else np.asarray(values, np.float64)
         finite = np.isfinite(numbers)
@@ -230,14 +232,14 @@ class _Packed:
         self._parts.append(codes.astype(np.uint16).ravel())
 
     def base64(self) -> str:
-        """All low bytes, then all high bytes: the high ones repeat, and deflate well."""
+        """The codes as base64: all low bytes, then all high bytes, which repeat and compress well."""
         codes = np.concatenate(self._parts)
         planes = np.concatenate([codes & 255, codes >> 8]).astype(np.uint8)
         return _deflated(planes)
 
 
 def binned(values: np.ndarray, bins: int) -> np.ndarray:
-    """Means over `bins` bins of the last axis, bin b from ⌊b·n/bins⌋; NaN only where a whole bin is."""
+    """Means over `bins` bins of the last axis; bin b starts at ⌊b·n/bins⌋. NaN is ignored, unless a bin is all NaN."""
     length = values.shape[-1]
     if bins >= length:
         return values
@@ -257,7 +259,7 @@ def _deflated(values: np.ndarray) -> str:
 
 
 def _plain(values: list[Any]) -> list[Any]:
-    """Numbers to six digits, for size; None for what JSON has no word for."""
+    """Numbers rounded to six digits, for size; None for NaN and infinity, which JSON does not have."""
     return [
         (float(f"{value:.6g}") if math.isfinite(value) else None) if isinstance(value, float) else value
         for value in values

@@ -1,6 +1,7 @@
 """Statistics of attention: reductions of the weights, exact and in memory linear in the sequence.
 
-`measure` gives those that most people ask for; each is an object that says what it is, and so is one of your own.
+`measure` returns the common ones. Each statistic is an object with a name, a unit and a definition; users can write
+their own by inheriting from `Statistic`.
 
 >>> BUILT_IN["entropy"].unit, BUILT_IN["received"].over
 ('nats', 'key')
@@ -21,7 +22,7 @@ BUILT_IN: dict[str, Statistic] = {
         VisibleQueries(),
     )
 }  # fmt: skip
-"""The statistics that `measure` gives without being asked, by name."""
+"""The statistics that `measure` always returns, by name."""
 
 __all__ = [
     "BUILT_IN",

@@ -1,4 +1,4 @@
-"""What a statistic is: its name, its definition, its unit, and what a tile of weights adds to it."""
+"""`Statistic`, the base class of all statistics of attention weights, and `WeightTile`, the input of its `tile`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qkv._contract import Definition, require
 from qkv.errors import InputError
 from qkv.masks import Grid, Region
 
-LEAST = -1e30  # the logarithm of a weight of 0: times 0 it is 0
+LOG_OF_ZERO = -1e30  # stands for ln 0: finite, so that 0 · ln 0 = 0
 
 
 @dataclass(frozen=True, eq=False)
 class WeightTile:
-    """The final weights of some queries and keys of some heads. Nothing in it may be written to.
+    """A tile of final attention weights: some queries and keys of some heads. Its tensors are read-only.
 
     >>> region, grid = Region(slice(0, 1), slice(0, 2), offset=1), Grid.of(1, 2)
     >>> tile = WeightTile(torch.tensor([[[[0.25, 0.75]]]]), region, grid, visible=None)
@@ -31,25 +31,25 @@ class WeightTile:
     """
 
     weights: Float[Tensor, "b h q k"]
-    """0 where the mask hides, and for queries that do not count."""
+    """0 at masked pairs, and for queries that do not count."""
     region: Region
     grid: Grid
     visible: Bool[Tensor, "#b #h q k"] | None
-    """True where a query may attend; None if it may everywhere."""
+    """True where a query may attend; None if no pair is masked."""
     log: Float[Tensor, "b h q k"] | None = None
     first: int = 0
-    """The key with which the text of these queries begins: keys before it are padding (`first` of `measure`)."""
+    """The first key of the text; keys before it are padding (`first` of `measure`)."""
 
     @cached_property
     def log_weights(self) -> Float[Tensor, "b h q k"]:
-        """Natural logarithms, −1e30 for a weight of 0, so that weight · logarithm is 0 there."""
+        """Natural logarithms of the weights; −1e30 for a weight of 0, so that weight · logarithm is 0."""
         if self.log is not None:
             return self.log
-        return torch.where(self.weights > 0, self.weights.log(), LEAST)
+        return torch.where(self.weights > 0, self.weights.log(), LOG_OF_ZERO)
 
     @property
     def queries(self) -> Int[Tensor, "q 1"]:
-        """Positions of the queries among the keys, as a column."""
+        """Positions of the queries, counted from the first key, as a column."""
         return self.region.queries
 
     @property
@@ -64,10 +64,10 @@ class WeightTile:
 
 
 class Statistic(Definition):
-    """A number for each query, or for each key, of each head: a reduction of the weights, tile by tile.
+    """Base class: one number for each query, or for each key, of each head, reduced from tiles of weights.
 
-    A statistic of your own needs one method, `tile`, and says what it is by the attributes below. Give it to `measure`,
-    `profile` or a survey as ``statistics=[Mine()]``; `qkv.testing.check_statistic` checks it.
+    A user-defined statistic implements one method, `tile`, and describes itself by the attributes below. Pass it to
+    `measure`, `profile` or a survey as ``statistics=[Mine()]``; `qkv.testing.check_statistic` checks it.
 
     >>> import torch, qkv
     >>> class Heavy(Statistic):
@@ -76,37 +76,38 @@ class Statistic(Definition):
     ...     def tile(self, tile):
     ...         return (tile.weights >= 0.1).sum(-1)
     >>> q = k = torch.zeros(1, 1, 20, 8)
-    >>> found = qkv.measure(q, k, mask=qkv.masks.Causal(), statistics=[Heavy()])
-    >>> found.own["heavy"][0, 0, 8:12].tolist()
+    >>> result = qkv.measure(q, k, mask=qkv.masks.Causal(), statistics=[Heavy()])
+    >>> result.own["heavy"][0, 0, 8:12].tolist()
     [9.0, 10.0, 0.0, 0.0]
     """
 
     definitions: ClassVar[Mapping[str, tuple[str, ...]]] = {"tile": ()}
 
     name: str
-    """In tables, data sets and files: letters, digits and underscores."""
+    """The name in tables, data sets and files: letters, digits and underscores."""
     label: str = ""
-    """On figures and pages; the name if empty."""
+    """The name on figures and pages; `name` if empty."""
     unit: str = "1"
-    """"nats", "tokens", "keys", "queries" …; "1" is a plain number or a share."""
+    """"nats", "tokens", "keys", "queries" …; "1" for a plain number or a share."""
     definition: str
-    """What it says, as a formula or in words."""
+    """The definition, as a formula or in words."""
     over: Literal["query", "key"] = "query"
     """Whether there is a number for each query or for each key."""
     share: bool = False
-    """Whether it is a share of a query's weight, to be written as a percentage."""
+    """Whether it is a share of a query's weight, to be printed as a percentage."""
     highest: float = 1.0
-    """Where histograms end, in the unit, or in log2(1 + it); what lies beyond is counted in the last bin."""
+    """Upper end of histograms, in the unit, or in log2(1 + unit); larger values are counted in the last bin."""
     logarithmic: bool = False
     """Whether bins of histograms are equally wide in log2(1 + x)."""
     one_text: bool = False
-    """Whether it says something only where queries and keys are tokens of the same text."""
+    """Whether it is defined only where queries and keys are tokens of the same text (self-attention)."""
     from_second: bool = False
-    """Whether means over a causal text leave out its first query, which sees nothing but itself."""
+    """Whether means over a causal text leave out its first query, which can attend only to itself."""
     zero: float = 0.0
-    """What `merge` starts with: merged with it, every number stays."""
+    """The neutral element of `merge`, with which accumulation starts."""
     parts: int = 1
-    """How many numbers a tile adds for each query or key; if more than one, they are a first dimension: moments."""
+    """Numbers that a tile adds for each query or key, such as several moments; if more than one, they are the first
+    dimension."""
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -114,75 +115,76 @@ class Statistic(Definition):
             cls.label = cls.name
 
     def tile(self, tile: WeightTile) -> Float[Tensor, "*parts b h n"]:
-        """What a tile adds, for each of its queries (b, h, q) or keys (b, h, k); (parts, b, h, …) for several parts."""
+        """The contribution of one tile to each of its queries (b, h, q) or keys (b, h, k); with several parts
+        (parts, b, h, …)."""
         raise NotImplementedError
 
     def merge(self, a: Float[Tensor, "*n"], b: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-        """Two parts as one, in any order and however the tiles are shared out; the sum if not redefined."""
+        """Combine two partial results; the sum unless overridden. Must be associative and commutative."""
         return a + b
 
     def finish(self, total: Float[Tensor, "*parts b h n"], mass: Float[Tensor, "b h nq"]) -> Float[Tensor, "b h n"]:
-        """The number, from all parts merged, and from the sum M of each query's weights; float64.
+        """The final number from all contributions merged, and from the sum of each query's weights `mass`; float64.
 
-        As it is if not redefined.
+        Returns `total` unchanged unless overridden.
         """
         return total
 
     def by_head(
         self, values: Float[np.ndarray, "text layer head n"], counted: Bool[np.ndarray, "text n"]
     ) -> Float[np.ndarray, "text layer head"]:
-        """One number a head of each text: the mean over queries or keys that are there, NaN left out."""
-        there = counted[:, None, None] & ~np.isnan(values)
-        n = there.sum(-1)
-        sums = np.where(there, values, 0).sum(-1, dtype=np.float64)
+        """One number for each head and text: the mean over the queries or keys that count, without NaN."""
+        valid = counted[:, None, None] & ~np.isnan(values)
+        n = valid.sum(-1)
+        sums = np.where(valid, values, 0).sum(-1, dtype=np.float64)
         return np.where(n > 0, sums / np.maximum(n, 1), np.nan)
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` if it cannot be taken of weights on `grid`."""
+        """Raise `InputError` if the statistic is not defined for weights on `grid`."""
 
     def require(self) -> None:
-        """Raise `InputError` if the class lacks what a statistic needs."""
+        """Raise `InputError` if the class lacks a method or attribute that every statistic needs."""
         require(self, Statistic, "tile", "tile", "what a tile adds for each query (b, h, q) or key (b, h, k)")
         for attribute in ("name", "definition"):
             if not isinstance(getattr(self, attribute, None), str):
-                raise InputError(f"{type(self).__name__}: no {attribute}, expected a class attribute that is a string")
+                raise InputError(
+                    f"{type(self).__name__}: {attribute} is missing, expected a class attribute that is a string"
+                )
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", self.name):
-            raise InputError(
-                f"{type(self).__name__}: the name is {self.name!r}, expected letters, digits and underscores"
-            )
+            raise InputError(f"{type(self).__name__}: name is {self.name!r}, expected letters, digits and underscores")
         if self.over not in ("query", "key"):
             raise InputError(f"{type(self).__name__}: over is {self.over!r}, expected 'query' or 'key'")
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The first dimension of its parts, if there are several."""
+        """The leading dimensions of partial results: ``(parts,)``, or none for a single part."""
         return () if self.parts == 1 else (self.parts,)
 
     def added(self, tile: WeightTile) -> Float[Tensor, "*parts b h n"]:
-        """`tile`, in float64, known to have the right shape."""
-        made = self.tile(tile)
+        """`tile` in float64; raises `InputError` if it returns the wrong shape."""
+        contribution = self.tile(tile)
         b, h, q, k = tile.weights.shape
         shape = (*self.lead, b, h, q if self.over == "query" else k)
-        if not isinstance(made, Tensor) or made.shape != shape:
-            got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        if not isinstance(contribution, Tensor) or contribution.shape != shape:
+            got = tuple(contribution.shape) if isinstance(contribution, Tensor) else type(contribution).__name__
             raise InputError(
                 f"{type(self).__name__}: tile returned {got} for weights {tuple(tile.weights.shape)}, expected {shape}"
             )
-        return made.double()
+        return contribution.double()
 
 
-def all_checked(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
-    """The statistics, known to be some, each with a name of its own."""
+def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
+    """The statistics as a tuple; `InputError` unless all are complete `Statistic` objects with different names."""
     if isinstance(statistics, Statistic):
         name = type(statistics).__name__
         raise InputError(f"statistics is a {name}, expected a sequence of statistics: [{name}(…)]")
     statistics = tuple(statistics)
     for s in statistics:
         if not isinstance(s, Statistic):
-            what = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
-            raise InputError(f"statistics holds {what}, expected objects of classes that inherit from Statistic")
+            item = f"the class {s.__name__}" if isinstance(s, type) else type(s).__name__
+            raise InputError(f"statistics holds {item}, expected objects of classes that inherit from Statistic")
         s.require()
     names = [s.name for s in statistics]
     if len(set(names)) < len(names):
-        raise InputError(f"statistics are named {', '.join(names)}, expected a name of its own for each")
+        raise InputError(f"statistics are named {', '.join(names)}, expected a different name for each")
     return statistics

@@ -1,4 +1,4 @@
-"""The effective number of keys."""
+"""The effective number of keys of a query (participation ratio)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from qkv.statistics.base import Statistic, WeightTile
 
 
 class EffectiveKeys(Statistic):
-    """How many keys share a query's weight (participation ratio, Rényi-2 perplexity).
+    """The effective number of keys that share a query's weight (participation ratio, Rényi-2 perplexity).
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[EffectiveKeys()])
-    >>> [round(n, 3) for n in found.own["effective_keys"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[EffectiveKeys()])
+    >>> [round(n, 3) for n in result.own["effective_keys"][0, 0].tolist()]
     [1.0, 2.0, 3.0, 4.0]
     """
 

@@ -1,4 +1,4 @@
-"""Entropy of a query's weights."""
+"""The entropy of a query's attention weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Entropy(Statistic):
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Entropy()])
-    >>> [round(n, 3) for n in found.own["entropy"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Entropy()])
+    >>> [round(n, 3) for n in result.own["entropy"][0, 0].tolist()]
     [0.0, 0.693, 1.099, 1.386]
     """
 

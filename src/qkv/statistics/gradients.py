@@ -1,9 +1,9 @@
-"""Statistics with gradients, in linear memory: a statistic is a function of the weights, as the output is.
+"""`measure` with gradients, in linear memory: the autograd function behind ``differentiable=True``.
 
-With dA the slopes at the weights, dS = A ∘ (dA − rowsum(A ∘ dA)) for a softmax, and the like for any normalizer: the
-backward of attention with another dA. For softmax the row sums are known from the statistics themselves (that of the
-entropy is 0, for it does not change when all weights of a row do), but for one product of the weights with the
-gradients of `received`.
+A statistic is a function of the weights, as the attention output is. With dA = ∂L/∂A, dS = A ∘ (dA − rowsum(A ∘ dA))
+for softmax, and similarly for other normalizers: the backward pass of attention with a different dA. For softmax the
+row sums follow from the statistics themselves (the entropy contributes 0, because it does not change when a row is
+scaled), except for one product of the weights with the gradients of `received`.
 """
 
 from __future__ import annotations
@@ -33,140 +33,153 @@ from qkv.statistics.sums import Statistics
 DIFFERENTIABLE = (
     "entropy", "effective_keys", "distance", "sink", "self_", "previous", "next_", "sink_mass", "lse", "received",
 )  # fmt: skip
-"""Fields of `Statistics` that carry gradients, beside every `mass`; the others are detached."""
-ON_KEYS = {"sink": "first", "self_": 0, "previous": -1, "next_": 1}
-"""Those that are weights on one key: the first of the text, or one so far from the query."""
+"""Fields of `Statistics` that carry gradients, in addition to every `mass`; the others are detached."""
+SINGLE_KEY = {"sink": "first", "self_": 0, "previous": -1, "next_": 1}
+"""The statistics that are the weight on one key: the first of the text, or the key at this offset from the query."""
 TOTAL = "mass on all keys\0"
 UNTRACKED = ("v", "values")  # tensors of a call that no statistic depends on
 
-Measure = Callable[..., tuple[RowState, Statistics]]
+MeasureCall = Callable[..., tuple[RowState, Statistics]]
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why the statistics of a call have no gradients, or None if they have."""
+    """Why the statistics of a call cannot be differentiated, or None if they can."""
     if isinstance(call.normalizer, SumToOne) and call.normalizer.one_key:
-        return f"{type(call.normalizer).__name__} chooses one key, and a choice has no derivative"
+        return f"{type(call.normalizer).__name__} selects one key, which has no derivative"
     if transformed(call):
-        return "statistics have no derivatives in torch.func transforms and in forward mode"
+        return "statistics support neither torch.func transforms nor forward-mode derivatives"
     return call.untracked
 
 
 @opaque
 def with_gradients(
     call: Call,
-    measured: Measure,
+    measure_call: MeasureCall,
     *,
     mass: Mapping[str, Mask] | None,
     first: int | Int[Tensor, " b"],
     queries: Bool[Tensor, "b nq"] | None,
 ) -> Statistics:
-    """The statistics of a call, with gradients of its tensors.
+    """The statistics of a call, differentiable with respect to its tensors.
 
     Args:
-        call: made with gradients enabled.
-        measured: finds what the rows of a call know and its statistics, without gradients.
+        call: the attention call, made with gradients enabled.
+        measure_call: returns the normalizer state and the statistics of a call, without gradients.
         mass: as in `measure`.
         first: as in `measure`.
         queries: as in `measure`.
 
     Raises:
-        InputError: if they have none.
+        InputError: if the statistics of this call cannot be differentiated.
     """
-    why = unsupported_reason(call)
-    if why is not None:
-        raise InputError(f"measure: differentiable=True, but {why}; expected differentiable=False")
+    reason = unsupported_reason(call)
+    if reason is not None:
+        raise InputError(f"measure: differentiable=True, but {reason}; expected differentiable=False")
     tensors = {name: x for name, x in call.tensors().items() if name not in UNTRACKED}
     masks = dict(mass or {})
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors.values())):
         with torch.no_grad():
-            return measured(call, mass=masks, first=first, queries=queries)[1]
+            return measure_call(call, mass=masks, first=first, queries=queries)[1]
     firsts = [first] * len(call.q) if isinstance(first, int) else first.tolist()
-    measured = partial(measured, first=first, queries=queries)
-    run = _Run(detached(call, learned=True), measured, Places(firsts, masks), queries, list(tensors))
-    made = _Measured.apply(run, *tensors.values())
-    assert run.found is not None
-    new = dict(zip(run.names, made, strict=True))
-    of_masses = {name: new.pop(f"mass {name}") for name in masks}
-    return replace(run.found, mass=of_masses, **new)
+    measure_call = partial(measure_call, first=first, queries=queries)
+    context = _Context(detached(call, learned=True), measure_call, Places(firsts, masks), queries, list(tensors))
+    outputs = _MeasureFunction.apply(context, *tensors.values())
+    assert context.statistics is not None
+    fields = dict(zip(context.names, outputs, strict=True))
+    masses = {name: fields.pop(f"mass {name}") for name in masks}
+    return replace(context.statistics, mass=masses, **fields)
 
 
 @dataclass(eq=False)
-class _Run:
-    """What the backward has to know beside tensors, and what the forward found."""
+class _Context:
+    """The state that `_MeasureFunction` keeps between forward and backward, besides tensors."""
 
     call: Call
-    measured: Measure
+    measure_call: MeasureCall
     places: Places
     queries: Tensor | None
     inputs: list[str]
-    """Names of the tensors of the call that may want gradients."""
+    """Names of the tensors of the call that may require gradients."""
     names: tuple[str, ...] = ()
-    """Of the statistics that are returned."""
-    found: Statistics | None = None
+    """Names of the returned statistics; set by the forward."""
+    statistics: Statistics | None = None
+    """All statistics, detached; set by the forward."""
 
 
-class _Measured(torch.autograd.Function):
+class _MeasureFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
-        call, masks = detached(run.call), run.places.mass
-        rows, found = run.measured(call, mass={**masks, TOTAL: Prefix(call.k.shape[2])})
-        made = {name: getattr(found, name) for name in DIFFERENTIABLE}
-        made |= {f"mass {name}": found.mass[name] for name in masks}
-        made = {name: x.clone() for name, x in made.items() if x is not None}  # lse is what the rows know
-        run.names, run.found = tuple(made), found
-        seen = found.visible_queries > 0
-        ctx.save_for_backward(*tensors, rows.level, rows.total, found.mass[TOTAL], seen, *made.values())
-        ctx.run = run
+    def forward(ctx: Any, context: _Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+        call, masks = detached(context.call), context.places.mass
+        rows, statistics = context.measure_call(call, mass={**masks, TOTAL: Prefix(call.k.shape[2])})
+        outputs = {name: getattr(statistics, name) for name in DIFFERENTIABLE}
+        outputs |= {f"mass {name}": statistics.mass[name] for name in masks}
+        outputs = {name: x.clone() for name, x in outputs.items() if x is not None}  # lse shares memory with rows.level
+        context.names, context.statistics = tuple(outputs), statistics
+        visible = statistics.visible_queries > 0
+        ctx.save_for_backward(*tensors, rows.level, rows.total, statistics.mass[TOTAL], visible, *outputs.values())
+        ctx.context = context
         ctx.set_materialize_grads(False)
-        return tuple(made.values())
+        return tuple(outputs.values())
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
-        names = run.inputs
-        tensors, (level, total, mass, seen, *made) = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
-        if all(x is None for x in given):
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        context: _Context = ctx.context
+        names = context.inputs
+        tensors, saved = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        level, total, mass, visible, *outputs = saved
+        if all(x is None for x in output_grads):
             return (None,) * (1 + len(names))
         with torch.no_grad():
-            call = detached(run.call.with_tensors(dict(zip(names, tensors, strict=True))), learned=True)
-            wanted = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
-            found = dict(zip(run.names, made, strict=True))
-            asked = {name: x for name, x in zip(run.names, given, strict=True) if x is not None}
-            grads = _gradients(call, RowState(level, total), mass, seen, found, asked, run, wanted)
-            back = [grads[name].to(x) if name in wanted else None for name, x in zip(names, tensors, strict=True)]
+            call = detached(context.call.with_tensors(dict(zip(names, tensors, strict=True))), learned=True)
+            needed = {name for name, need in zip(names, ctx.needs_input_grad[1:], strict=True) if need}
+            values = dict(zip(context.names, outputs, strict=True))
+            grads = {name: x for name, x in zip(context.names, output_grads, strict=True) if x is not None}
+            inputs = _input_gradients(call, RowState(level, total), mass, visible, values, grads, context, needed)
+            back = [inputs[name].to(x) if name in needed else None for name, x in zip(names, tensors, strict=True)]
         error = InputError(
-            "second derivatives were asked for of statistics, which have only first ones; "
-            "expected create_graph=False, or statistics of weights that attend(…, return_weights=True) forms"
+            "differentiable=True gives first derivatives of statistics, not second derivatives; "
+            "expected create_graph=False, or statistics computed from the weights of attend(…, return_weights=True)"
         )
-        return None, *once_differentiable(error, tuple(back), [x for x in (*tensors, *given) if x is not None])
+        return None, *once_differentiable(error, tuple(back), [x for x in (*tensors, *output_grads) if x is not None])
 
 
-def _gradients(
-    call: Call, rows: RowState, mass: Tensor, seen: Tensor, found: dict[str, Tensor], grads: dict[str, Tensor],
-    run: _Run, wanted: set[str],
+def _input_gradients(
+    call: Call, rows: RowState, mass: Tensor, visible: Tensor, values: dict[str, Tensor], grads: dict[str, Tensor],
+    context: _Context, needed: set[str],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of the tensors of a call, from those of its statistics `found`; `mass` is that of each row."""
+    """Gradients of the tensors of a call.
+
+    Args:
+        call: the attention call, detached.
+        rows: its normalizer state.
+        mass: the sum of the weights of each row.
+        visible: True at keys that any query may attend to.
+        values: the statistics, by name.
+        grads: their gradients, by name.
+        context: of the forward.
+        needed: the names of the tensors whose gradients are returned.
+    """
     wide = at_least_float32(call.q.dtype)
-    dead = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
-    if run.queries is not None:
-        call = replace(call, mask=_and_queries(call.mask, run.queries))
-        dead = dead | ~run.queries[:, None]
+    empty = torch.zeros_like(mass, dtype=torch.bool) if rows.level is None else rows.level == -torch.inf
+    if context.queries is not None:
+        call = replace(call, mask=_and_queries(call.mask, context.queries))
+        empty = empty | ~context.queries[:, None]
     grads = {name: x.to(wide) for name, x in grads.items()}
     received = grads.pop("received", None)
-    grads = {name: x.masked_fill(dead, 0) for name, x in grads.items()}
-    received = None if received is None else received.masked_fill(~seen, 0)
+    grads = {name: x.masked_fill(empty, 0) for name, x in grads.items()}
+    received = None if received is None else received.masked_fill(~visible, 0)
     level, at_sink = finite(rows.level), grads.pop("sink_mass", None)
-    slopes = _slopes(found, grads, mass)
+    slopes = _slopes(values, grads, mass)
     slopes.received = received
-    totals = zeros(call, wanted)
+    totals = zeros(call, needed)
     normalizer, size = call.normalizer, tile_size(call)
-    given = (rows, level, slopes, run.places)
+    arguments = (rows, level, slopes, context.places)
     inner = None
     if normalizer.has_lse or (isinstance(normalizer, Pointwise) and normalizer.divide == "sum"):
-        inner = _mean_of_slopes(call, rows, found, grads, received)
-        inner = inner if at_sink is None else inner + at_sink * found["sink_mass"]
+        inner = _mean_of_slopes(call, rows, values, grads, received)
+        inner = inner if at_sink is None else inner + at_sink * values["sink_mass"]
     elif isinstance(normalizer, SumToOne):
-        reducer = LevelSlopes(call, *given, {}, size)
+        reducer = LevelSlopes(call, *arguments, {}, size)
         reduce_tiles(groups(call, size), reducer, call.q.device)
         inner = reducer.mean(call, at_sink)
     if inner is not None:
@@ -174,13 +187,13 @@ def _gradients(
     if call.sink is not None:
         assert inner is not None
         assert level is not None
-        at_sink = (-inner if at_sink is None else at_sink - inner).masked_fill(dead, 0)
+        at_sink = (-inner if at_sink is None else at_sink - inner).masked_fill(empty, 0)
         if not normalizer.has_lse:
             add_sink_gradients(call, level, at_sink, totals)
         elif "sink" in totals:
-            weight = torch.exp(call.sink - level)  # 0 in a row that not even the sink has
+            weight = torch.exp(call.sink - level)  # the sink's own weight in each row
             totals["sink"] = (weight * at_sink).sum_to_size(call.sink.shape)
-    reduce_tiles(groups(call, size), StatisticsGradients(call, *given, totals, size), call.q.device)
+    reduce_tiles(groups(call, size), StatisticsGradients(call, *arguments, totals, size), call.q.device)
     return summed(call, totals)
 
 
@@ -189,44 +202,44 @@ def _and_queries(mask: Mask | None, queries: Tensor) -> Mask:
     return counted if mask is None else mask & counted
 
 
-def _slopes(found: dict[str, Tensor], grads: dict[str, Tensor], mass: Tensor) -> Slopes:
-    """∂L/∂A from the gradients of statistics that queries have, at a fixed level."""
-    lived = mass.abs() >= torch.finfo(mass.dtype).tiny  # other rows have statistics of 0
-    total = torch.where(lived, mass, 1.0)
-    per_mass = torch.where(lived, 1 / total, 0.0)
+def _slopes(values: dict[str, Tensor], grads: dict[str, Tensor], mass: Tensor) -> Slopes:
+    """∂L/∂A at a fixed level, from the gradients of the statistics that each query has."""
+    nonempty = mass.abs() >= torch.finfo(mass.dtype).tiny  # the statistics of all other rows are constant 0
+    total = torch.where(nonempty, mass, 1.0)
+    per_mass = torch.where(nonempty, 1 / total, 0.0)
     slopes = Slopes(torch.zeros_like(mass), per_mass=per_mass)
-    for name, where in ON_KEYS.items():
-        if name in grads and isinstance(where, int):
-            slopes.near[where] = grads[name]
+    for name, offset in SINGLE_KEY.items():
+        if name in grads and isinstance(offset, int):
+            slopes.near[offset] = grads[name]
     slopes.first = grads.get("sink")
     slopes.mass = {name.removeprefix("mass "): x for name, x in grads.items() if name.startswith("mass ")}
     if "entropy" in grads:  # −(ln a + H) / M, where a = A / M
-        given = grads["entropy"] * per_mass
-        slopes.log = -given
-        slopes.constant += given * (torch.log(total.abs()) - found["entropy"])
+        grad = grads["entropy"] * per_mass
+        slopes.log = -grad
+        slopes.constant += grad * (torch.log(total.abs()) - values["entropy"])
     if "effective_keys" in grads:  # 2 (p − p² a) / M
-        given = 2 * grads["effective_keys"] * found["effective_keys"] * per_mass
-        slopes.share = -given * found["effective_keys"]
-        slopes.constant += given
+        grad = 2 * grads["effective_keys"] * values["effective_keys"] * per_mass
+        slopes.share = -grad * values["effective_keys"]
+        slopes.constant += grad
     if "distance" in grads:  # (|p − j| − D) / M
         slopes.distance = grads["distance"] * per_mass
-        slopes.constant -= slopes.distance * found["distance"]
+        slopes.constant -= slopes.distance * values["distance"]
     return slopes
 
 
 def _mean_of_slopes(
-    call: Call, rows: RowState, found: dict[str, Tensor], grads: dict[str, Tensor], received: Tensor | None
+    call: Call, rows: RowState, values: dict[str, Tensor], grads: dict[str, Tensor], received: Tensor | None
 ) -> Tensor:
-    """Σ_j A_ij ∂L/∂A_ij less the gradient of the lse.
+    """Σ_j A_ij ∂L/∂A_ij minus the gradient of the lse.
 
-    Entropy, effective_keys and distance add nothing: a row that is multiplied by a number keeps them.
+    Entropy, effective_keys and distance contribute nothing: they do not change when a row is scaled.
     """
-    inner = torch.zeros_like(found["entropy"])
+    inner = torch.zeros_like(values["entropy"])
     for name, x in grads.items():
         if name == "lse":
             inner -= x
-        elif name in ON_KEYS or name.startswith("mass "):
-            inner += x * found[name]
+        elif name in SINGLE_KEY or name.startswith("mass "):
+            inner += x * values[name]
     if received is not None:
         inner += weights_matmul(call, rows, received[..., None])[..., 0]
     return inner

@@ -1,8 +1,8 @@
-"""Exact statistics of one attention call, in memory linear in the sequence.
+"""`measure`: exact statistics of one attention call, in memory linear in the sequence length.
 
-One pass of a kernel gives the log-sum-exp of every query. One sweep over the tiles of scores then has each tile of
-*final* weights in hand, exp(score − lse), and every statistic is a reduction of it; the tile is all that is ever in
-memory. (The identities that give some of the statistics by other means are tests: see tests/test_measure.py.)
+One pass of a kernel computes the log-sum-exp of every query. One sweep over the tiles of scores then computes each tile
+of *final* weights, exp(score − lse), and reduces it to all statistics; only one tile is in memory at a time.
+(tests/test_measure.py checks identities that give some of the statistics by other means.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qkv.masks import Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics.base import Statistic, all_checked
+from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
 from qkv.statistics.sums import Statistics, Sums
@@ -58,33 +58,33 @@ def measure(
     group: dist.ProcessGroup | None = None,
     **unknown: object,
 ) -> Statistics:
-    """Exact statistics of where `qkv.attend` with the same arguments attends. Linear memory; gradients if asked for.
+    """Exact statistics of the attention weights of `qkv.attend` with the same arguments, in linear memory.
 
     Args:
-        q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`; entropy and the like are
-            for each of them, and come without the dimensions that q came without.
+        q: queries, (b, h, nq, dq), (b, nq, dq) or (nq, dq), tensors or arrays as in `attend`. The results lack the same
+            dimensions as q.
         k: keys, (b, hkv, nk, dk); ``h`` must be a multiple of ``hkv`` (grouped heads are contiguous).
         v: not needed: no statistic depends on values.
         mask: True where a query may attend.
         bias: as in `attend`.
         score: as in `attend`.
         normalizer: as in `attend`.
-        mass: named masks; the weight of every query inside each is returned under its name. Pairs outside `mask` have
-            weight 0. For chosen tokens use ``Dense(chosen[None, :])``.
-        first: which key counts as the first of the text in `sink`; one for each batch item if padding is on the left.
-        queries: True where a query counts; others (padding) give zeros and add nothing to `received`.
-        prefix_keys: for how many of the first keys of the text `prefix_sink_scores` is wanted; none if None.
-        bins: at most so many bins a side has the `thumbnail`; the least power of two keys, or queries, that does it
-            makes a bin. None: no thumbnail.
-        statistics: more of them, your own for example: see `qkv.statistics.Statistic`. They come under `own`.
+        mass: masks by name; the sum of every query's weights inside each is returned under its name. Pairs outside
+            `mask` have weight 0. For single tokens use ``Dense(chosen[None, :])``.
+        first: the first key of the text, for `sink`; one for each batch item if padding is on the left.
+        queries: True where a query counts; the rest (padding) give zeros and add nothing to `received`.
+        prefix_keys: number of first keys of the text for which to compute `prefix_sink_scores`; None skips them.
+        bins: largest number of bins on each side of the `thumbnail`; a bin holds the smallest sufficient power of two
+            of keys or queries. None: no thumbnail.
+        statistics: further statistics, such as user-defined ones (see `qkv.statistics.Statistic`); returned as `own`.
         differentiable: whether `entropy`, `effective_keys`, `distance`, `sink`, `self_`, `previous`, `next_`,
             `sink_mass`, `lse`, `received` and every `mass` carry gradients to q, k and all learned tensors of the
-            composition, in linear memory. Others are detached. First derivatives only; no `prefix_keys`, `bins`,
-            `statistics` or `group`, no arrays, and no `Hard`.
-        group: processes that share the sequence, as in `attend`: q, k and `queries` are this one's shard, and so is
-            what is returned; `mask`, `bias`, `mass` and `first` are of the whole. `prefix_sink_scores` is of the whole
-            on every process. No `bins`, no `statistics`.
-        **unknown: refused, as in `attend`.
+            composition, in linear memory. The other fields are detached. First derivatives only; cannot be combined
+            with `prefix_keys`, `bins`, `statistics`, `group`, NumPy arrays or `Hard`.
+        group: processes that share the sequence, as in `attend`: q, k, `queries` and the result are the shard of this
+            process; `mask`, `bias`, `mass` and `first` refer to the whole sequence. `prefix_sink_scores` covers the
+            whole sequence on every process. Cannot be combined with `bins` or `statistics`.
+        **unknown: rejected, as in `attend`.
 
     Returns:
         `Statistics`, float32 (float64 for float64 inputs), on the device of the inputs.
@@ -112,24 +112,24 @@ def measure(
         prefix_keys = cast("int | None", unknown.pop("early"))
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)
-    asked: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
-    more: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
+    options: dict[str, Any] = {"mass": mass, "first": first, "queries": queries}
+    detached_options: dict[str, Any] = {"prefix_keys": prefix_keys, "bins": bins, "statistics": statistics}
     if differentiable:
-        for name, given in (
+        for name, value in (
             ("prefix_keys", prefix_keys),
             ("bins", bins),
             ("statistics", statistics or None),
             ("group", group),
         ):
-            if given is not None:
+            if value is not None:
                 raise InputError(f"differentiable=True with {name}, which has no gradients; expected no {name}")
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         if group is not None:
-            # No statistic depends on values: one column of the keys stands for them, which costs little to pass on.
+            # No statistic depends on values: one column of the keys replaces them and is cheap to send around the ring.
             shared = Shared.of(group, q, k, k[..., :1], as_mask(mask), as_biases(bias), score, normalizer)
             with watching(None):
                 level = serve_shared(shared).lse
-            return sweep(shared.call, RowState(level), shared=shared, **more, **asked)
+            return sweep(shared.call, RowState(level), shared=shared, **detached_options, **options)
         form, (q, k, v) = Form.of(q, k, k if v is None else v)
         if differentiable and form.array:
             raise InputError("differentiable=True with NumPy arrays, which carry no gradients; expected tensors")
@@ -139,17 +139,17 @@ def measure(
         with torch.autocast(q.device.type, enabled=False) if dtype is not None else nullcontext():
             if differentiable and queries is not None and isinstance(q, Tensor) and q.ndim == 4:
                 _check_queries(queries, q)
-                q = q.masked_fill(~queries[:, None, :, None], 0)  # else NaN of padding reaches what q is made of
+                q = q.masked_fill(~queries[:, None, :, None], 0)  # NaN in padding must not reach gradients
             call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
             if differentiable:
-                return form.all_back(with_gradients(call, _measured, **asked))
-            return form.all_back(sweep(call, settled(call), **more, **asked))
+                return form.all_back(with_gradients(call, _measure_call, **options))
+            return form.all_back(sweep(call, row_state(call), **detached_options, **options))
 
 
-def _measured(call: Call, **asked: Any) -> tuple[RowState, Statistics]:
-    """What the rows of a call know, and its statistics."""
-    rows = settled(call)
-    return rows, sweep(call, rows, **asked)
+def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
+    """The normalizer state of a call, and its statistics."""
+    rows = row_state(call)
+    return rows, sweep(call, rows, **options)
 
 
 def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
@@ -158,10 +158,10 @@ def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) 
         raise InputError(f"queries is {queries.dtype} of shape {tuple(queries.shape)}, expected bool of shape {shape}")
 
 
-def settled(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
-    """What the rows of `call` have to know for `sweep`; `lse`, if some kernel has found it already."""
+def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowState:
+    """The per-query log-sum-exp (or threshold) that `sweep` needs; `lse` if a kernel has computed it already."""
     if isinstance(call.normalizer, Pointwise) and call.normalizer.divide != "sum":
-        return RowState()  # each weight stands alone
+        return RowState()  # each weight depends on its own score only
     if not call.normalizer.has_lse:
         return tiled.row_state(call)
     return RowState(KERNELS[pick(call, "auto")].forward(call).lse if lse is None else lse)
@@ -180,9 +180,9 @@ def sweep(
     statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
 ) -> Statistics:
-    """The statistics of `measure` when the log-sum-exp of the call, or what stands for it, is already known.
+    """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
 
-    `shared`, if `call` is this process's part of a call that many make together.
+    `shared` is set if `call` is this process's shard of a call that a process group makes together.
     """
     call, mass = detached(call), dict(mass or {})
     grid = call.grid if shared is None else shared.grid
@@ -205,8 +205,8 @@ def sweep(
         if number is not None and number < 1:
             raise InputError(f"{name} is {number}, expected at least 1, or None")
     if bins is not None and shared is not None:
-        raise InputError(f"bins is {bins} with a group, expected None: bins of a thumbnail lie across processes")
-    statistics = all_checked(statistics)
+        raise InputError(f"bins is {bins} with a group, expected None: a bin of a thumbnail may span processes")
+    statistics = validated(statistics)
     if statistics and shared is not None:
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
@@ -217,20 +217,23 @@ def sweep(
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    asked = Request(mass, firsts, prefix_keys or 0, queries, grid.offset)
+    request = Request(mass, firsts, prefix_keys or 0, queries, grid.offset)
     if shared is None:
-        add_statistics(call, rows, asked, sums)
+        add_statistics(call, rows, request, sums)
     else:
-        _add_shared(shared, call, rows, asked, sums)
+        _add_shared(shared, call, rows, request, sums)
     if queries is not None:
         sums.visible.masked_fill_(~queries[:, None], 0)
     return sums.statistics(call, rows)
 
 
-def _add_shared(shared: Shared, call: Call, rows: RowState, asked: Request, sums: Sums) -> None:
-    """Add what this process's rows give the keys of all, as they pass; what keys receive travels with them."""
+def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:
+    """Add the statistics of this process's rows over all shards of keys, which travel around the ring.
+
+    The sums of a shard of keys (`received`, `visible_queries`) travel with it.
+    """
     assert rows.level is not None
-    carried = ring.RingAccumulator(shared)
+    key_sums = ring.RingAccumulator(shared)
     for source, (k,) in ring.blocks(shared, call.k):
         received, visible_queries = torch.zeros_like(sums.received), torch.zeros_like(sums.visible_queries)
         for piece in shared.pieces(source):
@@ -239,15 +242,15 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, asked: Request, sums
                 piece.local_call(call, k, k),
                 RowState(rows.level[:, :, here]),
                 Request(
-                    {name: piece.local_mask(mask) for name, mask in asked.mass.items()},
-                    [first - first_key for first in asked.firsts],
-                    asked.prefix_keys,
-                    None if asked.queries is None else asked.queries[:, here],
+                    {name: piece.local_mask(mask) for name, mask in request.mass.items()},
+                    [first - first_key for first in request.firsts],
+                    request.prefix_keys,
+                    None if request.queries is None else request.queries[:, here],
                     piece.ahead,
                 ),
                 sums.of(here, piece.keys, received, visible_queries),
             )
-        carried.add(received, visible_queries)
-    sums.received, sums.visible_queries = carried.finish()
+        key_sums.add(received, visible_queries)
+    sums.received, sums.visible_queries = key_sums.finish()
     if sums.prefix_sink_scores is not None:
         dist.all_reduce(sums.prefix_sink_scores, group=shared.group)

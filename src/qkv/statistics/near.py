@@ -1,4 +1,4 @@
-"""Weight on named keys: the first of the text, the query's own, its neighbours, and those inside a mask."""
+"""Weight on particular keys: the first of the text, the query's own token, its neighbours, or keys inside a mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkv.statistics.base import Statistic, WeightTile
 
 
 class At(Statistic):
-    """The weight on the key a fixed number of tokens before the query.
+    """The weight on the key that is `before` tokens before the query; subclasses set `before`.
 
     >>> import torch, qkv
     >>> class TwoBack(At):
@@ -33,8 +33,8 @@ class Self(At):
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()])
-    >>> [round(n, 3) for n in found.own["self"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Self()])
+    >>> [round(n, 3) for n in result.own["self"][0, 0].tolist()]
     [1.0, 0.5, 0.333, 0.25]
     """
 
@@ -46,8 +46,8 @@ class Previous(At):
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Previous()])
-    >>> [round(n, 3) for n in found.own["previous"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Previous()])
+    >>> [round(n, 3) for n in result.own["previous"][0, 0].tolist()]
     [0.0, 0.5, 0.333, 0.25]
     """
 
@@ -73,8 +73,8 @@ class Sink(Statistic):
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Sink()])
-    >>> [round(n, 3) for n in found.own["sink"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Sink()])
+    >>> [round(n, 3) for n in result.own["sink"][0, 0].tolist()]
     [1.0, 0.5, 0.333, 0.25]
     """
 
@@ -86,21 +86,21 @@ class Sink(Statistic):
 
 
 class Mass(Statistic):
-    """The weight inside a mask.
+    """The sum of a query's weights inside a mask.
 
     Args:
-        name: of the statistic.
-        mask: pairs inside it count.
-        definition: in words.
+        name: name of the statistic.
+        mask: the pairs whose weights are added up.
+        definition: the definition in words.
 
     Raises:
-        InputError: for what is no mask, and, when it is measured, for a mask that does not fit the call.
+        InputError: if `mask` is not a mask, and, when measured, if the mask does not fit the call.
 
     >>> import torch, qkv
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> two = Mass("two", qkv.masks.Window(2))
-    >>> found = qkv.measure(q, k, mask=qkv.masks.Causal(), statistics=[two])
-    >>> [round(x, 4) for x in found.own["two"][0, 0].tolist()]
+    >>> result = qkv.measure(q, k, mask=qkv.masks.Causal(), statistics=[two])
+    >>> [round(x, 4) for x in result.own["two"][0, 0].tolist()]
     [1.0, 1.0, 0.6667, 0.5]
     """
 
@@ -128,8 +128,8 @@ class Local(Mass):
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Local(1)])
-    >>> [round(n, 3) for n in found.own["local"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Local(1)])
+    >>> [round(n, 3) for n in result.own["local"][0, 0].tolist()]
     [1.0, 1.0, 0.667, 0.5]
     """
 
@@ -141,16 +141,16 @@ class Local(Mass):
 
 
 class Streaming(Mass):
-    """The weight on what a streaming cache keeps: the first keys of the text, and the last before the query.
+    """The weight on the keys that a StreamingLLM cache keeps: the first of the text and the last before the query.
 
     Args:
-        first: which key is the first of the text, one for each batch item where padding is on the left.
-        n_keys: how many keys there are, if `first` is a tensor.
+        first: the first key of the text; one for each batch item where padding is on the left.
+        n_keys: the number of keys, needed if `first` is a tensor.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
-    >>> [round(n, 3) for n in found.own["streaming_mass"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Streaming()])
+    >>> [round(n, 3) for n in result.own["streaming_mass"][0, 0].tolist()]
     [1.0, 1.0, 1.0, 1.0]
     """
 
@@ -158,12 +158,12 @@ class Streaming(Mass):
     first_keys, last_keys = 4, 64
 
     def __init__(self, first: int | Tensor = 0, n_keys: int = 0) -> None:
-        kept, last = self.first_keys, Window(self.last_keys, ahead=self.last_keys - 1)
+        n_first, last = self.first_keys, Window(self.last_keys, ahead=self.last_keys - 1)
         if isinstance(first, int) or not first.any():
-            mask = Prefix(kept) | last
+            mask = Prefix(n_first) | last
         else:
             after = torch.arange(n_keys, device=first.device) - first[:, None]
-            mask = Dense(((after >= 0) & (after < kept))[:, None, None]) | last
+            mask = Dense(((after >= 0) & (after < n_first))[:, None, None]) | last
         super().__init__(
             "streaming_mass",
             mask,

@@ -1,4 +1,4 @@
-"""What tiles as far from the diagonal have in common: distances, and the insides of bands."""
+"""Tensors that all tiles at the same offset from the diagonal share: distances, and the insides of band masks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from qkv.masks import Mask
 
 
 class Patterns:
-    """Tensors of a tile that its place relative to the diagonal decides, made once for all tiles with that place."""
+    """Tensors that depend only on a tile's offset from the diagonal and its shape, computed once for each offset."""
 
     def __init__(self) -> None:
         self._distances: dict[tuple[int, ...], Tensor] = {}
         self._inside: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def distances(self, start: int, tile: Tile) -> Tensor:
-        """How far the keys of a tile are from its queries, the first of which stands at `start`: (q, k)."""
+        """Distances between the queries and keys of a tile, (q, k); `start` is the position of its first query."""
         key = _place(start, tile)
         if key not in self._distances:
             like = tile.group.tiles.q
@@ -27,15 +27,15 @@ class Patterns:
         return self._distances[key]
 
     def inside(self, name: str, mask: Mask, start: int, tile: Tile) -> Tensor:
-        """1 at the pairs of a tile that are inside the mask of this name, 0 elsewhere; kept if the mask is a band."""
+        """1 at the pairs of a tile inside `mask`, 0 elsewhere; stored under `name` for reuse if the mask is a band."""
         key = (name, _place(start, tile))
         if key in self._inside:
             return self._inside[key]
         tiles = tile.group.tiles
-        made = mask.visible(tile.region, tiles.call.grid).to(tiles.dtype)
+        inside = mask.visible(tile.region, tiles.call.grid).to(tiles.dtype)
         if mask.band is not None:
-            self._inside[key] = made
-        return made
+            self._inside[key] = inside
+        return inside
 
 
 def _place(start: int, tile: Tile) -> tuple[int, ...]:

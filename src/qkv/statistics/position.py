@@ -1,4 +1,4 @@
-"""Where the keys are that a query attends to: how far away, and how far apart."""
+"""Positions of the keys that a query attends to: their mean distance from it, and their spread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from qkv.statistics.base import Statistic, WeightTile
 
 
 class Distance(Statistic):
-    """How far a query looks, on average.
+    """The mean distance between a query and the keys it attends to, by weight.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Distance()])
-    >>> [round(n, 3) for n in found.own["distance"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Distance()])
+    >>> [round(n, 3) for n in result.own["distance"][0, 0].tolist()]
     [0.0, 0.5, 1.0, 1.5]
     """
 
@@ -29,12 +29,12 @@ class Distance(Statistic):
 
 
 class Spread(Statistic):
-    """How far apart the keys are that a query attends to.
+    """The standard deviation of the positions of the keys that a query attends to, by weight.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Spread()])
-    >>> [round(n, 3) for n in found.own["spread"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Spread()])
+    >>> [round(n, 3) for n in result.own["spread"][0, 0].tolist()]
     [0.0, 0.5, 0.816, 1.118]
     """
 

@@ -1,8 +1,8 @@
 """Products with the weight matrix A of an attention call from either side, in memory linear in the sequence.
 
-A is made a tile at a time, as in `qkv.measure`, and each tile multiplies its share before the next is made. From the
-left, Aᵀw, keys gather from the queries: what each key gives to queries that count as much as w says. From the right,
-A x, queries gather from the keys, as in attention itself.
+A is computed a tile at a time, as in `qkv.measure`, and each tile is multiplied before the next is computed. Aᵀw sums
+over queries: the attention each key receives, with queries weighted by w. A x sums over keys, as attention does with
+values.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def weights_transposed_matmul(
 ) -> Float[Tensor, "b h nk m"]:
     """Aᵀw: for each key Σ_i A_ij w_i, exactly, for m columns at once. No gradients.
 
-    With one column of ones that is the attention each key has received. Blocks of queries whose w is 0 take no time.
+    For a column of ones, that is the attention each key receives. Blocks of queries whose w is 0 are skipped.
 
     Args:
         call: the attention call.
-        rows: what its rows know: `qkv.statistics.measure.settled(call)`.
-        w: how much each query counts, the same for all heads if it has but one; any sign, all finite.
-        queries: True where a query counts; others may hold NaN.
+        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
+        w: weight of each query, shared by all heads if its second dimension is 1; any sign, all finite.
+        queries: True where a query counts; the rest (padding) may hold NaN.
 
     Returns:
         float32 (float64 for float64 inputs).
@@ -41,10 +41,11 @@ def weights_transposed_matmul(
     Raises:
         InputError: if `w` does not fit the call.
 
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)  # every query gives each of four keys 1/4
-    >>> weights_transposed_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> w = torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)
+    >>> weights_transposed_matmul(call, row_state(call), w).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
@@ -59,13 +60,13 @@ def weights_matmul(
 ) -> Float[Tensor, "b h nq m"]:
     """A x: for each query Σ_j A_ij x_j, exactly, for m columns at once. No gradients.
 
-    With one column of ones that is the mass of each query's weights. Blocks of keys whose x is 0 take no time.
+    For a column of ones, that is the sum of each query's weights. Blocks of keys whose x is 0 are skipped.
 
     Args:
         call: the attention call.
-        rows: what its rows know: `qkv.statistics.measure.settled(call)`.
-        x: of each key, the same for all heads if it has but one; any sign, all finite.
-        queries: True where a query counts; others give zeros, and may hold NaN.
+        rows: its normalizer state, `qkv.statistics.measure.row_state(call)`.
+        x: values of each key, shared by all heads if its second dimension is 1; any sign, all finite.
+        queries: True where a query counts; the rest (padding) may hold NaN, and their results are 0.
 
     Returns:
         float32 (float64 for float64 inputs).
@@ -73,10 +74,10 @@ def weights_matmul(
     Raises:
         InputError: if `x` does not fit the call.
 
-    >>> from qkv.statistics.measure import settled
+    >>> from qkv.statistics.measure import row_state
     >>> q = k = torch.zeros(1, 1, 4, 8)
     >>> call = Call.of(q, k, k)
-    >>> weights_matmul(call, settled(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
+    >>> weights_matmul(call, row_state(call), torch.tensor([1.0, 1, 0, 0]).view(1, 1, 4, 1)).flatten().tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
@@ -86,7 +87,7 @@ def weights_matmul(
 
 
 def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None) -> tuple[Call, Tensor]:
-    """The call without gradients, and without the NaN that queries which do not count may hold; x in its dtype."""
+    """The call without gradients and with padding queries set to 0 (they may hold NaN), and x in its dtype."""
     b, h, n_queries, _ = call.q.shape
     if x.ndim != 4 or x.shape[0] != b or x.shape[1] not in (1, h) or x.shape[2] != length or not x.is_floating_point():
         raise InputError(
@@ -104,7 +105,7 @@ def _ready(call: Call, name: str, x: Tensor, length: int, queries: Tensor | None
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """Weights of a group, and its part of the factor."""
+    """The weight tiles of a group, and its slice of the factor."""
 
     weights: WeightTiles
     factor: Tensor
@@ -118,7 +119,7 @@ class _Job:
 
 
 class _Factor(Reducer[_Job, _Job]):
-    """Weights of a call times a factor."""
+    """The weight matrix of a call, from either side, times a factor."""
 
     def __init__(self, rows: RowState, factor: Tensor, queries: Tensor | None, out: Tensor) -> None:
         self.rows, self.factor, self.queries, self.out = rows, factor, queries, out

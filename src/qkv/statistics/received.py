@@ -1,4 +1,4 @@
-"""What keys receive from the queries, and who may see whom."""
+"""The attention that each key receives, and the numbers of visible keys and visible queries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def _visible(tile: WeightTile) -> Tensor:
 
 
 class Received(Statistic):
-    """All attention that a key gets.
+    """The attention that a key receives: the sum of the weights that all queries put on it.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
-    >>> [round(n, 3) for n in found.own["received"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Received()])
+    >>> [round(n, 3) for n in result.own["received"][0, 0].tolist()]
     [2.083, 1.083, 0.583, 0.25]
     """
 
@@ -30,12 +30,12 @@ class Received(Statistic):
 
 
 class Visible(Statistic):
-    """How many keys a query may attend to.
+    """The number of keys that a query may attend to.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
-    >>> [round(n, 3) for n in found.own["visible"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[Visible()])
+    >>> [round(n, 3) for n in result.own["visible"][0, 0].tolist()]
     [1.0, 2.0, 3.0, 4.0]
     """
 
@@ -47,12 +47,12 @@ class Visible(Statistic):
 
 
 class VisibleQueries(Statistic):
-    """How many queries may attend to a key.
+    """The number of queries that may attend to a key.
 
     >>> import torch, qkv
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[VisibleQueries()])
-    >>> [round(n, 3) for n in found.own["visible_queries"][0, 0].tolist()]
+    >>> result = qkv.measure(x, x, mask=qkv.masks.Causal(), statistics=[VisibleQueries()])
+    >>> [round(n, 3) for n in result.own["visible_queries"][0, 0].tolist()]
     [4.0, 3.0, 2.0, 1.0]
     """
 

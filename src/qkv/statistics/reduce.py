@@ -1,4 +1,4 @@
-"""The statistics of one call as a reducer of its tiles."""
+"""The reducer that adds each tile of weights of a call to the sums of all its statistics."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ from qkv.statistics.sums import RowSums, Sums
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to ask of the weights of a call, in its own rows and keys."""
+    """The statistics to compute, in terms of the rows and keys of the call (with a group: of one shard)."""
 
     mass: Mapping[str, Mask]
     firsts: Sequence[int]
-    """Key of each batch item with which its text begins; it need not be one of the call's own."""
+    """The first key of the text of each batch item; with a group it may lie outside this call's keys."""
     prefix_keys: int
     queries: Tensor | None
     offset: int
-    """How many positions the first query stands after the first key."""
+    """Position of the first query, counted from the first key."""
     patterns: Patterns = field(default_factory=Patterns)
 
 
-def add_statistics(call: Call, rows: RowState, asked: Request, sums: Sums) -> None:
-    """Add what the rows give the keys of a call to the sums."""
-    size = sizes(call.q.device).tile  # bins of a thumbnail divide it
-    reduce_tiles(groups(call, size), _Statistics(rows, asked, sums, size), call.q.device)
+def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> None:
+    """Add the statistics of all rows of `call` to `sums`."""
+    size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
+    reduce_tiles(groups(call, size), _Statistics(rows, request, sums, size), call.q.device)
 
 
 class _Heads:
-    """What all tiles of a group need."""
+    """Data that all tiles of a group share."""
 
-    def __init__(self, group: Group, rows: RowState, asked: Request, size: int) -> None:
+    def __init__(self, group: Group, rows: RowState, request: Request, size: int) -> None:
         tiles = group.tiles
-        mask, grid, first = tiles.call.mask, tiles.call.grid, asked.firsts[tiles.batch.start]
+        mask, grid, first = tiles.call.mask, tiles.call.grid, request.firsts[tiles.batch.start]
         self.group, self.first = group, first
-        self.prefix_columns = slice(max(0, first), min(first + asked.prefix_keys, grid.n_keys))
-        self.prefix_rows = slice(max(0, first - asked.offset), max(0, first + asked.prefix_keys - asked.offset))
-        self.weights = WeightTiles(tiles, rows, asked.queries)
+        self.prefix_columns = slice(max(0, first), min(first + request.prefix_keys, grid.n_keys))
+        self.prefix_rows = slice(max(0, first - request.offset), max(0, first + request.prefix_keys - request.offset))
+        self.weights = WeightTiles(tiles, rows, request.queries)
         self.uncounted = self.weights.uncounted
-        self.mass_kinds = {name: tiles.block_status(part, size) for name, part in asked.mass.items()}
+        self.mass_kinds = {name: tiles.block_status(part, size) for name, part in request.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
 
 
 class _Job:
-    """What some queries of a group have added to sums over all queries."""
+    """Partial sums over some queries of a group, for the statistics that each key has."""
 
     def __init__(self, heads: _Heads, sums: Sums) -> None:
         of = (heads.group.tiles.batch, heads.group.tiles.heads)
@@ -72,7 +72,9 @@ class _Job:
             None if sums.prefix_sink_scores is None else torch.zeros_like(sums.prefix_sink_scores[:, *of])
         )
         self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
-        self.own = {s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.own if s.over == "key"}
+        self.user_statistics = {
+            s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.user_statistics if s.over == "key"
+        }
 
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
         sums.received[of] += self.received
@@ -83,13 +85,13 @@ class _Job:
             maximum, total = sums.pooled[:, *of]
             torch.maximum(maximum, self.pooled[0], out=maximum)
             total += self.pooled[1]
-        for s, x in self.own.items():
+        for s, x in self.user_statistics.items():
             sums.of_heads(s, of).copy_(s.merge(sums.of_heads(s, of), x))
 
 
 @dataclass(eq=False)
 class _Rows:
-    """One block of queries. `start` and `stop` are positions of its queries, from the first key."""
+    """The state of one block of queries; `start` and `stop` are their positions, counted from the first key."""
 
     block: Block
     job: _Job
@@ -97,17 +99,17 @@ class _Rows:
     start: int
     stop: int
     counted: Tensor | None
-    asking: int
+    n_counted: int
 
 
 class _Statistics(Reducer[_Job, _Rows]):
     over_queries = True
 
-    def __init__(self, rows: RowState, asked: Request, sums: Sums, size: int) -> None:
-        self.rows, self.asked, self.sums, self.size = rows, asked, sums, size
+    def __init__(self, rows: RowState, request: Request, sums: Sums, size: int) -> None:
+        self.rows, self.request, self.sums, self.size = rows, request, sums, size
 
     def prepare(self, group: Group) -> _Heads:
-        return _Heads(group, self.rows, self.asked, self.size)
+        return _Heads(group, self.rows, self.request, self.size)
 
     def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
         return _Job(shared, self.sums)
@@ -123,8 +125,8 @@ class _Statistics(Reducer[_Job, _Rows]):
             block,
             job,
             RowSums(group.tiles.k.new_empty(*block.shape, 0)),
-            rows.start + self.asked.offset,
-            rows.stop + self.asked.offset,
+            rows.start + self.request.offset,
+            rows.stop + self.request.offset,
             counted,
             length if counted is None else int(counted.sum()),
         )
@@ -134,15 +136,15 @@ class _Statistics(Reducer[_Job, _Rows]):
         tiles, cols, start = tile.group.tiles, tile.columns, rows.start
         masked = tile.masked()
         if masked is None:
-            job.visible_queries[:, :, cols] += rows.asking
+            job.visible_queries[:, :, cols] += rows.n_counted
         else:
-            seen = ~masked
-            sums.visible[at] += seen.sum(-1)
-            job.visible_queries[:, :, cols] += (seen if rows.counted is None else seen & rows.counted).sum(-2)
+            visible = ~masked
+            sums.visible[at] += visible.sum(-1)
+            job.visible_queries[:, :, cols] += (visible if rows.counted is None else visible & rows.counted).sum(-2)
         weights, log2 = tile.weights(heads.weights)
         log2 = _log2(weights, tiles.call) if log2 is None else log2
-        if sums.own:
-            self._add_own(job, weights, log2, masked, tile)
+        if sums.user_statistics:
+            self._add_user_statistics(job, weights, log2, masked, tile)
         job.received[:, :, cols] += self._pool(job, weights, tile)
         self._add_prefix(job, weights, masked, tile)
         sign = -1 if heads.backward or start >= cols.stop - 1 else 1 if rows.stop - 1 <= cols.start else 0
@@ -150,18 +152,18 @@ class _Statistics(Reducer[_Job, _Rows]):
         scratch = tile.buffer("scores")
         total = rows.sums.add(weights, log2, scratch, middle, sign)
         if sign == 0:
-            distances = self.asked.patterns.distances(start, tile)
+            distances = self.request.patterns.distances(start, tile)
             sums.distance[at] += torch.mul(weights, distances, out=scratch).sum(-1)
         if cols.start <= heads.first < cols.stop:
             sums.sink[at] += weights[..., heads.first - cols.start]
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
             _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start)
-        for name, inner in self.asked.mass.items():
+        for name, inner in self.request.mass.items():
             kind = heads.mass_kinds[name][tile.block.index][tile.index]
             if kind == FULL:
                 sums.mass[name][at] += total
             elif kind == PARTIAL:
-                inside = self.asked.patterns.inside(name, inner, start, tile)
+                inside = self.request.patterns.inside(name, inner, start, tile)
                 sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
 
     def end(self, rows: _Rows, space: Workspace) -> None:
@@ -170,22 +172,22 @@ class _Statistics(Reducer[_Job, _Rows]):
     def finish(self, group: Group, job: _Job) -> None:
         job.add_to(self.sums, (group.tiles.batch, group.tiles.heads))
 
-    def _add_own(self, job: _Job, weights: Tensor, log2: Tensor, masked: Tensor | None, tile: Tile) -> None:
-        """Add a tile to the statistics asked for."""
+    def _add_user_statistics(self, job: _Job, weights: Tensor, log2: Tensor, masked: Tensor | None, tile: Tile) -> None:
+        """Add a tile to the `Statistic` objects that the caller passed."""
         visible = None if masked is None else ~masked
         uncounted = job.heads.uncounted
         if uncounted is not None:
             counts = ~uncounted[..., tile.rows, None].expand(*tile.shape)
             visible = counts if visible is None else visible & counts
         grid, first = tile.group.tiles.call.grid, job.heads.first
-        seen = WeightTile(weights, tile.region, grid, visible, log2 * math.log(2), first)
-        for s in self.sums.own:
+        weight_tile = WeightTile(weights, tile.region, grid, visible, log2 * math.log(2), first)
+        for s in self.sums.user_statistics:
             rows = self.sums.of_heads(s, tile.block.at[:2])
-            into = rows[..., tile.rows] if s.over == "query" else job.own[s][..., tile.columns]
-            into.copy_(s.merge(into, s.added(seen)))
+            into = rows[..., tile.rows] if s.over == "query" else job.user_statistics[s][..., tile.columns]
+            into.copy_(s.merge(into, s.added(weight_tile)))
 
     def _pool(self, job: _Job, weights: Tensor, tile: Tile) -> Tensor:
-        """Add a tile to the thumbnail; returns the sums of its columns."""
+        """Add a tile to the thumbnail, if one is requested; returns the column sums of the tile."""
         bins = self.sums.bins
         if bins is None or job.pooled is None:
             return weights.sum(-2)
@@ -205,7 +207,7 @@ class _Statistics(Reducer[_Job, _Rows]):
         return sums.sum(-2)[..., : weights.shape[-1]]
 
     def _add_prefix(self, job: _Job, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
-        """Add prefix sink scores of a tile, if it has any of the text's first queries and keys."""
+        """Add a tile to the prefix sink scores, if it contains any of the text's first queries and keys."""
         heads, rows, cols = job.heads, tile.rows, tile.columns
         rs, cs = (
             slice(max(of.start, x.start), min(of.stop, x.stop))
@@ -214,26 +216,26 @@ class _Statistics(Reducer[_Job, _Rows]):
         if job.prefix_sink_scores is None or rs.start >= rs.stop or cs.start >= cs.stop:
             return
         inside = slice(rs.start - rows.start, rs.stop - rows.start), slice(cs.start - cols.start, cs.stop - cols.start)
-        seen = torch.ones_like(weights[..., *inside], dtype=torch.bool) if masked is None else ~masked[..., *inside]
+        visible = torch.ones_like(weights[..., *inside], dtype=torch.bool) if masked is None else ~masked[..., *inside]
         if heads.uncounted is not None:
-            seen = seen & ~heads.uncounted[..., rs, None]
-        given, count = job.prefix_sink_scores[..., cs.start - heads.first : cs.stop - heads.first]
-        given += weights[..., *inside].sum(-2)
-        count += seen.sum(-2)
+            visible = visible & ~heads.uncounted[..., rs, None]
+        total, count = job.prefix_sink_scores[..., cs.start - heads.first : cs.stop - heads.first]
+        total += weights[..., *inside].sum(-2)
+        count += visible.sum(-2)
 
 
 def _log2(weights: Tensor, call: Call) -> Tensor:
-    """Base-2 logarithms of weights that no softmax made."""
+    """Base-2 logarithms of the weights of a normalizer other than softmax."""
     if weights.min() < 0:
         raise InputError(
-            f"measure: {type(call.given.normalizer).__name__} gives negative weights here, which have no entropy; "
-            "it measures normalizers and scores whose weights are 0 or more"
+            f"measure: normalizer {type(call.given.normalizer).__name__} gives negative weights with these scores, "
+            "which have no entropy; expected weights of 0 or more"
         )
     return torch.where(weights > 0, torch.log2(weights), MASKED_SCORE)
 
 
 def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:
-    """Add the weights at column = row + offset of the tile to the queries they belong to."""
+    """Add the diagonal column = row + offset of a tile to its queries."""
     if -weights.shape[2] < offset < weights.shape[3]:
         diagonal = torch.diagonal(weights, offset, -2, -1)
         start = rows.start + max(0, -offset)

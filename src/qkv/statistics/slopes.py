@@ -1,8 +1,8 @@
-"""From the gradients of statistics to those of everything that the scores are made of, tile by tile.
+"""The backward pass of statistics: gradients of all tensors of a call, tile by tile.
 
-A statistic is a function of the weights A of a call. What it asks of a weight is a sum of few terms: a number for each
-query, one for each key, ln A, A, the distance, and more inside of masks and on single keys. A tile of that is made when
-the tile of weights is, and from there on it is the backward of attention.
+A statistic is a function of the weights A of a call. Its derivative ∂L/∂A is a sum of few terms: a number for each
+query, one for each key, multiples of ln A, of A and of the distance, and terms inside masks and on single keys. Each
+tile of ∂L/∂A is computed together with its tile of weights; the rest is the backward pass of attention.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from qkv.normalizers.tile import level_slopes
 from qkv.statistics.patterns import Patterns
 
 OfQueries = Float[Tensor, "b h nq"]
-SMALLEST_LOG2 = -2000.0  # 2 to it is 0; what a bias of −inf hides must not grow out of a float when it is multiplied
+SMALLEST_LOG2 = -2000.0  # exp2 of it is 0; finite, so that pairs with a bias of −inf do not overflow when multiplied
 
 
 @dataclass(eq=False)
 class Slopes:
-    """∂L/∂A_ij, A_ij being final weights: the sum of what is here, of query i and key j."""
+    """The coefficients of ∂L/∂A_ij, the derivative at the final weight of query i and key j: a sum of these terms."""
 
     constant: OfQueries
+    """Added to every key."""
     log: OfQueries | None = None
-    """Times ln A_ij."""
+    """Multiplied by ln A_ij."""
     share: OfQueries | None = None
-    """Times A_ij / mass_i."""
+    """Multiplied by A_ij / mass_i."""
     per_mass: OfQueries | None = None
     """1 / mass_i."""
     distance: OfQueries | None = None
-    """Times |p_i − j|."""
+    """Multiplied by |p_i − j|."""
     near: dict[int, OfQueries] = field(default_factory=dict)
-    """On key p_i + offset, by offset."""
+    """Added at key p_i + offset, by offset."""
     first: OfQueries | None = None
-    """On the first key of the text."""
+    """Added at the first key of the text."""
     mass: dict[str, OfQueries] = field(default_factory=dict)
-    """Inside of a mask, by its name."""
+    """Added inside a mask, by its name."""
     received: Float[Tensor, "b h nk"] | None = None
-    """Of every key."""
+    """Added at every query, one for each key."""
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the keys are that statistics name."""
+    """The keys that `sink` and the masses refer to."""
 
     firsts: Sequence[int]
     """The first key of the text of each batch item."""
@@ -67,23 +68,26 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class _Heads:
-    """What all tiles of a group need."""
+    """Data that all tiles of a group share."""
 
     weights: WeightTiles
-    kinds: dict[str, list[list[int]]]
-    """Status of the tiles in the masks of masses."""
+    statuses: dict[str, list[list[int]]]
+    """Block status of the tiles in each mask of `mass`."""
     received: Tensor | None
     first: int
 
 
 class StatisticsGradients(WeightGradients):
-    """Gradients of statistics.
+    """The reducer that adds the gradients of statistics to those of the call's tensors.
 
     Args:
-        call: whose rows know `rows`.
-        level: of each row, finite.
-        totals: what gradients are added to, by the names of the call's tensors.
-        size: of tiles.
+        call: the attention call.
+        rows: its normalizer state.
+        level: `rows.level`, with finite numbers in fully masked rows.
+        slopes: the coefficients of ∂L/∂A.
+        places: the keys and masks that they refer to.
+        totals: the gradients to add to, by the names of the call's tensors.
+        size: tile size.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class StatisticsGradients(WeightGradients):
     def weigh(self, rows: RowSlopes, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if not (tile.group.tiles.call.normalizer.has_lse and rows.weigh.shortcut):
             return super().weigh(rows, tile)
-        weights, log2 = tile.weights(rows.job.shared.weights)  # one product makes these logarithms
+        weights, log2 = tile.weights(rows.job.shared.weights)  # with logarithms, from one matrix product
         rows.weigh.made = weights
         if log2 is not None and not tile.group.tiles.linear:
             log2.clamp_(min=SMALLEST_LOG2)
@@ -141,9 +145,9 @@ class StatisticsGradients(WeightGradients):
         return slope if divisor is None else slope.div_(divisor)
 
     def _add_places(self, tile: Tile, slope: Tensor, heads: _Heads) -> None:
-        """Add what is asked of keys by where they are."""
+        """Add the terms of ∂L/∂A that depend on the positions of the keys."""
         at, cols, of, tiles = tile.block.at, tile.columns, self.slopes, tile.group.tiles
-        start = tile.rows.start + tiles.call.grid.offset  # where the first query stands
+        start = tile.rows.start + tiles.call.grid.offset  # position of the first query
         if of.distance is not None:
             slope.addcmul_(self.places.patterns.distances(start, tile), of.distance[at][..., None])
         if of.first is not None and cols.start <= heads.first < cols.stop:
@@ -155,22 +159,22 @@ class StatisticsGradients(WeightGradients):
                 begin = max(0, -shift)
                 diagonal += x[at][..., begin : begin + diagonal.shape[-1]]
         for name, x in of.mass.items():
-            mask, kind = self.places.mass[name], heads.kinds[name][tile.block.index][tile.index]
-            if kind == FULL:
+            mask, status = self.places.mass[name], heads.statuses[name][tile.block.index][tile.index]
+            if status == FULL:
                 slope += x[at][..., None]
-            elif kind != EMPTY:
+            elif status != EMPTY:
                 inside = self.places.patterns.inside(name, mask, start, tile)
                 slope.addcmul_(inside, x[at][..., None])
 
 
 class LevelSlopes(StatisticsGradients):
-    """What the level of a row does to the slopes of its weights: their mean by how fast each falls as it rises.
+    """The effect of a row's level (threshold) on the gradient: the mean of ∂L/∂A, weighted by −∂A/∂level.
 
-    `mean` and `falls` are sums over keys, (b, h, nq), when all tiles have been added.
+    `sum` and `falls` are sums over keys, (b, h, nq), once all tiles have been added; `falls` is −∂A/∂level.
     """
 
-    def __init__(self, call: Call, *given: Any) -> None:
-        super().__init__(call, *given)
+    def __init__(self, call: Call, *arguments: Any) -> None:
+        super().__init__(call, *arguments)
         zeros = call.q.new_zeros(call.q.shape[:3], dtype=torch.float64)
         self.sum, self.falls = zeros, torch.zeros_like(zeros)
 
@@ -198,7 +202,7 @@ class LevelSlopes(StatisticsGradients):
         pass
 
     def mean(self, call: Call, at_sink: OfQueries | None) -> OfQueries:
-        """The mean, of a sink whose weight has the slope `at_sink`, too; 0 where nothing falls."""
+        """The weighted mean, including a sink logit with gradient `at_sink`; 0 where no weight depends on the level."""
         total, sum_ = self.falls, self.sum
         if call.sink is not None:
             assert isinstance(call.normalizer, SumToOne)

@@ -1,4 +1,4 @@
-"""Statistics of attention, and the sums over tiles of weights that they are made of."""
+"""`Statistics`, the result of `measure`, and the sums over tiles of weights from which it is computed."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ class Thumbnail:
     maximum: Float[Tensor, "b h qb kb"]
     """The largest weight in the bin."""
     mean: Float[Tensor, "b h qb kb"]
-    """The average over all pairs of the bin; those the mask hides have weight 0."""
+    """The average over all pairs of the bin; masked pairs have weight 0."""
     query_bin: int
     key_bin: int
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Exact statistics of the weights A of one call, a number for each query or key of each head.
+    """Exact statistics of the attention weights A of one call: one number for each query or key of each head.
 
-    Query i stands at position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1, or less with a sink
-    logit, or whatever weights add up to that nothing divides (sigmoid), or 0 where nothing is visible. `entropy`,
+    Query i has position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1 for softmax, less with a
+    sink logit, any sum for weights that are not normalized (sigmoid), and 0 where no key is visible. `entropy`,
     `distance`, `spread` and `effective_keys` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
-    are absolute. Empty rows give 0 (and lse −inf), and so do rows whose weights float32 does not hold (below 1e-38;
-    of float64 inputs, 1e-150).
-    Where q had fewer than four dimensions, or was a NumPy array, so are the numbers here.
+    are absolute. Fully masked rows give 0 (and lse −inf), and so do rows whose weights underflow float32 (below 1e-38;
+    for float64 inputs, 1e-150).
+    If q had fewer than four dimensions, or was a NumPy array, the fields have the same dimensions and type.
 
     >>> from qkv import measure
     >>> x = torch.zeros(1, 1, 4, 8)
-    >>> found = measure(x, x)
-    >>> found.entropy[0, 0, 0].item() == torch.log(torch.tensor(4.0)).item(), found.received[0, 0].tolist()
+    >>> result = measure(x, x)
+    >>> result.entropy[0, 0, 0].item() == torch.log(torch.tensor(4.0)).item(), result.received[0, 0].tolist()
     (True, [1.0, 1.0, 1.0, 1.0])
     """
 
     lse: Float[Tensor, "b h nq"] | None
-    """Log-sum-exp of the scores, a sink logit included; None where the normalizer has none."""
+    """Log-sum-exp of the scores, including a sink logit; None if the normalizer has no log-sum-exp."""
     entropy: Float[Tensor, "b h nq"]
     """−Σ a ln a, in nats."""
     sink: Float[Tensor, "b h nq"]
@@ -75,44 +75,44 @@ class Statistics:
     effective_keys: Float[Tensor, "b h nq"]
     """1 / Σ a²: the effective number of keys (Rényi-2 perplexity, participation ratio)."""
     received: Float[Tensor, "b h nk"]
-    """Σ_i A_ij: what each key gets from all queries."""
+    """Σ_i A_ij: the attention that each key receives from all queries."""
     visible: Float[Tensor, "b h nq"]
     """How many keys each query may attend to."""
     visible_queries: Float[Tensor, "b h nk"]
     """How many queries may attend to each key; `received` divided by it is the mean weight they put on the key."""
     prefix_sink_scores: Float[Tensor, "b h prefix"] | None = None
-    """Sink score of the first keys of the text: the weight on each, averaged over those of as many first queries of the
-    text that see it. For causal masks it is what the first tokens alone would have (α_k of Gu et al. 2025,
-    arXiv:2410.10781, section 3)."""
+    """Sink scores of the first `prefix_keys` keys of the text: the weight on each, averaged over those of the first
+    `prefix_keys` queries that may attend to it. Under a causal mask it equals the score of the prefix alone (α_k of Gu
+    et al. 2025, arXiv:2410.10781, section 3)."""
     thumbnail: Thumbnail | None = None
-    """The whole map, small."""
+    """The attention map pooled to a few bins, if `bins` was passed."""
     sink_mass: Float[Tensor, "b h nq"] | None = None
-    """Weight on the learned sink logit, where the normalizer has one."""
+    """Weight on the learned sink logit, if the normalizer has one."""
     mass: Mapping[str, Float[Tensor, "b h nq"]] = field(default_factory=dict)
-    """Weight inside each sub-mask asked for."""
+    """Weight inside each mask passed as `mass`, by its name."""
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
-    """Each `Statistic` asked for, by its name."""
+    """The values of each `Statistic` passed as `statistics`, by its name."""
 
     participation = alias("participation", "effective_keys")
     audience = alias("audience", "visible_queries")
     early = alias("early", "prefix_sink_scores")
 
     def named(self, name: str) -> Float[Tensor, "b h n"] | None:
-        """A statistic by its name, a mass among them; None if it was not measured."""
-        for asked in (self.own, self.mass):
-            if name in asked:
-                return asked[name]
-        found: Tensor | None = getattr(self, field_of(name), None)
-        return found
+        """A statistic or a mass by its name; None if it was not measured."""
+        for values in (self.own, self.mass):
+            if name in values:
+                return values[name]
+        value: Tensor | None = getattr(self, field_of(name), None)
+        return value
 
     def __repr__(self) -> str:
         sizes = ("batch=", "heads=", "queries=")[-self.entropy.ndim :]
-        named = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
-        return f"Statistics({named}, keys={self.received.shape[-1]})"
+        shape = ", ".join(f"{name}{n}" for name, n in zip(sizes, self.entropy.shape, strict=True))
+        return f"Statistics({shape}, keys={self.received.shape[-1]})"
 
 
 def field_of(name: str) -> str:
-    """The field of `Statistics` for a name; `self` and `next` mean something else in Python.
+    """The field of `Statistics` for a name; `self` and `next` get an underscore, since Python uses these words.
 
     >>> field_of("self"), field_of("entropy")
     ('self_', 'entropy')
@@ -121,7 +121,7 @@ def field_of(name: str) -> str:
 
 
 class Sums:
-    """What the sweep has added up so far, float64 so that ten thousand tiles add up without loss."""
+    """Running sums of the sweep over all tiles; float64, so that ten thousand tiles add up without loss."""
 
     OF_QUERIES = (
         "total", "bits", "squares", "offset", "offset2", "distance", "sink", "self_", "previous", "next_", "visible",
@@ -146,8 +146,8 @@ class Sums:
         self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
         self.prefix_sink_scores = (
             None if prefix_keys is None else zeros.new_zeros(2, b, h, prefix_keys)
-        )  # weights, and how many
-        self.own = {
+        )  # sums of weights, and numbers of visible queries
+        self.user_statistics = {
             s: zeros.new_full((*s.lead, b, h, n_queries if s.over == "query" else n_keys), s.zero) for s in statistics
         }
         self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
@@ -157,7 +157,7 @@ class Sums:
             self.pooled = call.q.new_zeros(2, b, h, *sides, dtype=at_least_float32(call.q.dtype))
 
     def of(self, queries: slice, keys: slice, received: Tensor, visible_queries: Tensor) -> Sums:
-        """The sums of some queries, and of some of other keys: views, so what is added to them is added to all."""
+        """The sums of some queries and keys as views; `received` and `visible_queries` replace the key sums."""
         part = copy(self)
         for name in self.OF_QUERIES:
             setattr(part, name, getattr(self, name)[:, :, queries])
@@ -166,8 +166,8 @@ class Sums:
         return part
 
     def of_heads(self, statistic: Statistic, at: tuple[slice, ...]) -> Tensor:
-        """The part of a statistic's sums that belongs to some batch items and heads: a view."""
-        total, (batch, heads) = self.own[statistic], at
+        """The sums of a statistic for some batch items and heads, as a view."""
+        total, (batch, heads) = self.user_statistics[statistic], at
         return total[batch, heads] if statistic.parts == 1 else total[:, batch, heads]
 
     def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
@@ -178,19 +178,19 @@ class Sums:
             for n, size in zip((n_queries, n_keys), self.bins, strict=True)
         ]
         for x, n in zip(sizes, (n_queries, n_keys), strict=True):
-            x[-1] -= len(x) * x[0].item() - n  # the last bin is what is left
+            x[-1] -= len(x) * x[0].item() - n  # the last bin may be smaller
         return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
 
     def statistics(self, call: Call, rows: RowState) -> Statistics:
         lse = rows.level if call.given.normalizer.has_lse else None
-        seen = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights are 0; NaN is not nothing
-        total = torch.where(seen, self.total, 1.0)
+        nonempty = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights underflow; NaN passes
+        total = torch.where(nonempty, self.total, 1.0)
         mean = self.offset / total
         sink_mass = None
         if call.sink is not None:
             sink_mass = _sink_mass(call, rows)
-        entropy = torch.where(seen, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
-        squares = torch.where(seen, self.squares, 1.0)
+        entropy = torch.where(nonempty, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
+        squares = torch.where(nonempty, self.squares, 1.0)
         prefix = self.prefix_sink_scores
         if prefix is not None:
             prefix = (prefix[0] / prefix[1].clamp(min=1)).to(at_least_float32(call.q.dtype))
@@ -204,7 +204,7 @@ class Sums:
             next_=self.next_.to(dtype),
             distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
-            effective_keys=torch.where(seen, total * total / squares, 0.0).to(dtype),
+            effective_keys=torch.where(nonempty, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
             visible=self.visible.to(dtype),
             visible_queries=self.visible_queries.to(dtype),
@@ -212,7 +212,7 @@ class Sums:
             thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
-            own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.own.items()},
+            own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.user_statistics.items()},
         )
 
 
@@ -230,32 +230,32 @@ def _sink_mass(call: Call, rows: RowState) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places of a tile's columns from its middle, and their squares."""
+    """Offsets of a tile's columns from its middle, and their squares."""
     place = torch.arange(size, dtype=dtype, device=device) - size // 2
     return place, place.square()
 
 
-SMALLEST = 1e-150  # mass of a row that counts
-TINY = 1e-15  # a norm below is of squares that may be no normal float32
+SMALLEST = 1e-150  # a row with less mass counts as empty
+TINY = 1e-15  # below this norm, the squares may underflow float32
 
 
 class RowSums:
     """Sums over keys for one block of queries.
 
-    Each tile leaves a few float32 numbers a query; every `ROOM` tiles they are added up in float64 together, because
-    many small additions would take as long as the products.
+    Each tile yields a few float32 numbers for each query. They are stored, and added up in float64 every `BATCH` tiles,
+    because many small additions would take as long as the products.
     """
 
-    ROOM = 64
+    BATCH = 64
 
     def __init__(self, weights: Tensor) -> None:
         b, h, rows, _ = weights.shape
-        self.pieces = weights.new_empty(self.ROOM, 5, b, h, rows)
-        self.places: list[tuple[int, int]] = []  # of each tile: its middle, and the sign of j − p in it (0: mixed)
+        self.pieces = weights.new_empty(self.BATCH, 5, b, h, rows)
+        self.places: list[tuple[int, int]] = []  # for each tile: its middle, and the sign of j − p in it (0: mixed)
         self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
 
     def add(self, weights: Tensor, log2: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
-        """Add a tile, whose middle is `middle` keys from the first query of the block; returns its row totals.
+        """Add a tile whose middle is `middle` keys after the first query of the block; returns its row totals.
 
         Moments are taken about the middle: float32 products then lose nothing to large positions.
         """
@@ -267,17 +267,17 @@ class RowSums:
         torch.mv(flat, place, out=one.view(-1))
         torch.mv(flat, square, out=two.view(-1))
         torch.linalg.vector_norm(weights, dim=-1, out=norm)
-        if bool(((norm < TINY) & (total > 0)).any()):  # squares that float32 does not hold
+        if bool(((norm < TINY) & (total > 0)).any()):  # the squares underflow float32
             norm.copy_(torch.linalg.vector_norm(weights, dim=-1, dtype=torch.float64))
         torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
         self.places.append((middle, sign))
-        if len(self.places) == self.ROOM:
+        if len(self.places) == self.BATCH:
             total = total.clone()
             self.flush()
         return total
 
     def flush(self) -> None:
-        """Add what the tiles left to the sums."""
+        """Add the stored numbers of the last tiles to the sums."""
         if not self.places:
             return
         total, one, two, norm, minus_bits = self.pieces[: len(self.places)].double().unbind(1)
@@ -290,7 +290,7 @@ class RowSums:
         self.places.clear()
 
     def put(self, sums: Sums, at: tuple[slice, ...]) -> None:
-        """Add to `sums`; offsets so far are from the block's first query, now from each query itself."""
+        """Add to `sums`, converting offsets from the block's first query to offsets from each query."""
         self.flush()
         total, offset, offset2, squares, minus_bits, signed, signed_offset = self.sums
         row = torch.arange(total.shape[-1], dtype=torch.float64, device=total.device)
@@ -303,5 +303,5 @@ class RowSums:
 
 
 def _bin(length: int, bins: int) -> int:
-    """The least power of two that cuts a length into no more than so many pieces."""
+    """The smallest power of two that divides a length into at most `bins` bins."""
     return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))

@@ -1,8 +1,8 @@
-"""Checks of your own masks, scores, biases, normalizers and statistics, to call in your own tests.
+"""Checks of user-defined masks, scores, biases, normalizers and statistics, to call in your own tests.
 
-What the base classes promise to the kernels is checked here by a public test, as scikit-learn's ``check_estimator``
-does. Each function returns None, or raises `CheckFailed`, an `AssertionError` whose one sentence names the class, the
-method, the place, what was expected and what came. The checks are deterministic and need torch alone.
+They test the contract of the base classes, on which the kernels rely, as scikit-learn's ``check_estimator`` does. Each
+function returns None, or raises `CheckFailed`, an `AssertionError` whose message names the class, the method, the
+place, the expected result and the actual one. The checks are deterministic and require only torch.
 
 >>> from qkv.masks import Mask
 >>> class Even(Mask):

@@ -1,4 +1,4 @@
-"""`attend` on all kernels against the definition: outputs, gradients, half precision, hidden NaN, statistics."""
+"""Checks of `attend` on all kernels against the dense definition: outputs, gradients, half precision, masked NaN."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from qkv.errors import InputError
 from qkv.kernels import KERNELS
 from qkv.normalizers import SumToOne
 from qkv.statistics.measure import measure
-from qkv.testing.definition import Composition, Found, attention, seen
+from qkv.testing.definition import Composition, Result, attention, visible_pairs
 from qkv.testing.inputs import Size, converted, normal, shortcuts, triple
 from qkv.testing.report import calling, difference, fail, number
 
 MUST_SERVE = ("auto", "eager")
 ONLY_TINY = ("flex", "reference")  # loops in Python, or the whole matrix in many pieces: slow on a CPU
 ROUNDINGS = {torch.float64: 2.0**16, torch.float32: 2.0**10}
-"""How many eps a kernel may be off: sums of hundreds of terms, and a level found by search."""
+"""Tolerance of a kernel in eps: sums of hundreds of terms, and a level found by bisection."""
 HALF_ROUNDINGS = 8.0
-DRAW = 3  # seed of the keys that a normalizer draws
+DRAW = 3  # seed for normalizers that sample a key
 
 KEYS = "q", "k", "v"
 
 
 @contextmanager
 def _attending(c: Composition, kernel: str, where: str) -> Iterator[None]:
-    """Inside, exceptions of `attend` become failures of the object, but for the refusals of a kernel."""
-    with calling(c.blamed, c.method, f"attend on kernel {kernel!r} with {where}"):
+    """Turn exceptions of `attend` into `CheckFailed` about the object under examination."""
+    with calling(c.reported, c.method, f"attend on kernel {kernel!r} with {where}"):
         yield
 
 
 def run(
     c: Composition, tensors: Sequence[Tensor], kernel: str, where: str, *, weights: bool = False
 ) -> tuple[Tensor, ...] | None:
-    """``(out,)`` or ``(out, weights)`` of `attend`, or None where the kernel refuses the call."""
+    """``(out,)`` or ``(out, weights)`` of `attend`, or None if the kernel does not support the call."""
     q, k, v = tensors
     seed = DRAW if isinstance(c.normalizer, SumToOne) and c.normalizer.sample else None
     with _attending(c, kernel, where):
@@ -53,7 +53,7 @@ def run(
 def run_or_refuse(
     c: Composition, tensors: Sequence[Tensor], kernel: str, where: str, *, weights: bool = False
 ) -> tuple[Tensor, ...] | None:
-    """`run` with gradients, or without where the kernel has none; None where it refuses both."""
+    """`run` with gradients, or without if the kernel has none; None if it supports neither."""
     made = run(c, tensors, kernel, where, weights=weights)
     if made is None:
         with torch.no_grad():
@@ -62,68 +62,68 @@ def run_or_refuse(
 
 
 def kernels_for(size: Size) -> list[str]:
-    """Names of kernels, "auto" first."""
+    """The kernels to check at this size, "auto" first."""
     return ["auto", *(name for name in KERNELS if size.tiny or name not in ONLY_TINY)]
 
 
-def drawn(c: Composition, tensors: Sequence[Tensor], where: str) -> Tensor | None:
-    """The one-hot weights of a normalizer that draws keys, or None of any other."""
+def drawn_weights(c: Composition, tensors: Sequence[Tensor], where: str) -> Tensor | None:
+    """The one-hot weights of a normalizer that samples keys, or None for any other normalizer."""
     if not (isinstance(c.normalizer, SumToOne) and c.normalizer.sample):
         return None
     with torch.no_grad():
-        found = run(c, tensors, "eager", where, weights=True)
-    assert found is not None
-    one = found[1].double()
+        result = run(c, tensors, "eager", where, weights=True)
+    assert result is not None
+    one = result[1].double()
     if bool(((one != 0) & (one != 1)).any()) or bool((one.sum(-1) > 1).any()):
-        fail(c.blamed, c.method, f"{where}: weights of a drawn key are not one-hot, expected a single 1 a query")
+        fail(c.reported, c.method, f"{where}: weights of a drawn key are not one-hot, expected a single 1 a query")
     return one
 
 
-def defined(c: Composition, tensors: Sequence[Tensor], where: str, chosen: Tensor | None = None) -> Found:
-    """The definition, which must be finite."""
-    found = attention(c, tensors[0], tensors[1], tensors[2], chosen)
-    for name, x in (("weights", found.weights), ("output", found.out)):
+def by_definition(c: Composition, tensors: Sequence[Tensor], where: str, chosen: Tensor | None = None) -> Result:
+    """The result by definition; fails if it is not finite."""
+    result = attention(c, tensors[0], tensors[1], tensors[2], chosen)
+    for name, x in (("weights", result.weights), ("output", result.out)):
         if not bool(x.isfinite().all()):
             place = tuple((~x.isfinite()).nonzero()[0].tolist())
             fail(
-                c.blamed, c.method, f"{where}: the {name} by definition in float64 is {number(x[place].item())} "
+                c.reported, c.method, f"{where}: the {name} by definition in float64 is {number(x[place].item())} "
                 f"at {place}, expected finite numbers"
             )  # fmt: skip
-    return found
+    return result
 
 
 def check_kernels(c: Composition, size: Size, dtype: torch.dtype = torch.float64) -> None:
-    """Output, weights and gradients on every kernel that serves the call are those of the definition."""
+    """Output, weights and gradients on every kernel that supports the call equal those of the definition."""
     where = describe(c, size, dtype)
-    given = [x.requires_grad_() for x in triple(size, dtype)]
+    inputs = [x.requires_grad_() for x in triple(size, dtype)]
     used, exact = c.of(converted(c.thing, dtype)), c.of(converted(converted(c.thing, dtype), torch.float64))
-    wide = [x.detach().double().requires_grad_() for x in given]
-    found = defined(exact, wide, where, drawn(used, given, where))
-    slope = normal(*found.out.shape, seed=11)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    result = by_definition(exact, wide, where, drawn_weights(used, inputs, where))
+    slope = normal(*result.out.shape, seed=11)
     names, learned = [*KEYS, *used.learned()], [*exact.learned().values()]
-    want = _gradients(exact, (found.out * slope).sum(), [*wide, *learned], "the definition", where)
+    want = _gradients(exact, (result.out * slope).sum(), [*wide, *learned], "the definition", where)
     finest = [dtype, *(x.dtype for x in learned)]
-    eps = max(found.eps, *(torch.finfo(x).eps for x in finest))
-    tolerance = ROUNDINGS[dtype] * eps * found.condition
-    empty = ~(found.weights.detach() != 0).any(-1) & ~found.visible.any(-1)
+    eps = max(result.eps, *(torch.finfo(x).eps for x in finest))
+    tolerance = ROUNDINGS[dtype] * eps * result.condition
+    empty = ~(result.weights.detach() != 0).any(-1) & ~result.visible.any(-1)
     for kernel in kernels_for(size):
-        got = run_or_refuse(used, given, kernel, where, weights=kernel == "eager")
+        got = run_or_refuse(used, inputs, kernel, where, weights=kernel == "eager")
         if got is None:
             continue
         on = f"attend on kernel {kernel!r} with {where}"
-        _same(c, f"{on}: the output", got[0], found.out, tolerance)
+        _same(c, f"{on}: the output", got[0], result.out, tolerance)
         if got[0].dtype != dtype:
-            fail(c.blamed, c.method, f"{on}: the output is {got[0].dtype}, expected the dtype of v")
+            fail(c.reported, c.method, f"{on}: the output is {got[0].dtype}, expected the dtype of v")
         if len(got) > 1:
-            _same(c, f"{on}: the weight", got[1], found.weights, tolerance)
+            _same(c, f"{on}: the weight", got[1], result.weights, tolerance)
         if bool((got[0].detach()[empty] != 0).any()):
-            fail(c.blamed, c.method, f"{on}: a query that sees nothing has an output, expected 0")
+            fail(c.reported, c.method, f"{on}: a query without visible keys has an output, expected 0")
         if not got[0].requires_grad:
             continue
         total = (got[0].double() * slope).sum()
-        slopes = _gradients(used, total, [*given, *used.learned().values()], f"kernel {kernel!r}", where)
+        slopes = _gradients(used, total, [*inputs, *used.learned().values()], f"kernel {kernel!r}", where)
         for name, mine, theirs in zip(names, slopes, want, strict=True):
-            _same(c, f"{on}: the gradient of {name}", mine, theirs, tolerance * found.condition)
+            _same(c, f"{on}: the gradient of {name}", mine, theirs, tolerance * result.condition)
 
 
 def describe(c: Composition, size: Size, dtype: torch.dtype) -> str:
@@ -132,47 +132,47 @@ def describe(c: Composition, size: Size, dtype: torch.dtype) -> str:
 
 
 def _gradients(c: Composition, total: Tensor, tensors: list[Tensor], of: str, where: str) -> list[Tensor]:
-    with calling(c.blamed, c.method, f"the gradient of {of} with {where}"):
+    with calling(c.reported, c.method, f"the gradient of {of} with {where}"):
         if not total.requires_grad:
             return [torch.zeros_like(x) for x in tensors]
-        found = torch.autograd.grad(total, tensors, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, found, strict=True)]
+        result = torch.autograd.grad(total, tensors, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(tensors, result, strict=True)]
 
 
 def _same(c: Composition, what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     want = want.detach()
     wrong = difference(got, want, tolerance * max(1.0, float(want.abs().nan_to_num(posinf=0).max())))
     if wrong is not None:
-        fail(c.blamed, c.method, f"{what} is {number(wrong.got)} at {wrong.place}, expected {number(wrong.want)} by "
+        fail(c.reported, c.method, f"{what} is {number(wrong.got)} at {wrong.place}, expected {number(wrong.want)} by "
              "the definition in float64" + _by(c))  # fmt: skip
 
 
 def _by(c: Composition) -> str:
-    """Shortcuts that may be at fault."""
-    base = next((kind for kind in type(c.blamed).__mro__ if "definitions" in kind.__dict__), object)
-    found = shortcuts(c.blamed, base)
-    return f" (shortcuts: {', '.join(found)})" if found else ""
+    """The shortcuts that may cause the failure, for the end of a message."""
+    base = next((kind for kind in type(c.reported).__mro__ if "definitions" in kind.__dict__), object)
+    result = shortcuts(c.reported, base)
+    return f" (shortcuts: {', '.join(result)})" if result else ""
 
 
 # --- finite differences -----------------------------------------------------------------------------------------------
 
 
 def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
-    """Gradients of `attend` on two kernels are finite differences, along random directions of each tensor."""
+    """Gradients of `attend` on two kernels equal finite differences, along random directions of each tensor."""
     if isinstance(c.normalizer, SumToOne) and c.normalizer.one_key:
-        return  # its gradient is that of other weights, by definition
+        return  # its gradient is defined as that of the soft weights
     where = describe(c, size, torch.float64)
     c = c.of(converted(c.thing, torch.float64))
-    given = [x.requires_grad_() for x in triple(size, torch.float64)]
-    named = dict(zip(KEYS, given, strict=True)) | c.learned()
+    inputs = [x.requires_grad_() for x in triple(size, torch.float64)]
+    named = dict(zip(KEYS, inputs, strict=True)) | c.learned()
     with torch.no_grad():
-        condition = defined(c, given, where).condition
+        condition = by_definition(c, inputs, where).condition
     slope = normal(size.batch, size.heads, size.queries, size.dim_v, seed=11)
     for kernel in ("eager", "tiled"):
 
         def total(kernel: str = kernel) -> Tensor | None:
-            found = run(c, given, kernel, where)
-            return None if found is None else (found[0] * slope).sum()
+            result = run(c, inputs, kernel, where)
+            return None if result is None else (result[0] * slope).sum()
 
         made = total()
         if made is None:
@@ -181,24 +181,24 @@ def check_slopes(c: Composition, size: Size, directions: int = 2) -> None:
         for (name, x), gradient in zip(named.items(), slopes, strict=True):
             step, loose = (1e-6, 1e-5) if x.dtype == torch.float64 else (1e-4, 1e-2)
             for seed in range(directions):
-                way = normal(*x.shape, seed=20 + seed, dtype=x.dtype)
-                want = _difference_quotient(total, x, way, step)
-                got = float((gradient.double() * way.double()).sum())
+                direction = normal(*x.shape, seed=20 + seed, dtype=x.dtype)
+                want = _difference_quotient(total, x, direction, step)
+                got = float((gradient.double() * direction.double()).sum())
                 if not abs(got - want) <= loose * condition * (1 + abs(want)):
                     fail(
-                        c.blamed, c.method, f"attend on kernel {kernel!r} with {where}: the gradient of {name} along a "
-                        f"random direction is {number(got)}, expected {number(want)} by finite differences" + _by(c)
+                        c.reported, c.method, f"attend on kernel {kernel!r} with {where}: the gradient of {name} along "
+                        f"a random direction is {number(got)}, expected {number(want)} by finite differences" + _by(c)
                     )  # fmt: skip
 
 
-def _difference_quotient(total: Callable[[], Tensor | None], x: Tensor, way: Tensor, step: float) -> float:
-    """Central difference of a number along a direction of a tensor, which is left as it was."""
+def _difference_quotient(total: Callable[[], Tensor | None], x: Tensor, direction: Tensor, step: float) -> float:
+    """Central difference of `total()` along a direction of x, which is restored afterwards."""
     before = x.detach().clone()
     values = []
     with torch.no_grad():
         try:
             for sign in (1, -1):
-                x.copy_(before + sign * step * way)
+                x.copy_(before + sign * step * direction)
                 made = total()
                 assert made is not None
                 values.append(float(made))
@@ -211,55 +211,57 @@ def _difference_quotient(total: Callable[[], Tensor | None], x: Tensor, way: Ten
 
 
 def check_half(c: Composition, size: Size) -> None:
-    """bfloat16 and float16 inputs give finite outputs and gradients, near those of float64 on the same inputs."""
+    """bfloat16 and float16 inputs give finite outputs and gradients, close to float64 results on the same inputs."""
     for dtype in (torch.bfloat16, torch.float16):
         where = describe(c, size, dtype)
-        given = [x.requires_grad_() for x in triple(size, dtype)]
+        inputs = [x.requires_grad_() for x in triple(size, dtype)]
         half = converted(c.thing, dtype)
         used, exact = c.of(half), c.of(converted(half, torch.float64))
         with torch.no_grad():
-            found = defined(exact, [x.detach().double() for x in given], where, drawn(used, given, where))
-        most = float(torch.where(found.visible, found.scores, 0.0).nan_to_num(neginf=0).abs().max())
-        tolerance = HALF_ROUNDINGS * torch.finfo(dtype).eps * (1 + most) * found.condition
+            result = by_definition(
+                exact, [x.detach().double() for x in inputs], where, drawn_weights(used, inputs, where)
+            )
+        most = float(torch.where(result.visible, result.scores, 0.0).nan_to_num(neginf=0).abs().max())
+        tolerance = HALF_ROUNDINGS * torch.finfo(dtype).eps * (1 + most) * result.condition
         for kernel in kernels_for(size):
             if kernel in ONLY_TINY:
                 continue
-            got = run_or_refuse(used, given, kernel, where)
+            got = run_or_refuse(used, inputs, kernel, where)
             if got is None:
                 continue
             on = f"attend on kernel {kernel!r} with {where}"
-            _same(c, f"{on}: the output", got[0], found.out, tolerance)
+            _same(c, f"{on}: the output", got[0], result.out, tolerance)
             if got[0].dtype != dtype:
-                fail(c.blamed, c.method, f"{on}: the output is {got[0].dtype}, expected the dtype of v")
+                fail(c.reported, c.method, f"{on}: the output is {got[0].dtype}, expected the dtype of v")
             if not got[0].requires_grad:
                 continue
-            tensors = [*given, *used.learned().values()]
+            tensors = [*inputs, *used.learned().values()]
             slopes = _gradients(used, got[0].float().sum(), tensors, f"kernel {kernel!r}", where)
             for name, x in zip((*KEYS, *used.learned()), slopes, strict=True):
-                if not bool(x.isfinite().all()) and _should_be_finite(exact, given, name, x, where):
+                if not bool(x.isfinite().all()) and _should_be_finite(exact, inputs, name, x, where):
                     place = tuple((~x.isfinite()).nonzero()[0].tolist())
                     fail(
-                        c.blamed, c.method, f"{on}: the gradient of {name} is {number(x[place].item())} at {place}, "
+                        c.reported, c.method, f"{on}: the gradient of {name} is {number(x[place].item())} at {place}, "
                         "expected finite numbers"
                     )  # fmt: skip
 
 
-def _should_be_finite(c: Composition, given: Sequence[Tensor], name: str, got: Tensor, where: str) -> bool:
-    """Whether a gradient that is not finite would be well inside the range of its dtype by definition."""
-    wide = [x.detach().double().requires_grad_() for x in given]
+def _should_be_finite(c: Composition, inputs: Sequence[Tensor], name: str, got: Tensor, where: str) -> bool:
+    """Whether the definition gives a gradient well inside the range of the dtype."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
     named = dict(zip(KEYS, wide, strict=True)) | c.learned()
     total = attention(c, wide[0], wide[1], wide[2]).out.sum()
     (want,) = _gradients(c, total, [named[name]], "the definition", where)
     return float(want.abs().max()) < torch.finfo(got.dtype).max / 64
 
 
-# --- what is hidden ---------------------------------------------------------------------------------------------------
+# --- masked keys ------------------------------------------------------------------------------------------------------
 
 
-def check_hidden(c: Composition, size: Size) -> None:
-    """NaN and infinity in keys and values that no query sees change neither output nor gradients."""
+def check_masked(c: Composition, size: Size) -> None:
+    """NaN and infinity in keys and values that are masked for all queries change neither output nor gradients."""
     assert c.mask is not None
-    idle = ~seen(c.mask, size.whole, size.grid).any(2).any(1).expand(size.batch, -1)
+    idle = ~visible_pairs(c.mask, size.whole, size.grid).any(2).any(1).expand(size.batch, -1)
     if not bool(idle.any()):
         return
     c, where = c.of(converted(c.thing, torch.float64)), describe(c, size, torch.float64)
@@ -269,18 +271,18 @@ def check_hidden(c: Composition, size: Size) -> None:
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=torch.float64)
     spoilt = [torch.where(idle[:, None, :, None], bad[torch.arange(x.shape[3]) % 3], x) for x in (k, v)]
     for kernel in kernels_for(size):
-        if kernel == "reference":  # it never looks at a hidden key
+        if kernel == "reference":  # its loops skip masked keys
             continue
         results = []
         for tensors in ((q, k, v), (q, *spoilt)):
-            given = [x.clone().requires_grad_() for x in tensors]
-            made = run_or_refuse(c, given, kernel, where)
+            inputs = [x.clone().requires_grad_() for x in tensors]
+            made = run_or_refuse(c, inputs, kernel, where)
             if made is None:
                 break
             slopes = []
             if made[0].requires_grad:
                 total = (made[0] * slope).sum()
-                slopes = _gradients(c, total, [*given, *c.learned().values()], f"kernel {kernel!r}", where)
+                slopes = _gradients(c, total, [*inputs, *c.learned().values()], f"kernel {kernel!r}", where)
             results.append([made[0], *slopes])
         if len(results) < 2:
             continue
@@ -289,8 +291,9 @@ def check_hidden(c: Composition, size: Size) -> None:
             wrong = difference(got, clean, 1e-9 * max(1.0, float(clean.detach().abs().max())))
             if wrong is not None:
                 fail(
-                    c.blamed, c.method, f"attend on kernel {kernel!r} with {where}: NaN in keys and values that no "
-                    f"query sees changes {name} to {number(wrong.got)} at {wrong.place}, expected {number(wrong.want)}"
+                    c.reported, c.method, f"attend on kernel {kernel!r} with {where}: NaN in keys and values "
+                    f"masked for all queries changes {name} to {number(wrong.got)} at {wrong.place}, "
+                    f"expected {number(wrong.want)}"
                 )  # fmt: skip
 
 
@@ -299,22 +302,22 @@ def check_hidden(c: Composition, size: Size) -> None:
 
 @torch.no_grad()
 def check_measure(c: Composition, size: Size) -> None:
-    """Entropy and what keys receive, as `qkv.measure` has them, are those of the weights by definition."""
+    """Entropy and received attention of `qkv.measure` equal those of the weights by definition."""
     if isinstance(c.normalizer, SumToOne) and c.normalizer.sample:
-        return  # it would measure another draw
+        return  # it would sample other keys
     c, where = c.of(converted(c.thing, torch.float64)), describe(c, size, torch.float64)
     q, k, v = triple(size, torch.float64)
-    found = defined(c, (q, k, v), where)
-    with calling(c.blamed, c.method, f"measure with {where}"):
+    result = by_definition(c, (q, k, v), where)
+    with calling(c.reported, c.method, f"measure with {where}"):
         try:
             got = measure(q, k, v, **c.arguments())
         except InputError as error:
-            if bool((found.weights < 0).any()) and "negative weights" in str(error):
+            if bool((result.weights < 0).any()) and "negative weights" in str(error):
                 return
             raise
-    total = found.weights.sum(-1, keepdim=True)
-    shares = found.weights / torch.where(total == 0, 1.0, total)
+    total = result.weights.sum(-1, keepdim=True)
+    shares = result.weights / torch.where(total == 0, 1.0, total)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    tolerance = 1e-7 + 2.0**16 * found.eps * found.condition
-    for name, mine, want in (("entropy", got.entropy, entropy), ("received", got.received, found.weights.sum(-2))):
+    tolerance = 1e-7 + 2.0**16 * result.eps * result.condition
+    for name, mine, want in (("entropy", got.entropy, entropy), ("received", got.received, result.weights.sum(-2))):
         _same(c, f"measure with {where}: {name}", mine, want, tolerance)

@@ -1,4 +1,4 @@
-"""`check_bias`: a bias keeps what `Bias` or `Additive` promises."""
+"""`check_bias`: a bias fulfils the contract of `Bias` or `Additive`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkv.biases import Additive, Bias
 from qkv.masks import Region
 from qkv.normalizers import Sigmoid, Softmax
 from qkv.testing import definition
-from qkv.testing.agreement import check_half, check_hidden, check_kernels, check_measure, check_slopes
+from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.copies import check_copies
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import (
@@ -42,25 +42,25 @@ def check_bias(
     sizes: Sizes | None = None,
     batch: int = 2,
 ) -> None:
-    """Check that a bias keeps what its base class promises; for use in your own tests.
+    """Check that a bias fulfils the contract of its base class; for use in your own tests.
 
-    Checked are: what ``apply`` or ``tile`` returns; that each score is changed by itself and its place alone, so that
-    a tile has the scores of the whole; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``,
+    It checks: what ``apply`` or ``tile`` returns; that each score is a function of itself and its position only, so
+    that tiles do not change scores; the shortcuts ``gradients``, ``add_gradient``, ``at``, ``part``,
     ``by_distance``, ``by_score`` and ``by_head``; output, weights and gradients of `attend` on every kernel against a
-    dense definition in float64, with masks and queries that see nothing; finite differences; bfloat16 and float16; NaN
-    in hidden keys; `measure`; pickle and copy.deepcopy.
+    dense definition in float64, with masks and queries without visible keys; finite differences; bfloat16 and float16;
+    NaN in masked keys; `measure`; pickle and copy.deepcopy.
 
     Args:
         bias: the object. The parameters of modules in it are converted to each dtype that is checked.
         heads: number of query heads.
-        dim: entries of a query and a key.
-        dim_v: entries of a value.
-        sizes: pairs (queries, keys), for an object that fits some sizes alone, such as ``Dense``; as in
+        dim: dimension of queries and keys.
+        dim_v: dimension of values.
+        sizes: pairs (queries, keys), for an object that fits only some sizes, such as ``Dense``; as in
             `check_normalizer`.
         batch: number of batch items; the largest sizes of the default have one.
 
     Raises:
-        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+        CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
     >>> from qkv.biases import Bias, SoftCap
     >>> check_bias(SoftCap(2.0), sizes=[(5, 7)])
@@ -78,11 +78,11 @@ def check_bias(
             f"check_bias: got {shape_of(bias)}, expected an object of a class that inherits from qkv.biases.Bias "
             "or from Additive"
         )
-    found = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim, dim_v=dim_v)
+    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim, dim_v=dim_v)
     with calling(bias, definition.method_of(bias), "checked"):
-        for size in found:
+        for size in chosen_sizes:
             bias.check(size.grid)
-    exact, first = converted(bias, torch.float64), found[0]
+    exact, first = converted(bias, torch.float64), chosen_sizes[0]
     bound = _bound(exact, first)
     with calling(bound, definition.method_of(bound), "checked"):
         bound.require()
@@ -90,7 +90,7 @@ def check_bias(
     _check_tiles(exact, bound, first)
     _check_alone(exact, bound, first, named)
     _check_shortcuts(exact, bound, first)
-    _check_attend(bias, found)
+    _check_attend(bias, chosen_sizes)
 
 
 def _bound(bias: Bias, size: Size) -> Bias:
@@ -117,7 +117,7 @@ def _rounding(bias: Bias, before: Tensor, region: Region) -> float:
 
 
 def _check_tiles(bias: Bias, bound: Bias, size: Size) -> None:
-    """A tile has the scores of the whole."""
+    """Scores of a tile equal those of the whole matrix."""
     before, whole = _before(size), size.whole
     kept, method = before.clone(), definition.method_of(bound)
     after, rounding = _apply(bound, before, whole).detach(), _rounding(bound, before, whole)
@@ -135,13 +135,13 @@ def _check_tiles(bias: Bias, bound: Bias, size: Size) -> None:
         wrong = difference(made, region.of(after), rounding)
         if wrong is not None:
             fail(
-                bias, method, f"depends on the tile: {wrong} from the whole matrix, in a tile of {name}; a score may "
-                "be changed by itself and its place alone"
+                bias, method, f"depends on the tile: {wrong} from the whole matrix, in a tile of {name}; a score must "
+                "be a function of itself and its position only"
             )  # fmt: skip
 
 
 def _check_alone(bias: Bias, bound: Bias, size: Size, method: str) -> None:
-    """The score of one pair changes that of no other, and neither do queries if the bias does not read them."""
+    """No score depends on another score, nor on queries if `by_query` is False."""
     before, whole = _before(size), size.whole
     after, rounding = _apply(bound, before, whole).detach(), _rounding(bound, before, whole)
     last = (size.batch - 1, size.heads - 1, size.queries - 1, 0)
@@ -154,8 +154,8 @@ def _check_alone(bias: Bias, bound: Bias, size: Size, method: str) -> None:
         if wrong is not None:
             fail(
                 bias, method, f"the score at {wrong.place} changes from {number(wrong.want)} to {number(wrong.got)} "
-                f"when that at {place} becomes {number(changed[place].item())}; a score may be changed by itself and "
-                "its place alone"
+                f"when that at {place} becomes {number(changed[place].item())}; a score must be "
+                "a function of itself and its position only"
             )  # fmt: skip
     if not bias.by_query:
         other = bias.bound(3 * triple(size, torch.float64)[0], size.grid, 0.5)
@@ -217,7 +217,7 @@ def _check_shortcuts(bias: Bias, bound: Bias, size: Size) -> None:
 
 
 def _check_gradients(bias: Bias, bound: Bias, size: Size) -> None:
-    """The shortcuts `gradients` and `add_gradient` are autograd on the defining method."""
+    """The shortcuts `gradients` and `add_gradient` agree with autograd through the defining method."""
     base = Additive if isinstance(bound, Additive) else Bias
     whole, before = size.whole, _before(size).requires_grad_()
     slope = normal(*before.shape, seed=9)
@@ -270,14 +270,14 @@ def _check_attend(bias: Bias, sizes: list[Size]) -> None:
     check_half(_masked(plain, large)[1], large)
     for size in dict.fromkeys((first, large)):
         for c in _masked(plain, size):
-            check_hidden(c, size)
+            check_masked(c, size)
     for size in sizes[:3]:
         check_measure(_masked(plain, size)[1], size)
     check_copies(plain, first)
 
 
 def _masked(c: Composition, size: Size) -> list[Composition]:
-    """With holes and a query that sees nothing; causal with padding."""
+    """With holes and a query without visible keys; causal with padding."""
     return [
         replace(c, mask=with_holes(size), label="a mask with holes"),
         replace(c, mask=padded(size), label="a causal mask with padding"),

@@ -1,4 +1,4 @@
-"""An object survives pickle and copy.deepcopy: workers of data loaders and saved experiments need it."""
+"""Check that an object survives pickle and copy.deepcopy, as data loader workers and saved experiments require."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _pickled(thing: object) -> Any:
 
 @torch.no_grad()
 def check_copies(c: Composition, size: Size) -> None:
-    """Objects from pickle and from copy.deepcopy exist, and give the same output."""
+    """Copies by pickle and copy.deepcopy can be made and give the same output."""
     where = f"{size}, float64"
     tensors = triple(size, torch.float64)
     before = run(c.of(converted(c.thing, torch.float64)), tensors, "eager", where)
@@ -37,7 +37,7 @@ def check_copies(c: Composition, size: Size) -> None:
         except Exception as error:
             raise CheckFailed(
                 f"{name}: {way} raised {type(error).__name__}: {str(error).strip()}; expected a copy: "
-                "the class and every function that it holds must stand at the top level of a module"
+                "the class and every function among its attributes must be defined at the top level of a module"
             ) from error
         kind = type(made)
         if kind is not type(c.thing):

@@ -1,6 +1,6 @@
-"""Attention by definition: each object's one method on the whole matrix, in dense float64, differentiated by autograd.
+"""Attention by definition: dense float64, each object by its one defining method, differentiated by autograd.
 
-The kernels are compared with this module, so it shares no code with them.
+The checks compare the kernels with this module, so it shares no code with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qkv.testing.weighing import one_key, pointwise, sum_to_one
 
 @dataclass(frozen=True)
 class Composition:
-    """Arguments of `attend` but its tensors, of which one is under examination."""
+    """The arguments of `attend` other than tensors; one of them is under examination."""
 
     subject: str
     """Name of the argument under examination."""
@@ -31,9 +31,9 @@ class Composition:
     score: Score | None = None
     normalizer: Normalizer | None = None
     label: str = ""
-    """What is special about it, for sentences."""
+    """How this composition differs from others, for messages."""
     about: object = None
-    """The object that messages name, where it is a part of the one under examination."""
+    """The object that messages name, if it is only a part of the one under examination."""
 
     @property
     def thing(self) -> Any:
@@ -41,14 +41,14 @@ class Composition:
         return getattr(self, self.subject)
 
     @property
-    def blamed(self) -> object:
+    def reported(self) -> object:
         """The object that messages name."""
         return self.thing if self.about is None else self.about
 
     @property
     def method(self) -> str:
         """The method that defines the object that messages name."""
-        return method_of(self.blamed)
+        return method_of(self.reported)
 
     def of(self, thing: object) -> Composition:
         """The same composition with another object under examination."""
@@ -61,11 +61,11 @@ class Composition:
 
     def learned(self) -> dict[str, Tensor]:
         """Learned tensors of all parts, by name."""
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for name, part in self.arguments().items():
             prefix = "" if name == self.subject else f"{name}."
-            found |= {prefix + tensor: x for tensor, x in learned_tensors(part).items()}
-        return found
+            result |= {prefix + tensor: x for tensor, x in learned_tensors(part).items()}
+        return result
 
 
 def method_of(thing: object) -> str:
@@ -84,26 +84,26 @@ def method_of(thing: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What a call means."""
+class Result:
+    """The result of a call by definition."""
 
     out: Tensor
     weights: Tensor
     level: Tensor | None
-    """Of weights that sum to one; −inf where nothing is visible."""
+    """Log-sum-exp or threshold of weights that sum to one; −inf without visible keys."""
     scores: Tensor
     visible: Tensor
     eps: float
-    """Of the least precise tensor that a method returned."""
+    """The machine epsilon of the least precise tensor that a method returned."""
 
     @property
     def condition(self) -> float:
-        """How much larger the weights of a query are than their sum."""
+        """The largest absolute sum of the weights of a query, at least 1: how far rounding errors are amplified."""
         return max(1.0, float(self.weights.detach().abs().sum(-1).max()))
 
 
-def attention(c: Composition, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None = None) -> Found:
-    """Attention of float64 tensors. `chosen` are the one-hot weights that a normalizer drew, if it draws."""
+def attention(c: Composition, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None = None) -> Result:
+    """Attention of float64 tensors; `chosen` are the one-hot weights of a normalizer that samples keys."""
     batch, heads, queries, _ = q.shape
     grid = Grid.of(queries, k.shape[2], batch, heads)
     whole = Region(slice(0, queries), slice(0, grid.n_keys), slice(0, batch), slice(0, heads), grid.offset)
@@ -112,7 +112,7 @@ def attention(c: Composition, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | 
     eps = torch.finfo(torch.float64).eps
     visible = torch.ones(batch, heads, queries, grid.n_keys, dtype=torch.bool)
     if c.mask is not None:
-        visible = seen(c.mask, whole, grid).expand_as(visible)
+        visible = visible_pairs(c.mask, whole, grid).expand_as(visible)
     projected, keys = project(score, q, k)
     final = scores(score, projected, keys)
     table = None
@@ -127,7 +127,7 @@ def attention(c: Composition, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | 
     if bool(strange.any()):
         place = tuple(strange.nonzero()[0].tolist())
         fail(
-            c.blamed, c.method, f"the score at {place} is {number(final[place].item())} for finite queries and keys, "
+            c.reported, c.method, f"the score at {place} is {number(final[place].item())} for finite queries and keys, "
             "expected a number or −inf"
         )  # fmt: skip
     level = None
@@ -141,16 +141,16 @@ def attention(c: Composition, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | 
     out = weights @ per_head(v, heads)
     if table is not None:
         out = out + _of_distances(weights, table, grid)
-    return Found(out, weights, level, final, visible, eps)
+    return Result(out, weights, level, final, visible, eps)
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values for each query head."""
+    """Keys or values, repeated for each query head of a group."""
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def seen(mask: Mask, region: Region, grid: Grid) -> Tensor:
-    """`sees` of a region, as a tensor of four dimensions, which may be of size 1."""
+def visible_pairs(mask: Mask, region: Region, grid: Grid) -> Tensor:
+    """`sees` of a region, checked, with four dimensions, some of which may be 1."""
     b, h, q, k = region.indices(grid)
     with calling(mask, "sees", f"called for a grid of {grid.n_queries} queries and {grid.n_keys} keys"):
         made = mask.sees(b, h, q, k, grid)
@@ -164,7 +164,7 @@ def seen(mask: Mask, region: Region, grid: Grid) -> Tensor:
 
 
 def project(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """`project`, with a check of what it returned."""
+    """`project`, with a check of its result."""
     given = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
     with calling(score, "project", f"called with {given}, {q.dtype}"):
         made = score.project(q, k)
@@ -193,7 +193,7 @@ def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
 
 
 def added(bias: Additive, region: Region, shape: torch.Size) -> Tensor:
-    """`tile` of a region as a tensor of four dimensions, which may be of size 1."""
+    """`tile` of a region, checked, with four dimensions, some of which may be 1."""
     with calling(bias, "tile", f"called for rows {region.rows} and columns {region.columns}"):
         made = bias.tile(region)
     if not isinstance(made, Tensor) or made.ndim > 4 or not made.dtype.is_floating_point:
@@ -205,7 +205,7 @@ def added(bias: Additive, region: Region, shape: torch.Size) -> Tensor:
 
 
 def biased(bias: Bias, before: Tensor, region: Region) -> tuple[Tensor, float]:
-    """The scores of a region after a bias, and the eps of what the bias returned."""
+    """The scores of a region after a bias, and the machine epsilon of the tensor that the bias returned."""
     if isinstance(bias, Additive):
         tile = added(bias, region, before.shape)
         return before + tile, float(torch.finfo(tile.dtype).eps)
@@ -217,7 +217,7 @@ def biased(bias: Bias, before: Tensor, region: Region) -> tuple[Tensor, float]:
 
 
 def _sink(normalizer: SumToOne, score: Score, q: Tensor, k: Tensor, projected: Tensor) -> Tensor | None:
-    """Logits of the term that no key owns, (b, h, nq)."""
+    """The sink logit of each query, (b, h, nq): a constant, or the score of a learned key."""
     batch, heads, queries, _ = q.shape
     if normalizer.key is not None:
         keys = normalizer.key.double().view(k.shape[1], heads // k.shape[1], -1).expand(batch, -1, -1, -1)
@@ -230,7 +230,7 @@ def _sink(normalizer: SumToOne, score: Score, q: Tensor, k: Tensor, projected: T
 
 
 def _of_distances(weights: Tensor, table: Tensor, grid: Grid) -> Tensor:
-    """Σ_j A_ij table[clip(j − p_i)] of a table (distances, dv), or one for each head."""
+    """Σ_j A_ij table[clip(j − p_i)] for a table (distances, dv), or one table for each head."""
     table = table.double()
     reach = table.shape[-2] // 2
     steps = (grid.columns(0, grid.n_keys) - grid.rows(0, grid.n_queries)[:, None]).clamp(-reach, reach) + reach

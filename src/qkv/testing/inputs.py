@@ -1,4 +1,4 @@
-"""Inputs of the checks: sizes, random tensors from fixed seeds, masks with empty rows, parts of a score matrix."""
+"""Inputs of the checks: sizes, random tensors from fixed seeds, masks with fully masked rows, tiles of a matrix."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qkv.masks import Causal, Dense, Grid, Mask, Padding, Region
 
 Sizes = Sequence[tuple[int, int]]
 SIZES: Sizes = ((7, 9), (40, 33), (130, 150), (300, 320))
-"""Queries and keys: few scores and many (another kernel takes over above 128 × 128), one tile and several."""
-MANY = 2**15  # pairs of a size above which default sizes have one batch item
+"""Queries and keys: few scores and many (above 128 × 128 `attend` picks another kernel), one tile and several."""
+MANY = 2**15  # with more pairs than this, default sizes have one batch item
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Size:
 
     @property
     def small(self) -> bool:
-        """Small enough for float64."""
+        """Small enough to check in float64."""
         return self.queries * self.keys <= 2048
 
     @property
     def tiny(self) -> bool:
-        """Small enough for kernels that are slow on purpose."""
+        """Small enough for the slow kernels, flex and the reference."""
         return self.queries * self.keys <= 256
 
 
@@ -66,7 +66,7 @@ def sizes_of(sizes: Sizes | None, default: Sizes, batch: int, heads: int, key_he
 
 
 def key_heads_of(heads: int) -> int:
-    """Grouped heads, where the number of heads allows it."""
+    """The number of key heads: half the query heads if that divides them, else 1."""
     return heads // 2 if heads % 2 == 0 else 1
 
 
@@ -85,22 +85,22 @@ def triple(size: Size, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tenso
 
 
 def with_holes(size: Size) -> Mask:
-    """A random mask with a query that sees nothing and keys that no query sees."""
-    seen = torch.rand(size.batch, 1, size.queries, size.keys, generator=torch.Generator().manual_seed(5)) < 0.7
-    seen[:, :, size.queries // 2] = False
-    seen[..., size.keys // 3] = False
-    seen[-1, ..., -1] = False
-    return Dense(seen)
+    """A random mask with a query without visible keys, and keys masked for all queries."""
+    visible = torch.rand(size.batch, 1, size.queries, size.keys, generator=torch.Generator().manual_seed(5)) < 0.7
+    visible[:, :, size.queries // 2] = False
+    visible[..., size.keys // 3] = False
+    visible[-1, ..., -1] = False
+    return Dense(visible)
 
 
 def padded(size: Size) -> Mask:
-    """Causal, with padding at the end of the keys."""
+    """A causal mask with padding at the end of the keys."""
     lengths = [max(1, size.keys - 2 - 2 * item) for item in range(size.batch)]
     return Causal() & Padding(lengths)
 
 
 def parts(size: Size) -> Iterator[tuple[str, Region]]:
-    """Parts of the score matrix: some rows, some columns, some batch items, one pair of each head."""
+    """Tiles of the score matrix, with names: some rows, some columns, some batch items, one pair of each head."""
     whole = size.whole
     for name, along in (("columns", "columns"), ("rows", "rows"), ("batch items", "batch")):
         all_of_it: slice = getattr(whole, along)
@@ -114,9 +114,9 @@ def parts(size: Size) -> Iterator[tuple[str, Region]]:
 
 
 def converted(thing: Any, dtype: torch.dtype) -> Any:
-    """The object with the parameters of its modules in `dtype`, as ``model.to(dtype)`` leaves them.
+    """A copy of the object with the parameters of its modules in `dtype`, as after ``model.to(dtype)``.
 
-    Other objects convert their own tensors (``self.scale.to(scores)``), and are returned as they are.
+    Objects without modules convert their tensors themselves (``self.scale.to(scores)``) and are returned unchanged.
     """
     if isinstance(thing, nn.Module):
         return deepcopy(thing).to(dtype)
@@ -132,11 +132,11 @@ def converted(thing: Any, dtype: torch.dtype) -> Any:
 
 
 def can_be_copied(thing: object) -> bool:
-    """Whether all learned tensors are leaves: torch copies no tensor that was computed from others."""
+    """Whether all learned tensors are leaves of the autograd graph; torch cannot deepcopy other tensors."""
     return all(x.is_leaf for x in learned_tensors(thing).values())
 
 
 def shortcuts(thing: object, base: type) -> list[str]:
-    """Names of the shortcuts of a base class that the class of an object defines itself, for messages."""
+    """Names of the shortcuts of a base class that the class of an object overrides, for messages."""
     names = {name for made in getattr(base, "definitions", {}).values() for name in made} - {"by_head", "tensors"}
     return sorted(name for name in names if getattr(type(thing), name, None) is not getattr(base, name, None))

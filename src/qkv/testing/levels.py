@@ -1,4 +1,4 @@
-"""The level of `SumToOne`: weights are 0 or more, fall in it, and sum to one at one of them."""
+"""Checks of the level of `SumToOne`: weights are not negative, decrease in the level, and sum to one at some level."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.testing.weights import LEVELS, SCORES, at, each, first, levels, points
 
 
 def check_levels(normalizer: SumToOne, heads: int) -> None:
-    """Weights are 0 or more, fall in the level, and sum to one for one visible key and for many."""
+    """Weights are not negative, decrease in the level, and can sum to one, for one visible key and for many."""
     level = levels(heads)
     scores = each(heads, *SCORES).expand(-1, -1, len(LEVELS), -1).contiguous()
     weights = weigh(normalizer, scores, level).detach()
@@ -33,13 +33,13 @@ def check_levels(normalizer: SumToOne, heads: int) -> None:
         fail(
             normalizer, "weight", f"rises from {number(before[place].item())} to {number(after[place].item())} at "
             f"score {number(SCORES[column])} as the level rises from {number(LEVELS[row])} to "
-            f"{number(LEVELS[row + 1])}, expected a weight that falls in its level"
+            f"{number(LEVELS[row + 1])}, expected a weight that decreases in the level"
         )  # fmt: skip
     flat = (weights[:, :, 0] == weights[:, :, -1]).all(-1)
     if bool(flat.any()):
         fail(
             normalizer, "weight", f"is the same at level {number(LEVELS[0])} and at level {number(LEVELS[-1])} for all "
-            f"scores of head {first(flat)[1]}, expected a weight that falls in its level"
+            f"scores of head {first(flat)[1]}, expected a weight that decreases in the level"
         )  # fmt: skip
     for keys in (1, 2, 200):
         scores = 2 * normal(1, heads, 3, keys, seed=keys)
@@ -47,7 +47,7 @@ def check_levels(normalizer: SumToOne, heads: int) -> None:
 
 
 def check_level_of(normalizer: SumToOne, heads: int) -> None:
-    """`level_of` gives the level at which the weights sum to one, and 0 for rows of −inf; `has_lse` is about exp."""
+    """`level_of` gives the level at which weights sum to one, and 0 for rows of −inf; `has_lse` implies exp."""
     if normalizer.has_lse:
         scores, level = points(normalizer, heads)
         assert level is not None
@@ -56,7 +56,7 @@ def check_level_of(normalizer: SumToOne, heads: int) -> None:
         if wrong is not None:
             place = wrong.place
             fail(
-                normalizer, "has_lse", "is True, which says that the weight is exp(score − level), but it is "
+                normalizer, "has_lse", "is True, which means that the weight is exp(score − level), but it is "
                 f"{number(made[place].item())} at {at(scores, level, place)}, expected {number(want[place].item())}"
             )  # fmt: skip
     if not overrides(normalizer, SumToOne, "level_of"):

@@ -1,4 +1,4 @@
-"""`check_mask`: a mask keeps what `Mask` promises."""
+"""`check_mask`: a mask fulfils the contract of `Mask`."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Padding, Tiles
 from qkv.normalizers import Identity, Sigmoid
 from qkv.testing import definition
-from qkv.testing.agreement import check_half, check_hidden, check_kernels, check_measure, check_slopes
+from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.copies import check_copies
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import MANY, Size, Sizes, key_heads_of, parts, sizes_of
 from qkv.testing.report import CheckFailed, calling, difference, fail, shape_of
 
 MASK_SIZES: Sizes = ((7, 9), (9, 7), (33, 40), (130, 150), (300, 320), (90, 1100))
-"""With more than 1024 keys, a sparse mask has its keys gathered."""
+"""Queries and keys; with more than 1024 keys, kernels gather the keys of a sparse mask."""
 TILES = ((1, 1), (2, 3), (4, 4), (7, 5), (16, 64), (64, 64), (256, 256))
 T = TypeVar("T")
 STATUS = {EMPTY: "EMPTY", PARTIAL: "PARTIAL", FULL: "FULL"}
 
 
 def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads: int = 4) -> None:
-    """Check that a mask keeps what its base class promises; for use in your own tests.
+    """Check that a mask fulfils the contract of its base class; for use in your own tests.
 
-    Checked are: that ``sees`` returns booleans that broadcast, and depends on the positions that it is given alone, not
-    on the tile; each shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``,
+    It checks: that ``sees`` returns booleans that broadcast and depend only on its positions, not on the tile; each
+    shortcut (``classify`` on tiles of many sizes, ``band``, ``key_mask``, ``visible_keys``,
     ``factors``, ``alternatives``, ``visible``, ``by_value``) against ``sees``; output, weights and gradients of
-    `attend` on every kernel against a dense definition in float64, where queries that see nothing give 0; finite
-    differences; bfloat16 and float16; NaN in hidden keys; `measure`; pickle and copy.deepcopy.
+    `attend` on every kernel against a dense definition in float64, where queries without visible keys give 0; finite
+    differences; bfloat16 and float16; NaN in masked keys; `measure`; pickle and copy.deepcopy.
 
     Args:
         mask: the object.
-        sizes: pairs (queries, keys), for a mask that fits some sizes alone, such as ``Document``; by default several,
-            of which those that the mask refuses by `InputError` are left out.
-        batch: number of batch items, which a mask made of data must fit.
+        sizes: pairs (queries, keys), for a mask that fits only some sizes, such as ``Document``; by default several,
+            except those that the mask rejects with `InputError`.
+        batch: number of batch items, which must fit a mask that holds data.
         heads: number of query heads.
 
     Raises:
-        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+        CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
     >>> from qkv.masks import Causal, Mask, Window
     >>> check_mask(Window(3), sizes=[(5, 7)])
@@ -65,12 +65,12 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
         )
     with calling(mask, "sees", "checked"):
         require(mask, Mask, "sees", "b, h, q, k, grid", "True where a query may attend")
-    found = _fitting(mask, [*_all_sizes(sizes, batch, heads)], given=sizes is not None)
+    found = _fitting(mask, [*_all_sizes(sizes, batch, heads)], explicit=sizes is not None)
     for size in found:
-        seen = definition.seen(mask, size.whole, size.grid).expand(size.batch, size.heads, -1, -1)
-        _check_tiles(mask, size, seen)
-        _check_status(mask, size, seen)
-        _check_shortcuts(mask, size, seen)
+        visible = definition.visible_pairs(mask, size.whole, size.grid).expand(size.batch, size.heads, -1, -1)
+        _check_tiles(mask, size, visible)
+        _check_status(mask, size, visible)
+        _check_shortcuts(mask, size, visible)
     _check_value(mask, found[0])
     _check_attend(mask, found)
 
@@ -79,18 +79,18 @@ def _all_sizes(sizes: Sizes | None, batch: int, heads: int) -> list[Size]:
     return sizes_of(MASK_SIZES if sizes is None else sizes, (), batch, heads, key_heads_of(heads))
 
 
-def _fitting(mask: Mask, sizes: list[Size], *, given: bool) -> list[Size]:
-    """The sizes over which the mask can be laid; all of those that the caller gave."""
+def _fitting(mask: Mask, sizes: list[Size], *, explicit: bool) -> list[Size]:
+    """The sizes that the mask accepts; if the caller passed sizes, it must accept all of them."""
     fitting, refusal = [], None
     for size in sizes:
-        if not given and size.queries * size.keys > MANY and _fits(mask, replace(size, batch=1)):
+        if not explicit and size.queries * size.keys > MANY and _fits(mask, replace(size, batch=1)):
             fitting.append(replace(size, batch=1))
             continue
         with calling(mask, "check", f"called for {size}"):
             try:
                 mask.check(size.grid)
             except InputError as error:
-                if given:
+                if explicit:
                     raise
                 refusal = error
                 continue
@@ -109,21 +109,21 @@ def _fits(mask: Mask, size: Size) -> bool:
     return True
 
 
-def _check_tiles(mask: Mask, size: Size, seen: Tensor) -> None:
-    """`sees` of a part, and of single pairs, is that of the whole."""
+def _check_tiles(mask: Mask, size: Size, visible: Tensor) -> None:
+    """`sees` of a tile, and of a list of pairs, equals that of the whole matrix."""
     grid = size.grid
     for name, region in parts(size):
-        _same(mask, "sees", f"of a tile of {name}", definition.seen(mask, region, grid), region.of(seen))
+        _same(mask, "sees", f"of a tile of {name}", definition.visible_pairs(mask, region, grid), region.of(visible))
         with calling(mask, "visible", "called"):
             made = mask.visible(region, grid)
-        _same(mask, "visible", f"of a tile of {name}", made, region.of(seen))
+        _same(mask, "visible", f"of a tile of {name}", made, region.of(visible))
     some = torch.randint(2**30, (4, 50), generator=torch.Generator().manual_seed(3))
-    b, h, i, k = (x % n for x, n in zip(some, seen.shape, strict=True))
+    b, h, i, k = (x % n for x, n in zip(some, visible.shape, strict=True))
     with calling(mask, "sees", "called with a list of pairs, all indices of shape (50,)"):
         pairs = mask.sees(b, h, i + grid.offset, k, grid)
     if not isinstance(pairs, Tensor) or pairs.dtype != torch.bool or pairs.numel() not in (1, 50):
         fail(mask, "sees", "does not broadcast: a list of 50 pairs does not give 50 booleans")
-    wrong = difference(pairs.expand(50), seen[b, h, i, k])
+    wrong = difference(pairs.expand(50), visible[b, h, i, k])
     if wrong is not None:
         n = wrong.place[0]
         fail(
@@ -138,15 +138,15 @@ def _same(mask: Mask, method: str, what: str, got: Tensor, want: Tensor) -> None
         b, h, i, k = wrong.place
         fail(
             mask, method, f"{what} is {wrong.got} for batch item {b}, head {h}, row {i}, column {k} of the tile, "
-            f"expected {wrong.want}, which sees says of the whole matrix"
+            f"expected {wrong.want}, the result of sees for the whole matrix"
         )  # fmt: skip
 
 
 # --- shortcuts --------------------------------------------------------------------------------------------------------
 
 
-def _check_status(mask: Mask, size: Size, seen: Tensor) -> None:
-    """`classify` claims EMPTY only where nothing is visible, and FULL only where everything is."""
+def _check_status(mask: Mask, size: Size, visible: Tensor) -> None:
+    """`classify` returns EMPTY only for tiles without visible pairs, and FULL only for tiles without masked pairs."""
     grid = size.grid
     for rows, columns in TILES:
         if (size.queries // rows) * (size.keys // columns) > 4096:
@@ -157,7 +157,7 @@ def _check_status(mask: Mask, size: Size, seen: Tensor) -> None:
                 made = mask.classify(tiles, grid)
             want = (len(tiles.q_first), len(tiles.k_first))
             fits = isinstance(made, Tensor) and made.ndim == 4 and made.shape[2:] == want
-            if not fits or any(x not in (1, y) for x, y in zip(made.shape, seen.shape[:2], strict=False)):
+            if not fits or any(x not in (1, y) for x, y in zip(made.shape, visible.shape[:2], strict=False)):
                 got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
                 fail(
                     mask, "classify", f"returned {got} for {want[0]} × {want[1]} tiles, expected (1 or {size.batch}, 1 "
@@ -165,8 +165,8 @@ def _check_status(mask: Mask, size: Size, seen: Tensor) -> None:
                 )  # fmt: skip
             if bool(((made < EMPTY) | (made > FULL)).any()):
                 fail(mask, "classify", f"returned {int(made.max())}, expected EMPTY, PARTIAL or FULL")
-            count = _counts(seen[:, :, start:], rows, columns)
-            area = _counts(torch.ones_like(seen[:1, :1, start:]), rows, columns)
+            count = _counts(visible[:, :, start:], rows, columns)
+            area = _counts(torch.ones_like(visible[:1, :1, start:]), rows, columns)
             wrong = ((made == EMPTY) & (count > 0)) | ((made == FULL) & (count < area))
             if bool(wrong.any()):
                 b, h, r, c = (int(x) for x in wrong.nonzero()[0])
@@ -174,49 +174,49 @@ def _check_status(mask: Mask, size: Size, seen: Tensor) -> None:
                 fail(
                     mask, "classify", f"says {STATUS[status]} of query positions {int(tiles.q_first[r])} to "
                     f"{int(tiles.q_last[r])} and keys {int(tiles.k_first[c])} to {int(tiles.k_last[c])} of batch item "
-                    f"{b}, head {h}, where sees shows {int(count[b, h, r, c])} of {int(area[0, 0, r, c])} pairs"
+                    f"{b}, head {h}, where sees is True for {int(count[b, h, r, c])} of {int(area[0, 0, r, c])} pairs"
                 )  # fmt: skip
 
 
-def _counts(seen: Tensor, rows: int, columns: int) -> Tensor:
-    """How many pairs of each tile are visible."""
-    spare = (0, -seen.shape[3] % columns, 0, -seen.shape[2] % rows)
-    whole = torch.nn.functional.pad(seen.to(torch.int32), spare)
+def _counts(visible: Tensor, rows: int, columns: int) -> Tensor:
+    """The number of visible pairs of each tile."""
+    spare = (0, -visible.shape[3] % columns, 0, -visible.shape[2] % rows)
+    whole = torch.nn.functional.pad(visible.to(torch.int32), spare)
     return whole.unflatten(3, (-1, columns)).sum(4).unflatten(2, (-1, rows)).sum(3)
 
 
-def _check_shortcuts(mask: Mask, size: Size, seen: Tensor) -> None:
+def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
     grid = size.grid
     position, key = grid.rows(0, size.queries)[:, None], grid.columns(0, size.keys)
     band = _read(mask, "band", lambda: mask.band)
     if band is not None:
         back = position - key
-        inside = ((back >= band[0]) & (back <= band[1])).expand_as(seen)
-        _claims(mask, "band", f"{band} says", inside, seen, grid)
+        inside = ((back >= band[0]) & (back <= band[1])).expand_as(visible)
+        _claims(mask, "band", f"{band} says", inside, visible, grid)
     keys = _read(mask, "key_mask", lambda: mask.key_mask(grid))
     if keys is not None:
         if keys.dtype != torch.bool or keys.ndim != 2 or len(keys) not in (1, size.batch) or keys.shape[1] != size.keys:
             fail(mask, "key_mask", f"returned {keys.dtype} of shape {tuple(keys.shape)}, expected booleans (1 or "
                  f"{size.batch}, {size.keys})")  # fmt: skip
-        _claims(mask, "key_mask", "says", keys[:, None, None].expand_as(seen), seen, grid)
+        _claims(mask, "key_mask", "says", keys[:, None, None].expand_as(visible), visible, grid)
     counts = _read(mask, "visible_keys", lambda: mask.visible_keys(grid))
-    want = seen.sum(-1)
+    want = visible.sum(-1)
     fits = counts.ndim == 3 and all(x in (1, y) for x, y in zip(counts.shape, want.shape, strict=True))
     wrong = difference(counts, want) if fits else None
     if not fits or wrong is not None:
         said = f"returned shape {tuple(counts.shape)}" if wrong is None else str(wrong)
-        fail(mask, "visible_keys", f"{said}, the number of keys that sees shows, for {size}")
+        fail(mask, "visible_keys", f"{said}, the number of keys where sees is True, for {size}")
     for method, together in (("factors", torch.logical_and), ("alternatives", torch.logical_or)):
         found = _read(mask, method, getattr(mask, method))
         if not isinstance(found, tuple) or not found or not all(isinstance(part, Mask) for part in found):
             fail(mask, method, f"returned {found!r}, expected a tuple of masks")
         if len(found) == 1 and found[0] is mask:
             continue
-        made = definition.seen(found[0], size.whole, grid)
+        made = definition.visible_pairs(found[0], size.whole, grid)
         for part in found[1:]:
-            made = together(made, definition.seen(part, size.whole, grid))
+            made = together(made, definition.visible_pairs(part, size.whole, grid))
         said = "all of them say" if method == "factors" else "one of them says"
-        _claims(mask, method, said, made.expand_as(seen), seen, grid)
+        _claims(mask, method, said, made.expand_as(visible), visible, grid)
 
 
 def _read(mask: Mask, method: str, read: Callable[[], T]) -> T:
@@ -224,20 +224,20 @@ def _read(mask: Mask, method: str, read: Callable[[], T]) -> T:
         return read()
 
 
-def _claims(mask: Mask, method: str, says: str, got: Tensor, seen: Tensor, grid: Grid) -> None:
-    wrong = (got != seen).nonzero()
+def _claims(mask: Mask, method: str, says: str, got: Tensor, visible: Tensor, grid: Grid) -> None:
+    wrong = (got != visible).nonzero()
     if len(wrong):
         b, h, i, k = (int(x) for x in wrong[0])
         verb = "sees" if bool(got[b, h, i, k]) else "does not see"
-        where = "" if bool((seen[:1, :1] == seen).all()) else f" of batch item {b}, head {h}"
+        where = "" if bool((visible[:1, :1] == visible).all()) else f" of batch item {b}, head {h}"
         fail(
             mask, method, f"{says} that query position {i + grid.offset}{where} {verb} key {k}, but sees says "
-            f"{bool(seen[b, h, i, k])}"
+            f"{bool(visible[b, h, i, k])}"
         )  # fmt: skip
 
 
 def _check_value(mask: Mask, size: Size) -> None:
-    """A mask that is its value has a hash, and is equal to a copy."""
+    """With `by_value`, the mask is hashable and equal to its copy."""
     if not _read(mask, "by_value", lambda: mask.by_value):
         return
     with calling(mask, "by_value", "is True, but the mask has no hash"):
@@ -256,8 +256,8 @@ def _check_attend(mask: Mask, sizes: list[Size]) -> None:
     for size in sizes:
         check_kernels(plain, size, torch.float64 if size.small else torch.float32)
     for size in dict.fromkeys((first, sizes[min(3, len(sizes) - 1)])):
-        check_hidden(plain, size)
-        check_hidden(_with_padding(mask, size), size)
+        check_masked(plain, size)
+        check_masked(_with_padding(mask, size), size)
     for normalizer in (Identity("keys"), Identity(), Sigmoid()):  # `Sigmoid` counts the visible keys
         label = f"normalizer {type(normalizer).__name__}"
         for size in sizes[:2]:

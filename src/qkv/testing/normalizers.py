@@ -1,11 +1,11 @@
-"""`check_normalizer`: a normalizer keeps what `Pointwise` or `SumToOne` promises."""
+"""`check_normalizer`: a normalizer fulfils the contract of `Pointwise` or `SumToOne`."""
 
 from __future__ import annotations
 
 import torch
 
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
-from qkv.testing.agreement import check_half, check_hidden, check_kernels, check_measure, check_slopes
+from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.copies import check_copies
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import SIZES, Size, Sizes, converted, key_heads_of, normal, padded, sizes_of, with_holes
@@ -15,25 +15,25 @@ from qkv.testing.weights import check_derivatives, check_pointwise, check_shortc
 
 
 def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | None = None, batch: int = 2) -> None:
-    """Check that a normalizer keeps what its base class promises; for use in your own tests.
+    """Check that a normalizer fulfils the contract of its base class; for use in your own tests.
 
-    Checked are: the shape and dtype of ``weight``; that a weight depends on its own score (and the level of its row)
-    alone, so that tiles have the weights of the whole; of `SumToOne` that it is 0 or more, falls in the level and can
+    It checks: the shape and dtype of ``weight``; that a weight depends on its own score (and the level of its row)
+    alone, so that tiles do not change weights; for `SumToOne`, that it is not negative, decreases in the level and can
     sum to one; each shortcut against ``weight``; output, weights and gradients of `attend` on every kernel against a
-    dense definition in float64, with masks, queries that see nothing, sinks and learned keys; finite differences;
-    bfloat16 and float16; NaN in hidden keys; `measure`; pickle and copy.deepcopy. Of a normalizer that takes one key
-    (`Hard`) the weights are compared with one-hot ones, and the gradient with that of its soft weights.
+    dense definition in float64, with masks, queries without visible keys, sinks and learned keys; finite differences;
+    bfloat16 and float16; NaN in masked keys; `measure`; pickle and copy.deepcopy. For a normalizer that selects one
+    key (`Hard`), the weights are compared with one-hot weights, and the gradient with that of its soft weights.
 
     Args:
         normalizer: the object. The parameters of modules in it are converted to each dtype that is checked.
-        heads: number of query heads, which a parameter for each head must have.
-        sizes: pairs (queries, keys), for an object that fits some sizes alone, such as one with a sink for each query.
-            By default there are sizes of one tile and of several, and sizes on both sides of 128 × 128, above which
-            `attend` takes other kernels.
+        heads: number of query heads, which must fit parameters of the object that have one entry for each head.
+        sizes: pairs (queries, keys), for an object that fits only some sizes, such as one with a sink for each query.
+            The default has sizes of one tile and of several, and sizes on both sides of 128 × 128, above which
+            `attend` picks other kernels.
         batch: number of batch items; the largest sizes of the default have one.
 
     Raises:
-        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+        CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
     >>> from qkv.normalizers import Pointwise, Softmax
     >>> check_normalizer(Softmax(sink=0.0), sizes=[(5, 7)])
@@ -71,28 +71,28 @@ def check_normalizer(normalizer: Normalizer, *, heads: int = 4, sizes: Sizes | N
 def _check_attend(normalizer: Pointwise | SumToOne, heads: int, sizes: Sizes | None, batch: int) -> None:
     key = normalizer.key if isinstance(normalizer, SumToOne) else None
     dim = 8 if key is None else key.shape[1]
-    found = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
-    first, large = found[0], found[min(1, len(found) - 1)]
+    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads_of(heads), dim=dim, dim_k=dim)
+    first, large = chosen_sizes[0], chosen_sizes[min(1, len(chosen_sizes) - 1)]
     plain = Composition("normalizer", normalizer=normalizer)
     for masked in _masked(plain, first):
         check_kernels(masked, first)
     for number, variant in enumerate(_variants(normalizer, first)):
         check_kernels(_masked(variant, first)[2 - number % 2], first)
     check_slopes(_masked(plain, first)[1], first)
-    for size in found[1:]:
+    for size in chosen_sizes[1:]:
         single = torch.float32 if not size.small else torch.float64
         check_kernels(_masked(plain, size)[1 if size.small else 2], size, single)
     check_half(_masked(plain, large)[2], large)
     for size in dict.fromkeys((first, large)):
         for masked in _masked(plain, size)[1:]:
-            check_hidden(masked, size)
-    for size in found[:3]:
+            check_masked(masked, size)
+    for size in chosen_sizes[:3]:
         check_measure(_masked(plain, size)[2], size)
     check_copies(plain, first)
 
 
 def _masked(c: Composition, size: Size) -> list[Composition]:
-    """Without a mask; with holes and a query that sees nothing; causal with padding."""
+    """The composition without a mask, with holes and a query without visible keys, and causal with padding."""
     masks = (None, with_holes(size), padded(size))
     labels = ("", "a mask with holes", "a causal mask with padding")
     return [
@@ -102,7 +102,7 @@ def _masked(c: Composition, size: Size) -> list[Composition]:
 
 
 def _variants(normalizer: Pointwise | SumToOne, size: Size) -> list[Composition]:
-    """The normalizer with another temperature and, where it has one, with other sinks."""
+    """The normalizer with another temperature and, for `SumToOne`, with sinks and a learned key."""
     made = [("temperature 0.7 times its own", normalizer.with_temperature(0.7 * normalizer.temperature))]
     if isinstance(normalizer, SumToOne) and not normalizer.one_key:
         sink = normal(size.heads, seed=4).requires_grad_()

@@ -1,4 +1,4 @@
-"""What a failed check says: one sentence with the class, the method, the place, what came and what was expected."""
+"""Failures of checks: one-sentence messages with the class, the method, the place, the result and the expectation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from qkv.errors import InputError
 
 
 class CheckFailed(AssertionError):  # noqa: N818  (an AssertionError, whose name ends in Error already)
-    """An object breaks what its base class promises.
+    """An object breaks the contract of its base class.
 
-    The message is one sentence: the object's class and method, where it went wrong, what was expected and what came.
+    The message is one sentence with the class, the method, the place, the expected result and the actual one.
 
     >>> issubclass(CheckFailed, AssertionError)
     True
@@ -30,7 +30,7 @@ def fail(thing: object, method: str, says: str) -> NoReturn:
 
 @contextmanager
 def calling(thing: object, method: str, situation: str) -> Iterator[None]:
-    """Inside, any exception becomes a `CheckFailed` about a method of an object."""
+    """Turn any exception in the block into a `CheckFailed` about a method of an object."""
     try:
         yield
     except CheckFailed:
@@ -45,20 +45,20 @@ def calling(thing: object, method: str, situation: str) -> Iterator[None]:
 
 
 def shape_of(x: object) -> str:
-    """A short description of what a method returned."""
+    """A short description of a value that a method returned."""
     if isinstance(x, Tensor):
         return f"{x.dtype} of shape {tuple(x.shape)}"
     return f"the class {x.__name__}" if isinstance(x, type) else f"an object of class {type(x).__name__}"
 
 
 def number(x: object) -> str:
-    """A number as a sentence shows it."""
+    """A number as messages print it."""
     return f"{x:.8g}" if isinstance(x, float) else str(x)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors differ most. Reads as part of a sentence."""
+    """The largest difference of two tensors; its string is part of a sentence."""
 
     place: tuple[int, ...]
     got: float | bool
@@ -86,7 +86,7 @@ def difference(got: Tensor, want: Tensor, tolerance: float = 0.0) -> Difference 
 def check_returned(
     thing: object, method: str, made: object, shape: Sequence[int], dtype: torch.dtype | None, arguments: str
 ) -> Tensor:
-    """What a method returned, if it is a tensor of this shape and no less precise than this dtype."""
+    """The value that a method returned; fails unless it is a tensor of this shape and at least this precision."""
     if not isinstance(made, Tensor) or tuple(made.shape) != tuple(shape):
         fail(thing, method, f"returned {shape_of(made)} for {arguments}, expected a tensor of shape {tuple(shape)}")
     if dtype is not None and torch.promote_types(made.dtype, dtype) != made.dtype:

@@ -1,4 +1,4 @@
-"""`check_score`: a score keeps what `Product` or `Pairwise` promises."""
+"""`check_score`: a score fulfils the contract of `Product` or `Pairwise`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkv._contract import overrides
 from qkv.normalizers import Identity, Softmax
 from qkv.scores import Pairwise, Product, Score
 from qkv.testing import definition
-from qkv.testing.agreement import check_half, check_hidden, check_kernels, check_measure, check_slopes
+from qkv.testing.agreement import check_half, check_kernels, check_masked, check_measure, check_slopes
 from qkv.testing.copies import check_copies
 from qkv.testing.definition import Composition
 from qkv.testing.inputs import SIZES, Size, Sizes, converted, normal, padded, parts, sizes_of, triple, with_holes
@@ -32,25 +32,25 @@ def check_score(
     sizes: Sizes | None = None,
     batch: int = 2,
 ) -> None:
-    """Check that a score keeps what its base class promises; for use in your own tests.
+    """Check that a score fulfils the contract of its base class; for use in your own tests.
 
-    Checked are: what ``project`` and ``scores`` return; that ``project`` works on each token alone, and a pairwise
-    score on its query and key alone, so that tiles have the scores of the whole; ``gradients``, ``keeps_rotation`` and
+    It checks: what ``project`` and ``scores`` return; that ``project`` treats each token independently, and a pairwise
+    score depends on its query and key only, so that tiles do not change scores; ``gradients``, ``keeps_rotation`` and
     ``by_head``; output, weights and gradients of `attend` on every kernel against a dense definition in float64, with
-    masks, queries that see nothing and learned keys; finite differences; bfloat16 and float16; NaN in hidden keys;
+    masks, queries without visible keys and learned keys; finite differences; bfloat16 and float16; NaN in masked keys;
     `measure`; pickle and copy.deepcopy.
 
     Args:
         score: the object. The parameters of modules in it are converted to each dtype that is checked.
         heads: number of query heads.
         key_heads: number of key heads, which divides `heads`.
-        dim: entries of a query.
-        dim_k: entries of a key; `dim` if None.
-        sizes: pairs (queries, keys), for an object that fits some sizes alone; as in `check_normalizer`.
+        dim: dimension of queries.
+        dim_k: dimension of keys; `dim` if None.
+        sizes: pairs (queries, keys), for an object that fits only some sizes; as in `check_normalizer`.
         batch: number of batch items; the largest sizes of the default have one.
 
     Raises:
-        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+        CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
     >>> from qkv.scores import Cosine, Product
     >>> check_score(Cosine(), sizes=[(5, 7)])
@@ -70,8 +70,8 @@ def check_score(
         )
     with calling(score, definition.method_of(score), "checked"):
         score.check()
-    found = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
-    exact, first = converted(score, torch.float64), found[0]
+    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
+    exact, first = converted(score, torch.float64), chosen_sizes[0]
     _check_factor(exact, first)
     _check_tokens(exact, first)
     if isinstance(exact, Pairwise):
@@ -79,7 +79,7 @@ def check_score(
         _check_gradients(exact, first)
     if exact.keeps_rotation:
         _check_rotation(exact, first)
-    _check_attend(score, found)
+    _check_attend(score, chosen_sizes)
 
 
 def _check_factor(score: Score, size: Size) -> None:
@@ -90,7 +90,7 @@ def _check_factor(score: Score, size: Size) -> None:
 
 
 def _check_tokens(score: Score, size: Size) -> None:
-    """`project` works on each token of each batch item alone."""
+    """`project` treats each token of each batch item independently."""
     q, k, _ = triple(size, torch.float64)
     kept = q.clone(), k.clone()
     whole = [x.detach() for x in definition.project(score, q, k)]
@@ -109,7 +109,7 @@ def _check_tokens(score: Score, size: Size) -> None:
                 fail(
                     score, "project", f"mixes tokens: entry {d} of {other} {n} of batch item {b}, head {h} changes "
                     f"from {number(wrong.want)} to {number(wrong.got)} when {name} {token} of item 0 "
-                    f"{_becomes(change)}; a token is projected by itself alone"
+                    f"{_becomes(change)}; each token must be projected independently"
                 )  # fmt: skip
     half = (q[:, :, : size.queries // 2 + 1], k[:, :, size.keys // 2 :])
     parts = [x.detach() for x in definition.project(score, *half)]
@@ -119,7 +119,7 @@ def _check_tokens(score: Score, size: Size) -> None:
     ):  # fmt: skip
         wrong = difference(got, want, ROUNDING * max(1.0, float(want.abs().max())))
         if wrong is not None:
-            fail(score, "project", f"mixes tokens: of some of the {name} alone it {wrong} as of all of them")
+            fail(score, "project", f"mixes tokens: for a part of the {name} it {wrong}, the result for all of them")
 
 
 def _becomes(change: float) -> str:
@@ -134,7 +134,7 @@ def _pairwise(score: Pairwise, size: Size) -> tuple[Tensor, Tensor]:
 
 
 def _check_tiles(score: Pairwise, size: Size) -> None:
-    """Scores of a tile are those of the whole, and a query or a key changes its own scores alone."""
+    """Scores of a tile equal those of the whole matrix, and a query or key changes only its own scores."""
     q, k = _pairwise(score, size)
     kept = q.clone(), k.clone()
     whole = definition.scores(score, q, k).detach()
@@ -155,8 +155,8 @@ def _check_tiles(score: Pairwise, size: Size) -> None:
         token = tensors[changed].shape[2] // 2
         tensors[changed][0, head, token] += change
         after = definition.scores(score, *tensors).detach().clone()
-        own = (0, head, token) if changed == 0 else (0, head, slice(None), token)
-        after[own] = whole[own]
+        affected = (0, head, token) if changed == 0 else (0, head, slice(None), token)
+        after[affected] = whole[affected]
         wrong = difference(after, whole, rounding)
         if wrong is not None:
             fail(
@@ -172,7 +172,7 @@ def _check_tiles(score: Pairwise, size: Size) -> None:
 
 
 def _check_gradients(score: Pairwise, size: Size) -> None:
-    """The shortcut `gradients` is autograd on `scores`."""
+    """The shortcut `gradients` agrees with autograd through `scores`."""
     if not overrides(score, Pairwise, "gradients"):
         return
     q, k = (x.requires_grad_() for x in _pairwise(score, size))
@@ -185,15 +185,15 @@ def _check_gradients(score: Pairwise, size: Size) -> None:
         fail(score, "gradients", f"returned {len(got)} tensors, expected {2 + len(learned)}: of q, k and learned ones")
     for name, mine, theirs in zip(("q", "k", *learned), got, want, strict=True):
         expected = torch.zeros(()) if theirs is None else theirs
-        found = torch.zeros_like(expected) if mine is None else mine
+        chosen_sizes = torch.zeros_like(expected) if mine is None else mine
         rounding = ROUNDINGS * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
-        wrong = difference(found, expected, rounding)
+        wrong = difference(chosen_sizes, expected, rounding)
         if wrong is not None:
             fail(score, "gradients", f"of {name}: {wrong} by autograd on scores")
 
 
 def _check_rotation(score: Score, size: Size) -> None:
-    """Rotating query and key alike leaves the score as it is."""
+    """Rotating query and key by the same rotation does not change the score."""
     if size.dim != size.dim_k:
         fail(score, "keeps_rotation", f"is True, but queries have {size.dim} entries and keys {size.dim_k}")
     q, k, _ = triple(size, torch.float64)
@@ -206,7 +206,7 @@ def _check_rotation(score: Score, size: Size) -> None:
     if wrong is not None:
         fail(
             score, "keeps_rotation", f"is True, but the score at {wrong.place} changes from {number(wrong.want)} to "
-            f"{number(wrong.got)} when queries and keys are rotated alike"
+            f"{number(wrong.got)} when queries and keys are rotated by the same rotation"
         )  # fmt: skip
 
 
@@ -227,14 +227,14 @@ def _check_attend(score: Score, sizes: list[Size]) -> None:
     check_half(_masked(plain, large)[1], large)
     for size in dict.fromkeys((first, large)):
         for c in _masked(plain, size):
-            check_hidden(c, size)
+            check_masked(c, size)
     for size in sizes[:3]:
         check_measure(_masked(plain, size)[1], size)
     check_copies(plain, first)
 
 
 def _masked(c: Composition, size: Size) -> list[Composition]:
-    """With holes and a query that sees nothing; causal with padding."""
+    """The composition with holes and a query without visible keys, and causal with padding."""
     return [
         replace(c, mask=with_holes(size), label="a mask with holes"),
         replace(c, mask=padded(size), label="a causal mask with padding"),

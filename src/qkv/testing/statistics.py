@@ -1,4 +1,4 @@
-"""`check_statistic`: a statistic keeps what `qkv.statistics.Statistic` promises."""
+"""`check_statistic`: a statistic fulfils the contract of `qkv.statistics.Statistic`."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from qkv.testing.inputs import Size, key_heads_of, normal, with_holes
 from qkv.testing.report import CheckFailed, calling, difference, fail, number, shape_of
 
 SHAPES = ((7, 11), (11, 7), (1, 5))
-"""Queries and keys of weights that are cut into tiles."""
+"""Numbers of queries and keys of the matrices that are split into tiles."""
 LARGE = (140, 150)
-"""More than one tile of `measure`, whatever the tile."""
+"""Queries and keys of a call that spans several tiles of `measure`."""
 CUTS = ((1, 1), (2, 5), (4, 3), (64, 64))
-"""Queries and keys of a tile."""
+"""Numbers of queries and keys of a tile."""
 ROUNDING = 1e-9
 HALF = (torch.float16, torch.bfloat16)
 
 
 def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
-    """Check that a statistic keeps what its base class promises; for use in your own tests.
+    """Check that a statistic fulfils the contract of its base class; for use in your own tests.
 
-    Checked are: name, label, unit and definition; the shape and dtype of ``tile``, which writes to nothing; that parts
-    are merged in any order, that ``zero`` changes nothing, and that however queries, keys, heads and batch items are
-    cut into tiles, the result is that of one whole tile in float64: with masks, padding, queries that see nothing, and
-    other numbers of queries than of keys; `measure` against that, with grouped heads, NaN behind the mask and in
-    padding, and in float16 and bfloat16; numbers that are finite, and within 0 to 1 where it is a share; ``by_head``;
-    pickle and copy.deepcopy.
+    It checks: name, label, unit and definition; the shape and dtype of ``tile``, which must not write to its input;
+    that ``merge`` is associative and commutative with the neutral element ``zero``; that any split of queries, keys,
+    heads and batch items into tiles gives the result of one whole tile in float64, with masks, padding, queries without
+    visible keys, and different numbers of queries and keys; `measure` against that, with grouped heads, NaN in masked
+    keys and padding, and in float16 and bfloat16; that results are finite, and between 0 and 1 for a share;
+    ``by_head``; pickle and copy.deepcopy.
 
     Args:
         statistic: the object.
-        heads: number of query heads, if the object needs a certain one.
+        heads: number of query heads, if the object requires a particular one.
 
     Raises:
-        CheckFailed: an `AssertionError` whose one sentence says what is wrong, and where.
+        CheckFailed: an `AssertionError` whose message says in one sentence what is wrong, and where.
 
     >>> from qkv.statistics import Entropy, Statistic
     >>> check_statistic(Entropy())
@@ -57,15 +57,15 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
     >>> try:
     ...     check_statistic(Largest())
     ... except AssertionError as error:
-    ...     print(str(error)[:59])
-    Largest.tile: depends on how the weights are cut into tiles
+    ...     print(str(error)[:61])
+    Largest.tile: depends on how the weights are split into tiles
     """
     if not isinstance(statistic, Statistic):
         raise CheckFailed(
             f"check_statistic: got {shape_of(statistic)}, expected an object of a class that inherits from "
             "qkv.statistics.Statistic"
         )
-    with calling(statistic, "tile", "looked for"):
+    with calling(statistic, "tile", "required attributes"):
         statistic.require()
     _check_words(statistic)
     for case in _cases(heads):
@@ -78,29 +78,29 @@ def check_statistic(statistic: Statistic, *, heads: int = 4) -> None:
     _check_copies(statistic, heads)
 
 
-# --- what it says of itself -------------------------------------------------------------------------------------------
+# --- name, unit and definition ----------------------------------------------------------------------------------------
 
 
 def _check_words(s: Statistic) -> None:
     for attribute, most in (("label", 40), ("unit", 20), ("definition", 400)):
-        said = getattr(s, attribute)
-        if not isinstance(said, str) or not said.strip() or len(said) > most or said != said.strip() or "\n" in said:
-            fail(s, attribute, f"is {said!r}, expected one line of text, of at most {most} characters")
+        line = getattr(s, attribute)
+        if not isinstance(line, str) or not line.strip() or len(line) > most or line != line.strip() or "\n" in line:
+            fail(s, attribute, f"is {line!r}, expected one line of text, of at most {most} characters")
     if s.unit in ("%", "share", "ratio"):
-        fail(s, "unit", f"is {s.unit!r}, expected '1'; share = True says that a number is written as a percentage")
+        fail(s, "unit", f"is {s.unit!r}, expected '1'; with share = True numbers are printed as percentages")
     for attribute in ("share", "logarithmic", "one_text", "from_second"):
         if not isinstance(getattr(s, attribute), bool):
             fail(s, attribute, f"is {getattr(s, attribute)!r}, expected True or False")
     if not isinstance(s.highest, int | float) or not isfinite(s.highest) or s.highest <= 0:
-        fail(s, "highest", f"is {s.highest!r}, expected a positive number, where histograms end")
+        fail(s, "highest", f"is {s.highest!r}, expected a positive number, the upper end of histograms")
     if s.share and (s.unit != "1" or s.highest != 1):
         fail(s, "share", f"is True, but the unit is {s.unit!r} and highest {s.highest:g}, expected '1' and 1")
     if s.share and s.logarithmic:
         fail(s, "share", "is True, and so is logarithmic, expected one of them")
     if not isinstance(s.parts, int) or s.parts < 1:
-        fail(s, "parts", f"is {s.parts!r}, expected how many numbers a tile adds for each {s.over}")
+        fail(s, "parts", f"is {s.parts!r}, expected the number of values that a tile adds for each {s.over}")
     if not isinstance(s.zero, int | float):
-        fail(s, "zero", f"is {s.zero!r}, expected the number that merge starts with")
+        fail(s, "zero", f"is {s.zero!r}, expected the neutral element of merge, a number")
 
 
 # --- weights, and the definition on one whole tile --------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _check_words(s: Statistic) -> None:
 
 @dataclass(frozen=True)
 class _Case:
-    """A weight matrix, of which some pairs are hidden and some queries do not count."""
+    """A weight matrix with masked pairs and uncounted queries."""
 
     size: Size
     weights: Tensor
@@ -123,7 +123,7 @@ class _Case:
         return self.weights.sum(-1)
 
     def tile(self, region: Region, *, log: bool = False) -> WeightTile:
-        """A part of the weights, float64; a new tensor."""
+        """A tile of the weights, as new float64 tensors."""
         weights = region.of(self.weights).clone()
         visible = None if self.visible is None else region.of(self.visible).clone()
         logs = torch.where(weights > 0, weights.log(), -1e30) if log else None
@@ -143,40 +143,42 @@ def _cases(heads: int) -> Iterator[_Case]:
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
             yield _Case(size, weights, visible, label)
     size = Size(2, heads, key_heads_of(heads), 7, 11)
-    weights = torch.sigmoid(2 * normal(2, heads, 7, 11, seed=30)) / 11  # they do not add up to 1
+    weights = torch.sigmoid(2 * normal(2, heads, 7, 11, seed=30)) / 11
     yield _Case(size, weights, None, "weights that do not add up to 1")
 
 
 def _added(s: Statistic, tile: WeightTile, where: str) -> Tensor:
-    """`tile`, float64, known to have the right shape and a real dtype, and to have written to nothing."""
-    given = {name: getattr(tile, name) for name in ("weights", "visible", "log")}
-    before = {name: None if x is None else x.clone() for name, x in given.items()}
+    """`tile` in float64; fails unless it has the right shape and a real dtype and leaves its input unchanged."""
+    tensors = {name: getattr(tile, name) for name in ("weights", "visible", "log")}
+    before = {name: None if x is None else x.clone() for name, x in tensors.items()}
     what = f"weights {tuple(tile.weights.shape)}"
     with calling(s, "tile", f"called for {what}"):
         made = s.tile(tile)
     if isinstance(made, Tensor) and made.dtype.is_complex:
         fail(s, "tile", f"returned {shape_of(made)} for {what}, expected real numbers")
     with calling(s, "tile", f"called for {what}"):
-        found = s.added(tile)
-    for name, x in given.items():
+        contribution = s.added(tile)
+    for name, x in tensors.items():
         was = before[name]
         if x is not None and was is not None and not torch.equal(x, was):
             fail(s, "tile", f"wrote to tile.{name}, expected a new tensor")
-    if bool(found.isnan().any()):
-        fail(s, "tile", f"is NaN for {where}, expected a number, for queries that see nothing, too")
-    return found
+    if bool(contribution.isnan().any()):
+        fail(s, "tile", f"is NaN for {where}, expected a number, also for queries without visible keys")
+    return contribution
 
 
 def _finished(s: Statistic, total: Tensor, mass: Tensor) -> Tensor:
-    given, masses = total.clone(), mass.clone()
+    totals, masses = total.clone(), mass.clone()
     with calling(s, "finish", f"called for a total {tuple(total.shape)} and a mass {tuple(mass.shape)}"):
-        made = s.finish(given, masses)
+        made = s.finish(totals, masses)
     if not torch.equal(masses, mass):
         fail(s, "finish", "wrote to the mass, expected a new tensor")
     shape = total.shape[len(s.lead) :]
     if not isinstance(made, Tensor) or made.shape != shape:
-        given_shape = tuple(total.shape)
-        fail(s, "finish", f"returned {shape_of(made)} for a total {given_shape}, expected the shape {tuple(shape)}")
+        fail(
+            s, "finish", f"returned {shape_of(made)} for a total {tuple(total.shape)}, expected the shape "
+            f"{tuple(shape)}"
+        )  # fmt: skip
     return made
 
 
@@ -185,20 +187,20 @@ def _start(s: Statistic, like: Tensor) -> Tensor:
 
 
 def _evaluated(s: Statistic, case: _Case) -> Tensor:
-    """The statistic of one whole tile."""
+    """The statistic computed from the whole matrix as one tile."""
     whole = _added(s, case.tile(case.size.whole), str(case))
     return _finished(s, _merged(s, _start(s, whole), whole), case.mass)
 
 
-def _check_numbers(s: Statistic, found: Tensor, case: _Case) -> None:
-    if not bool(found.isfinite().all()):
-        place = tuple(int(i) for i in (~found.isfinite()).nonzero()[0])
+def _check_numbers(s: Statistic, values: Tensor, case: _Case) -> None:
+    if not bool(values.isfinite().all()):
+        place = tuple(int(i) for i in (~values.isfinite()).nonzero()[0])
         empty = bool(case.mass[place] == 0) if s.over == "query" else False
-        what = ", a query that sees nothing or does not count" if empty else ""
-        fail(s, "finish", f"is {number(found[place].item())} at {place}{what}, expected a finite number, in {case}")
-    if s.share and not bool(((found >= -ROUNDING) & (found <= 1 + ROUNDING)).all()):
-        place = tuple(int(i) for i in ((found < -ROUNDING) | (found > 1 + ROUNDING)).nonzero()[0])
-        got = number(found[place].item())
+        what = ", a query that is uncounted or without visible keys" if empty else ""
+        fail(s, "finish", f"is {number(values[place].item())} at {place}{what}, expected a finite number, in {case}")
+    if s.share and not bool(((values >= -ROUNDING) & (values <= 1 + ROUNDING)).all()):
+        place = tuple(int(i) for i in ((values < -ROUNDING) | (values > 1 + ROUNDING)).nonzero()[0])
+        got = number(values[place].item())
         fail(s, "share", f"is True, but the number at {place} is {got}, expected 0 to 1, in {case}")
 
 
@@ -222,7 +224,7 @@ def _close(got: Tensor, want: Tensor) -> Any:
 
 
 def _check_merge(s: Statistic, case: _Case) -> None:
-    """Any order, any grouping; `zero` changes nothing."""
+    """`merge` is associative and commutative, and `zero` is its neutral element."""
     along, length = ("columns", case.size.keys) if s.over == "query" else ("rows", case.size.queries)
     if length < 3:
         return
@@ -248,7 +250,7 @@ def _check_merge(s: Statistic, case: _Case) -> None:
 
 
 def _check_cuts(s: Statistic, case: _Case, whole: Tensor) -> None:
-    """However queries, keys, heads and batch items are cut into tiles, the result is that of the whole."""
+    """Any split of queries, keys, heads and batch items into tiles gives the result of the whole matrix."""
     size = case.size
     for rows, columns in CUTS:
         made = _in_tiles(s, case, rows, columns, log=columns == 5)
@@ -284,7 +286,7 @@ def _in_tiles(s: Statistic, case: _Case, rows: int, columns: int, *, log: bool =
 def _compare(s: Statistic, case: _Case, got: Tensor, want: Tensor, how: str, *, cut: bool = True) -> None:
     wrong = _close(got, want)
     if wrong is not None:
-        what = "depends on how the weights are cut into tiles" if cut else "depends on more than the weights"
+        what = "depends on how the weights are split into tiles" if cut else "depends on more than the weights"
         fail(s, "tile", f"{what}: {wrong}, {how} of {case}" if cut else f"{what}: {wrong}, {how}, in {case}")
 
 
@@ -292,7 +294,7 @@ def _compare(s: Statistic, case: _Case, got: Tensor, want: Tensor, how: str, *, 
 
 
 def _check_measure(s: Statistic, heads: int) -> None:
-    """`measure` gives the number of the definition."""
+    """`measure` gives the same numbers as the definition."""
     for (queries, keys), holes in (((7, 11), True), ((11, 7), False), (LARGE, True)):
         size = Size(2, heads, key_heads_of(heads), queries, keys)
         mask: Mask = with_holes(size) if holes else Causal()
@@ -313,24 +315,24 @@ def _check_one(s: Statistic, size: Size, q: Tensor, k: Tensor, mask: Mask, count
     weights = scores.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
     case = _Case(size, weights, shown, f"{q.dtype}, from measure")
     want = _evaluated(s, case)
-    unseen = ~visible.any(2).any(1)  # keys that no query sees
+    masked = ~visible.any(2).any(1)  # keys that are masked for all queries
     q, k = q.clone(), k.clone()
     q[~counted[:, None].expand(-1, size.heads, -1)] = torch.nan
-    k[unseen[:, None].expand(-1, size.key_heads, -1)] = torch.nan
+    k[masked[:, None].expand(-1, size.key_heads, -1)] = torch.nan
     with calling(s, "tile", f"measured for {case}"):
-        got = measure(q, k, mask=Dense(visible) if bool(unseen.any()) else mask, queries=counted, statistics=[s])
-    found = got.own[s.name]
+        got = measure(q, k, mask=Dense(visible) if bool(masked.any()) else mask, queries=counted, statistics=[s])
+    values = got.own[s.name]
     eps = torch.finfo(at_least_float32(q.dtype)).eps
-    wrong = difference(found, want, 2000 * eps * max(1.0, float(want.abs().max())) + ROUNDING)
+    wrong = difference(values, want, 2000 * eps * max(1.0, float(want.abs().max())) + ROUNDING)
     if wrong is not None:
-        fail(s, "tile", f"measure gives another number than the definition on the whole matrix: {wrong}, in {case}")
+        fail(s, "tile", f"measure differs from the definition on the whole matrix: {wrong}, in {case}")
 
 
 # --- heads, copies ----------------------------------------------------------------------------------------------------
 
 
 def _check_by_head(s: Statistic) -> None:
-    """One number a head, of what counts alone."""
+    """`by_head` gives one number for each head, from the values that count."""
     values = normal(2, 3, 4, 9, seed=51).abs().numpy().astype(np.float32)
     counted = np.arange(9) < np.array([[9], [5]])
     values[1, ..., 5:] = np.nan  # padding
@@ -344,9 +346,9 @@ def _check_by_head(s: Statistic) -> None:
     with calling(s, "by_head", f"called for values {values.shape}"):
         again = s.by_head(other, counted.copy())
     if not np.array_equal(made, again, equal_nan=True):
-        fail(s, "by_head", "depends on values that do not count, expected those where counted is True alone")
+        fail(s, "by_head", "depends on values that do not count, expected only those where counted is True")
     if not np.isfinite(made).all():
-        fail(s, "by_head", "is not finite where values that count are finite, expected a number")
+        fail(s, "by_head", "is not finite although all values that count are, expected a number")
 
 
 def _pickled(thing: Any) -> Any:
@@ -363,7 +365,7 @@ def _check_copies(s: Statistic, heads: int) -> None:
         except Exception as error:
             raise CheckFailed(
                 f"{type(s).__name__}: {way} raised {type(error).__name__}: {str(error).strip()}; expected a copy: "
-                "the class and every function that it holds must stand at the top level of a module"
+                "the class and every function among its attributes must be defined at the top level of a module"
             ) from error
         if type(made) is not type(s):
             raise CheckFailed(

@@ -11,12 +11,12 @@ from torch import Tensor
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.testing.report import calling, check_returned, fail, number
 
-STEPS = 200  # of a bisection, at most: it ends when no number lies between the two ends of the bracket
-FARTHEST = 2.0**40  # how far from the largest score a level is looked for
+STEPS = 200  # most steps of a bisection; it ends when no number lies between the two ends of the bracket
+FARTHEST = 2.0**40  # largest distance of the level from the largest score
 
 
 def weigh(normalizer: Normalizer, at: Tensor, level: Tensor | None = None) -> Tensor:
-    """`weight` at scores (and the level of their rows), with a check of what it returned."""
+    """`weight` at scores (and the level of their rows), with a check of its result."""
     with calling(normalizer, "weight", f"called for scores of shape {tuple(at.shape)}"):
         if isinstance(normalizer, SumToOne):
             assert level is not None
@@ -28,7 +28,7 @@ def weigh(normalizer: Normalizer, at: Tensor, level: Tensor | None = None) -> Te
 
 
 def pointwise(normalizer: Pointwise, final: Tensor, shown: Tensor, visible_keys: Tensor) -> Tensor:
-    """Weights of final scores, divided as the normalizer says; 0 where nothing is shown."""
+    """Weights of final scores, divided by keys or by their sum as the normalizer defines; 0 at masked pairs."""
     with calling(normalizer, "shift", "called"):
         shift = normalizer.shift(lambda: visible_keys, final.new_empty(0))
     if shift is not None:
@@ -43,8 +43,8 @@ def pointwise(normalizer: Pointwise, final: Tensor, shown: Tensor, visible_keys:
 def sum_to_one(
     normalizer: SumToOne, final: Tensor, shown: Tensor, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights and level. The level carries the derivative that the implicit function theorem gives it."""
-    if sink is not None:  # as if it were one more key, which has no value
+    """Weights and level; the derivative of the level follows from the implicit function theorem."""
+    if sink is not None:  # treated as one more key, without a value
         final = torch.cat([final, sink[..., None]], -1)
         shown = torch.cat([shown, sink.detach()[..., None] != -torch.inf], -1)
     level = bisect(normalizer, final.detach(), shown)
@@ -72,7 +72,7 @@ def _total(normalizer: SumToOne, final: Tensor, shown: Tensor, level: Tensor) ->
 
 @torch.no_grad()
 def bisect(normalizer: SumToOne, final: Tensor, shown: Tensor) -> Tensor:
-    """The level at which the visible weights of each row sum to one; 0 for rows that see nothing."""
+    """The level at which the visible weights of each row sum to one; 0 for fully masked rows."""
     empty = ~shown.any(-1)
     top = torch.where(shown, final, -torch.inf).amax(-1).masked_fill(empty, 0)
 
@@ -85,7 +85,7 @@ def bisect(normalizer: SumToOne, final: Tensor, shown: Tensor) -> Tensor:
         return found
 
     def end(sign: int) -> Tensor:
-        """An end of the bracket: where the sum is at least 1 (below), or at most 1 (above)."""
+        """One end of the bracket: a level at which the sum is at least 1 (sign −1), or at most 1 (sign 1)."""
         level, step = top + sign, 1.0
         while True:
             sums = total(level)
@@ -118,14 +118,14 @@ def bisect(normalizer: SumToOne, final: Tensor, shown: Tensor) -> Tensor:
 
 def _unreachable(normalizer: SumToOne, sums: Tensor, short: Tensor, shown: Tensor, *, below: bool) -> None:
     place = tuple(short.nonzero()[0].tolist())
-    what = f"the weights of a query that sees {int(shown[place].sum())} keys sum to {number(sums[place].item())}"
+    what = f"the weights of a query with {int(shown[place].sum())} visible keys sum to {number(sums[place].item())}"
     if below:
         fail(normalizer, "weight", f"{what} at the most, however low the level, expected a sum that passes 1")
     fail(normalizer, "weight", f"{what} at the least, however high the level, expected weights that fall to 0")
 
 
 def one_key(soft: Tensor, final: Tensor, shown: Tensor) -> Tensor:
-    """All weight on the best visible key, with the gradient of the soft weights."""
+    """One-hot weights on the visible key with the largest score, with the gradient of the soft weights."""
     best = torch.where(shown, final.detach(), -torch.inf).argmax(-1, keepdim=True)
     one = torch.zeros_like(soft).scatter(-1, best, 1.0) * shown.any(-1, keepdim=True)
     return soft + (one - soft).detach()

@@ -1,4 +1,4 @@
-"""The weights of a normalizer: each depends on its own score alone; derivatives and shortcuts are right."""
+"""Checks of the weights of a normalizer: each depends only on its own score; derivatives and shortcuts agree."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCORES = (-79.3, -30.9, -12.7, -5.11, -2.07, -1.03, -0.31, -1.1e-3, -1.3e-6, 1.3
           12.7, 30.9, 79.3)  # fmt: skip
 LEVELS = (-61.7, -17.3, -6.13, -2.61, -0.83, -0.017, 0.23, 0.71, 1.57, 3.37, 9.41, 37.9, 83.1)
 NEAR = (-8.3, -3.1, -1.7, -0.61, -0.041, 0.037, 0.47, 1.13, 2.9, 7.7)  # score − level
-ROUNDING = 1e-12  # of the same function of the same float64 number
-CLOSE = 1e-9  # of shortcuts in float64, relative to 1 or to the number, whichever is larger
+ROUNDING = 1e-12  # tolerance for the same function of the same float64 number
+CLOSE = 1e-9  # tolerance for shortcuts in float64, relative to 1 or to the number, whichever is larger
 
 
 def points(normalizer: Normalizer, heads: int) -> tuple[Tensor, Tensor | None]:
@@ -38,9 +38,9 @@ def levels(heads: int) -> Tensor:
 
 
 def at(scores: Tensor, level: Tensor | None, place: tuple[int, ...]) -> str:
-    """The score at a place, and the level, as a sentence says them."""
-    said = f"score {number(scores[place].item())}"
-    return said if level is None else f"{said} and level {number(level[(*place[:3], 0)].item())}"
+    """The score at a place, and the level, as messages print them."""
+    score = f"score {number(scores[place].item())}"
+    return score if level is None else f"{score} and level {number(level[(*place[:3], 0)].item())}"
 
 
 def size_of(x: Tensor) -> float:
@@ -63,7 +63,7 @@ def _call(normalizer: Normalizer, heads: int) -> tuple[Size, Tensor, Tensor | No
 
 
 def check_tiles(normalizer: Pointwise | SumToOne, heads: int) -> None:
-    """Weights of a tile are those of the whole, and the score of one pair changes no weight of another."""
+    """Weights of a tile equal those of the whole matrix, and no weight depends on another score."""
     size, scores, level = _call(normalizer, heads)
     kept = scores.clone()
     whole = weigh(normalizer, scores, level).detach()
@@ -112,7 +112,7 @@ def check_finite(normalizer: Normalizer, made: Tensor, scores: Tensor, level: Te
 
 
 def check_derivatives(normalizer: Normalizer, heads: int) -> Tensor:
-    """Derivatives of `weight` by autograd are finite differences. Returns those in the scores."""
+    """Derivatives of `weight` by autograd agree with finite differences. Returns the derivative in the scores."""
     scores, level = points(normalizer, heads)
     single = converted(normalizer, torch.float32)
     check_finite(single, weigh(single, scores.float(), None if level is None else level.float()), scores, level)
@@ -152,7 +152,7 @@ def check_derivatives(normalizer: Normalizer, heads: int) -> Tensor:
 def compare(
     normalizer: Normalizer, method: str, got: object, want: Tensor, scores: Tensor, level: Tensor | None, what: str
 ) -> None:
-    """The result of a shortcut against what it stands for."""
+    """Compare the result of a shortcut with the value that it replaces."""
     made = check_returned(normalizer, method, got, want.shape, want.dtype, f"{tuple(want.shape)} numbers")
     size = want.abs().clamp(min=1)
     wrong = difference(made.detach() / size, want / size, CLOSE)
@@ -198,7 +198,7 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
 
 
 def check_pointwise(normalizer: Pointwise, heads: int, slope: Tensor) -> None:
-    """What only a `Pointwise` has: `is_identity`, `log_weight`, `slope_of_log` and `shift`."""
+    """The shortcuts that only `Pointwise` has: `is_identity`, `log_weight`, `slope_of_log` and `shift`."""
     if normalizer.has_lse:
         fail(normalizer, "has_lse", "is True, but the weights of a Pointwise have no log-sum-exp, expected False")
     scores, _ = points(normalizer, heads)

@@ -41,7 +41,7 @@ from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Seen
 from qkv.profiler.capture.progress import Step, bar
-from qkv.statistics.measure import settled, sweep
+from qkv.statistics.measure import row_state, sweep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -199,7 +199,7 @@ def mass_lost(
     """The weight every query puts on keys that each policy, at a budget, would not hold for it."""
     names = {f"{policy} {budget}": (policy, budget) for policy, budget in settings}
     fixed = {name: ~held(policy, budget, first) for name, (policy, budget) in names.items() if policy != "heavy"}
-    rows = settled(seen.call, seen.lse)
+    rows = row_state(seen.call, seen.lse)
     found = sweep(seen.call, rows, mass=fixed)
     masses = dict(found.mass)
     ranked = {name: _let_go(found.received, seen, budget) for name, (p, budget) in names.items() if p == "heavy"}

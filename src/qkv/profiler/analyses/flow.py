@@ -25,7 +25,7 @@ from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Seen
 from qkv.profiler.capture.tokens import Tokens
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
 
 Inputs = str | Sequence[str] | Tensor | Mapping[str, Tensor]
@@ -203,7 +203,7 @@ class _Layer:
 
     @staticmethod
     def of(seen: Seen, residual: float) -> _Layer:
-        rows, queries = settled(seen.call, seen.lse), _real(seen)
+        rows, queries = row_state(seen.call, seen.lse), _real(seen)
         if seen.call.normalizer.has_lse and seen.call.sink is None:
             assert rows.level is not None
             mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]

@@ -37,7 +37,7 @@ from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
-from qkv.statistics.measure import settled, sweep
+from qkv.statistics.measure import row_state, sweep
 from qkv.statistics.sums import Statistics
 
 PREFIX = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
@@ -279,7 +279,7 @@ class Observer:
     ) -> tuple[Statistics, Tensor | None]:
         """Statistics of a call and, of a short one, its weights; some only if it is the `whole` of a layer."""
         call = detached(call)
-        rows = settled(call, None if result.lse is None else result.lse.detach())
+        rows = row_state(call, None if result.lse is None else result.lse.detach())
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
         mass = self._masses(first, call.k.shape[2])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qkv.errors import InputError
 from qkv.statistics import BUILT_IN, Local, Statistic, Statistics, Streaming
-from qkv.statistics.base import all_checked
+from qkv.statistics.base import validated
 from qkv.statistics.sums import field_of
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def own_checked(
     statistics: Iterable[Statistic], taken: Iterable[str] = (), over: Literal["query", "key"] | None = None
 ) -> tuple[Statistic, ...]:
     """Statistics of one's own, known to have names that nothing else has; `over`, if all have to be of queries."""
-    statistics = all_checked(statistics)
+    statistics = validated(statistics)
     names = {*VARIABLES, *COORDINATES, "text", "query", "key", *taken}
     for s in statistics:
         if s.name in names or any(s.name == f"{other.name}{BY_HEAD}" for other in statistics):

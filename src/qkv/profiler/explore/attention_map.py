@@ -18,8 +18,8 @@ from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Seen
 from qkv.profiler.capture.tokens import Tokens
 from qkv.profiler.explore.pyramid import Pyramid, deepest, kept_tiles
-from qkv.statistics.maps import HeadMap, Picture, span
-from qkv.statistics.measure import settled
+from qkv.statistics.maps import HeadMap, Picture, checked_slice
+from qkv.statistics.measure import row_state
 
 CACHE = 2**26  # bytes of tiles kept
 
@@ -46,7 +46,7 @@ class AttentionMap:
             raise InputError(f"head is {head}, but layer {seen.layer} has heads 0..{heads - 1}")
         self._call, self._tokens = seen.call, tokens
         self._real = None if seen.queries is None else seen.queries.bool().expand(self.batch, self.n_queries)
-        self._rows = settled(seen.call, seen.lse)
+        self._rows = row_state(seen.call, seen.lse)
         self._heads: dict[int, HeadMap] = {}
         self._kept = kept_tiles(cache)
 
@@ -80,7 +80,7 @@ class AttentionMap:
         Raises:
             InputError: for rows, columns or an item that are not there, or a size below 1; and if weights are NaN.
         """
-        span("rows", rows, self.n_queries), span("columns", columns, self.n_keys)
+        checked_slice("rows", rows, self.n_queries), checked_slice("columns", columns, self.n_keys)
         down, across = (size, size) if isinstance(size, int) else size
         return self._checked(self._of(item).pooled(rows, columns, (down, across), on_rows))
 
@@ -103,11 +103,11 @@ class AttentionMap:
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """Names of the queries: pieces of text, or positions where there are no token ids."""
-        return self._names(self._tokens.queries, span("rows", rows, self.n_queries), self.n_queries, item)
+        return self._names(self._tokens.queries, checked_slice("rows", rows, self.n_queries), self.n_queries, item)
 
     def key_tokens(self, columns: slice = slice(None), *, item: int = 0) -> list[str]:
         """Names of the keys."""
-        return self._names(self._tokens.keys, span("columns", columns, self.n_keys), self.n_keys, item)
+        return self._names(self._tokens.keys, checked_slice("columns", columns, self.n_keys), self.n_keys, item)
 
     def _names(self, ids: Tensor | None, within: slice, length: int, item: int) -> list[str]:
         if ids is None or ids.shape[1] != length:

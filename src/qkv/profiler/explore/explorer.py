@@ -30,7 +30,7 @@ from qkv.profiler.capture.observe import Observer, Seen, formed, observe
 from qkv.profiler.explore.pyramid import OnProgress, Pyramid, base, deepest, kept_tiles
 from qkv.profiler.explore.tile_cache import WAIT, Cancelled, Kept, Stopped, never
 from qkv.statistics.maps import Picture, rectangle
-from qkv.statistics.measure import settled
+from qkv.statistics.measure import row_state
 
 __all__ = ["CacheBudget", "Cancelled", "Explorer", "Info", "of"]
 
@@ -85,7 +85,7 @@ class _Known:
     def rows(self) -> RowState:
         with self._lock:
             if not self._rows:
-                self._rows.append(settled(self.call, self.lse))
+                self._rows.append(row_state(self.call, self.lse))
             return self._rows[0]
 
 

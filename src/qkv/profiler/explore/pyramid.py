@@ -20,7 +20,7 @@ from qkv._engine.call import Call, at_least_float32
 from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.profiler.explore.tile_cache import Cancelled, Kept, Stopped, never
-from qkv.statistics.maps import HeadMap, Picture, cut, hides, span
+from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
 
 TILE = 256  # pixels a side
 FAR = 2048 * 2048  # pixels of the whole map at most, for which tiles are kept rather than made of weights
@@ -87,7 +87,7 @@ class Pyramid:
 
     Args:
         call: of any normalizer, without gradients.
-        known: `qkv.statistics.measure.settled` of it.
+        known: `qkv.statistics.measure.row_state` of it.
         item: of the batch.
         head: query head.
         kept: where its tiles are kept, beside those of others.
@@ -112,7 +112,7 @@ class Pyramid:
     ) -> None:
         self.call, self.known, self.item, self.head, self.real = call, known, item, head, real
         self.kept, self.name = kept, name
-        queries, keys = span("queries", queries, call.q.shape[2]), span("keys", keys, call.k.shape[2])
+        queries, keys = checked_slice("queries", queries, call.q.shape[2]), checked_slice("keys", keys, call.k.shape[2])
         self.starts = queries.start, keys.start
         self.lengths = queries.stop - queries.start, keys.stop - keys.start
         self.deepest = deepest(*self.lengths)
@@ -161,7 +161,7 @@ class Pyramid:
         """A tile made of weights."""
         work.check()
         rows, columns = self._spans(at)
-        call, known = cut(self.call, self.known, rows, columns)
+        call, known = slice_call(self.call, self.known, rows, columns)
         real = None if self.real is None else self.real[:, rows]
         head = HeadMap(call, known, item=self.item, head=self.head, real=real)
         step, width = 2 ** (self.deepest - at[0]), _length(columns)
@@ -206,7 +206,7 @@ class Pyramid:
 
     def _hidden(self, at: Place) -> bool:
         rows, columns = self._spans(at)
-        return hides(self.call, rows, columns, item=self.item, head=self.head)
+        return is_masked(self.call, rows, columns, item=self.item, head=self.head)
 
     def _pairs(self, at: Place) -> int:
         rows, columns = self._spans(at)

@@ -24,7 +24,7 @@ from qkv.profiler.surveys.data import EXAMPLES, Survey
 from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
 from qkv.profiler.surveys.quantities import Quantities, of_description
 from qkv.statistics import Local, Statistic
-from qkv.statistics.measure import settled, sweep
+from qkv.statistics.measure import row_state, sweep
 from qkv.statistics.sums import Statistics
 
 NAMED = 256
@@ -138,7 +138,7 @@ class Reader:
         """Measure one call and add it to its layer, on the device where it is: a model may lie on several."""
         device = seen.call.q.device
         batch, kinds = batch.to(device), self.kinds.to(device)
-        rows = settled(seen.call, seen.lse)
+        rows = row_state(seen.call, seen.lse)
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(
                 f"{seen.module} computes scores that are NaN: the model's weights or its inputs contain NaN"
