@@ -24,7 +24,7 @@ from qkv.models.bundled import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
-from qkv.profiler.explore.pyramid import Pyramid, kept_tiles
+from qkv.profiler.explore.pyramid import Pyramid, new_tile_cache
 from qkv.profiler.explore.tile_cache import Kept
 from qkv.scores import Additive
 from qkv.statistics import maps
@@ -109,7 +109,7 @@ def dense_call(name: str) -> tuple[Call, Tensor, Tensor]:
 @pytest.mark.parametrize("name", CALLS)
 def test_tiles_of_every_zoom_are_the_weights_pooled(name: str, small_tiles: None) -> None:
     call, weights, seen = dense_call(name)
-    rows, kept = settled(call), kept_tiles(10**6)
+    rows, kept = settled(call), new_tile_cache(10**6)
     check_pyramid(Pyramid(call, rows, 1, 4, kept, "all"), weights[1, 4], seen[1, 4])
     part = (slice(3, 17), slice(2, 19))
     inside = Pyramid(call, rows, 0, 1, kept, "part", queries=part[0], keys=part[1])
@@ -137,7 +137,7 @@ def test_rectangles_are_the_weights(name: str) -> None:
 def test_deeper_tiles_pool_to_shallower_ones(small_tiles: None) -> None:
     """Of every pair of zooms, on either side of the one from which tiles are pooled."""
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "")
     assert 0 < made.base < made.deepest
     for zoom in range(made.deepest):
         whole = [np.zeros((3, 64, 64)) for _ in range(2)]
@@ -163,7 +163,7 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
         return fill(self, rows, columns, *others)
 
     monkeypatch.setattr(maps.WeightTiles, "fill", counted)
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "")
     pairs.clear()
     assert made.tile(0, 0, 0) is not None
     assert 37 * 38 / 2 <= sum(pairs) <= 37**2
@@ -177,7 +177,7 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
 
 def test_hidden_tiles_cost_nothing(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "")
     monkeypatch.setattr(pyramid, "HeadMap", None)
     assert made.tile(made.deepest, 3, 4) is None
     assert made.tile(made.base, 0, 1) is None
@@ -186,7 +186,7 @@ def test_hidden_tiles_cost_nothing(small_tiles: None, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("room", [1, 700, 3000])
 def test_tiles_take_no_more_than_their_room(room: int, small_tiles: None) -> None:
     call, weights, seen = dense_call("causal")
-    kept = kept_tiles(room)
+    kept = new_tile_cache(room)
     made = Pyramid(call, settled(call), 0, 0, kept, "")
     check_pyramid(made, weights[0, 0], seen[0, 0])
     assert kept.bytes <= room or len(kept) == 1
@@ -195,7 +195,7 @@ def test_tiles_take_no_more_than_their_room(room: int, small_tiles: None) -> Non
 def test_progress_goes_from_0_to_1(small_tiles: None) -> None:
     call, _, _ = dense_call("causal")
     heard: list[float] = []
-    Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=heard.append)
+    Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=heard.append)
     assert heard == sorted(heard)
     assert 0 < heard[0] < 0.5
     assert heard[-1] == 1
@@ -203,7 +203,7 @@ def test_progress_goes_from_0_to_1(small_tiles: None) -> None:
 
 def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, weights, seen = dense_call("causal")
-    made = Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "")
     shares: list[float] = []
     with pytest.raises(Cancelled):
         made.tile(0, 0, 0, on_progress=shares.append, stopped=lambda: bool(shares) and shares[-1] > 0.6)
@@ -211,7 +211,7 @@ def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatc
     rest: list[float] = []
     made.tile(0, 0, 0, on_progress=rest.append)
     whole: list[float] = []
-    Pyramid(call, settled(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=whole.append)
+    Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=whole.append)
     assert len(rest) < len(whole) <= len(rest) + len(shares)
     check_pyramid(made, weights[0, 0], seen[0, 0])
 
@@ -380,7 +380,7 @@ def test_the_model_runs_once_if_there_is_room_and_again_if_not() -> None:
     check_model(poor, profile)
     assert len(heard) > 2
     heard.clear()
-    a_layer = rich._kept.bytes // 2
+    a_layer = rich._calls.bytes // 2
     half = explore.of(model, batch, room=CacheBudget(8 * (a_layer + 100) // 7))
     half.row("self", 0, 1, 0, 0)  # the layer that is asked for is kept before others
     half.row("self", 1, 1, 3, 5)
@@ -388,7 +388,7 @@ def test_the_model_runs_once_if_there_is_room_and_again_if_not() -> None:
     half.row("self", 0, 0, 0, 0)
     half.row("self", 0, 0, 1, 0)
     assert len(heard) == 2
-    assert half._kept.bytes <= half._kept.room
+    assert half._calls.bytes <= half._calls.max_bytes
 
 
 def test_two_explorers_in_one_room_do_not_mix() -> None:

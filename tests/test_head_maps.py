@@ -175,7 +175,7 @@ def test_tiles_that_are_not_there(small: AttentionMap, at: tuple[int, int, int],
 
 
 def test_the_cache_answers_and_is_bounded(small: AttentionMap) -> None:
-    first, kept = small.tile(4, 0, 0), small._kept
+    first, kept = small.tile(4, 0, 0), small._tiles
     assert first is not None
     assert small.tile(4, 0, 0) is first
     assert small.tile(4, 0, 0, item=1) is not first

@@ -20,7 +20,7 @@ from own_objects import Heavy, Taken
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
 from qkv.profiler import Profile, Survey, survey
-from qkv.profiler.data.variables import own
+from qkv.profiler.data.variables import custom_variables
 from qkv.profiler.surveys.quantities import QUANTITIES
 from qkv.report.payload import payload
 from qkv.statistics import Entropy, Mass, Statistic, WeightTile
@@ -107,7 +107,7 @@ def test_files_keep_them_without_the_class(made: Profile, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(made.heads()["heavy"].sum())
-    assert own(Profile.load(path).data) == own(made.data)
+    assert custom_variables(Profile.load(path).data) == custom_variables(made.data)
     parquet = pytest.importorskip("pyarrow.parquet")
     table = parquet.read_table(made.export(tmp_path / "heads.parquet"))
     assert table.schema.field("heavy").metadata[b"units"] == b"keys"

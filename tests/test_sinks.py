@@ -20,7 +20,7 @@ from qkv.normalizers import Softmax
 from qkv.profiler.capture import models
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.data import types
-from qkv.profiler.data.sinks import drain, sink_summary, sink_tokens
+from qkv.profiler.data.sinks import relative_norm, sink_summary, sink_tokens
 from qkv.profiler.data.types import sink_scores
 
 VOCABULARY = 96
@@ -266,7 +266,7 @@ def test_small_angles_are_told() -> None:
 
 def test_a_drained_value_is_small_beside_the_others() -> None:
     norm = np.array([[0.1, 2.0, 4.0, np.nan]])
-    np.testing.assert_allclose(drain(norm), [[0.1 / 3, 2 / 2.05, 4 / 1.05, np.nan]])
+    np.testing.assert_allclose(relative_norm(norm), [[0.1 / 3, 2 / 2.05, 4 / 1.05, np.nan]])
 
 
 def test_the_first_token_of_minilm_has_drained_values(real: Profile) -> None:
