@@ -170,13 +170,13 @@ def inputs(name: str, *, padded: bool = False) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the profiler recorded of a model, and how far it is from the model's own weights."""
+    """The profiler's records of a model, and their distance to the model's own weights."""
 
     kind: str  # of the model
     sources: list[str]  # of the numbers of each call, in the model's order
     unobserved: list[str]
-    error: float  # largest difference of any number from what the model's own weights give
-    unchecked: list[str]  # modules that were recorded but whose own weights nobody gives out
+    error: float  # largest difference of any statistic to that of the model's own weights
+    unchecked: list[str]  # modules that were recorded, but do not return their weights
     change: float  # largest difference of the model's output while it is observed
 
 

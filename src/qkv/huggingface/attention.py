@@ -149,7 +149,7 @@ def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tupl
 
 
 def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
-    """The mask of the keys in `indices`. (It is quadratic, but smaller than the scores by which the model chose them.)"""
+    """The mask of the keys in `indices`; it is quadratic, but smaller than the scores by which the model chose them."""
     batch, _, n_queries, _ = query.shape
     n_keys = key.shape[2]
     if indices.ndim != 3 or indices.shape[:2] != (batch, n_queries):

@@ -154,7 +154,7 @@ class _Editor:
         calls = {kind: _changed(call, *kind) for kind in heads_of}
         if len(calls) == 1 and self.told is None:
             return next(iter(calls.values()))
-        # Masks and biases may differ by head, so each kind of edit is computed for all heads and its heads are selected.
+        # Masks and biases may differ by head: compute each kind of edit for all heads, then select its heads.
         needs_weights = weights or self.told is not None
         found = {kind: serve(changed, weights=needs_weights) for kind, changed in calls.items()}
         result = _joined([(heads, found[kind]) for kind, heads in heads_of.items()])

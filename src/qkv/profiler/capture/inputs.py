@@ -153,7 +153,7 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     longest, limit = max((x.shape[1] for x in known), default=0), positions(model)
     if limit and longest > limit:
         raise InputError(
-            f"inputs has {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected a shorter text"
+            f"inputs has {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected fewer tokens"
         )
     for x, target in ((sequences.source, False), (sequences.target, True)):
         size = vocabulary(model, target=target)

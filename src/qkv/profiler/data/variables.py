@@ -59,11 +59,7 @@ UNFUSED = tuple(s for s in BUILT_IN.values() if field_of(s.name) not in _MEASURE
 """Built-in statistics that `measure` computes only on request."""
 OF_WEIGHTS: dict[str, Statistic] = BUILT_IN | {s.name: s for s in (Local(), Streaming())}
 """All statistics of weights in a profile: those of `qkv.statistics`, and the masses `local` and `streaming_mass`."""
-_NOT_IN_FIRST = {
-    "visible_queries",
-    "streaming_mass",
-    *(s.name for s in UNFUSED),
-}  # files of the first version lack them
+_NOT_IN_FIRST = {"visible_queries", "streaming_mass", *(s.name for s in UNFUSED)}  # missing in the oldest files
 VARIABLES = {name: Variable.of(s, always=name not in _NOT_IN_FIRST) for name, s in OF_WEIGHTS.items()} | {
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
     "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit", label="Learned sink", share=True),
