@@ -38,7 +38,7 @@ SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(valu
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 × 4 pixels; those of zooms with more than 256 in all are made of weights, in smaller pieces."""
     monkeypatch.setattr(pyramid, "TILE", 4)
-    monkeypatch.setattr(pyramid, "FAR", 256)
+    monkeypatch.setattr(pyramid, "BASE_PIXELS", 256)
     set_sizes(monkeypatch, picture=(3, 5))
 
 

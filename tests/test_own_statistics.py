@@ -223,14 +223,14 @@ def test_a_survey_keeps_means_and_histograms(made: Profile, tmp_path: Path) -> N
 def test_what_surveys_refuse(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'taken' is a number for each key; expected one for each query"):
         own_survey(tmp_path / "keys", statistics=[Taken()])
-    with pytest.raises(InputError, match=r"ahead is -\d.*histograms of a survey begin at 0"):
+    with pytest.raises(InputError, match=r"'ahead' is -\d.*histograms of a survey begin at 0"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
     found = own_survey(tmp_path / "own", statistics=[Heavy()])
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was there and is not there"):
         own_survey(tmp_path / "own")
     plain = own_survey(tmp_path / "plain", shards=5)
     for a, b in ((found, plain), (plain, found)):
-        with pytest.raises(InputError, match=r"cannot be merged: quantities\.heavy is (not )?there"):
+        with pytest.raises(InputError, match=r"cannot be merged: quantities\.heavy is (present|missing)"):
             a.merge(b)
     two, three = (own_survey(tmp_path / f"{n}", statistics=[Mass("near", qkv.masks.Window(n), "near")]) for n in (2, 3))
     with pytest.raises(InputError, match=r"cannot be merged: quantities.near.own.parameters.mask is Window"):

@@ -526,7 +526,7 @@ def test_lost_process_is_reported_and_its_shards_are_redone(tmp_path: Path) -> N
     dying.communicate(timeout=120)
     assert dying.returncode == -signal.SIGKILL
     assert healthy.returncode == 1, errors
-    assert "1 of 4 shards are missing (3): of 2 processes some were lost; give the same command again" in out
+    assert "1 of 4 shards are missing (3): of 2 processes some were lost; run the same command again" in out
     again = own_survey(tmp_path / "two", shards=4)
     assert again.packed() == (tmp_path / "one" / "survey.qkv.zip").read_bytes()
 

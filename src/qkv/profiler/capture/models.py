@@ -82,7 +82,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise InputError(f"model is {path!r}, expected a folder that exists")
+        raise InputError(f"model: no folder {path}")
     try:
         AutoConfig.from_pretrained(path, **UNTRUSTING)
         kind = AutoModelForCausalLM if head else AutoModel
