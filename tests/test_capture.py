@@ -66,7 +66,7 @@ def twin(model: Any, name: str, **settings: Any) -> Any:
 
 
 def real(inputs: dict[str, Tensor], group: str, side: str, batch: int, length: int) -> Tensor:
-    """Which queries or keys of a group are real tokens."""
+    """True at queries or keys of a group that are real tokens."""
     ours = {"self": "", "encoder": "", "decoder": "decoder_", "cross": "decoder_" if side == "queries" else ""}[group]
     mask = inputs.get(f"{ours}attention_mask")
     return torch.ones(batch, length, dtype=torch.bool) if mask is None or mask.ndim == 4 else mask.bool()
@@ -115,7 +115,7 @@ def check(record: Record, weights: Tensor, queries: Tensor, keys: Tensor) -> Non
 
 
 def close(got: Tensor, want: Any, what: str) -> None:
-    """Within a few roundings of float32, which scores of several layers gather."""
+    """Equal within a few roundings of float32, which accumulate over layers."""
     np.testing.assert_allclose(got.double(), np.asarray(want, np.float64), rtol=2e-5, atol=2e-5, err_msg=what)
 
 

@@ -36,7 +36,7 @@ SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(valu
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 4 × 4 pixels; those of zooms with more than 256 in all are made of weights, in smaller pieces."""
+    """Tiles of 4 × 4 pixels; zooms with more than 256 pixels are computed from weights, in smaller pieces."""
     monkeypatch.setattr(pyramid, "TILE", 4)
     monkeypatch.setattr(pyramid, "BASE_PIXELS", 256)
     set_sizes(monkeypatch, picture=(3, 5))
@@ -135,7 +135,7 @@ def test_rectangles_equal_dense_weights(name: str) -> None:
 
 
 def test_child_tiles_pool_to_the_parent(small_tiles: None) -> None:
-    """Of every pair of zooms, on either side of the one from which tiles are pooled."""
+    """For every pair of zooms, below and above the base zoom."""
     call, _, _ = dense_call("causal")
     made = Pyramid(call, settled(call), 0, 0, new_tile_cache(10**6), "")
     assert 0 < made.base < made.deepest

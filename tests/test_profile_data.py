@@ -99,7 +99,7 @@ def test_learned_sink_is_a_destination() -> None:
 
 
 def disjoint(A: np.ndarray, special: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Every key of every query under the first name that fits, straight from the weights."""
+    """The weight of every query on every key under the first name that fits, from the dense weights."""
     n = A.shape[-1]
     i, j = np.indices((n, n))
     left, shares = np.ones((n, n), bool), {}
@@ -129,7 +129,7 @@ def test_destinations_are_disjoint_and_complete(profile: object) -> None:
     for name, share in expected.items():
         if name not in border:
             np.testing.assert_allclose(got[name][0], share, atol=2e-6, err_msg=name)
-    if border:  # the only doubt: the neighbourhood of the few queries near [SEP]
+    if border:  # the only inexact case: the neighbourhood of the few queries near [SEP]
         assert (got["nearby"][0] <= expected["nearby"] + 1e-6).all()
         np.testing.assert_allclose(got["nearby"][0], expected["nearby"], atol=8 / A.shape[-1])
     np.testing.assert_allclose(sum(got.values()), 1, atol=1e-5)

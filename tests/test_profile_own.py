@@ -133,7 +133,7 @@ def by_definition(weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def check(data: xr.Dataset, weights: dict[str, Tensor], *, cross: bool = False) -> None:
-    """All that a data set says follows from `weights` of its modules, text by text, without padding."""
+    """All variables of a data set equal those computed from `weights` of its modules, by text and without padding."""
     assert data["module"].values.tolist() == list(weights)
     for layer, (module, whole) in enumerate(weights.items()):
         for text in range(data.sizes["text"]):
@@ -216,7 +216,7 @@ def test_profile_in_other_dtypes(case: str, dtype: torch.dtype) -> None:
 
 
 def test_log_sum_exps_and_weights_by_hand() -> None:
-    """Of plain heads: five einsums, written down apart from everything else."""
+    """For plain heads, by five einsums that share no code with the package."""
     model = decoder()
     data = own_profile(model, IDS).data
     seen: list[Tensor] = []
@@ -478,7 +478,7 @@ def test_attention_mask_argument_is_honoured() -> None:
             return out
 
     model = lively(Masked(MultiHeadAttention(32, 4)))
-    mask = torch.ones(2, 11, dtype=torch.long)  # of the type of ids, but none
+    mask = torch.ones(2, 11, dtype=torch.long)  # has the dtype of ids, but is a mask
     mask[1, :4] = 0
     data = own_profile(model, {"ids": IDS, "attention_mask": mask}).data
     alone = own_profile(model, IDS[1, 4:]).data

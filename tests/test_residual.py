@@ -88,7 +88,7 @@ def test_hidden_states_of_qkv_models() -> None:
 
 
 class Other(nn.Module):
-    """A layer of a hybrid model that does not attend."""
+    """A layer of a hybrid model without attention."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Layer(Other):
 
 
 class Hybrid(nn.Module):
-    """Other layers, one that attends, and one that attends and does nothing else; twice if asked."""
+    """Layers without attention, one with attention, and one with attention only; run twice on request."""
 
     def __init__(self, d: int = 5, times: int = 1) -> None:
         super().__init__()

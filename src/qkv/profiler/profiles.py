@@ -121,7 +121,7 @@ class Profile:
         Columns: layer, head; sink_share (share of the queries from the second with more than `threshold` on the first
         token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: weight on the first token, averaged
         over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
-        repeated); alpha_best (the largest α of any token, over all queries that may see it), with its best_text,
+        repeated); alpha_best (the largest α of any token, over all queries that may attend to it), with best_text,
         best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
         key_norm_best and value_norm_best (length of that token's vector divided by the mean of the others);
         cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),

@@ -128,14 +128,14 @@ def _texts(model: nn.Module, batch: dict[str, Any], position: int) -> Iterator[_
     if name is None or sequences.source is None:
         raise InputError(f"inputs has no tokens for {type(model).__name__}, expected a text or token ids")
     items, n = sequences.source.shape
-    beside = {k for k, x in batch.items() if k.startswith("decoder") or (x is sequences.target and k != name)}
+    of_target = {k for k, x in batch.items() if k.startswith("decoder") or (x is sequences.target and k != name)}
     along = tuple(
-        k for k, x in batch.items() if isinstance(x, Tensor) and x.shape[:2] == (items, n) and k not in beside
+        k for k, x in batch.items() if isinstance(x, Tensor) and x.shape[:2] == (items, n) and k not in of_target
     )
     for item in range(items):
         one = {k: x[item : item + 1] if isinstance(x, Tensor) else x for k, x in batch.items()}
-        for k in (*along, *beside):
-            real = (target if k in beside else source).get(one[k].shape[1])
+        for k in (*along, *of_target):
+            real = (target if k in of_target else source).get(one[k].shape[1])
             if real is not None:
                 one[k] = one[k][:, real[item]]
         text = _Text(one, name, along)
@@ -168,19 +168,21 @@ def _responses(model: nn.Module, batch: dict[str, Any], items: int) -> dict[str,
 def _others(
     model: nn.Module,
     own: Tensor,
-    given: int | Sequence[int] | None,
+    replacement: int | Sequence[int] | None,
     count: int,
     tokenizer: Any,
     generator: torch.Generator,
 ) -> list[int]:
     """Ids by which a token is replaced."""
     size = vocabulary(model)
-    if given is not None:
-        ids = [given] if isinstance(given, int) else list(given)
+    if replacement is not None:
+        ids = [replacement] if isinstance(replacement, int) else list(replacement)
         wrong = [i for i in ids if i < 0 or i == int(own) or (size is not None and i >= size)]
         if wrong or not ids:
             limit = "" if size is None else f" from 0 to {size - 1}"
-            raise InputError(f"replacement is {given}, expected ids{limit} other than the token's own, {int(own)}")
+            raise InputError(
+                f"replacement is {replacement}, expected ids{limit} other than the token's own, {int(own)}"
+            )
         return ids
     if size is None:
         raise InputError(f"replacement is None, but {type(model).__name__} does not state its vocabulary; expected ids")

@@ -84,7 +84,7 @@ def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
 def _mean(
     x: Float[Tensor, "b h n d"], weights: Float[Tensor, "b 1 n"], norm: Float[Tensor, "b h n"] | None = None
 ) -> Float[Tensor, "b h d"]:
-    """The mean of the vectors whose weight is 1; of their directions, if their lengths are given."""
+    """The mean of the vectors whose weight is 1, or of their directions if `norm` has their lengths."""
     count = weights.sum(2).clamp(min=1)
     by = weights if norm is None else weights / norm.clamp(min=torch.finfo(x.dtype).tiny)
     return (by.expand(x.shape[:3])[:, :, None] @ x)[:, :, 0] / count[..., None]

@@ -105,14 +105,13 @@ def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
     """
     found: list[Document] = []
     state = hashlib.sha256()
-    for given in paths:
-        path = Path(given).expanduser()
+    for name in paths:
+        path = Path(name).expanduser()
         if not path.exists():
-            raise InputError(f"corpus has the path {str(given)!r}, expected a file or folder that exists")
-        for name, file in _files(path) if path.is_dir() else [(path.name, path)]:
-            found += _documents(name, file, state)
-    name = ", ".join(str(p) for p in paths)
-    return _whole(Corpus(name, tuple(found), state.hexdigest()))
+            raise InputError(f"corpus has the path {str(name)!r}, expected a file or folder that exists")
+        for inner, file in _files(path) if path.is_dir() else [(path.name, path)]:
+            found += _documents(inner, file, state)
+    return _checked(Corpus(", ".join(map(str, paths)), tuple(found), state.hexdigest()))
 
 
 def _stamp(file: int | Path) -> tuple[int, int]:
@@ -192,10 +191,11 @@ def _corpus(name: str, documents: list[Document], texts: Iterable[str]) -> Corpu
     state = hashlib.sha256()
     for text in texts:
         state.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
-    return _whole(Corpus(name, tuple(documents), state.hexdigest()))
+    return _checked(Corpus(name, tuple(documents), state.hexdigest()))
 
 
-def _whole(corpus: Corpus) -> Corpus:
+def _checked(corpus: Corpus) -> Corpus:
+    """The corpus; raises `InputError` if it has no text."""
     if all(d.reason is not None for d in corpus.documents):
         reasons = ", ".join(sorted({d.reason for d in corpus.documents if d.reason}))
         skipped = f"; {len(corpus.documents):,} left out: {reasons}" if reasons else ""

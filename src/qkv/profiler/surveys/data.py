@@ -155,9 +155,9 @@ class Survey:
         """
         difference = differing(self.definition, other.definition)
         if difference is not None:
-            name, mine, theirs = difference
+            name, value, other_value = difference
             raise InputError(
-                f"other has another definition, so the surveys cannot be merged: {name} is {mine} and {theirs}"
+                f"other has another definition, so the surveys cannot be merged: {name} is {value} and {other_value}"
             )
         twice = sorted({*self.record["shards"]} & {*other.record["shards"]})
         if twice:
@@ -238,15 +238,15 @@ class Survey:
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> tuple[str, Any, Any] | None:
     """The first entry in which two nested mappings differ: its dotted name and both values; None if they are equal."""
     for name in [*a, *(n for n in b if n not in a)]:
-        mine, theirs = a.get(name), b.get(name)
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            found = differing(mine, theirs, f"{where}{name}.")
+        x, y = a.get(name), b.get(name)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found = differing(x, y, f"{where}{name}.")
             if found is not None:
                 return found
         elif name not in a or name not in b:
             return (f"{where}{name}", *(("present", "missing") if name in a else ("missing", "present")))
-        elif mine != theirs:
-            return f"{where}{name}", mine, theirs
+        elif x != y:
+            return f"{where}{name}", x, y
     return None
 
 
