@@ -18,7 +18,7 @@ from qkv._engine.row_state import RowState
 from qkv.bench.timing import resident
 from qkv.masks import Window
 from qkv.profiler.capture.models import random_gpt2
-from qkv.profiler.capture.observe import Observer, Seen, observe
+from qkv.profiler.capture.observe import ObservedCall, Observer, observe
 from qkv.profiler.run import profile
 from qkv.statistics.measure import sweep
 
@@ -41,10 +41,10 @@ def profiled(model: torch.nn.Module, ids: Tensor) -> None:
 def swept(model: torch.nn.Module, ids: Tensor) -> None:
     """A profile of nothing but entropy, received attention, distances and the weights of named pairs."""
 
-    def take(seen: Seen) -> None:
-        sweep(seen.call, RowState(seen.lse), mass={"local": Window(9, ahead=8)})
+    def collect(observed: ObservedCall) -> None:
+        sweep(observed.call, RowState(observed.lse), mass={"local": Window(9, ahead=8)})
 
-    with observe(Observer(model, take=take)), torch.no_grad():
+    with observe(Observer(model, collect=collect)), torch.no_grad():
         model(ids)
 
 

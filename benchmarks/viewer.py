@@ -20,7 +20,7 @@ from qkv.bench.timing import timed
 from qkv.profiler.capture.models import random_gpt2
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.explorer import Explorer
-from qkv.profiler.explore.pyramid import TILE, kept_tiles
+from qkv.profiler.explore.pyramid import TILE, new_tile_cache
 
 LENGTHS, REPEATS, LAYER, HEADS = (16_384, 100_000), 15, 0, 4
 WIDE = 16_384  # tiles of more tokens a side take seconds: they are timed less often
@@ -73,7 +73,7 @@ def _of_length(tokens: int, repeats: int) -> dict[str, Any]:
 
 def _tile(found: Explorer, tokens: int, zoom: int, deepest: int) -> float:
     """Milliseconds for a tile at a random place of a random head, when nothing of any head is kept."""
-    found._tiles = kept_tiles(2**28)  # none
+    found._tiles = new_tile_cache(2**28)  # none
     last = (tokens - 1) // (TILE * 2 ** (deepest - zoom))
     i = random.randint(0, last)
     at = (LAYER, random.randrange(HEADS), zoom, i, random.randint(0, i))

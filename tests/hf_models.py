@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-LENGTH, TARGET = 37, 23  # tokens of a text, and of what a decoder reads beside it
+LENGTH, TARGET = 37, 23  # tokens of a text, and of a decoder's text
 VOCABULARY = 97
 WINDOW = 8
 PADDED = 5  # tokens of padding in the second item of a padded batch
@@ -47,10 +47,10 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 3}
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make one: names of its classes, the settings of its configuration, and what it takes."""
+    """How to build a model: names of its classes, settings of its configuration, and kind of input."""
 
     family: str  # folder in transformers.models
-    classes: str  # what comes before "Config" and "Model"
+    classes: str  # prefix of the classes "…Config" and "…Model"
     settings: Mapping[str, Any]
     kind: str = "decoder"  # decoder, encoder, encoder-decoder, image, audio
     suffix: str = "Model"
@@ -175,7 +175,7 @@ ARCHITECTURES = {
     "clip_text": Architecture(
         "clip", "CLIPText", SIZES | {"eos_token_id": VOCABULARY - 1, "projection_dim": 24}, padding=("right",)
     ),
-    # These make their masks themselves, or add to ours before attention sees it.
+    # These models build their masks themselves, or add to the mask before attention.
     "layoutlm": Architecture("layoutlm", "LayoutLM", SIZES, "encoder"),
     "doge": Architecture("doge", "Doge", GROUPED),
     "beit": Architecture(
@@ -217,7 +217,7 @@ ARCHITECTURES = {
     ),
 }  # fmt: skip
 PARTLY = {"siglip_vision": "head.attention"}  # has attention that does not pass through the interface
-UNROUTED = ("gptj", "bloom", "xglm")  # none of theirs does
+UNROUTED = ("gptj", "bloom", "xglm")  # none of their attention passes through the interface
 ROUTED = tuple(name for name in ARCHITECTURES if name not in (*PARTLY, *UNROUTED))
 
 
@@ -267,7 +267,7 @@ def enliven(model: nn.Module, seed: int = 3) -> None:
 
 
 def inputs(name: str, padding: str | None = None, *, batch: int = 2, seed: int = 5) -> dict[str, Tensor]:
-    """What the model's forward takes; `padding` on the "left" or "right" of the last item's texts."""
+    """The arguments of the forward; `padding` on the "left" or "right" of the last item's texts."""
     kind = ARCHITECTURES[name].kind
     generator = torch.Generator().manual_seed(seed)
     if kind == "image":

@@ -23,8 +23,8 @@ from qkv.profiler.capture.inputs import real_tokens, sequences_of
 from qkv.profiler.capture.observe import Observer, Record, observe, unobserved
 
 PADDED = 5  # tokens of padding in the second item of a padded batch
-RETURN_SCORES = ("squeezebert", "prophetnet")  # what they call their attentions is not yet normalized
-DISAGREE = ("falcon_alibi",)  # its eager implementation is not what it computes by default
+RETURN_SCORES = ("squeezebert", "prophetnet")  # they return scores before the softmax as their attentions
+DISAGREE = ("falcon_alibi",)  # its eager implementation differs from its default one
 RETURN_MEANS = ("wavlm",)  # over heads, repeated for each
 
 
@@ -75,7 +75,7 @@ def _made(row: Row, implementation: str | None) -> Any:
 
 
 def _special(name: str, implementation: str | None) -> Any:
-    """Models whose configuration is made of others'."""
+    """Models whose configuration contains other configurations."""
     if name == "detr":
         from transformers import DetrConfig, DetrModel, ResNetConfig
 
@@ -96,7 +96,7 @@ def _special(name: str, implementation: str | None) -> Any:
 
 
 def inputs(name: str, *, padded: bool = False) -> dict[str, Tensor]:
-    """What the model's forward takes; with padding in the second item if `padded` and the row says on which side."""
+    """The arguments of the forward; with padding in the second item if `padded` and the row has a side for it."""
     row = ALL[name]
     generator = torch.Generator().manual_seed(5)
 
@@ -170,13 +170,13 @@ def inputs(name: str, *, padded: bool = False) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the profiler recorded of a model, and how far it is from the model's own weights."""
+    """The profiler's records of a model, and their distance to the model's own weights."""
 
     kind: str  # of the model
-    sources: list[str]  # of the numbers of each call, in the model's order
+    sources: list[str]  # source of each call's statistics, in the model's order
     unobserved: list[str]
-    error: float  # largest difference of any number from what the model's own weights give
-    unchecked: list[str]  # modules that were recorded but whose own weights nobody gives out
+    error: float  # largest difference of any statistic to that of the model's own weights
+    unchecked: list[str]  # modules that were recorded, but do not return their weights
     change: float  # largest difference of the model's output while it is observed
 
 
@@ -188,7 +188,7 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     sequences = sequences_of(model, batch)
     keys, queries = real_tokens(model, batch, sequences)
     observer = Observer(model, key_masks=keys, query_masks=queries, sequences=sequences)
-    torch.manual_seed(0)  # some choose at random what they attend to
+    torch.manual_seed(0)  # some models choose keys at random
     with observe(observer):
         got = model(**batch)[0]
     torch.manual_seed(0)
@@ -270,7 +270,7 @@ def _normalized(x: Tensor) -> bool:
 
 
 def difference(record: Record, weights: Tensor) -> float:
-    """How far a record is from `weights`: in them, in entropy, in what keys receive, in the sink."""
+    """Distance of a record to `weights`: in the weights, entropy, received weight and sink."""
     assert record.weights is not None
     b, heads, n_queries, _ = record.weights.shape
     if weights.ndim == 3 and weights.shape[0] != b:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LENGTH, TARGET = 32, 10  # tokens of a text, and of what a decoder reads beside it
+LENGTH, TARGET = 32, 10  # tokens of a text, and of a decoder's text
 VOCABULARY = 97
 SMALL: dict[str, Any] = {
     **dict.fromkeys(
@@ -54,10 +54,10 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture: where it is in transformers.models, and what is not as `SMALL` has it."""
+    """One architecture: its module in transformers.models, and the settings that differ from `SMALL`."""
 
     family: str
-    classes: str  # what comes before "Config" and "Model"
+    classes: str  # prefix of the classes "…Config" and "…Model"
     settings: Mapping[str, Any] = field(default_factory=dict)
     reads: str = "text"  # text, texts (source and target), image, and others: see `inputs`
     padding: str | None = "left"
@@ -76,7 +76,7 @@ def image(family: str, classes: str, **settings: Any) -> Row:
     return Row(family, classes, settings, "image", None)
 
 
-DROP = object()  # leave what the configuration itself has
+DROP = object()  # keep the configuration's default
 SSM = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
        "mamba_d_conv": 4, "mamba_expand": 2}  # fmt: skip
 MLA = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
@@ -84,7 +84,7 @@ MLA = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope
        "partial_rotary_factor": DROP}  # fmt: skip
 CONV = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embeddings": 16,
         "num_conv_pos_embedding_groups": 4}  # fmt: skip
-SAMPLES = 330  # of sound, which these make into 32 frames
+SAMPLES = 330  # audio samples, which give 32 frames
 IMAGE = 3  # id of the token that stands for a piece of an image; texts have none so small
 
 ROUTED: dict[str, Row] = {

@@ -1,4 +1,4 @@
-"""What docs/comparison.md says of the peers that are installed here."""
+"""The statements of docs/comparison.md about other libraries, checked against the installed versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qkv import masks, normalizers
         ({"softclamp_logits": True}, "not compatible with logit softclamp"),
     ],
 )
-def test_x_transformers_forms_the_weights_of_these(setting: dict[str, object], said: str) -> None:
+def test_x_transformers_needs_quadratic_memory(setting: dict[str, object], said: str) -> None:
     attend = pytest.importorskip("x_transformers.attend").Attend
     attend(flash=False, **setting)
     with pytest.raises(AssertionError, match=said):
@@ -34,7 +34,9 @@ def test_x_transformers_forms_the_weights_of_these(setting: dict[str, object], s
         (normalizers.Softmax(), qkv.biases.SoftCap(5.0)),
     ],
 )
-def test_qkv_serves_the_same_in_linear_memory(normalizer: normalizers.Normalizer, bias: qkv.biases.Bias | None) -> None:
+def test_qkv_computes_the_same_in_linear_memory(
+    normalizer: normalizers.Normalizer, bias: qkv.biases.Bias | None
+) -> None:
     q = torch.zeros(1, 2, 4096, 8)
     few, many = (
         qkv.plan(q[:, :, :n], q[:, :, :n], q[:, :, :n], mask=masks.Causal(), normalizer=normalizer, bias=bias)

@@ -1,4 +1,4 @@
-"""What eviction policies cost: the mass lost by brute force from dense weights, and the loss through masks."""
+"""Eviction: the lost mass equals brute force over dense weights, and the loss equals that of a model with a mask."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hf_models as hf
-from conftest import enlarged, largest_tensor, oracle, set_tile
+from conftest import enlarged, largest_tensor, oracle, refused, set_tile
 from qkv.cache import HeavyHitters
 from qkv.cli import main
-from qkv.errors import InputError
 from qkv.figures.eviction import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
@@ -39,7 +38,7 @@ def text(n: int, batch: int = 1, seed: int = 1) -> Tensor:
 
 
 def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarray:
-    """Which keys each query finds, (heads, n, n), by the policy's own words; `weights` (heads, n, n)."""
+    """True at keys that are in the cache for each query, (heads, n, n), by definition; `weights` (heads, n, n)."""
     heads, n, _ = weights.shape
     found = np.zeros(weights.shape, bool)
     for head in range(heads):
@@ -63,7 +62,7 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True}, {"window": 9}, {"normalizer": "sigmoid"}])
-def test_mass_lost_is_what_dense_weights_say(parts: dict[str, Any], tile4: None) -> None:
+def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
     lm = model(**parts)
     settings = [(policy, budget) for policy in POLICIES for budget in (5, 8, 23)]
     for seen in calls_of(lm, {"ids": text(23)}):
@@ -77,7 +76,7 @@ def test_mass_lost_is_what_dense_weights_say(parts: dict[str, Any], tile4: None)
             assert budget == 23 or expected.max() > 0.01
 
 
-def test_a_key_goes_when_others_received_more() -> None:
+def test_keys_that_received_least_are_evicted() -> None:
     received = torch.randint(6, (2, 3, 31), generator=torch.Generator().manual_seed(2)).double()  # many ties
     for heavy, recent in ((1, 1), (3, 2), (4, 9), (40, 2), (2, 40)):
         ends = expiry(received, heavy, recent)
@@ -89,17 +88,17 @@ def test_a_key_goes_when_others_received_more() -> None:
                 assert {j for j in range(i + 1) if i < ends[item, head, j]} == held
 
 
-def test_more_keys_never_lose_more() -> None:
+def test_larger_budget_never_loses_more() -> None:
     budgets = (3, 4, 7, 12, 20, 29)
     found = eviction(model(), text(29), budgets=budgets, first=FIRST, run=False).mass
     for (policy, _, _), rows in found.groupby(["policy", "layer", "head"]):
         lost = rows.sort_values("budget")["mass_lost"].to_numpy()
         assert (np.diff(lost) <= 1e-12).all(), policy
         assert lost[0] > 0.01
-        assert lost[-1] == 0  # nobody goes
+        assert lost[-1] == 0  # nothing is evicted
 
 
-def test_texts_are_read_without_their_padding() -> None:
+def test_padding_is_left_out() -> None:
     lm = hf.build("llama", suffix="ForCausalLM").double()
     batch = hf.inputs("llama", "left")
     whole = eviction(lm, batch, budgets=(5, 11), policies=("window", "heavy"), run=False)
@@ -113,7 +112,7 @@ def test_texts_are_read_without_their_padding() -> None:
     assert whole.loss is None
 
 
-def test_no_square_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mass_lost_forms_no_quadratic_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     set_tile(monkeypatch, 16)
     lm, ids = model(d_model=12, heads=2, kv_heads=1, layers=1), text(301)
     assert largest_tensor(lambda: eviction(lm, ids, budgets=(16,), run=False)) < 301 * 301 / 2
@@ -133,8 +132,8 @@ def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_window_and_sinks_are_masks(layers: int) -> None:
-    """Of a model whose keys are not turned: there slots mean nothing."""
+def test_window_and_sinks_equal_masks(layers: int) -> None:
+    """In a model without rotary positions, so that the slots of the cache have no effect."""
     lm, ids = model(layers=layers), text(41)
     for policy, mask in (("window", Window(7)), ("sinks", Prefix(FIRST) | Window(7 - FIRST)), ("full", Causal())):
         found = nats_of("caches", lm, ids, policy, 7, FIRST, lambda tokens: None)
@@ -142,7 +141,7 @@ def test_window_and_sinks_are_masks(layers: int) -> None:
     assert not lm.training
 
 
-def test_heavy_hitters_go_one_by_one() -> None:
+def test_heavy_hitters_are_evicted_one_by_one() -> None:
     lm, ids = model(positions="rotary"), text(33)
     found = nats_of("caches", lm, ids, "heavy", 9, FIRST, lambda tokens: None)
     heard: list[int] = []
@@ -153,7 +152,7 @@ def test_heavy_hitters_go_one_by_one() -> None:
     assert abs(float(together.sum()) - found) > 1e-3  # so it does matter
 
 
-def test_who_keeps_all_loses_nothing() -> None:
+def test_full_budget_loses_nothing() -> None:
     found = eviction(model(positions="rotary"), text(27), budgets=(6, 27, 64), first=FIRST)
     assert found.loss is not None
     rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
@@ -166,7 +165,7 @@ def test_who_keeps_all_loses_nothing() -> None:
     assert full["nats"] == pytest.approx(model(positions="rotary").loss(text(27)).item(), rel=1e-9)
 
 
-def test_losses_of_several_texts_are_per_token() -> None:
+def test_loss_is_averaged_over_tokens() -> None:
     lm, ids = model(), text(19, batch=2)
     both = eviction(lm, ids, budgets=(5,), policies=("window",))
     ones = [eviction(lm, one[None], budgets=(5,), policies=("window",)) for one in ids]
@@ -198,37 +197,37 @@ def test_hugging_face_models_run_with_masks(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "argument"),
     [
-        ({"policies": ("window", "newest")}, r"policies is \['window', 'newest'\], expected some of window, sinks"),
-        ({"policies": ()}, r"policies is \[\]"),
-        ({"budgets": (4,)}, r"budgets is \[4\], expected numbers of keys of at least 5 \(4 of them the first"),
-        ({"budgets": (1,), "policies": ("heavy",)}, r"budgets is \[1\], expected numbers of keys of at least 2$"),
-        ({"budgets": ()}, r"budgets is \[\]"),
-        ({"first": 0}, "first is 0, expected at least 1 key"),
+        ({"policies": ("window", "newest")}, "policies"),
+        ({"policies": ()}, "policies"),
+        ({"budgets": (4,)}, "budgets"),
+        ({"budgets": (1,), "policies": ("heavy",)}, "budgets"),
+        ({"budgets": ()}, "budgets"),
+        ({"first": 0}, "first"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_eviction_rejects_invalid_settings(settings: dict[str, Any], argument: str) -> None:
+    with refused(argument):
         eviction(model(), text(9), **settings)
 
 
-def test_models_that_cannot_be_run_are_refused() -> None:
+def test_models_that_cannot_be_run_are_rejected() -> None:
     llama = hf.build("llama", suffix="ForCausalLM")
     ids = hf.inputs("llama")["input_ids"]
-    with pytest.raises(InputError, match=r"'heavy', which runs in models of qkv only, and this is LlamaForCausalLM"):
+    with refused("policies"):
         eviction(llama, ids)
-    with pytest.raises(InputError, match=r"LlamaModel has no output head.*run=False"):
+    with refused("model"):
         eviction(hf.build("llama"), ids, policies=("window",))
-    with pytest.raises(InputError, match="BertModel has no causal self-attention, whose keys a cache would hold"):
+    with refused("model"):
         eviction(hf.build("bert"), ids, run=False)
-    with pytest.raises(InputError, match="Linear cannot be run with a cache of qkv"):
+    with refused("model"):
         eviction(nn.Linear(2, 2), ids)
-    with pytest.raises(InputError, match="a text has 1 token, expected at least 2"):
+    with refused("inputs"):
         eviction(model(), text(1))
 
 
-def test_figures_say_what_was_found() -> None:
+def test_figures_show_the_result() -> None:
     found = eviction(model(), text(31), budgets=(8, 16), first=FIRST)
     assert found.loss is not None
     cheapest = found.loss[found.loss["budget"] == 8].sort_values("delta_nats").iloc[0]
@@ -239,13 +238,13 @@ def test_figures_say_what_was_found() -> None:
     assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes[:3]] == list(POLICIES)
     at = found.mass[found.mass["budget"] == 16]
     assert f"loses {100 * at['mass_lost'].max():.0f} %" in drawn.texts[0].get_text()
-    with pytest.raises(InputError, match="budget is 9, expected one of 8, 16"):
+    with refused("budget"):
         heads_figure(found, 9)
     estimate = eviction(model(), text(31), budgets=(8,), first=FIRST, run=False)
     assert "of the attention" in budget_figure(estimate).texts[0].get_text()
 
 
-def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = main(["evict", "--tokens", "40", "--budgets", "8, 16", "--policies", "window,sinks", "--out", str(tmp_path)])
     assert done == 0
     names = {path.name for path in tmp_path.iterdir()}
@@ -263,7 +262,7 @@ def test_the_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Ca
     assert "--budgets is '8,many'" in capsys.readouterr().err
 
 
-def test_the_command_estimates_without_running(tmp_path: Path) -> None:
+def test_command_estimates_without_running(tmp_path: Path) -> None:
     out = tmp_path / "new"
     assert main(["evict", "random-gpt2", "--tokens", "30", "--budgets", "8", "--out", str(out)]) == 2
     assert not out.exists()
@@ -271,7 +270,7 @@ def test_the_command_estimates_without_running(tmp_path: Path) -> None:
     assert not (out / "loss.csv").exists()
 
 
-def test_a_hugging_face_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
+def test_hugging_face_folder_is_loaded_with_its_head(tmp_path: Path) -> None:
     lm = hf.build("gpt2", suffix="LMHeadModel")
     lm.save_pretrained(tmp_path / "lm")
     ids = torch.arange(31)[None]

@@ -1,4 +1,4 @@
-"""Weights of a model on demand: against the weights it gives itself, pooled by loops, and as laws of the pyramid."""
+"""Weights on demand: they equal the model's own weights, tiles equal weights pooled by loops, and the LRU cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import MASKS, largest_tensor, oracle, rand, set_sizes, triple
+from conftest import MASKS, largest_tensor, oracle, rand, refused, set_sizes, triple
 from hf_models import build, inputs
-from qkv import InputError, biases, masks, normalizers
+from qkv import biases, masks, normalizers
 from qkv._engine.call import Call, as_biases
 from qkv.models import load
 from qkv.models.bundled import folder_of
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore import pyramid
 from qkv.profiler.explore.explorer import CacheBudget, Cancelled, Explorer
-from qkv.profiler.explore.pyramid import Pyramid, kept_tiles
-from qkv.profiler.explore.tile_cache import Kept
+from qkv.profiler.explore.pyramid import Pyramid, new_tile_cache
+from qkv.profiler.explore.tile_cache import SingleFlightCache
 from qkv.scores import Additive
 from qkv.statistics import maps
 from qkv.statistics.measure import row_state
@@ -36,9 +36,9 @@ SHORT, LONG = "def f(x):", "def mean(values):\n    return sum(values) / len(valu
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 4 × 4 pixels; those of zooms with more than 256 in all are made of weights, in smaller pieces."""
+    """Tiles of 4 × 4 pixels; zooms with more than 256 pixels are computed from weights, in smaller pieces."""
     monkeypatch.setattr(pyramid, "TILE", 4)
-    monkeypatch.setattr(pyramid, "FAR", 256)
+    monkeypatch.setattr(pyramid, "BASE_PIXELS", 256)
     set_sizes(monkeypatch, picture=(3, 5))
 
 
@@ -107,9 +107,9 @@ def dense_call(name: str) -> tuple[Call, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_tiles_of_every_zoom_are_the_weights_pooled(name: str, small_tiles: None) -> None:
+def test_tiles_of_every_zoom_equal_pooled_weights(name: str, small_tiles: None) -> None:
     call, weights, seen = dense_call(name)
-    rows, kept = row_state(call), kept_tiles(10**6)
+    rows, kept = row_state(call), new_tile_cache(10**6)
     check_pyramid(Pyramid(call, rows, 1, 4, kept, "all"), weights[1, 4], seen[1, 4])
     part = (slice(3, 17), slice(2, 19))
     inside = Pyramid(call, rows, 0, 1, kept, "part", queries=part[0], keys=part[1])
@@ -117,7 +117,7 @@ def test_tiles_of_every_zoom_are_the_weights_pooled(name: str, small_tiles: None
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_rectangles_are_the_weights(name: str) -> None:
+def test_rectangles_equal_dense_weights(name: str) -> None:
     call, weights, _ = dense_call(name)
     rows, (n_queries, n_keys) = row_state(call), weights.shape[2:]
     for queries, keys in (
@@ -134,10 +134,10 @@ def test_rectangles_are_the_weights(name: str) -> None:
             torch.testing.assert_close(got, want[head : head + 1], rtol=1e-12, atol=1e-12)
 
 
-def test_deeper_tiles_pool_to_shallower_ones(small_tiles: None) -> None:
-    """Of every pair of zooms, on either side of the one from which tiles are pooled."""
+def test_child_tiles_pool_to_the_parent(small_tiles: None) -> None:
+    """For every pair of zooms, below and above the base zoom."""
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
     assert 0 < made.base < made.deepest
     for zoom in range(made.deepest):
         whole = [np.zeros((3, 64, 64)) for _ in range(2)]
@@ -153,7 +153,7 @@ def test_deeper_tiles_pool_to_shallower_ones(small_tiles: None) -> None:
         np.testing.assert_allclose(far[1:], near[1:].sum((2, 4)), rtol=1e-12)
 
 
-def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_zooms_share_one_pass_over_the_weights(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, _, _ = dense_call("causal")
     pairs: list[int] = []
     fill = maps.WeightTiles.fill
@@ -163,7 +163,7 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
         return fill(self, rows, columns, *others)
 
     monkeypatch.setattr(maps.WeightTiles, "fill", counted)
-    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
     pairs.clear()
     assert made.tile(0, 0, 0) is not None
     assert 37 * 38 / 2 <= sum(pairs) <= 37**2
@@ -175,35 +175,54 @@ def test_far_tiles_are_made_of_one_pass(small_tiles: None, monkeypatch: pytest.M
     assert sum(pairs) == once + 1 * 4  # the last row of tiles has one query
 
 
-def test_hidden_tiles_cost_nothing(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masked_tiles_are_not_computed(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, _, _ = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
     monkeypatch.setattr(pyramid, "HeadMap", None)
     assert made.tile(made.deepest, 3, 4) is None
     assert made.tile(made.base, 0, 1) is None
 
 
-@pytest.mark.parametrize("room", [1, 700, 3000])
-def test_tiles_take_no_more_than_their_room(room: int, small_tiles: None) -> None:
+@pytest.mark.parametrize("max_bytes", [1, 700, 3000])
+def test_tile_cache_is_bounded_in_bytes(max_bytes: int, small_tiles: None) -> None:
     call, weights, seen = dense_call("causal")
-    kept = kept_tiles(room)
-    made = Pyramid(call, row_state(call), 0, 0, kept, "")
+    cache = new_tile_cache(max_bytes)
+    made = Pyramid(call, row_state(call), 0, 0, cache, "")
     check_pyramid(made, weights[0, 0], seen[0, 0])
-    assert kept.bytes <= room or len(kept) == 1
+    assert cache.bytes <= max_bytes
 
 
-def test_progress_goes_from_0_to_1(small_tiles: None) -> None:
+def test_cache_evicts_the_least_recently_used_values() -> None:
+    cache = SingleFlightCache[str](10, len)
+    for value in ("a" * 4, "b" * 4):
+        cache.put(value[0], value)
+    assert cache.get("a") == "aaaa"  # now "b" is the least recently used
+    cache.put_if_it_fits("c", "c" * 3)
+    assert "c" not in cache
+    cache.put_if_it_fits("c", "cc")
+    assert (cache.bytes, len(cache)) == (10, 3)
+    cache.put("d", "d" * 3)
+    assert [key for key in "abcd" if key in cache] == ["a", "c", "d"]
+    cache.put("e", "e" * 99)  # larger than the cache: the only value
+    assert (len(cache), cache.get("e")) == (1, "e" * 99)
+    cache.put_if_it_fits("f", "f")
+    assert "f" not in cache
+    cache.put("g", "g")
+    assert [key for key in "efg" if key in cache] == ["g"]
+
+
+def test_progress_rises_from_0_to_1(small_tiles: None) -> None:
     call, _, _ = dense_call("causal")
-    heard: list[float] = []
-    Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=heard.append)
-    assert heard == sorted(heard)
-    assert 0 < heard[0] < 0.5
-    assert heard[-1] == 1
+    shares: list[float] = []
+    Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.5
+    assert shares[-1] == 1
 
 
-def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_pass_resumes_from_the_cache(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     call, weights, seen = dense_call("causal")
-    made = Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "")
+    made = Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "")
     shares: list[float] = []
     with pytest.raises(Cancelled):
         made.tile(0, 0, 0, on_progress=shares.append, stopped=lambda: bool(shares) and shares[-1] > 0.6)
@@ -211,16 +230,16 @@ def test_a_cancelled_pass_goes_on_where_it_stopped(small_tiles: None, monkeypatc
     rest: list[float] = []
     made.tile(0, 0, 0, on_progress=rest.append)
     whole: list[float] = []
-    Pyramid(call, row_state(call), 0, 0, kept_tiles(10**6), "").tile(0, 0, 0, on_progress=whole.append)
+    Pyramid(call, row_state(call), 0, 0, new_tile_cache(10**6), "").tile(0, 0, 0, on_progress=whole.append)
     assert len(rest) < len(whole) <= len(rest) + len(shares)
     check_pyramid(made, weights[0, 0], seen[0, 0])
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def test_many_threads_make_a_thing_once() -> None:
-    kept, made, found = Kept[int](100, lambda x: 1), list[int](), list[int]()
+def test_concurrent_requests_compute_a_value_once() -> None:
+    cache, made, found = SingleFlightCache[int](100, lambda x: 1), list[int](), list[int]()
     go = threading.Event()
 
     def make() -> int:
@@ -228,7 +247,7 @@ def test_many_threads_make_a_thing_once() -> None:
         made.append(1)
         return 7
 
-    threads = [threading.Thread(target=lambda: found.append(kept.get("x", make))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(cache.get_or_compute("x", make))) for _ in range(8)]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
@@ -238,8 +257,8 @@ def test_many_threads_make_a_thing_once() -> None:
     assert (made, found) == ([1], [7] * 8)
 
 
-def test_one_who_waits_may_go_or_take_over() -> None:
-    kept = Kept[int](100, lambda x: 1)
+def test_a_waiting_thread_can_be_cancelled_or_take_over() -> None:
+    cache = SingleFlightCache[int](100, lambda x: 1)
     begun, fail = threading.Event(), threading.Event()
     found: list[object] = []
 
@@ -250,7 +269,7 @@ def test_one_who_waits_may_go_or_take_over() -> None:
 
     def run(make: Any, stopped: Any) -> None:
         try:
-            found.append(kept.get("x", make, stopped))
+            found.append(cache.get_or_compute("x", make, stopped))
         except Cancelled:
             found.append("gone")
 
@@ -277,7 +296,7 @@ def explorer(name: str, padding: str | None = None, **settings: Any) -> tuple[Ex
 
 
 def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float = 1e-6) -> None:
-    """Everything that can be asked against the weights that a profile keeps."""
+    """All requests against the weights that a profile keeps."""
     for group, data in profile.groups.items():
         for text in range(data.sizes["text"]):
             info = found.info(group, text)
@@ -310,22 +329,22 @@ def check_model(found: Explorer, profile: qkv.profiler.Profile, tolerance: float
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "gpt_oss", "bert"])
-def test_equal_to_what_a_profile_keeps(name: str, padding: str | None) -> None:
+def test_explorer_equals_the_profile(name: str, padding: str | None) -> None:
     check_model(*explorer(name, padding))
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "gemma2"])
-def test_other_kinds_of_attention(name: str) -> None:
+def test_explorer_equals_the_profile_for_other_architectures(name: str) -> None:
     check_model(*explorer(name))
 
 
-def test_several_texts_of_the_model_that_comes_with_qkv() -> None:
+def test_explorer_equals_the_profile_for_several_texts() -> None:
     found, profile = explore.of("qkv-mini", [SHORT, LONG]), qkv.profile("qkv-mini", [SHORT, LONG], progress=False)
     assert found.info("self", 0).n_keys < found.info("self", 1).n_keys
     check_model(found, profile, 3e-5)  # scores of some heads are large
 
 
-def test_a_decoder_that_goes_step_by_step_is_one_layer() -> None:
+def test_step_by_step_decoder_is_one_layer() -> None:
     folder = folder_of("qkv-translation")
     assert folder is not None
     model = load(folder)
@@ -350,7 +369,7 @@ class Towers(nn.Module):
         return self.third(x) + self.second(x[:, ::2]).sum(1, keepdim=True)
 
 
-def test_layers_of_other_shapes_are_a_group_of_their_own() -> None:
+def test_layers_of_different_shapes_are_separate_groups() -> None:
     torch.manual_seed(0)
     model, batch = Towers(), {"x": rand(2, 14, 12, dtype=torch.float32)}
     profile = qkv.profile(model, batch, progress=False, probe=False)
@@ -360,13 +379,13 @@ def test_layers_of_other_shapes_are_a_group_of_their_own() -> None:
 
 
 def forwards(model: nn.Module) -> list[int]:
-    """One number for each forward that begins."""
+    """A list that grows by one at each forward."""
     heard: list[int] = []
     model.register_forward_pre_hook(lambda *_: heard.append(1))
     return heard
 
 
-def test_the_model_runs_once_if_there_is_room_and_again_if_not() -> None:
+def test_model_runs_again_only_if_the_cache_is_too_small() -> None:
     batch, model = inputs("llama"), build("llama")
     heard = forwards(model)
     profile = qkv.profile(model, batch, progress=False, probe=False)
@@ -380,18 +399,18 @@ def test_the_model_runs_once_if_there_is_room_and_again_if_not() -> None:
     check_model(poor, profile)
     assert len(heard) > 2
     heard.clear()
-    a_layer = rich._kept.bytes // 2
+    a_layer = rich._calls.bytes // 2
     half = explore.of(model, batch, room=CacheBudget(8 * (a_layer + 100) // 7))
-    half.row("self", 0, 1, 0, 0)  # the layer that is asked for is kept before others
+    half.row("self", 0, 1, 0, 0)  # the requested layer is cached in any case
     half.row("self", 1, 1, 3, 5)
     assert len(heard) == 1
     half.row("self", 0, 0, 0, 0)
     half.row("self", 0, 0, 1, 0)
     assert len(heard) == 2
-    assert half._kept.bytes <= half._kept.room
+    assert half._calls.bytes <= half._calls.max_bytes
 
 
-def test_two_explorers_in_one_room_do_not_mix() -> None:
+def test_explorers_with_a_shared_cache_do_not_mix() -> None:
     batch, profiles = inputs("llama"), list[qkv.profiler.Profile]()
     models = [build("llama"), build("llama")]
     with torch.no_grad():
@@ -408,11 +427,11 @@ def test_two_explorers_in_one_room_do_not_mix() -> None:
         assert room.calls.bytes == (2 * alone if budget > 1 else alone)
 
 
-def test_many_threads_run_the_model_once_and_make_a_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_run_the_model_and_compute_a_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = build("gpt2"), list[int]()
     heard = forwards(model)
-    weighed = Pyramid._weighed
-    monkeypatch.setattr(Pyramid, "_weighed", lambda *a: (made.append(1), time.sleep(0.02), weighed(*a))[-1])
+    compute = Pyramid._from_weights
+    monkeypatch.setattr(Pyramid, "_from_weights", lambda *a: (made.append(1), time.sleep(0.02), compute(*a))[-1])
     found, tiles = explore.of(model, inputs("gpt2")), list[Any]()
     threads = [threading.Thread(target=lambda: tiles.append(found.tile("self", 0, 1, 2, 0, 0, 0))) for _ in range(6)]
     for thread in threads:
@@ -422,7 +441,7 @@ def test_many_threads_run_the_model_once_and_make_a_tile_once(monkeypatch: pytes
     assert (len(heard), len(made), len(tiles), len(set(map(id, tiles)))) == (1, 1, 6, 1)
 
 
-def test_a_cancelled_forward_leaves_everything_as_it_was() -> None:
+def test_cancelled_forward_restores_the_model() -> None:
     model = build("gpt2")
     found = explore.of(model, inputs("gpt2"))
     asked: list[int] = []
@@ -432,7 +451,7 @@ def test_a_cancelled_forward_leaves_everything_as_it_was() -> None:
     check_model(found, qkv.profile(model, inputs("gpt2"), progress=False, probe=False))
 
 
-def test_memory_is_linear() -> None:
+def test_explorer_needs_linear_memory() -> None:
     found = explore.of("random-gpt2", torch.arange(1024) % 256)
     found.info("self", 0)
     ask = {
@@ -446,23 +465,23 @@ def test_memory_is_linear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "sentence"),
+    ("request_", "argument"),
     [
-        (lambda e: e.info("cross", 0), "group is 'cross', expected one of 'self'"),
-        (lambda e: e.info("self", 2), r"text is 2, expected 0\.\.1"),
-        (lambda e: e.info("self", -1), r"text is -1, expected 0\.\.1"),
-        (lambda e: e.row("self", 0, 4, 0, 0), r"layer is 4, expected 0\.\.3"),
-        (lambda e: e.row("self", 0, 0, 6, 0), r"head is 6, expected 0\.\.5, or None"),
-        (lambda e: e.row("self", 0, 0, -1, 0), r"head is -1, expected 0\.\.5, or None"),
-        (lambda e: e.row("self", 0, 0, 0, 99), r"query is 99, expected 0\.\.\d for this text"),
-        (lambda e: e.column("self", 0, 0, None, -1), r"key is -1, expected 0\.\.\d for this text"),
-        (lambda e: e.tile("self", 0, 0, 0, 1, 0, 0), r"zoom is 1, expected 0\.\.0"),
-        (lambda e: e.tile("self", 0, 0, 0, 0, 0, 1), r"j is 1, expected 0\.\.0 at zoom 0"),
+        (lambda e: e.info("cross", 0), "group"),
+        (lambda e: e.info("self", 2), "text"),
+        (lambda e: e.info("self", -1), "text"),
+        (lambda e: e.row("self", 0, 4, 0, 0), "layer"),
+        (lambda e: e.row("self", 0, 0, 6, 0), "head"),
+        (lambda e: e.row("self", 0, 0, -1, 0), "head"),
+        (lambda e: e.row("self", 0, 0, 0, 99), "query"),
+        (lambda e: e.column("self", 0, 0, None, -1), "key"),
+        (lambda e: e.tile("self", 0, 0, 0, 1, 0, 0), "zoom"),
+        (lambda e: e.tile("self", 0, 0, 0, 0, 0, 1), "j"),
     ],
 )
-def test_what_is_not_there(ask: Any, sentence: str, mini: Explorer) -> None:
-    with pytest.raises(InputError, match=sentence):
-        ask(mini)
+def test_explorer_rejects_indices_out_of_range(request_: Any, argument: str, mini: Explorer) -> None:
+    with refused(argument):
+        request_(mini)
 
 
 @pytest.fixture(scope="module")
@@ -470,29 +489,29 @@ def mini() -> Explorer:
     return explore.of("qkv-mini", [SHORT, LONG])
 
 
-def test_one_text_of_a_batch_that_is_not_there() -> None:
-    with pytest.raises(InputError, match=r"text is 2, expected 0\.\.1"):
+def test_text_out_of_range_of_a_batch_is_rejected() -> None:
+    with refused("text"):
         explore.of(build("gpt2"), inputs("gpt2")).info("self", 2)
 
 
-def test_padding_between_tokens_is_refused() -> None:
+def test_padding_between_tokens_is_rejected() -> None:
     batch = inputs("bert", "right")
     batch["attention_mask"] = batch["attention_mask"].clone()
     batch["attention_mask"][0, 7] = 0
     found = explore.of(build("bert"), batch)
-    with pytest.raises(InputError, match="text is 0, which has padding between its tokens"):
+    with refused("text"):
         found.info("self", 0)
     assert found.info("self", 1).n_keys == 32
 
 
-def test_weights_that_are_nan_are_said_so() -> None:
+def test_nan_weights_are_rejected() -> None:
     model = build("gpt2")
     with torch.no_grad():
         model.h[1].attn.c_attn.bias[0] = torch.nan
     found = explore.of(model, inputs("gpt2"))
     asked = (lambda: found.row("self", 0, 1, 0, 3), lambda: found.tile("self", 0, 1, 0, 0, 0, 0))
     for ask in asked:
-        with pytest.raises(InputError, match=r"h\.1\.attn computes weights that are NaN"):
+        with refused("model"):
             ask()
 
 

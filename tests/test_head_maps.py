@@ -1,4 +1,4 @@
-"""Maps of a model's heads: against the weights it gives itself, as a pyramid, drawn, and from the command line."""
+"""Attention maps of heads: they equal the model's own weights, as tiles of a pyramid, in figures and on the CLI."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from conftest import largest_tensor, set_sizes
+from conftest import largest_tensor, refused, set_sizes
 from hf_models import build, inputs
-from qkv import InputError
 from qkv.cli import main
 from qkv.profiler.explore import attention_map as maps
 from qkv.profiler.explore import pyramid
@@ -47,7 +46,7 @@ def compare(got: core.Picture, want: tuple[np.ndarray, ...]) -> None:
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_oss", "bert"])
-def test_equal_to_the_models_own_weights(name: str, padding: str | None) -> None:
+def test_picture_equals_eager_weights(name: str, padding: str | None) -> None:
     batch = inputs(name, padding)
     with torch.no_grad():
         weights = build(name, "eager")(**batch, output_attentions=True).attentions[1][1, 3]
@@ -55,7 +54,7 @@ def test_equal_to_the_models_own_weights(name: str, padding: str | None) -> None
     n = weights.shape[0]
     assert (found.n_queries, found.n_keys, found.batch, found.group) == (n, n, 2, "self")
     real = torch.ones(n, dtype=torch.bool) if padding is None else batch["attention_mask"][1].bool()
-    weights = weights.masked_fill(~real[:, None], 0)  # what padding attends to is nobody's business
+    weights = weights.masked_fill(~real[:, None], 0)  # queries at padding do not count
     seen = real[:, None] & real
     seen = seen if name == "bert" else seen.tril()
     if name == "gpt_oss":  # its first layer slides, the second does not
@@ -79,7 +78,7 @@ def test_groups_of_an_encoder_decoder() -> None:
     assert main_one.group == "decoder"
 
 
-def test_the_forward_ends_with_the_layer() -> None:
+def test_forward_stops_after_the_layer() -> None:
     heard: list[str] = []
     maps.attention_map(build("gpt2"), inputs("gpt2"), layer=0, head=0, on_call=heard.append)
     assert len(heard) == 1
@@ -91,7 +90,7 @@ def test_examples_run(module: str) -> None:
     assert result.attempted > 0 == result.failed
 
 
-def test_tokens_of_a_window(program: AttentionMap) -> None:
+def test_tokens_of_a_part(program: AttentionMap) -> None:
     every = program.query_tokens()
     assert len(every) == program.n_queries
     assert every[:2] == ["<s>", "def"]
@@ -101,27 +100,27 @@ def test_tokens_of_a_window(program: AttentionMap) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("changed", "argument"),
     [
-        ({"layer": 4}, r"no layers \[4\].*layers 0..3"),
-        ({"layer": -1}, r"no layers \[-1\]"),
-        ({"head": 6}, "head is 6, but layer 2 has heads 0..5"),
-        ({"group": "cross"}, "of the kind 'cross'"),
-        ({"inputs": ["a", "b"]}, "inputs is list, expected one text"),
+        ({"layer": 4}, "layers"),
+        ({"layer": -1}, "layers"),
+        ({"head": 6}, "head"),
+        ({"group": "cross"}, "layers"),
+        ({"inputs": ["a", "b"]}, "inputs"),
     ],
 )
-def test_bad_input(asked: dict[str, Any], sentence: str) -> None:
-    given: dict[str, Any] = {"inputs": TEXT, "layer": 2, "head": 3} | asked
-    with pytest.raises(InputError, match=sentence):
-        maps.attention_map("qkv-mini", given.pop("inputs"), **given)
+def test_attention_map_rejects_invalid_arguments(changed: dict[str, Any], argument: str) -> None:
+    arguments: dict[str, Any] = {"inputs": TEXT, "layer": 2, "head": 3} | changed
+    with refused(argument):
+        maps.attention_map("qkv-mini", arguments.pop("inputs"), **arguments)
 
 
-def test_weights_that_are_nan_are_said_so() -> None:
+def test_nan_weights_are_rejected() -> None:
     model = build("gpt2")
     with torch.no_grad():
         model.h[1].attn.c_attn.bias[0] = torch.nan
     found = maps.attention_map(model, inputs("gpt2"), layer=1, head=0)
-    with pytest.raises(InputError, match=r"h\.1\.attn computes weights that are NaN"):
+    with refused("model"):
         found.picture()
 
 
@@ -136,7 +135,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> AttentionMap:
     return maps.attention_map(build("llama"), inputs("llama"), layer=1, head=2)
 
 
-def test_tiles_of_the_pyramid_are_the_picture(small: AttentionMap) -> None:
+def test_tiles_equal_the_picture(small: AttentionMap) -> None:
     assert small.deepest == 4  # 4 · 2⁴ = 64 ≥ 37
     whole = small.picture(item=1)
     weights, seen = whole.mean, whole.visible.bool()
@@ -161,37 +160,33 @@ def test_tiles_of_the_pyramid_are_the_picture(small: AttentionMap) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "sentence"),
-    [
-        ((5, 0, 0), "zoom is 5, expected 0..4"),
-        ((-1, 0, 0), "zoom is -1, expected 0..4"),
-        ((0, 1, 0), "i is 1, expected 0..0 at zoom 0"),
-        ((4, 0, 10), "j is 10, expected 0..9 at zoom 4"),
-    ],
+    ("at", "argument"), [((5, 0, 0), "zoom"), ((-1, 0, 0), "zoom"), ((0, 1, 0), "i"), ((4, 0, 10), "j")]
 )
-def test_tiles_that_are_not_there(small: AttentionMap, at: tuple[int, int, int], sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
+def test_tile_rejects_indices_out_of_range(small: AttentionMap, at: tuple[int, int, int], argument: str) -> None:
+    with refused(argument):
         small.tile(*at)
 
 
-def test_the_cache_answers_and_is_bounded(small: AttentionMap) -> None:
-    first, kept = small.tile(4, 0, 0), small._kept
+def test_tiles_are_cached_within_a_bound(small: AttentionMap) -> None:
+    first = small.tile(4, 0, 0)
     assert first is not None
     assert small.tile(4, 0, 0) is first
     assert small.tile(4, 0, 0, item=1) is not first
-    kept.room = 4 * (first.bytes + 512)
+    small._tiles = cache = pyramid.new_tile_cache(4 * (first.bytes + 512))
+    first = small.tile(4, 0, 0)
     for j in range(1, 9):
-        small.tile(4, 0, 0)  # asked for again and again, it stays
+        small.tile(4, 0, 0)  # used most recently, so it is not evicted
         small.tile(4, 9 - j, j)
-        assert kept.bytes <= kept.room
+        assert cache.bytes <= cache.max_bytes
     assert small.tile(4, 0, 0) is first
-    kept.room = 1  # the tile just made is kept, whatever it takes
+    small._tiles = cache = pyramid.new_tile_cache(1)  # smaller than any tile: the newest tile is kept
+    small.tile(4, 0, 0)
     last = small.tile(4, 7, 3)
-    assert len(kept) == 1
+    assert len(cache) == 1
     assert small.tile(4, 7, 3) is last
 
 
-def test_many_may_ask_at_once(small: AttentionMap) -> None:
+def test_concurrent_requests_give_the_right_tiles(small: AttentionMap) -> None:
     places = [(4, i, j) for i in range(5) for j in range(5)]
     made: dict[tuple[int, int, int], core.Picture | None] = {}
     threads = [threading.Thread(target=lambda p=p: made.update({p: small.tile(*p)})) for p in places]
@@ -206,7 +201,7 @@ def test_many_may_ask_at_once(small: AttentionMap) -> None:
         np.testing.assert_allclose(torch.zeros(4, 4) if got is None else got.mean, want, rtol=1e-6)
 
 
-def test_memory_of_a_tile_is_that_of_the_call() -> None:
+def test_tile_needs_no_more_memory_than_the_call() -> None:
     found = maps.attention_map("random-gpt2", torch.arange(1024) % 256, layer=0, head=1)
     largest = largest_tensor(lambda: found.tile(2, 3, 0))
     assert largest <= 3 * 1024 * 384, largest  # queries, keys and values of all heads, which the model made as one
@@ -223,10 +218,12 @@ def test_memory_of_a_tile_is_that_of_the_call() -> None:
         (slice(None), slice(None), 7, "max", 1),
         (slice(3, 6), slice(None), 9, "both", 2),  # one above the other
         (slice(3, 4), slice(2, 3), 9, "mean", 1),
-        (slice(0, 2), slice(5, 9), 9, "mean", 1),  # all hidden
+        (slice(0, 2), slice(5, 9), 9, "mean", 1),  # all pairs are masked
     ],
 )
-def test_figures(program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int) -> None:
+def test_figure_has_the_right_panels(
+    program: AttentionMap, rows: slice, columns: slice, size: int, pool: str, panels: int
+) -> None:
     from qkv.figures.map import map_figure
 
     figure = map_figure(program, program.picture(rows, columns, size), pool=pool)
@@ -250,7 +247,7 @@ def test_every_bin_is_a_whole_number_of_pixels(program: AttentionMap) -> None:
             assert wide % picture.mean.shape[1] == tall % picture.mean.shape[0] == 0
 
 
-def test_titles_say_where_the_weight_goes(program: AttentionMap) -> None:
+def test_titles_name_the_strongest_pair(program: AttentionMap) -> None:
     from qkv.figures.map import map_figure, sentence
 
     picture = program.picture()
@@ -263,11 +260,11 @@ def test_titles_say_where_the_weight_goes(program: AttentionMap) -> None:
     assert sentence(program, program.picture(slice(0, 2), slice(5, 9))).endswith("no weight at all here")
     subtitle = map_figure(program, program.picture(slice(2, 9))).texts[-1].get_text()
     assert subtitle.startswith(f"qkv-mini · queries 2–8 of {program.n_queries} × {program.n_keys} keys · grey")
-    with pytest.raises(InputError, match="pool is 'min', expected one of max, mean, both"):
+    with refused("pool"):
         map_figure(program, picture, pool="min")
 
 
-def test_colours_are_logarithmic_where_weights_differ_much(program: AttentionMap) -> None:
+def test_colours_are_logarithmic_if_weights_differ_much(program: AttentionMap) -> None:
     from matplotlib.colors import LogNorm
 
     from qkv.figures.map import map_figure
@@ -285,7 +282,7 @@ def test_colours_are_logarithmic_where_weights_differ_much(program: AttentionMap
 # --- from the command line --------------------------------------------------------------------------------------------
 
 
-def test_the_command_draws_and_writes_numbers(
+def test_command_draws_and_writes_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: AttentionMap
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -305,7 +302,7 @@ def test_the_command_draws_and_writes_numbers(
 
 
 BAD = {
-    "layer beyond": (["--layer", "4"], "DecoderLM has no layers [4]; it has layers 0..3"),
+    "layer beyond": (["--layer", "4"], "layers [4] are not in DecoderLM; it has layers 0..3"),
     "head beyond": (["--head", "6"], "head is 6, but layer 0 has heads 0..5"),
     "rows beyond": (["--rows", "5:3000"], "--rows is 5:3000, expected a:b with 0 ≤ a < b ≤"),
     "columns backwards": (["--cols", "9:5"], "--cols is 9:5, expected a:b with"),
@@ -320,7 +317,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_sentence_and_code_2(
+def test_command_reports_bad_input_in_one_sentence(
     arguments: list[str],
     sentence: str,
     tmp_path: Path,
@@ -335,7 +332,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["map", "--help"])
     said = capsys.readouterr().out

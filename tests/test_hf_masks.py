@@ -1,4 +1,4 @@
-"""Masks as transformers describes them: ours show what transformers' own tensors show."""
+"""Masks of transformers: the decoded masks have the same visible pairs as transformers' own tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def ids(*shape: int, most: int = 3, seed: int = 0) -> Tensor:
 
 
 def every_third(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A mask of a user's own, that transformers knows nothing of."""
+    """A user's mask function that is not one of transformers' factories."""
     return (q + 2 * k + b) % 3 == 0
 
 
 def by_kind(kinds: Tensor) -> Function:
-    """Another, that looks one index up at a time."""
+    """Another user's mask function, which works on single indices only."""
 
     def later(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (kinds[q] > 0) | (kinds[k] == 0)
@@ -42,7 +42,7 @@ def by_kind(kinds: Tensor) -> Function:
 
 
 def by_table(table: Tensor) -> Function:
-    """A mask of a user's own, that looks positions up in a tensor (as models of images and text do)."""
+    """A user's mask function that looks positions up in a tensor (as models of images and text do)."""
 
     def same(b: Any, h: Any, q: Any, k: Any) -> Any:
         return table[b, q] == table[b, k]
@@ -101,7 +101,7 @@ OFFSETS = [(0, NK, 0), (NK - 9, NK, 0), (2, NK, 0), (8, 13, 4)]  # q_offset, key
 
 
 def shown(lazy: LazyMask) -> Tensor:
-    """What our mask shows, for each batch item, and nothing of the keys that it leaves out."""
+    """The visible pairs of the decoded mask, for each batch item; False at keys that it leaves out."""
     grid = lazy.grid
     seen = torch.zeros(lazy.shape, dtype=torch.bool)
     if lazy.mask is None:
@@ -115,7 +115,7 @@ def shown(lazy: LazyMask) -> Tensor:
 
 
 def theirs(function: Function, **sizes: Any) -> Tensor:
-    """What transformers makes of it."""
+    """The visible pairs by transformers."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return hf.sdpa_mask(mask_function=function, use_vmap=True, **skips, **sizes)
 
@@ -123,7 +123,7 @@ def theirs(function: Function, **sizes: Any) -> Tensor:
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(("q_offset", "n_keys", "kv_offset"), OFFSETS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_every_mask_function_shows_what_transformers_shows(
+def test_every_mask_equals_that_of_transformers(
     name: str, q_offset: int, n_keys: int, kv_offset: int, padded: bool
 ) -> None:
     sizes: dict[str, Any] = {
@@ -137,7 +137,7 @@ def test_every_mask_function_shows_what_transformers_shows(
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_tiles_are_classified_as_they_are(name: str) -> None:
+def test_block_status_of_tiles_is_right(name: str) -> None:
     """EMPTY and FULL are promises; a mask decoded wrongly may still be right where nothing is looked at."""
     lazy = lazy_mask(BATCH, NK, NK, mask_function=FUNCTIONS[name], attention_mask=ids(BATCH, NK, seed=7) >= 0)
     seen = shown(lazy)
@@ -154,7 +154,7 @@ def test_tiles_are_classified_as_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_transformers_own_functions_are_decoded_not_evaluated(name: str) -> None:
+def test_mask_factories_of_transformers_are_decoded(name: str) -> None:
     mask = decode(FUNCTIONS[name], BATCH, NK, 0)
     # Positions within a sequence are not key indices, and a window of no keys is not one of ours
     evaluated = name in ("packed chunks", "window of none")
@@ -167,7 +167,7 @@ def _parts(mask: Mask | None) -> list[Mask | None]:
     return [mask]
 
 
-def test_bands_stay_bands() -> None:
+def test_banded_masks_are_decoded_as_bands() -> None:
     """Kernels fold bands far faster than anything else."""
     bands = {
         "causal": (0, float("inf")),
@@ -182,8 +182,8 @@ def test_bands_stay_bands() -> None:
     assert decode(FUNCTIONS["bidirectional"], BATCH, NK, 0) is None
 
 
-def test_every_factory_of_transformers_is_tested() -> None:
-    """A new kind of mask in transformers should be noticed here, not in somebody's profile."""
+def test_every_mask_factory_of_transformers_is_tested() -> None:
+    """A new mask factory in transformers must fail here, not in a user's profile."""
     factories = {
         name
         for name, x in vars(hf).items()
@@ -200,7 +200,7 @@ def test_every_factory_of_transformers_is_tested() -> None:
 
 
 @given(st.data())
-def test_compositions_show_what_transformers_shows(data: st.DataObject) -> None:
+def test_compositions_equal_those_of_transformers(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 13), "keys")
     n_queries = data.draw(st.integers(1, n), "queries")
     batch = data.draw(st.integers(1, 3), "batch")
@@ -235,8 +235,8 @@ def test_compositions_show_what_transformers_shows(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "chunks, left padding", "symmetric window", "user's own"])
-def test_a_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str) -> None:
-    """Its counter is the very tensor that comes as q_offset; the mask is looked at after it was added to."""
+def test_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str) -> None:
+    """Its counter is the tensor that is passed as q_offset; the mask is used after the counter was increased."""
     counter = torch.tensor([6])
     sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 5, "kv_length": NK}
     want = theirs(FUNCTIONS[name], **sizes, q_offset=6)
@@ -249,8 +249,8 @@ def test_a_static_cache_may_advance_its_counter_after_the_mask_is_made(name: str
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_one_query_more_needs_no_mask_but_the_padding(padded: bool) -> None:
-    """A step of decoding, with a cache that has room to spare: what kernels get is as simple as it can be."""
+def test_decoding_step_needs_only_the_padding_mask(padded: bool) -> None:
+    """A step of decoding with a cache that has unused slots: the mask is as simple as possible."""
     real = torch.ones(BATCH, 9, dtype=torch.bool)
     real[1, :2] = not padded
     sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 1, "kv_length": NK, "attention_mask": real}
@@ -262,8 +262,8 @@ def test_one_query_more_needs_no_mask_but_the_padding(padded: bool) -> None:
     assert torch.equal(shown(windowed), theirs(hf.sliding_window_causal_mask_function(4), q_offset=8, **sizes))
 
 
-def test_an_attention_mask_may_be_shorter_than_the_cache() -> None:
-    """What a static cache has not reached is padding."""
+def test_attention_mask_may_be_shorter_than_the_cache() -> None:
+    """Unused slots of a static cache count as padding."""
     mask = torch.ones(BATCH, 9, dtype=torch.bool)
     mask[1, :2] = False
     sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 1, "kv_length": NK, "q_offset": 8}
@@ -273,7 +273,7 @@ def test_an_attention_mask_may_be_shorter_than_the_cache() -> None:
     assert lazy.keys.sum(1).tolist() == [9, 7, 9]
 
 
-def test_an_attention_mask_may_begin_before_the_keys_of_a_window() -> None:
+def test_attention_mask_may_begin_before_the_keys_of_a_window() -> None:
     mask = torch.ones(BATCH, 20, dtype=torch.long)
     mask[2, :15] = 0
     sizes: dict[str, Any] = {"batch_size": BATCH, "q_length": 3, "kv_length": 7, "q_offset": 17, "kv_offset": 13}
@@ -284,7 +284,7 @@ def test_an_attention_mask_may_begin_before_the_keys_of_a_window() -> None:
     assert lazy.keys.sum(1).tolist() == [7, 7, 5]
 
 
-def test_without_padding_keys_are_not_spoken_of() -> None:
+def test_keys_are_none_without_padding() -> None:
     lazy = lazy_mask(
         BATCH, NQ, NK, NK - NQ, mask_function=hf.causal_mask_function, attention_mask=torch.ones(BATCH, NK)
     )
@@ -292,7 +292,7 @@ def test_without_padding_keys_are_not_spoken_of() -> None:
     assert lazy.mask == Causal()
 
 
-def test_a_mask_that_is_ours_already_is_passed_on() -> None:
+def test_lazy_mask_is_passed_on_unchanged() -> None:
     lazy = lazy_mask(BATCH, NQ, NK)
     assert lazy_mask(BATCH, 2, 3, attention_mask=lazy) is lazy
 
@@ -311,7 +311,7 @@ def _lazy(dtype: torch.dtype = torch.float32) -> tuple[LazyMask, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lazy_mask_looks_like_the_additive_tensor(dtype: torch.dtype) -> None:
+def test_lazy_mask_has_the_interface_of_the_additive_tensor(dtype: torch.dtype) -> None:
     lazy, dense = _lazy(dtype)
     assert (lazy.shape, lazy.ndim, lazy.dtype, lazy.device) == (dense.shape, dense.ndim, dense.dtype, dense.device)
     assert (lazy.dim(), lazy.size(), lazy.size(2), lazy.size(-1)) == (4, dense.size(), NQ, NK)
@@ -350,7 +350,7 @@ def test_a_lazy_mask_looks_like_the_additive_tensor(dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_who_computes_with_a_lazy_mask_computes_with_the_additive_tensor(use: Callable[[Any, Tensor], Tensor]) -> None:
+def test_operations_on_a_lazy_mask_use_the_additive_tensor(use: Callable[[Any, Tensor], Tensor]) -> None:
     lazy, dense = _lazy()
     x = torch.randn(BATCH, 4, NQ, NK, generator=torch.Generator().manual_seed(1))
     got, want = use(lazy, x), use(dense, x)
@@ -358,7 +358,7 @@ def test_who_computes_with_a_lazy_mask_computes_with_the_additive_tensor(use: Ca
     assert torch.equal(got, want)
 
 
-def test_who_adds_to_a_lazy_mask_in_place_gets_a_tensor() -> None:
+def test_in_place_addition_to_a_lazy_mask_gives_a_tensor() -> None:
     lazy, dense = _lazy()
     x = torch.ones(BATCH, 1, NQ, NK)
     changed: Any = operator.iadd(lazy, x)
@@ -366,13 +366,13 @@ def test_who_adds_to_a_lazy_mask_in_place_gets_a_tensor() -> None:
     assert torch.equal(lazy.tensor(), dense)
 
 
-def test_a_lazy_mask_of_everything_adds_nothing() -> None:
+def test_lazy_mask_without_a_mask_is_zero() -> None:
     lazy = lazy_mask(BATCH, NQ, NK, mask_function=hf.bidirectional_mask_function)
     assert lazy.mask is None
     assert torch.equal(lazy.tensor(), torch.zeros(BATCH, 1, NQ, NK))
 
 
-def test_unknown_attributes_are_those_of_the_tensor_or_missing() -> None:
+def test_unknown_attributes_come_from_the_tensor() -> None:
     lazy, _ = _lazy()
     assert lazy.is_floating_point()
     assert not hasattr(lazy, "__array_interface__")
@@ -380,11 +380,11 @@ def test_unknown_attributes_are_those_of_the_tensor_or_missing() -> None:
         _ = lazy.no_such_thing
 
 
-def test_a_boolean_dtype_becomes_float() -> None:
+def test_boolean_dtype_becomes_float() -> None:
     assert lazy_mask(BATCH, NQ, NK, dtype=torch.bool).dtype == torch.float32
 
 
-def test_masks_are_laid_over_any_grid_of_heads() -> None:
+def test_mask_works_for_any_number_of_heads() -> None:
     """The mask is made before the number of heads is known."""
     lazy = lazy_mask(BATCH, NQ, NQ, mask_function=FUNCTIONS["causal or user's own"])
     assert lazy.mask is not None

@@ -1,4 +1,4 @@
-"""Profile: its tables agree with dense weights, its file survives anything or says why not."""
+"""`Profile`: its tables agree with dense weights, files are read back identically, and damaged files are rejected."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import xarray as xr
 
 import profile_fixture as made
+from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile
 from qkv.profiler.data import archive, tables
@@ -54,7 +55,7 @@ def test_head_table_of_bidirectional_attention_agrees_with_the_weights() -> None
     assert list(heads["top_key_token"]) == list(tokens[heads["top_key"]])
 
 
-def test_causal_means_leave_out_what_the_first_query_cannot_choose() -> None:
+def test_causal_means_leave_out_the_first_query() -> None:
     profile = made.gpt()
     A, heads = weights_of(profile), profile.heads()
     n = A.shape[-1]
@@ -66,14 +67,14 @@ def test_causal_means_leave_out_what_the_first_query_cannot_choose() -> None:
     np.testing.assert_allclose(heads["previous"], previous.ravel(), rtol=1e-5)
 
 
-def test_goes_to_names_what_each_head_was_built_to_do() -> None:
+def test_goes_to_names_the_planted_target() -> None:
     assert list(made.gpt().heads()["target"][:5]) == ["first token", "previous", "self", "local ±8", "spread"]
     assert made.gpt().heads()["goes_to"][0] == "first token 99 %"
     assert made.gpt().heads()["goes_to"][4].startswith("spread (2")
     assert made.minilm().heads()["goes_to"][23] == "[CLS] 56 %"
 
 
-def test_goes_to_names_a_token_that_takes_more_than_its_number_explains() -> None:
+def test_goes_to_names_a_token_with_twice_its_share() -> None:
     tokens = ["a", ".", "b", "c", ".", "d", "e", "f", "g", "h"] * 3
     stop = np.array([token == "." for token in tokens])
     weights = np.where(stop, 0.7 / stop.sum(), 0.3 / (~stop).sum()) * np.ones((1, 1, 30, 1))
@@ -81,7 +82,7 @@ def test_goes_to_names_a_token_that_takes_more_than_its_number_explains() -> Non
     assert Profile({"self": data}).heads()["goes_to"][0] == "“.” 70 %"
 
 
-def test_a_short_text_is_not_called_local() -> None:
+def test_short_text_is_not_local() -> None:
     weights = np.full((1, 1, 7, 7), 1 / 7)
     data = made.dataset_from_weights([weights], [list("abcdefg")])
     row = Profile({"self": data}).heads().iloc[0]
@@ -89,7 +90,7 @@ def test_a_short_text_is_not_called_local() -> None:
     assert row["target"] == "spread"
 
 
-def test_a_learned_sink_is_a_destination() -> None:
+def test_learned_sink_is_a_destination() -> None:
     profile = made.gpt(learned_sink=True)
     shares = tables.destinations(profile.data)
     np.testing.assert_allclose(shares["sink_logit"], 0.25, rtol=1e-6)
@@ -98,7 +99,7 @@ def test_a_learned_sink_is_a_destination() -> None:
 
 
 def disjoint(A: np.ndarray, special: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """Every key of every query under the first name that fits, straight from the weights."""
+    """The weight of every query on every key under the first name that fits, from the dense weights."""
     n = A.shape[-1]
     i, j = np.indices((n, n))
     left, shares = np.ones((n, n), bool), {}
@@ -128,13 +129,13 @@ def test_destinations_are_disjoint_and_complete(profile: object) -> None:
     for name, share in expected.items():
         if name not in border:
             np.testing.assert_allclose(got[name][0], share, atol=2e-6, err_msg=name)
-    if border:  # the only doubt: the neighbourhood of the few queries near [SEP]
+    if border:  # the only inexact case: the neighbourhood of the few queries near [SEP]
         assert (got["nearby"][0] <= expected["nearby"] + 1e-6).all()
         np.testing.assert_allclose(got["nearby"][0], expected["nearby"], atol=8 / A.shape[-1])
     np.testing.assert_allclose(sum(got.values()), 1, atol=1e-5)
 
 
-def test_texts_are_averaged_and_padding_is_left_out() -> None:
+def test_tables_average_texts_without_padding() -> None:
     short, long = "The cat sat on the mat.", "It rained all day, and nobody came to see the sea."
     both = made.minilm((short, long)).heads()
     single = [made.minilm((text,)).heads() for text in (short, long)]
@@ -142,7 +143,7 @@ def test_texts_are_averaged_and_padding_is_left_out() -> None:
         np.testing.assert_allclose(both[name], (single[0][name] + single[1][name]) / 2, rtol=1e-5, atol=1e-7)
 
 
-def test_tokens_share_out_all_attention() -> None:
+def test_token_shares_add_up_to_one() -> None:
     profile = made.minilm()
     A = weights_of(profile)
     received = A.sum(-2).mean((0, 1)) / A.shape[-1]
@@ -156,11 +157,11 @@ def test_tokens_share_out_all_attention() -> None:
     assert the["lift"] == pytest.approx(the["share"] / np.mean(names == "the"), rel=1e-5)
     assert names[int(the["position"])] == "the"
     assert made.encoder_decoder().tokens(99, group="cross")["share"].sum() == pytest.approx(1)
-    with pytest.raises(InputError, match="k: got 0"):
+    with refused("k"):
         profile.tokens(0)
 
 
-def test_groups_and_the_main_one() -> None:
+def test_main_group_is_the_decoder() -> None:
     profile = made.encoder_decoder()
     assert profile.main == "decoder"
     assert profile.data is profile.groups["decoder"]
@@ -169,7 +170,7 @@ def test_groups_and_the_main_one() -> None:
     assert profile.heads("cross")["distance"].isna().all()
     cross = tables.destinations(profile.groups["cross"])
     np.testing.assert_allclose(sum(cross.values()), 1, rtol=1e-6)
-    with pytest.raises(InputError, match="group: got 'self'; this profile has 'encoder', 'decoder', 'cross'"):
+    with refused("group"):
         profile.heads("self")
     assert repr(profile) == (
         "Profile('encoder-decoder by hand', encoder: 2 layers × 3 heads, 8 tokens, 2 texts, "
@@ -178,7 +179,7 @@ def test_groups_and_the_main_one() -> None:
 
 
 @pytest.mark.parametrize("make", [made.encoder_decoder, made.gpt])
-def test_a_saved_profile_comes_back_identical(tmp_path: Path, make: object) -> None:
+def test_saved_profile_loads_identically(tmp_path: Path, make: object) -> None:
     profile = make()  # type: ignore[operator]
     path = profile.save(tmp_path / "x.qkv.zip")
     back = Profile.load(str(path))
@@ -196,7 +197,7 @@ def test_strange_tokens_survive_the_file(tmp_path: Path) -> None:
     assert list(back.data["key_token"].values[0]) == tokens
 
 
-def test_names_of_older_files_are_those_of_today(tmp_path: Path) -> None:
+def test_older_names_in_files_are_renamed(tmp_path: Path) -> None:
     profile = made.gpt()
     old = {new: name for name, new in RENAMED.items()}
     for data in profile.groups.values():
@@ -205,7 +206,7 @@ def test_names_of_older_files_are_those_of_today(tmp_path: Path) -> None:
         assert Profile.load(tmp_path / "old").data.identical(data)
 
 
-def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made.gpt().save(tmp_path / "x.qkv.zip")
     before = path.read_bytes()
 
@@ -219,7 +220,7 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_file_that_is_no_profile_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_load_rejects_files_that_are_not_profiles(tmp_path: Path) -> None:
     good = made.gpt().save(tmp_path / "good").read_bytes()
     with zipfile.ZipFile(tmp_path / "good") as archive:
         header = json.loads(archive.read("zarr.json"))
@@ -227,14 +228,14 @@ def test_a_file_that_is_no_profile_is_refused_in_one_sentence(tmp_path: Path) ->
     middle = chunk.header_offset + len(chunk.filename) + chunk.file_size // 2
     flipped = good[:middle] + bytes([good[middle] ^ 255]) + good[middle + 1 :]
     cases = {
-        "text": (b"not a zip at all", "is not a profile, or is cut short"),
-        "empty": (b"", "is not a profile, or is cut short"),
-        "cut": (good[: len(good) // 2], "is not a profile, or is cut short"),
-        "flipped": (flipped, "is a damaged profile"),
+        "text": b"not a zip at all",
+        "empty": b"",
+        "truncated": good[: len(good) // 2],
+        "flipped": flipped,
     }
-    for name, (content, message) in cases.items():
+    for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(InputError, match=message):
+        with refused("path"):
             Profile.load(tmp_path / name)
 
     newer = {"attributes": header["attributes"] | {"format_version": 99}}
@@ -245,35 +246,35 @@ def test_a_file_that_is_no_profile_is_refused_in_one_sentence(tmp_path: Path) ->
     ):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr("zarr.json", json.dumps(root))
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(InputError, match=f"path: .*{message}"):
             Profile.load(tmp_path / name)
-    with pytest.raises(InputError, match=r"path: no file at .*missing"):
+    with refused("path"):
         Profile.load(tmp_path / "missing")
-    with pytest.raises(InputError, match="is a folder"):
+    with refused("path"):
         Profile.load(tmp_path)
-    with pytest.raises(InputError, match=r"the folder .* does not exist"):
+    with refused("path"):
         made.gpt().save(tmp_path / "nowhere" / "x")
 
 
-def test_a_data_set_that_breaks_the_contract_is_refused() -> None:
+def test_profile_rejects_invalid_data_sets() -> None:
     data = made.gpt().data
     without_causal = data.assign_attrs()
     without_causal.attrs = {key: value for key, value in data.attrs.items() if key != "causal"}
     cases = [
         ({}, "groups: got no data set"),
-        ({"a/b": data}, "got the name 'a/b'"),
+        ({"a/b": data}, "groups: the name 'a/b'"),
         ({"self": data.drop_vars("entropy")}, "the variable 'entropy' is missing"),
         ({"self": data.drop_vars("module")}, "the coordinate 'module' is missing"),
         ({"self": data.transpose("text", "head", "layer", ...)}, "has dims"),
         ({"self": without_causal}, "the attribute 'causal' is missing"),
-        ({"self": data.assign_attrs(extra=object())}, "JSON cannot hold"),
+        ({"self": data.assign_attrs(extra=object())}, "cannot be written as JSON"),
         ({"self": data.assign_coords(n_queries=("text", [62]))}, "'n_queries' must lie between 1 and the 61"),
         ({"self": data["entropy"]}, "got DataArray; expected an xarray.Dataset"),
     ]
-    for groups, message in cases:
-        with pytest.raises(InputError, match=message):
+    for groups, reason in cases:
+        with pytest.raises(InputError, match=reason):
             Profile(groups)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="attrs: got something that JSON cannot hold"):
+    with refused("attrs"):
         Profile({"self": data}, {"seconds": float("nan")})
 
 

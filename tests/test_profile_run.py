@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hf_models as hf
 import qkv
+from conftest import refused
 from qkv.errors import InputError
 from qkv.profiler import Profile, profile
 from qkv.profiler.capture.models import ByteTokenizer, Loaded, load, random_gpt2
@@ -64,7 +65,7 @@ def tiny(name: str = "llama") -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("text", range(len(TEXTS)))
-def test_statistics_of_minilm_are_those_of_its_own_weights(result: Profile, own: list[np.ndarray], text: int) -> None:
+def test_statistics_of_minilm_equal_those_of_its_weights(result: Profile, own: list[np.ndarray], text: int) -> None:
     A, n = own[text], own[text].shape[-1]
     got = result.data.isel(text=text, query=slice(n), key=slice(n))
     assert A.shape == (6, 12, n, n)
@@ -88,8 +89,8 @@ def test_statistics_of_minilm_are_those_of_its_own_weights(result: Profile, own:
     np.testing.assert_allclose(got["received"].sum("key"), n, rtol=1e-6)
 
 
-def test_log_sum_exps_of_minilm_are_those_of_its_scores(minilm: Loaded, result: Profile) -> None:
-    """Of the first layer, whose queries and keys are made here by hand."""
+def test_log_sum_exps_of_minilm_equal_those_of_its_scores(minilm: Loaded, result: Profile) -> None:
+    """In the first layer, whose queries and keys are computed by hand."""
     model, n = minilm.model, int(result.data["n_queries"][0])
     with torch.no_grad():
         x = model.embeddings(minilm.tokenizer(TEXTS[0], return_tensors="pt")["input_ids"])
@@ -99,7 +100,7 @@ def test_log_sum_exps_of_minilm_are_those_of_its_scores(minilm: Loaded, result: 
     np.testing.assert_allclose(result.data["lse"][0, 0, :, :n], want, rtol=1e-5, atol=1e-5)
 
 
-def test_texts_of_different_lengths_are_filled_with_nan(result: Profile, own: list[np.ndarray]) -> None:
+def test_shorter_texts_are_padded_with_nan(result: Profile, own: list[np.ndarray]) -> None:
     data, lengths = result.data, [A.shape[-1] for A in own]
     assert len(set(lengths)) == len(TEXTS)
     sizes = {"text": 3, "layer": 6, "head": 12, "query": max(lengths), "key": max(lengths)}
@@ -116,7 +117,7 @@ def test_texts_of_different_lengths_are_filled_with_nan(result: Profile, own: li
     assert all(data[name].dtype == np.float32 for name in (*PER_QUERY, "received", "weights"))
 
 
-def test_a_text_among_others_is_measured_as_if_alone(minilm: Loaded, result: Profile) -> None:
+def test_texts_are_profiled_separately(minilm: Loaded, result: Profile) -> None:
     alone = profile(minilm.model, TEXTS[1], tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False)
     n = alone.data.sizes["query"]
     among = result.data.isel(text=[1], query=slice(n), key=slice(n))
@@ -160,7 +161,7 @@ def test_attributes_of_a_profile(minilm: Loaded) -> None:
     assert json.loads(json.dumps(attrs)) == attrs
 
 
-def test_a_profile_goes_to_disk_and_back(result: Profile, tmp_path: Path) -> None:
+def test_profile_is_saved_and_loaded(result: Profile, tmp_path: Path) -> None:
     loaded = Profile.load(result.save(tmp_path / "minilm.qkv.zip"))
     xr.testing.assert_identical(loaded.data, result.data)
     assert loaded.attrs == result.attrs
@@ -208,7 +209,7 @@ def test_padding_counts_neither_as_query_nor_as_key(name: str, side: str) -> Non
     assert np.isnan(padded["weights"][1, ..., :, n:]).all()
 
 
-def test_a_mapping_may_hold_anything_the_model_takes() -> None:
+def test_mapping_is_passed_to_the_forward() -> None:
     result = profile(hf.build("vit"), hf.inputs("vit"), progress=False)
     assert [result.data.sizes[d] for d in ("text", "layer", "head", "query", "key")] == [2, 2, 4, 37, 37]
     assert result.data["query_token"][1].values.tolist() == [str(i) for i in range(37)]
@@ -216,7 +217,7 @@ def test_a_mapping_may_hold_anything_the_model_takes() -> None:
     assert result.data.attrs["causal"] is False
 
 
-def test_the_output_of_a_tokenizer_is_a_mapping(minilm: Loaded, result: Profile) -> None:
+def test_output_of_a_tokenizer_is_accepted(minilm: Loaded, result: Profile) -> None:
     batch = minilm.tokenizer(list(TEXTS), return_tensors="pt", padding=True)
     got = profile(minilm.model, batch, tokenizer=minilm.tokenizer, local_window=LOCAL, progress=False).data
     assert got["query_token"].values.tolist() == result.data["query_token"].values.tolist()
@@ -224,7 +225,7 @@ def test_the_output_of_a_tokenizer_is_a_mapping(minilm: Loaded, result: Profile)
         np.testing.assert_allclose(got[name], result.data[name], rtol=1e-5, atol=2e-5, err_msg=name)
 
 
-def test_an_encoder_decoder_with_a_target() -> None:
+def test_encoder_decoder_with_a_target() -> None:
     model = hf.build("bart", vocab_size=256)
     source, target = "the source of it all", "its target"
     result = profile(model, source, tokenizer=ByteTokenizer(), target=target, progress=False)
@@ -249,7 +250,7 @@ def test_an_encoder_decoder_with_a_target() -> None:
     np.testing.assert_allclose(cross["received"].sum("key"), 10, rtol=1e-5)
 
 
-def test_an_encoder_decoder_without_a_target_reads_the_text_itself() -> None:
+def test_encoder_decoder_without_a_target_reads_the_source() -> None:
     model, source = hf.build("bart", vocab_size=256), "the source"
     result = profile(model, source, tokenizer=ByteTokenizer(), progress=False)
     assert result.data["query_token"][0].values.tolist() == list(source)
@@ -269,7 +270,7 @@ def test_padding_of_source_and_target() -> None:
     )
 
 
-def test_towers_are_groups_of_their_own() -> None:
+def test_towers_are_separate_groups() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "projection_dim": 24}
     config = transformers.CLIPConfig(
         text_config=sizes | {"num_hidden_layers": 2, "vocab_size": 97, "eos_token_id": 96, "bos_token_id": 1},
@@ -283,7 +284,7 @@ def test_towers_are_groups_of_their_own() -> None:
     }  # fmt: skip
 
 
-def test_layers_of_different_shapes_are_groups_of_their_own() -> None:
+def test_layers_of_different_shapes_are_separate_groups() -> None:
     """Swin attends in windows, of which later layers have fewer, with more heads."""
     config = transformers.SwinConfig(
         image_size=32, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 4], window_size=4
@@ -298,7 +299,7 @@ def test_layers_of_different_shapes_are_groups_of_their_own() -> None:
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_chosen() -> None:
+def test_layers_selects_layers() -> None:
     model, ids = tiny("llama4")
     every, chosen = profile(model, ids, progress=False).data, profile(model, ids, layers=[3, 1], progress=False).data
     assert chosen["layer"].values.tolist() == [1, 3]
@@ -307,7 +308,7 @@ def test_layers_are_chosen() -> None:
 
 
 @pytest.mark.parametrize(("map_tokens", "kept"), [(0, False), (hf.LENGTH - 1, False), (hf.LENGTH, True)])
-def test_maps_are_kept_of_short_texts(map_tokens: int, kept: bool) -> None:
+def test_maps_are_kept_for_short_texts(map_tokens: int, kept: bool) -> None:
     data = profile(*tiny(), map_tokens=map_tokens, progress=False).data
     assert ("weights" in data) is kept
 
@@ -319,7 +320,7 @@ def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_local_window_counts_tokens_to_both_sides(window: int) -> None:
+def test_local_window_extends_to_both_sides(window: int) -> None:
     data = profile(*tiny("bert"), local_window=window, progress=False).data
     n = np.arange(hf.LENGTH)
     near = abs(n[:, None] - n) <= window
@@ -327,14 +328,14 @@ def test_local_window_counts_tokens_to_both_sides(window: int) -> None:
     assert data.attrs["local_window"] == window
 
 
-def test_sinks_of_a_model_that_learned_them() -> None:
+def test_learned_sinks_are_measured() -> None:
     data = profile(*tiny("gpt_oss"), progress=False).data
     np.testing.assert_allclose(data["sink_mass"] + data["weights"].sum("key"), 1, atol=1e-5)
     assert float(data["sink_mass"].max()) > 0.1
     assert "sink_mass" not in profile(*tiny(), progress=False).data
 
 
-def test_the_model_is_left_in_training_as_it_was() -> None:
+def test_training_mode_is_restored() -> None:
     model, ids = tiny("bert")
     model.train()
     profile(model, ids, progress=False)
@@ -342,12 +343,12 @@ def test_the_model_is_left_in_training_as_it_was() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_profile_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     profile("random-gpt2", "abc")
     assert capfd.readouterr() == ("", "")
 
 
-def test_names_of_models() -> None:
+def test_model_name_in_the_attributes() -> None:
     model, ids = tiny()
     assert profile(model, ids, progress=False).attrs["model"] == "LlamaModel"
     assert profile(model, ids, progress=False, name="mine").attrs["model"] == "mine"
@@ -370,7 +371,7 @@ def test_random_gpt2_reads_bytes_and_is_causal() -> None:
     xr.testing.assert_identical(again.data, result.data)
 
 
-def test_random_gpt2_is_as_long_as_the_text_and_disturbs_no_generator() -> None:
+def test_random_gpt2_fits_the_text_and_keeps_the_generator_state() -> None:
     torch.manual_seed(1)
     want = torch.rand(3)
     torch.manual_seed(1)
@@ -381,17 +382,17 @@ def test_random_gpt2_is_as_long_as_the_text_and_disturbs_no_generator() -> None:
     assert load("random-gpt2").model.config.n_positions == 1024
 
 
-def test_a_folder_is_loaded(tmp_path: Path) -> None:
+def test_folder_is_loaded(tmp_path: Path) -> None:
     model, ids = tiny("bert")
     model.save_pretrained(tmp_path)
     got = profile(str(tmp_path), ids, progress=False)
     xr.testing.assert_identical(got.data, profile(model, ids, progress=False).data)
     assert got.attrs["model"] == str(tmp_path)
-    with pytest.raises(InputError, match="text but there is no tokenizer"):
+    with refused("inputs"):
         profile(str(tmp_path), "text", progress=False)
 
 
-def test_the_bundled_texts() -> None:
+def test_bundled_texts() -> None:
     assert 600 < len(default_text()) < 3000
     assert default_text() == default_text().strip()
     assert len(library_text(100_000)) == 100_000
@@ -402,109 +403,83 @@ def test_the_bundled_texts() -> None:
 
 LLAMA, IDS = "llama", [5, 6, 7]
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
-    "empty text": (lambda: profile("random-gpt2", ""), "the text is empty, expected at least one token"),
-    "blank text": (lambda: profile("random-gpt2", " \n\t "), "the text is empty, expected at least one token"),
-    "an empty text among others": (lambda: profile("random-gpt2", ["a", ""]), "the text is empty"),
-    "no text": (lambda: profile("random-gpt2", []), "no text given, expected at least one"),
-    "texts of numbers": (lambda: profile("random-gpt2", [1, 2]), "inputs holds int, expected texts, token ids or a"),
-    "too long": (
-        lambda: profile("minilm", "word " * 511),
-        "513 tokens, but BertModel has 512 positions; expected a shorter text",
-    ),
-    "too long, where positions count from 2": (
-        lambda: profile(hf.build("roberta"), torch.full((63,), 5)), "63 tokens, but RobertaModel has 62 positions",
-    ),
+    "empty text": (lambda: profile("random-gpt2", ""), "inputs"),
+    "blank text": (lambda: profile("random-gpt2", " \n\t "), "inputs"),
+    "an empty text among others": (lambda: profile("random-gpt2", ["a", ""]), "inputs"),
+    "no text": (lambda: profile("random-gpt2", []), "inputs"),
+    "texts of numbers": (lambda: profile("random-gpt2", [1, 2]), "inputs"),
+    "too long": (lambda: profile("minilm", "word " * 511), "inputs"),
+    "too long, where positions count from 2": (lambda: profile(hf.build("roberta"), torch.full((63,), 5)), "inputs"),
     "target too long": (
         lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target="b" * 65),
-        "65 tokens, but BartModel has 64 positions",
+        "inputs",
     ),
     "empty target": (
-        lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target=""), "no tokens, exp",
+        lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target=""),
+        "inputs",
     ),
-    "target without a decoder": (
-        lambda: profile("random-gpt2", "a", target="b"), "target is given, but GPT2Model has no decoder",
-    ),
-    "no tokenizer": (
-        lambda: profile(hf.build(LLAMA), "text"), r"inputs is text but there is no tokenizer; pass tokenizer=…, or tok",
-    ),
-    "ids too large": (
-        lambda: profile(hf.build(LLAMA), torch.tensor([5, 97])), r"token ids lie in 5\.\.97, expected 0\.\.96",
-    ),
-    "ids negative": (
-        lambda: profile(hf.build(LLAMA), torch.tensor([-1, 5])), r"token ids lie in -1\.\.5, expected 0\.\.96",
-    ),
+    "target without a decoder": (lambda: profile("random-gpt2", "a", target="b"), "target"),
+    "no tokenizer": (lambda: profile(hf.build(LLAMA), "text"), "inputs"),
+    "ids too large": (lambda: profile(hf.build(LLAMA), torch.tensor([5, 97])), "inputs"),
+    "ids negative": (lambda: profile(hf.build(LLAMA), torch.tensor([-1, 5])), "inputs"),
     "target ids too large": (
         lambda: profile(
             hf.build("bart"), {"input_ids": torch.tensor([IDS]), "decoder_input_ids": torch.tensor([[1, 99]])}
         ),
-        r"token ids lie in 1\.\.99, expected 0\.\.96",
+        "inputs",
     ),
-    "float ids": (
-        lambda: profile(hf.build(LLAMA), torch.ones(3)), r"a torch.float32 tensor of shape \(3,\), expected token ids",
-    ),
-    "bool ids": (lambda: profile(hf.build(LLAMA), torch.ones(3) > 0), r"a torch.bool tensor of shape \(3,\), expected"),
-    "ids of three dimensions": (
-        lambda: profile(hf.build(LLAMA), torch.ones(1, 2, 3).long()), r"shape \(1, 2, 3\), expected .* \(batch, l",
-    ),
-    "no ids": (lambda: profile(hf.build(LLAMA), torch.ones(0).long()), "no tokens, expected at least one"),
-    "no layers": (lambda: profile("random-gpt2", "a", layers=[]), r"layers is \[\], expected layer numbers from 0"),
-    "negative layers": (lambda: profile("random-gpt2", "a", layers=[0, -1]), r"layers is \[-1, 0\], expected"),
-    "layers beyond": (
-        lambda: profile("random-gpt2", "a", layers=[6, 9]), r"layers is \[6, 9\], but the model has .* layers 0\.\.5",
-    ),
-    "some layers beyond": (
-        lambda: profile("random-gpt2", "a", layers=[0, 6]), r"layers is \[0, 6\], but the model has .* layers 0\.\.5",
-    ),
-    "window": (lambda: profile("random-gpt2", "a", local_window=0), "local_window is 0, expected at least 1 token"),
-    "maps": (lambda: profile("random-gpt2", "a", map_tokens=-1), "map_tokens is -1, expected 0"),
-    "dtype": (
-        lambda: profile("random-gpt2", "a", dtype="float8"),
-        "dtype is 'float8', expected one of float32, bfloat16, float16, float64",
-    ),
-    "no folder": (lambda: profile("./no/such/folder", "a"), r"model: no folder \./no/such/folder"),
-    "no attention": (
-        lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS)), "Embedding ran none of the attention that qkv can obs",
-    ),
-}  # fmt: skip
+    "float ids": (lambda: profile(hf.build(LLAMA), torch.ones(3)), "inputs"),
+    "bool ids": (lambda: profile(hf.build(LLAMA), torch.ones(3) > 0), "inputs"),
+    "ids of three dimensions": (lambda: profile(hf.build(LLAMA), torch.ones(1, 2, 3).long()), "inputs"),
+    "no ids": (lambda: profile(hf.build(LLAMA), torch.ones(0).long()), "inputs"),
+    "no layers": (lambda: profile("random-gpt2", "a", layers=[]), "layers"),
+    "negative layers": (lambda: profile("random-gpt2", "a", layers=[0, -1]), "layers"),
+    "layers beyond": (lambda: profile("random-gpt2", "a", layers=[6, 9]), "layers"),
+    "some layers beyond": (lambda: profile("random-gpt2", "a", layers=[0, 6]), "layers"),
+    "window": (lambda: profile("random-gpt2", "a", local_window=0), "local_window"),
+    "maps": (lambda: profile("random-gpt2", "a", map_tokens=-1), "map_tokens"),
+    "dtype": (lambda: profile("random-gpt2", "a", dtype="float8"), "dtype"),
+    "no folder": (lambda: profile("./no/such/folder", "a"), "model"),
+    "no attention": (lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS)), "model"),
+}
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_say_what_came_and_what_was_expected(case: str) -> None:
-    run, message = ERRORS[case]
-    with pytest.raises(InputError, match=message):
+def test_profile_errors_name_the_argument(case: str) -> None:
+    run, argument = ERRORS[case]
+    with refused(argument):
         run()
 
 
 @pytest.mark.parametrize(("name", "n"), [("bert", 64), ("roberta", 62), ("gpt2", 64)])
-def test_the_longest_text_that_fits(name: str, n: int) -> None:
+def test_longest_text_that_fits_is_accepted(name: str, n: int) -> None:
     ids = torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(1))
     assert profile(hf.build(name), ids, progress=False).data.sizes["query"] == n
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
-def test_a_name_that_nothing_has_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_model_name_is_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    what = rf"cannot load '{name}' \(.+\); expected 'qkv-mini', 'minilm' or 'random-gpt2', a folder with a Hugging Face"
-    with pytest.raises(InputError, match=what):
+    with refused("model"):
         profile(name, "text")
 
 
-def test_a_run_without_any_attention_is_an_error() -> None:
+def test_run_without_attention_is_rejected() -> None:
     model, ids = tiny()
     model.layers = nn.ModuleList()
     model.unused = hf.build("llama").layers[0]
     with pytest.raises(
-        InputError, match=r"LlamaModel has attention that did not pass .*: unused\.self_attn; pass partial"
+        InputError, match=r"model LlamaModel has attention that did not pass .*: unused\.self_attn; pass partial"
     ):
         profile(model, ids, progress=False)
-    with pytest.raises(InputError, match="LlamaModel ran none of the attention that qkv can observe"):
+    with refused("model"):
         profile(model, ids, progress=False, partial=True)
 
 
-def test_weights_that_are_nan_are_an_error() -> None:
+def test_nan_weights_are_rejected() -> None:
     model, ids = tiny()
     model.layers[0].self_attn.q_proj.weight.data[:] = torch.nan
-    with pytest.raises(InputError, match=r"layers\.0\.self_attn computes scores that are NaN"):
+    with refused("model"):
         profile(model, ids, progress=False)

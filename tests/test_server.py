@@ -354,7 +354,7 @@ def test_explorers_of_a_session_share_their_memory(session: Session) -> None:
     assert isinstance(one, Explorer)
     assert isinstance(other, Explorer)
     assert isinstance(both, Explorer)
-    assert one._kept is other._kept is both._kept
+    assert one._calls is other._calls is both._calls
     assert one._tiles is other._tiles is both._tiles
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face architectures: what is recorded of each is what its own eager implementation computes."""
+"""Hugging Face architectures: the recorded weights of each equal those of its eager implementation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNCHECKED = dict.fromkeys(DISAGREE, 2) | {"timesformer": 2}  # calls whose weigh
 
 
 @pytest.mark.parametrize(("name", "padded"), CASES)
-def test_what_is_recorded_is_what_the_model_computes(name: str, padded: bool) -> None:
+def test_records_equal_eager_attention(name: str, padded: bool) -> None:
     seen = examine(name, padded=padded)
     if not padded:
         assert make_coverage.row(name, seen) in PUBLISHED.splitlines(), "run `make figures`"
@@ -67,13 +67,13 @@ def test_what_is_recorded_is_what_the_model_computes(name: str, padded: bool) ->
         assert seen.sources or name in UNREAD
 
 
-def test_the_table_has_every_architecture_that_was_promised() -> None:
+def test_table_contains_every_promised_architecture() -> None:
     assert (len(ROUTED), len(ALL)) == (137, 137 + 48)
     assert set(BLOCKS) | set(BY_SDPA) <= set(ROUTED)
     assert set(ALL) - set(ROUTED) >= UNREAD | WITHOUT
 
 
-def test_the_published_page_is_made_of_its_rows() -> None:
-    """Its head, versions, order and counts; `test_what_is_recorded_is_what_the_model_computes` looks at each row."""
+def test_coverage_page_is_up_to_date() -> None:
+    """Its head, versions, order and counts; `test_records_equal_eager_attention` looks at each row."""
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in PUBLISHED.splitlines() if line.startswith("| ")}
     assert make_coverage.page({name: rows[name] for name in ALL}) == PUBLISHED, "run `make figures`"

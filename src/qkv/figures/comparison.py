@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from qkv.figures.findings import head_name
 from qkv.figures.layout import Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, STATISTICS, percent
-from qkv.profiler.data.words import went
+from qkv.profiler.data.words import target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +98,7 @@ def _most(axes: Axes, heads: pd.DataFrame) -> None:
         pad=6,
     )
     for height, (_, row) in zip(places, heads.iterrows(), strict=True):
-        words = went(row["goes_to_a"], row["goes_to_b"]).replace("$", r"\$")
+        words = target_change(row["goes_to_a"], row["goes_to_b"]).replace("$", r"\$")
         axes.annotate(
             words, (1, height), xycoords=axes.get_yaxis_transform(), xytext=(10, 0), textcoords="offset points",
             va="center", fontsize=7.5, color=INK, weight="bold" if row["moved"] else "normal", annotation_clip=False,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from qkv.profiler.data.frames import COLUMNS
-from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, own
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -95,7 +95,7 @@ STATISTICS = {name: Column.of(name, VARIABLES[name]) for name in sorted(OF_HEADS
 
 def columns_of(data: xr.Dataset) -> dict[str, Column]:
     """The statistics of the heads of a group: built-in and user-defined ones."""
-    return STATISTICS | {name: Column.of(name, about) for name, about in own(data).items()}
+    return STATISTICS | {name: Column.of(name, about) for name, about in custom_variables(data).items()}
 
 
 def percent(share: float) -> str:

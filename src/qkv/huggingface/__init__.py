@@ -1,4 +1,4 @@
-"""Hugging Face models on qkv's kernels. Importing this changes nothing and does not import transformers."""
+"""Run Hugging Face models on qkv's kernels. Importing this package has no side effects and loads no transformers."""
 
 from qkv.huggingface.client import register, use
 

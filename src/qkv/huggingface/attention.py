@@ -1,6 +1,7 @@
-"""What transformers asks of an attention function, as a `Call`. (Written against transformers 5.23.)
+"""Translate the arguments of transformers' attention interface into a `Call` of qkv. (Written for transformers 5.23.)
 
-Everything that says which weights result is honoured or refused; nothing is ignored but what is known to be harmless.
+Every argument that affects the weights is either supported or raises an error; only arguments known to be without
+effect are ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from qkv.masks import Causal, Mask
 from qkv.normalizers import Softmax
 from qkv.scores import Dot
 
-# Arguments that say nothing about which weights result: bookkeeping, or already in the mask.
+# Arguments without effect on the weights: bookkeeping, or already in the mask.
 INERT = {
     "cache_position",
     "deterministic",
-    "is_causal",  # read where there is no mask
+    "is_causal",  # read if there is no mask
     "num_items_in_batch",
     "output_attentions",
     "output_hidden_states",
@@ -52,41 +53,38 @@ def call_of(
     indices: Int[Tensor, "b nq few"] | None = None,
     dropout: float = 0.0,
     **others: Any,
-) -> tuple[Call, Bool[Tensor, "b seen"] | None]:
-    """The call that transformers makes, and which of its keys are real tokens where the model's own mask says so.
+) -> tuple[Call, Bool[Tensor, "b n_keys"] | None]:
+    """The call that transformers makes, and its padding mask (True at real keys) if the attention mask has one.
 
-    Keys beyond the last that any query may see, of a static cache with room to spare, are left out of the call.
+    The unused slots of a static cache are left out of the call.
 
     Args:
-        module: the model's own attention module.
-        name: what to call it in errors.
-        query: as the model hands it over; so are all that follow.
-        key: of fewer heads than the queries, if they share them.
-        value: likewise.
-        attention_mask: a `LazyMask`, a 4-D tensor of the model's own, or None.
-        scaling: of q·k; 1/√d if None.
+        module: the model's attention module.
+        name: name of the module in errors.
+        query: as passed by the model, like the following arguments.
+        key: with fewer heads than `query` if query heads share keys.
+        value: as `key`.
+        attention_mask: a `LazyMask`, a 4-D tensor of the model, or None.
+        scaling: factor of q·k; 1/√d if None.
         softcap: scores become softcap · tanh(score / softcap).
         s_aux: logit of a sink for each head.
-        position_bias: added to the scores.
-        indices: the only keys that each query may attend to, of those that the mask lets it see (DeepSeek-V3.2).
-        dropout: probability; the model passes 0 in evaluation mode.
-        others: whatever else the model passes.
+        position_bias: bias that is added to the scores.
+        indices: keys to which each query is restricted, in addition to the mask (DeepSeek-V3.2).
+        dropout: dropout probability; the model passes 0 in evaluation mode.
+        others: further arguments of the model.
 
     Raises:
-        InputError: for an argument that is neither known nor inert, and for a mask that cannot be read.
+        InputError: for an unknown argument, and for a mask that cannot be read.
     """
-    for argument, given in others.items():
-        if argument not in INERT and given is not None and given is not False:
-            raise InputError(
-                f"{name} passes {argument}={_brief(given)} to its attention, "
-                "which qkv does not know and will not ignore"
-            )
+    for argument, value_ in others.items():
+        if argument not in INERT and value_ is not None and value_ is not False:
+            raise InputError(f"{argument} is {_brief(value_)} in {name}; expected an argument that qkv supports")
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
     if attention_mask is None and query.shape[2] > 1:
         mask = _causality(name, module, others.get("is_causal"))
     if isinstance(attention_mask, LazyMask):
-        seen = attention_mask.grid.n_keys
-        key, value = key[:, :, :seen], value[:, :, :seen]
+        n_keys = attention_mask.grid.n_keys
+        key, value = key[:, :, :n_keys], value[:, :, :n_keys]
     if indices is not None:
         chosen = _chosen(name, indices, query, key)
         mask = chosen if mask is None else mask & chosen
@@ -98,7 +96,7 @@ def call_of(
 
 
 def routes(module: nn.Module) -> bool:
-    """Whether the module's own code asks transformers' interface for its attention function."""
+    """True if the module's code gets its attention function from transformers' attention interface."""
     kind: type = type(module)
     return _class_routes(kind)
 
@@ -116,7 +114,7 @@ def _class_routes(kind: type) -> bool:
 
 
 def configurations(model: nn.Module) -> list[Any]:
-    """Every configuration from which attention of the model learns its implementation, each once."""
+    """Every configuration that selects the attention implementation of some module of the model, each once."""
     found = (
         module.config
         for module in model.modules()
@@ -126,53 +124,50 @@ def configurations(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in found}.values())
 
 
-def read_mask(given: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
-    """Mask, bias and real keys of what the model passes as its attention mask."""
-    if given is None:
+def read_mask(mask: Any, n_queries: int, n_keys: int) -> tuple[Mask | None, tuple[biases.Bias, ...], Tensor | None]:
+    """Split the attention mask that a model passes into a mask, a bias and a padding mask (True at real keys)."""
+    if mask is None:
         return None, (), None
-    if isinstance(given, LazyMask):
-        if given.shape[2:] != (n_queries, n_keys):
+    if isinstance(mask, LazyMask):
+        if mask.shape[2:] != (n_queries, n_keys):
             raise InputError(
-                f"the model made an attention mask for {given.shape[2]} queries × {given.shape[3]} keys, "
-                f"but attends with {n_queries} × {n_keys}"
+                f"attention_mask is for {mask.shape[2]} queries × {mask.shape[3]} keys, "
+                f"but the model attends with {n_queries} × {n_keys}"
             )
-        return given.mask, (), given.keys
-    known = isinstance(given, Tensor) and given.ndim == 4 and (given.dtype == torch.bool or given.is_floating_point())
+        return mask.mask, (), mask.keys
+    known = isinstance(mask, Tensor) and mask.ndim == 4 and (mask.dtype == torch.bool or mask.is_floating_point())
     if not known:
-        raise InputError(
-            f"the model passes an attention mask that is {_brief(given)}, "
-            "expected a tensor of 4 dimensions, bool or float"
-        )
-    given = given[..., :n_keys]
-    if given.dtype == torch.bool:
-        return as_mask(given), (), None
-    hidden = given <= torch.finfo(given.dtype).min / 2  # models hide pairs by the lowest float as well as by −inf
-    bias = given.masked_fill(hidden, 0)
-    mask = as_mask(~hidden) if bool(hidden.any()) else None
-    learned = given.requires_grad  # a learned bias may start at 0
-    return mask, (biases.Dense(bias),) if learned or bool(bias.any()) else (), None
+        raise InputError(f"attention_mask is {_brief(mask)}, expected a tensor of 4 dimensions, bool or float")
+    mask = mask[..., :n_keys]
+    if mask.dtype == torch.bool:
+        return as_mask(mask), (), None
+    masked = mask <= torch.finfo(mask.dtype).min / 2  # models mask pairs by the lowest float as well as by −inf
+    bias = mask.masked_fill(masked, 0)
+    learned = mask.requires_grad  # a learned bias may start at 0
+    additive = (biases.Dense(bias),) if learned or bool(bias.any()) else ()
+    return as_mask(~masked) if bool(masked.any()) else None, additive, None
 
 
 def _chosen(name: str, indices: Tensor, query: Tensor, key: Tensor) -> Mask:
-    """The mask of keys chosen by number. (It is quadratic; the scores that the model chose them by were larger.)"""
+    """The mask of the keys in `indices`; it is quadratic, but smaller than the scores by which the model chose them."""
     batch, _, n_queries, _ = query.shape
     n_keys = key.shape[2]
     if indices.ndim != 3 or indices.shape[:2] != (batch, n_queries):
         raise InputError(
-            f"{name} passes indices={_brief(indices)} to its attention, expected (batch, queries, keys chosen) with "
+            f"indices is {_brief(indices)} in {name}, expected (batch, queries, chosen keys) with "
             f"(batch, queries) = {(batch, n_queries)}"
         )
-    kept = indices.clamp(max=n_keys).long()  # a static cache has room for keys that are left out of the call
+    kept = indices.clamp(max=n_keys).long()  # indices may point to unused slots of a static cache
     chosen = torch.zeros(batch, n_queries, n_keys + 1, dtype=torch.bool, device=query.device)
     return as_mask(chosen.scatter_(2, kept, True)[:, None, :, :n_keys])  # type: ignore[return-value]
 
 
 def _causality(name: str, module: nn.Module, is_causal: bool | None) -> Mask | None:
-    """What no mask means. Our mask function always returns one, so None is dense unless the model says otherwise."""
+    """The mask for a call without one. `lazy_mask` never returns None, so None means dense unless stated otherwise."""
     if is_causal is not None:
         return Causal() if is_causal else None
     if getattr(module, "is_causal", False):
-        raise InputError(f"{name} says it is causal but passes no mask, so what it may attend to is not known")
+        raise InputError(f"attention_mask is None in {name}, whose is_causal is True; expected a mask")
     return None
 
 

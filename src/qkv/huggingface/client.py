@@ -1,4 +1,4 @@
-"""Any Hugging Face model on qkv's kernels: one more name of an attention implementation."""
+"""Register qkv as an attention implementation of transformers, so that Hugging Face models run on qkv's kernels."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from qkv.huggingface.attention import call_of, configurations, routes
 from qkv.huggingface.masks import lazy_mask
 from qkv.kernels import opaque, serve
 
-NAME = "qkv"  # transformers reads meaning into names that contain "sdpa", "flash" or "/"
+NAME = "qkv"  # transformers treats names that contain "sdpa", "flash" or "/" in a special way
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def register() -> None:
-    """Make the attention implementation "qkv" known to transformers; again and again if you like.
+    """Register the attention implementation "qkv" with transformers; it may be called repeatedly.
 
-    After it ``model.set_attn_implementation("qkv")``, or ``from_pretrained(..., attn_implementation="qkv")``, runs
-    every model whose attention goes through transformers' `AttentionInterface` on qkv's kernels: forward and backward,
-    `generate` with any cache, padding, windows, sinks, soft caps, position biases, cross-attention, dropout. A query
-    that may see no key (such as one of padding) gets 0, where other implementations differ among themselves.
-    Transformers only warns where a model does not use the interface; `use` refuses.
+    Afterwards ``model.set_attn_implementation("qkv")`` or ``from_pretrained(..., attn_implementation="qkv")`` runs any
+    model that uses transformers' `AttentionInterface` on qkv's kernels: forward and backward, `generate` with any
+    cache, padding, windows, sinks, soft caps, position biases, cross-attention, dropout. The output of a query without
+    a visible key (such as padding) is 0, where other implementations differ from one another. If a model does not use
+    the interface, transformers only warns; `use` raises.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lazy_mask)  # without it masks, windows too, would be lost silently
+    AttentionMaskInterface.register(NAME, lazy_mask)  # otherwise masks, such as windows, would be dropped silently
 
 
 def use(model: Model) -> Model:
-    """`model`, from now on with its attention on qkv's kernels.
+    """Switch the attention of a model to qkv's kernels; ``model.set_attn_implementation("sdpa")`` switches back.
 
-    What decides is the code of its modules, before anything runs: a model is refused if none of them asks
-    transformers' interface for its attention. Some models have a part that does not beside parts that do, such as the
-    pooling head of SigLIP; that part goes on as before. `model.set_attn_implementation("sdpa")` goes back.
+    The code of the model's modules is inspected before anything runs. If none of them uses transformers' attention
+    interface, an error is raised. Some models have single parts that do not use it, such as the pooling head of
+    SigLIP; these parts do not change.
 
     Args:
-        model: any Hugging Face model, or a module that contains some.
+        model: a Hugging Face model, or a module that contains some.
 
     Returns:
         the same object.
 
     Raises:
-        InputError: if no attention of the model goes through transformers' attention interface; it is then unchanged.
+        InputError: if no attention of the model uses transformers' attention interface; the model is not changed.
 
     >>> from transformers import LlamaConfig, LlamaModel
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -59,19 +59,19 @@ def use(model: Model) -> Model:
         raise InputError(f"model is {type(model).__name__}, expected a Hugging Face model")
     if not any(map(routes, model.modules())):
         raise InputError(
-            f"{type(model).__name__} does not send its attention through transformers' attention interface "
-            "(AttentionInterface), so qkv cannot compute it; expected a model that does, such as GPT-2, Llama or BERT"
+            f"model {type(model).__name__} does not use transformers' attention interface (AttentionInterface), so qkv "
+            "cannot compute its attention; expected a model that does, such as GPT-2, Llama or BERT"
         )
     register()
-    setter: Any = getattr(model, "set_attn_implementation", None)  # a module that contains models has none
+    setter: Any = getattr(model, "set_attn_implementation", None)  # None in a module that contains models
     if setter is not None:
         setter(NAME)
-    for config in configurations(model):  # it misses copies that modules hold of it, such as those of ViT-MAE's decoder
+    for config in configurations(model):  # the setter misses copies in modules, such as those of ViT-MAE's decoder
         config._attn_implementation_internal = NAME
     return model
 
 
-@opaque  # a compiler would trace the choice of kernels anew for every length of a cache
+@opaque  # torch.compile would retrace the choice of kernels for every length of a cache
 def attend(
     module: nn.Module,
     query: Float[Tensor, "b h nq d"],
@@ -80,11 +80,11 @@ def attend(
     attention_mask: Any,
     **arguments: Any,
 ) -> tuple[Float[Tensor, "b nq h dv"], Float[Tensor, "b h nq nk"] | None]:
-    """The attention function that transformers calls; the weights, too, if the model is asked for them."""
+    """The attention function for transformers. It also returns the weights if `output_attentions` is set."""
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # what it does to torch's own attention: rotary leaves q and k in float32
+    if torch.is_autocast_enabled(device):  # cast as for torch's attention: rotary leaves q and k in float32
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    with torch.autocast(device, enabled=False):  # kernels know where they need float32
+    with torch.autocast(device, enabled=False):  # the kernels use float32 where they need it
         call, _ = call_of(module, type(module).__name__, query, key, value, attention_mask, **arguments)
         result = serve(call, weights=bool(arguments.get("output_attentions")))
     return result.out.transpose(1, 2).contiguous(), result.weights

@@ -1,8 +1,9 @@
-"""Hugging Face masks as qkv masks.
+"""Translate the masks of transformers into qkv's masks.
 
-Transformers describes a mask by a function of (batch, head, query, key) built from a dozen factories, and asks a
-registered mask function to turn it into a tensor. Ours hands over a `LazyMask` instead: no n × n tensor, and the
-description decodes to the mask algebra. (Written against transformers 5.23, `masking_utils.py`.)
+Transformers describes a mask by a function of (batch, head, query, key) that is built from a dozen factories, and calls
+a registered mask function to turn it into a tensor. The mask function of qkv returns a `LazyMask` instead: no n × n
+tensor is formed, and the description is decoded to the mask algebra. (Written for transformers 5.23,
+`masking_utils.py`.)
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ FAR = 2**62  # a window that ends beyond any sequence
 
 
 class LazyMask:
-    """What the model carries from mask creation to attention in place of a 4-D mask tensor.
+    """A mask that models pass from mask creation to attention in place of a 4-D mask tensor.
 
-    It passes for a float tensor of the right shape as far as models look at masks on the way. Code that computes with
-    it (rather than handing it on) gets an additive 0 / lowest-float tensor, which is right for anyone's attention.
+    It has the interface of a float tensor as far as models inspect masks. Code that computes with it gets an additive
+    tensor of 0 and the lowest float, which any attention implementation accepts.
     """
 
     def __init__(self, mask: Mask | None, grid: Grid, dtype: torch.dtype, keys: Tensor | None, length: int) -> None:
         self.mask = mask
-        self.grid = grid  # over the keys that some query may see by its position; those after them are hidden
-        self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are
+        self.grid = grid  # over the keys up to the last that is visible to a query; later keys are masked
+        self.keys = keys  # (batch, grid.n_keys), True at real tokens, or None if all are real
         self.dtype = dtype
         self.device = grid.device
         self.shape = torch.Size((grid.batch, 1, grid.n_queries, length))
@@ -50,14 +51,14 @@ class LazyMask:
         return self
 
     def tensor(self) -> Tensor:
-        """The additive mask, formed."""
+        """The additive mask as a tensor."""
         grid = self.grid
         added = torch.full(self.shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
         if self.mask is None:
             added[..., : grid.n_keys] = 0
         else:
-            seen = self.mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
-            added[..., : grid.n_keys].masked_fill_(seen, 0)
+            visible = self.mask.visible(Region(slice(0, grid.n_queries), slice(0, grid.n_keys)), grid)
+            added[..., : grid.n_keys].masked_fill_(visible, 0)
         return added
 
     @classmethod
@@ -102,11 +103,11 @@ def lazy_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> LazyMask:
-    """The mask function to register with transformers: never a tensor and never None.
+    """The mask function to register with transformers. It never returns a tensor or None.
 
-    Causality is then never left to be guessed from `is_causal`. A static cache passes its live counter as `q_offset`
-    and advances it before attention runs, so it is read here, once. The keys that such a cache has room for but no
-    query may see yet are left out: decoding is then the same as with a cache that grows.
+    So causality never has to be guessed from `is_causal`. A static cache passes its live counter as `q_offset` and
+    advances it before attention runs, so the counter is read here. The unused slots of such a cache are left out:
+    decoding is then the same as with a cache that grows.
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
@@ -130,17 +131,17 @@ def lazy_mask(
 
 
 def _looks_back(mask: Mask | None) -> bool:
-    """Whether it is known that no query sees a key after it."""
+    """True if it is known that no query can attend to a later key."""
     return mask is not None and any(one.band is not None and one.band[0] >= 0 for one in mask.factors())
 
 
 def _shows_all(mask: Mask, grid: Grid) -> bool:
-    """Whether the mask is of one query, the last, that sees everything before it: one token of decoding."""
+    """True for a single query, the last, to which all keys are visible: a step of decoding."""
     return grid.n_queries == 1 and mask.band is not None and mask.band[0] <= 0 and mask.band[1] >= grid.n_keys - 1
 
 
 def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tensor | None:
-    """Which keys are real tokens, (batch, length), or None if all are. The mask may be shorter than the cache."""
+    """True at real keys, (batch, length), or None if all are real. `attention_mask` may be shorter than the cache."""
     if attention_mask is None:
         return None
     real = attention_mask.to(torch.bool)
@@ -154,7 +155,7 @@ def _real_keys(attention_mask: Tensor | None, offset: int, length: int) -> Tenso
 def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int) -> Mask | None:
     """The mask that transformers' `function` describes, over keys `kv_offset` to `kv_offset + n_keys`; None is no mask.
 
-    What is not known is still exact: it becomes a `Predicate`, evaluated tile by tile.
+    An unknown function becomes a `Predicate`, which is exact and evaluated tile by tile.
     """
     try:
         return _decode(function, n_keys, kv_offset)
@@ -164,7 +165,7 @@ def decode(function: Callable[..., Any], batch: int, n_keys: int, kv_offset: int
 
 
 class _UnknownError(Exception):
-    """A mask function that is none of transformers' own."""
+    """Raised for a mask function that is not one of transformers' factories."""
 
 
 def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | None:
@@ -180,7 +181,7 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
             return None
         case "sliding_window_overlay" if int(inner["sliding_window"]) < 1:
             raise _UnknownError  # Qwen2-MoE makes a mask of 0 keys, which no layer uses, when its windows are off
-        case "sliding_window_overlay":  # keys after q − w, the future included: meant to be and-ed with causal
+        case "sliding_window_overlay":  # all keys after q − w; transformers combines it with the causal mask by "and"
             return Window(int(inner["sliding_window"]), ahead=FAR)
         case "sliding_window_bidirectional_overlay":  # |q − k| ≤ w
             return Window(int(inner["sliding_window"]) + 1, ahead=int(inner["sliding_window"]))
@@ -198,7 +199,7 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
             mask = _decode(inner["mask_function"], n_keys, start)
             if mask is not None and mask.band is None:
                 raise _UnknownError
-            return mask  # within a packed sequence positions differ as indices do
+            return mask  # within a packed sequence, differences of positions equal differences of indices
         case "and_masks":
             parts = [_decode(f, n_keys, start) for f in inner["mask_functions"]]
             known = [m for m in parts if m is not None]
@@ -211,7 +212,7 @@ def _decode(function: Callable[..., Any], n_keys: int, start: int) -> Mask | Non
 
 
 def _vectorised(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A scalar mask function over broadcasting index tensors."""
+    """Vectorise a scalar mask function over broadcasting index tensors."""
 
     def expanded(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         mapped = function

@@ -1,4 +1,4 @@
-"""Attention of a Hugging Face model by a function of ours, for as long as a context lasts."""
+"""Temporarily replace the attention function of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from qkv.huggingface.attention import configurations
 from qkv.huggingface.masks import lazy_mask
 
-_NAMES = (f"qkv_guest_{n}" for n in itertools.count())  # transformers reads meaning into names: keep it neutral
+_NAMES = (f"qkv_guest_{n}" for n in itertools.count())  # without "sdpa", "flash" and "/", which transformers interprets
 
 
 @contextmanager
 def routed(model: nn.Module, attend: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
-    """Transformers' interface hands all attention of the model to `attend`, with masks that `call_of` can read.
+    """Inside, transformers' interface calls `attend` for all attention of the model, with masks for `call_of`.
 
-    The model and transformers' registries are as they were afterwards, whatever happens.
+    The model and transformers' registries are restored on exit, also after an error.
     """
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface

@@ -1,4 +1,4 @@
-"""Profile models: observe their attention, keep exact statistics, save, plot and report them."""
+"""Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
 from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction

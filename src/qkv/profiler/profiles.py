@@ -1,4 +1,4 @@
-"""`Profile`: the saved result of profiling a model, one labelled data set per kind of attention."""
+"""`Profile` holds the result of profiling a model: one labelled data set per kind of attention, which can be saved."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Profile:
         groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
             "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
             `lse`, `sink` (weight on the text's first token), `local` (mass within `attrs["local_window"]` tokens),
-            `visible` (how many keys the query may attend to) and the like; over (text, layer, head, key): `received`
+            `visible` (how many keys the query may attend to) and others; over (text, layer, head, key): `received`
             (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts, and
-            `sink_mass` for learned sinks. Statistics of your own are there by their names.
-            Values beyond a text's `n_queries` or `n_keys` are NaN; so are `self`, `local` and all else that says
-            nothing between different texts, where queries and keys are such. docs/quantities.md lists them all; each
-            carries its ``units`` and ``definition``.
-        attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds …
+            `sink_mass` for learned sinks. Custom statistics are stored under their names.
+            Values beyond a text's `n_queries` or `n_keys` are NaN. In cross-attention, where queries and keys belong
+            to different texts, statistics that compare positions (`self`, `local` and others) are NaN, too.
+            docs/quantities.md lists all variables; each carries its ``units`` and ``definition``.
+        attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds and so on.
         residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.capture.residual`.
 
     Raises:
-        InputError: a data set that lacks a variable, a coordinate or an attribute, or has wrong dimensions;
-            attributes that JSON cannot hold.
+        InputError: if a data set lacks a variable, a coordinate or an attribute, or has wrong dimensions, or if the
+            attributes cannot be written as JSON.
 
     Example:
         >>> import qkv
@@ -68,7 +68,7 @@ class Profile:
 
     @property
     def main(self) -> str:
-        """The name of the main group: the only one, else "decoder" where there is one, else the first."""
+        """The name of the main group: "decoder" if there is one, else the first group."""
         return "decoder" if "decoder" in self.groups else next(iter(self.groups))
 
     @property
@@ -95,83 +95,84 @@ class Profile:
         Columns: layer, head, module; the mean of every statistic of a query (`qkv.statistics.BUILT_IN`, such as
         entropy in nats and sink, a share of the weight) and of local; entropy_ratio (mean of entropy / ln of the
         number of visible keys; 1 is uniform); sink_share (share of the queries after the first with more than 0.3 on
-        the first token); top_key, top_key_token, top_key_share (the key that receives most, in whichever text its
-        share is largest); target, target_share and goes_to (where the head sends its weight, in words); and each
-        statistic of your own, as its `by_head` says.
+        the first token); top_key, top_key_token, top_key_share (the key that receives the most weight, in the text
+        where its share is largest); target, target_share and goes_to (where the head sends its weight, in words); and
+        each custom statistic, averaged by its `by_head`.
 
-        In causal groups `sink` and `previous` leave the first query out: it sees nothing but itself. Unit and
-        definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
+        In causal groups `sink` and `previous` leave the first query out, because it can attend only to itself. The unit
+        and definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
         """
         return frames.as_frame(frames.of_heads(self.group(group)), frame)
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
-        """The `k` most attended tokens, all occurrences of a token together.
+        """The `k` most attended tokens; all occurrences of a token are counted together.
 
         Columns: token; share (of all attention, averaged over texts, layers and heads); count (occurrences);
         lift (share divided by the token's share of the keys); text and position of the occurrence that
-        receives most.
+        receives the most attention.
         """
         if k < 1:
             raise InputError(f"k: got {k}; expected a positive number of tokens")
         return tables.token_table(self.group(group)).head(k)
 
     def sinks(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
-        """Attention sinks of every head: one row per layer and head, averaged over texts.
+        """Attention sinks by head: one row per layer and head, averaged over texts.
 
         Columns: layer, head; sink_share (share of the queries from the second with more than `threshold` on the first
         token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: weight on the first token, averaged
         over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
-        repeated); alpha_best (the largest α of any token, over all queries that may see it), with its best_text,
+        repeated); alpha_best (the largest α of any token, over all queries that may attend to it), with best_text,
         best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
         key_norm_best and value_norm_best (length of that token's vector divided by the mean of the others);
         cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),
-        first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. What was not
-        measured is NaN, or has no column.
+        first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. Quantities that
+        were not measured are NaN, or have no column.
 
         Raises:
-            InputError: for a threshold outside of 0 to 1, or a profile without the numbers.
+            InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
         """
         return frames.described(sinks.sink_table(self.group(group), threshold))
 
     def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
-        """Tokens that are a sink of some head, those of most heads first.
+        """Tokens that are an attention sink of at least one head; sinks of the most heads come first.
 
-        Columns: text, position, token; heads and share_of_heads (whose sink score α of it, over all queries that may
-        see it, is larger than `threshold`); alpha (the largest); layers of these heads; key_norm and value_norm
-        (length of its vectors divided by the mean of the others, in these heads).
+        Columns: text, position, token; heads and share_of_heads (the number and share of heads whose sink score α for
+        this token, over all queries that may attend to it, is larger than `threshold`); alpha (the largest score);
+        layers of these heads; key_norm and value_norm (length of the token's vectors divided by the mean length of the
+        other tokens' vectors, in these heads).
         """
         return sinks.sink_tokens(self.group(group), threshold)
 
     def types(self, group: str | None = None) -> pd.DataFrame:
-        """What kind of head each is: one row per layer and head.
+        """Head types: one row per layer and head.
 
         Columns: layer, head; type (the first of `qkv.profiler.data.types.ROLES` whose score reaches its threshold, else
-        "mixed"); traits (those of `TRAITS` that hold); and all scores by name, NaN where they were not measured.
+        "mixed"); traits (all of `TRAITS` whose score does); and all scores by name, NaN where they were not measured.
         """
         return frames.described(types.type_table(self.group(group)))
 
     def export(self, path: str | os.PathLike[str], group: str | None = None) -> Path:
-        """Write for other programs, by the ending of `path`, whole or not at all; returns the path.
+        """Write the profile for other programs, in the format of the suffix of `path`; returns the path.
 
-        ``.parquet`` and ``.csv``: everything told of each head, one row a head, of one group (in Parquet with unit and
-        definition in the metadata of every column). ``.zarr``: all data sets, a folder that
-        ``xarray.open_zarr(path, group="groups/self")`` opens.
+        ``.parquet`` and ``.csv``: one row per head of one group, with the columns of `heads`, `types` and `sinks` (in
+        Parquet the unit and definition of a column are in its metadata). ``.zarr``: all data sets, as a folder that
+        ``xarray.open_zarr(path, group="groups/self")`` opens. The write is atomic.
 
         Raises:
-            InputError: for another ending, a folder that is not there, or a library that is not installed.
+            InputError: for another suffix, a folder that does not exist, or a library that is not installed.
         """
         return frames.export(self, Path(path), group)
 
     def compare(self, other: Profile) -> Comparison:
-        """What differs in `other`, of the same shape on the same tokens: see `qkv.profiler.comparison.compare`."""
+        """Differences to `other`, a profile of the same heads and tokens: see `qkv.profiler.comparison.compare`."""
         from qkv.profiler.comparison import compare
 
         return compare(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile to one file (a zip of zarr arrays; `.qkv.zip` is the customary ending).
+        """Write the profile to one file (a zip of zarr arrays; the usual suffix is `.qkv.zip`) and return its path.
 
-        The file appears whole or not at all. Returns its path.
+        The write is atomic: a crash leaves no partial file.
         """
         target = Path(path)
         archive.write_archive(target, {"groups": self.groups, "residual": self.residual}, self.attrs)
@@ -182,7 +183,7 @@ class Profile:
         """Read a profile written by `save`.
 
         Raises:
-            InputError: the file is missing, not a profile, cut short, damaged, or written by a newer qkv.
+            InputError: if the file is missing, not a profile, truncated, damaged, or written by a newer qkv.
         """
         parts, attrs = archive.read_archive(Path(path))
         return cls(parts["groups"], attrs, parts["residual"])
@@ -217,9 +218,9 @@ class Profile:
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
-    """The data set with plain string tokens, once it is known to keep the contract."""
+    """Validate a group's data set; returns it with tokens as plain strings."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise InputError(f"groups: got the name {name!r}; expected letters, digits, '-' and '_' only")
+        raise InputError(f"groups: the name {name!r} is not valid; expected letters, digits, '-' and '_' only")
     where = f"groups[{name!r}]"
     if not isinstance(data, xr.Dataset):
         raise InputError(f"{where}: got {type(data).__name__}; expected an xarray.Dataset")
@@ -247,7 +248,7 @@ def _checked(name: str, data: xr.Dataset) -> xr.Dataset:
 
 
 def _strings(values: np.ndarray) -> np.ndarray:
-    """Strings as objects: NumPy's fixed-width strings drop trailing NULs."""
+    """An object array of strings, because NumPy's fixed-width strings drop trailing NULs."""
     strings = np.empty(values.shape, object)
     for index, value in np.ndenumerate(values):
         strings[index] = str(value)
@@ -258,4 +259,4 @@ def _check_json(name: str, value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: got something that JSON cannot hold ({error})") from error
+        raise InputError(f"{name}: cannot be written as JSON ({error})") from error

@@ -1,4 +1,4 @@
-"""`profile`: run a model on texts and keep exact statistics of where every head attends."""
+"""`profile` runs a model on texts and computes exact statistics of where every head attends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe, unobserved
 from qkv.profiler.capture.progress import bar
-from qkv.profiler.capture.residual import Residuals, attending, by_stack, follow
+from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.capture.tokens import special_ids
 from qkv.profiler.data.frames import COLUMNS
 from qkv.profiler.data.types import ROLES, TRAITS
-from qkv.profiler.data.variables import own_checked
+from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.profiles import Profile
 from qkv.statistics import Statistic
 
@@ -53,48 +53,52 @@ def profile(
     name: str = "",
     command: str = "",
 ) -> Profile:
-    """Where every head of a model attends on a text, exactly, in memory linear in its length.
+    """Measure exactly where every head of a model attends on a text, in memory linear in its length.
 
-    The model runs once, with its attention observed: outputs stay what they were, and the model is left as it was.
-    If several processes share the sequence (a model that calls `attend` with a group), each runs this with its own
-    shard, and each gets the profile of the whole, without geometry, hidden states, small maps and probes.
+    The model runs once while its attention is observed. Its outputs do not change, and the model is left as it was.
+    If several processes share the sequence (a model that calls `attend` with a group), each process calls this
+    function with its own shard and gets the profile of the whole sequence, without geometry, hidden states, small maps
+    and probes.
 
     Args:
         model: any module whose attention is `qkv.attend` or a layer of `qkv.nn`, such as the models of `qkv.models`; a
             Hugging Face model (docs/coverage.md lists which, and how); one whose attention is torch's
-            ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module that calls
-            itself attention; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or ``"random-gpt2"``.
-        inputs: a text; several, each run by itself; token ids (length,) or (batch, length); or what the model's forward
-            takes, as a mapping of tensors. An attention mask is honoured, and so is ``model.config.pad`` where there is
-            one: padding counts neither as query nor as key.
-        tokenizer: for text and for the names of tokens; loaded with the model if that is a name.
-        target: the text the decoder of an encoder-decoder reads; the text itself if None.
+            ``scaled_dot_product_attention``, ``nn.MultiheadAttention``, or a softmax of scores in a module with
+            "attention" in its class name; or a name for `qkv.load`: a folder, a hub name, ``"minilm"`` or
+            ``"random-gpt2"``.
+        inputs: a text; several texts, each run separately; token ids (length,) or (batch, length); or the arguments of
+            the model's forward, as a mapping of tensors. An attention mask and ``model.config.pad`` are honoured:
+            padding counts neither as query nor as key.
+        tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
+        target: the text that the decoder of an encoder-decoder reads; the input text if None.
         layers: which attention layers to keep, counted from 0 in each group; all if None.
-        dtype: of the weights, if `model` is a name.
+        dtype: dtype of the weights, if `model` is a name.
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for texts up to this long.
-        map_bins: every map is kept in small, pooled over bins: at most so many a side, 0 for none.
-        probe: also run the model on short made-up texts (random tokens, one token repeated, a sequence twice, the
-            text shuffled), which tell induction, duplicate-token and positional heads; for models that read token ids.
-        statistics: your own (`qkv.statistics.Statistic`): each is a variable of the data sets under its name, a column
-            of `Profile.heads`, and in figures, files and reports. Saved profiles keep it without its class.
-        partial: go on if some attention of the model cannot be observed (its modules are listed in
-            ``attrs["unobserved"]``) instead of raising.
+        map_bins: every map is also kept as a small map, pooled to at most this many bins a side; 0 for no small maps.
+        probe: also run the model on short synthetic texts (random tokens, one token repeated, a sequence twice, the
+            text shuffled), which identify induction, duplicate-token and positional heads; only for models that read
+            token ids.
+        statistics: custom statistics (`qkv.statistics.Statistic`). Each becomes a variable of the data sets under its
+            name and a column of `Profile.heads`, and appears in figures, files and reports. Reading a saved profile
+            does not need the class.
+        partial: if some attention of the model cannot be observed, list its modules in ``attrs["unobserved"]`` instead
+            of raising.
         progress: show a progress bar while it runs, if standard error is a terminal.
-        name: of the model, kept in the attributes; its own if not given.
-        command: what was typed, kept in the attributes.
+        name: name of the model, kept in the attributes; taken from the model if not given.
+        command: the command line, kept in the attributes.
 
     Returns:
         `Profile`, one data set for each kind of attention: see `qkv.profiler.capture.groups`. ``lse`` is NaN where the
         normalizer has none. A module that attends step by step, with one query at a time, is one layer.
-        ``attrs["sources"]`` says of every module where its numbers come from: ``"interface"`` (transformers' attention
-        interface), ``"qkv"`` and ``"sdpa"`` are whole calls, in linear memory; ``"softmax"`` are the scores that the
-        model itself forms, which is quadratic, and of which no vectors are known; ``"outputs"`` are weights that the
-        model returns, in a second forward, where nothing else can be read.
+        ``attrs["sources"]`` names for every module the source of its statistics. ``"interface"`` (transformers'
+        attention interface), ``"qkv"`` and ``"sdpa"`` are complete calls, measured in linear memory. ``"softmax"``
+        means that the scores which the model itself forms were read: quadratic memory, and no queries, keys and values.
+        ``"outputs"`` means weights that the model returned in a second forward, because nothing else could be read.
 
     Raises:
-        InputError: for inputs the model cannot take, weights that are NaN, a model that cannot be observed, or
-            arguments its attention passes that qkv does not know.
+        InputError: if the model does not accept the inputs, computes weights that are NaN, cannot be observed, or
+            passes arguments to its attention that qkv does not know.
 
     >>> import qkv
     >>> result = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
@@ -105,10 +109,10 @@ def profile(
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
         loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, map_bins, layers)
-    statistics = own_checked(statistics, {*COLUMNS, *ROLES, *TRAITS})
+    statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
     runs, residuals = [], []
@@ -127,15 +131,15 @@ def profile(
                 key_masks=source,
                 sequences=sequences,
             )
-            known = len(observer.expected) * len(runs_on) or None  # of models that transformers does not route: unknown
+            known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
             hidden = Residuals(source, queries)
-            with observe(observer), follow(model, attending(model), hidden.look):
+            with observe(observer), observe_residual(model, attention_modules(model), hidden.record):
                 model(**batch)
             runs.append((batch, _checked(observer, partial)))
             residuals.append(hidden)
     groups = datasets([observer for _, observer in runs], tokenizer, local_window)
-    probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not asked for"
+    probed = _probe(model, runs[0][1], tokenizer, groups, layers) if probe else "not requested"
     attrs = {
         "model": name,
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
@@ -150,26 +154,26 @@ def profile(
         "sources": runs[0][1].sources,
         "probes": probed,
     }
-    alone = runs[0][1].group is None  # of a shared sequence, a process has hidden states of its own tokens only
-    return Profile(groups, attrs, by_stack(residuals) if alone else {})
+    is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
+    return Profile(groups, attrs, {} if is_shared else by_stack(residuals))
 
 
 def _probe(
     model: nn.Module, observer: Observer, tokenizer: Any, groups: dict[str, xr.Dataset], layers: Collection[int] | None
 ) -> str:
-    """Add to the groups what made-up texts tell; returns "run", or why they were not."""
+    """Add the scores of the synthetic texts to the groups; returns "run", or the reason why they were not run."""
     ids = observer.sequences.source
     if observer.group is not None:
         return "not run: several processes share the sequence"
     if ids is None:
-        return "not run: the model reads something else than token ids"
+        return "not run: the model does not read token ids"
     real = observer.key_masks.get(ids.shape[1])
     try:
         text = ids[:1] if real is None else ids[:1, real[0]]
         found = probes.probe(model, text, special_ids(model, tokenizer), layers)
-    except InputError as error:  # some models read nothing so short
+    except InputError as error:  # the model may not accept texts that short
         return f"not run: {error}"
-    except Exception as error:  # the model's own: it may want pixels beside ids, or texts of one length only
+    except Exception as error:  # raised by the model: it may need pixels besides ids, or texts of one fixed length
         return f"not run: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     for group in groups.values():
         probes.add_to(group, found)
@@ -192,19 +196,19 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     if not observer.fired and not (observer.expected and not partial):
         raise InputError(
-            f"{name} ran none of the attention that qkv can observe: its own, that of transformers' attention "
-            "interface, torch's functions, or one softmax in a module that calls itself attention"
-            + (f"; it computed some of its own: {names}" if missing else "")
+            f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "
+            "transformers' attention interface or torch's attention functions, or one softmax in a module with "
+            "'attention' in its class name" + (f"; these modules attend in another way: {names}" if missing else "")
         )
     if missing and not partial:
-        way = "transformers' attention interface" if observer.expected else "qkv"
+        interface = "transformers' attention interface" if observer.expected else "qkv"
         raise InputError(
-            f"{name} has attention that did not pass through {way}: {names}; "
+            f"model {name} has attention that did not pass through {interface}: {names}; "
             "pass partial=True (--partial) to profile the rest"
         )
-    asked = set(observer.layers or ())
-    if asked - set(range(observer.deepest() + 1)):
-        raise InputError(f"layers is {sorted(asked)}, but the model has attention layers 0..{observer.deepest()}")
+    layers = set(observer.layers or ())
+    if layers - set(range(observer.deepest() + 1)):
+        raise InputError(f"layers is {sorted(layers)}, but the model has attention layers 0..{observer.deepest()}")
     return observer
 
 
@@ -218,7 +222,7 @@ def _versions() -> dict[str, str]:
 def _peak_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # exact; ru_maxrss may also count the process that started this one
+    if status.exists():  # more exact than ru_maxrss, which may also count the parent process
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     import resource  # not on Windows
@@ -228,7 +232,7 @@ def _peak_memory() -> int:
 
 
 def _preview(batch: Mapping[str, Tensor], observer: Observer, tokenizer: Any) -> str:
-    """The beginning of the first text, or what else was given."""
+    """The beginning of the first text, or the shapes of the inputs if they are not text."""
     ids = observer.sequences.source
     if ids is None:
         return ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items() if isinstance(x, Tensor))

@@ -1,4 +1,4 @@
-"""Texts to profile on: a short one written for the purpose, and as long a one as anybody needs."""
+"""Sample texts to profile models on: a short passage, and text of any length from Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def default_text(model: str = "") -> str:
-    """A passage that comes with the package: for ``"qkv-mini"``, which has read nothing but Python, a program; for all
-    others about 200 tokens with names, pronouns, repetition and a question.
+    """A sample text that comes with the package.
+
+    For ``"qkv-mini"``, which was trained on Python code only, it is a short program. For every other model it is a
+    passage of about 200 tokens with names, pronouns, repetition and a question.
 
     >>> default_text("qkv-mini").splitlines()[0], default_text().split()[:4]
     ('class LogBook:', ['The', 'lighthouse', 'keeper', 'kept'])
@@ -19,7 +21,7 @@ def default_text(model: str = "") -> str:
 
 
 def library_text(characters: int) -> str:
-    """The first `characters` of Python's own standard library, its modules in order of name: text that everyone has."""
+    """The first `characters` of the source code of Python's standard library, its modules sorted by name."""
     found: list[str] = []
     length = 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):

@@ -17,7 +17,7 @@ from qkv.models import DecoderLM, Sampler
 from qkv.models.generation import evaluating
 from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
 from qkv.profiler.capture.models import Loaded
-from qkv.profiler.capture.tokens import as_read
+from qkv.profiler.capture.tokens import token_text
 
 if TYPE_CHECKING:
     from qkv.server.schemas import LiveRequest, StepRequest
@@ -188,7 +188,7 @@ class Live:
         """Tokens as a person reads them."""
         tokenizer, ids = self.loaded.tokenizer, list(ids)
         pieces = tokenizer.convert_ids_to_tokens(ids)
-        return [as_read(tokenizer, token, str(piece)) for token, piece in zip(ids, pieces, strict=True)]
+        return [token_text(tokenizer, token, str(piece)) for token, piece in zip(ids, pieces, strict=True)]
 
     def _continued(self, text: str, ids: list[int], token: int) -> str:
         """The text and what the token adds to it, which may complete the character at its end."""

@@ -23,7 +23,7 @@ from qkv.profiler import run
 from qkv.profiler.analyses import edits
 from qkv.profiler.capture import models
 from qkv.profiler.capture.inputs import batches
-from qkv.profiler.capture.residual import attending
+from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload
@@ -248,7 +248,7 @@ def _profiled(
             raise Cancelled
         source.done = min(source.done + 1, source.total - 1)  # short texts that probe the model come after its own
 
-    names = set(attending(model))
+    names = set(attention_modules(model))
     layers = [module for at, module in model.named_modules() if at in names]
     source.total = len(layers) * len(list(batches(model, inputs, tokenizer, target))) + 1
     with ExitStack() as hooks:

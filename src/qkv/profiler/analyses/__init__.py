@@ -1,1 +1,1 @@
-"""Questions asked of a model: attention flow, mixing of values, eviction, interventions."""
+"""Analyses of a model: attention rollout, over-mixing, eviction and interventions."""

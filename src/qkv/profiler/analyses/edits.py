@@ -1,4 +1,4 @@
-"""Interventions: what a model does when some of its heads normalise otherwise than they were trained to."""
+"""Interventions: run a model with another normalizer or temperature in some of its heads."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from qkv.normalizers import Normalizer, Sigmoid, Softmax
 
 AS_TRAINED = "as trained"
 NORMALIZERS = (AS_TRAINED, "softmax", "off-by-one", "sigmoid")
-"""``softmax``, without any sink; ``off-by-one``, a softmax with one more logit, 0, that no key owns; ``sigmoid``, with
-the library's bias of −ln of the keys a query sees."""
+"""``softmax``, without any sink; ``off-by-one``, a softmax with an additional logit of 0 that belongs to no key;
+``sigmoid``, with the library's bias of −ln of the number of visible keys."""
 COLDEST, HOTTEST = 1e-3, 1e3
-"""Temperatures that an edit may have."""
+"""The lowest and highest temperature of an edit."""
 
-Told = Callable[[int, Float[Tensor, "b h nq nk"]], None]
+OnWeights = Callable[[int, Float[Tensor, "b h nq nk"]], None]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """What one head does instead: its normalizer, and what its final scores are divided by.
+    """An intervention on one head: another normalizer, and a temperature by which its scores are divided.
 
-    With ``"as trained"`` the head keeps its own normalizer, and the temperature multiplies its own.
+    With ``"as trained"`` the head keeps its normalizer, and its temperature is multiplied by `temperature`.
 
     >>> Edit(0, 3, "off-by-one")
     Edit(layer=0, head=3, normalizer='off-by-one', temperature=1.0)
     """
 
     layer: int
-    """Counted from 0 in the order in which a forward comes to them."""
+    """Number of the attention layer, from 0, in the order of the forward."""
     head: int
     normalizer: str = AS_TRAINED
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
         one_of("edit: normalizer", self.normalizer, NORMALIZERS)
-        if not COLDEST <= self.temperature <= HOTTEST:  # beyond, scores overflow, or differ by rounding alone
+        if not COLDEST <= self.temperature <= HOTTEST:  # beyond, scores overflow, or differ only by rounding
             raise InputError(f"edit: temperature is {self.temperature}, expected {COLDEST} to {HOTTEST:g}")
 
 
 def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
-    """The attention layers whose heads can be edited, in the order in which a forward comes to them.
+    """The attention layers whose heads can be edited, in the order of the forward.
 
     Raises:
-        InputError: for a model that is not of this package, or has attention of several kinds, so that a number does
-            not say which layer is meant.
+        InputError: for a model that is not one of qkv's, or that has several kinds of attention, so that layer numbers
+            are ambiguous.
 
     >>> from qkv.models import DecoderConfig
     >>> len(attention_layers(DecoderLM(DecoderConfig(d_model=32, layers=3, heads=2))))
@@ -72,7 +72,7 @@ def attention_layers(model: nn.Module) -> list[MultiHeadAttention]:
 
 
 def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> list[Edit]:
-    """The same edit of all heads of a model.
+    """The same edit for all heads of a model.
 
     >>> import qkv
     >>> mini, tokenizer = qkv.load("qkv-mini")
@@ -86,20 +86,20 @@ def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> l
 
 
 @contextmanager
-def edited(model: nn.Module, edits: Iterable[Edit], *, told: Told | None = None) -> Iterator[None]:
-    """Inside, heads of the model do as `edits` say; its weights stay as they are, and nothing is trained.
+def edited(model: nn.Module, edits: Iterable[Edit], *, told: OnWeights | None = None) -> Iterator[None]:
+    """Inside, the model runs with these edits; its parameters do not change.
 
-    Only calls of this thread are edited, and only those of this model. Of nested ones the innermost holds.
-    `qkv.profile` works inside if all heads of a layer are edited alike.
+    Only calls of this thread and of this model are edited. Of nested contexts the innermost applies. `qkv.profile`
+    works inside if all heads of a layer have the same edit.
 
     Args:
         model: a `DecoderLM` or `Classifier`.
-        edits: at most one for each head; heads without one stay as they are.
-        told: hears of every layer, as it is computed, its number and the weights its heads end up with, (b, h, nq, nk).
-            They are formed for it, which takes quadratic memory.
+        edits: at most one for each head; heads without an edit do not change.
+        told: callback with the number of every layer and the attention weights of its heads after the edits,
+            (b, h, nq, nk). The weights are formed for it, which takes quadratic memory.
 
     Raises:
-        InputError: for another model, a layer or head that it does not have, or two edits of one head.
+        InputError: for another kind of model, a layer or head that it does not have, or two edits of one head.
 
     >>> from qkv.models import DecoderConfig
     >>> model, ids = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), torch.tensor([[1, 2, 3]])
@@ -113,30 +113,30 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, told: Told | None = None)
     editor = _Editor(_by_layer(layers, edits), told)
     with ExitStack() as stack:
         for number, module in enumerate(layers):
-            for handle in editor.follow(number, module):
+            for handle in editor.add_hooks(number, module):
                 stack.callback(handle.remove)
         stack.enter_context(editing(editor))
-        token = _AT_WORK.set(editor)
-        stack.callback(_AT_WORK.reset, token)
+        token = _ACTIVE.set(editor)
+        stack.callback(_ACTIVE.reset, token)
         yield
 
 
 class _Editor:
-    """Knows which layer is computing, and makes what its heads are to do of the call that they make."""
+    """Tracks which layer is running, and applies the edits of its heads to its attention call."""
 
-    def __init__(self, edits: dict[int, dict[int, Edit]], told: Told | None) -> None:
+    def __init__(self, edits: dict[int, dict[int, Edit]], told: OnWeights | None) -> None:
         self.edits, self.told = edits, told
         self.layer: int | None = None
 
-    def follow(self, number: int, module: nn.Module) -> Iterator[Any]:
-        """Hooks that note when a layer begins and ends."""
+    def add_hooks(self, number: int, module: nn.Module) -> Iterator[Any]:
+        """Add hooks that record the start and end of a layer's forward."""
 
         def begins(*_: object) -> None:
-            if _AT_WORK.get() is self:  # the same model may run in another thread, which is none of ours
+            if _ACTIVE.get() is self:  # False if another thread runs the same model
                 self.layer = number
 
         def ends(*_: object) -> None:
-            if _AT_WORK.get() is self:
+            if _ACTIVE.get() is self:
                 self.layer = None
 
         yield module.register_forward_pre_hook(begins)
@@ -146,25 +146,25 @@ class _Editor:
         if self.layer is None:
             return call
         edits = self.edits.get(self.layer, {})
-        alike: dict[tuple[str, float], list[int]] = {}
+        heads_of: dict[tuple[str, float], list[int]] = {}
         for head in range(call.q.shape[1]):
             edit = edits.get(head)
             kind = (AS_TRAINED, 1.0) if edit is None else (edit.normalizer, edit.temperature)
-            alike.setdefault(kind, []).append(head)
-        calls = {kind: _changed(call, *kind) for kind in alike}
+            heads_of.setdefault(kind, []).append(head)
+        calls = {kind: _changed(call, *kind) for kind in heads_of}
         if len(calls) == 1 and self.told is None:
             return next(iter(calls.values()))
-        # Masks and biases may be of heads, too: each kind serves all heads, and its own are taken.
-        forms = weights or self.told is not None
-        found = {kind: serve(changed, weights=forms) for kind, changed in calls.items()}
-        result = _joined([(heads, found[kind]) for kind, heads in alike.items()])
+        # Masks and biases may differ by head: compute each kind of edit for all heads, then select its heads.
+        needs_weights = weights or self.told is not None
+        found = {kind: serve(changed, weights=needs_weights) for kind, changed in calls.items()}
+        result = _joined([(heads, found[kind]) for kind, heads in heads_of.items()])
         if self.told is not None:
             assert result.weights is not None
             self.told(self.layer, result.weights)
         return result
 
 
-_AT_WORK: ContextVar[_Editor | None] = ContextVar("qkv editor of a model", default=None)
+_ACTIVE: ContextVar[_Editor | None] = ContextVar("qkv editor of a model", default=None)
 
 
 def _by_layer(layers: list[MultiHeadAttention], edits: Iterable[Edit]) -> dict[int, dict[int, Edit]]:
@@ -177,7 +177,7 @@ def _by_layer(layers: list[MultiHeadAttention], edits: Iterable[Edit]) -> dict[i
             raise InputError(f"edit: head is {edit.head}, expected 0 to {heads - 1}")
         of_layer = found.setdefault(edit.layer, {})
         if edit.head in of_layer:
-            raise InputError(f"edit: layer {edit.layer}, head {edit.head} is edited twice, expected one edit a head")
+            raise InputError(f"edits has two edits of layer {edit.layer}, head {edit.head}, expected one for each head")
         of_layer[edit.head] = edit
     return found
 
@@ -188,11 +188,11 @@ def _changed(call: Call, normalizer: str, temperature: float) -> Call:
     given = call.given
     return Call.of(
         given.q, given.k, given.v, given.mask, given.biases, given.score,
-        _made(given.normalizer, normalizer, temperature), call.dropout_p, call.seed,
+        _normalizer(given.normalizer, normalizer, temperature), call.dropout_p, call.seed,
     )  # fmt: skip
 
 
-def _made(own: Normalizer, name: str, temperature: float) -> Normalizer:
+def _normalizer(trained: Normalizer, name: str, temperature: float) -> Normalizer:
     match name:
         case "softmax":
             return Softmax(temperature)
@@ -200,17 +200,17 @@ def _made(own: Normalizer, name: str, temperature: float) -> Normalizer:
             return Softmax(temperature, sink=0.0)
         case "sigmoid":
             return Sigmoid().with_temperature(temperature)
-    return own.with_temperature(own.temperature * temperature)
+    return trained.with_temperature(trained.temperature * temperature)
 
 
 def _joined(parts: list[tuple[list[int], Result]]) -> Result:
-    """One result of those of several calls, of which each has its own heads."""
+    """Combine the results of several calls by head: each result is used for the heads beside it."""
     order = torch.tensor([head for heads, _ in parts for head in heads]).argsort()
 
-    def together(tensors: list[Tensor | None]) -> Tensor | None:
-        kept = [x[:, heads] for x, (heads, _) in zip(tensors, parts, strict=True) if x is not None]
-        return torch.cat(kept, 1)[:, order] if len(kept) == len(parts) else None
+    def combined(tensors: list[Tensor | None]) -> Tensor | None:
+        selected = [x[:, heads] for x, (heads, _) in zip(tensors, parts, strict=True) if x is not None]
+        return torch.cat(selected, 1)[:, order] if len(selected) == len(parts) else None
 
-    out = together([result.out for _, result in parts])
+    out = combined([result.out for _, result in parts])
     assert out is not None
-    return Result(out, together([result.lse for _, result in parts]), together([r.weights for _, r in parts]))
+    return Result(out, combined([result.lse for _, result in parts]), combined([r.weights for _, r in parts]))

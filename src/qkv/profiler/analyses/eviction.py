@@ -1,22 +1,23 @@
-"""What a model loses when a cache lets keys go: the attention mass each head would miss, and the model's own loss.
+"""`eviction` measures the cost of evicting keys from the cache: lost attention mass by head, and the rise of the loss.
 
-Policies at a budget of B keys a layer and key head:
+Policies at a budget of B keys for each layer and key head:
 
-- ``window``: the last B keys, the query's own included (`qkv.cache.Sliding`).
-- ``sinks``: the first few and the last B − few (Xiao et al. 2024, arXiv:2309.17453; `qkv.cache.Sinks`).
-- ``heavy``: the last ⌈B/2⌉ and, of the older ones, the ⌊B/2⌋ that have received most attention (H2O: Zhang et al. 2023,
-  arXiv:2306.14048; `qkv.cache.HeavyHitters`).
+- ``window``: the last B keys, including the query's own (`qkv.cache.Sliding`).
+- ``sinks``: the first few and the last B − few keys (StreamingLLM: Xiao et al. 2024, arXiv:2309.17453;
+  `qkv.cache.Sinks`).
+- ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
+  al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
 
-Two estimates that answer different questions:
+There are two estimates, which answer different questions:
 
-**From the profile.** ``mass_lost`` is the weight that a query of the undisturbed model puts on keys the policy would no
-longer hold, averaged over queries. It knows nothing of how the model goes on from there. For ``heavy`` it ranks keys by
-what they have received at the *end* of the text from all queries of the undisturbed model, summed over the query heads
-that share a key head: an oracle, since a cache knows at query i only what has come by then, from queries that already
-missed keys.
+**From the profile.** ``mass_lost`` is the weight that a query of the model with a full cache puts on keys that the
+policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens. For
+``heavy``, keys are ranked by the weight that they have received at the *end* of the text from all queries of the model
+with a full cache, summed over the query heads that share a key head. This is an oracle: at query i a real cache only
+knows the weights up to then, of queries for which keys were already evicted.
 
-**By running.** ``delta_nats`` is how much the model's loss on the next token rises when every layer attends through the
-cache; ``heavy`` is then H2O's own online rule.
+**By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
+``heavy`` is then H2O's online rule.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from torch import Tensor, nn
 from qkv._files import write_whole
 from qkv.errors import InputError
 from qkv.masks import Mask, Predicate
-from qkv.profiler.analyses.eviction_run import held, nats_of, runner
+from qkv.profiler.analyses.eviction_run import nats_of, retained, run_mode
 from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
-from qkv.profiler.capture.observe import Seen
+from qkv.profiler.capture.observe import ObservedCall
 from qkv.profiler.capture.progress import Step, bar
 from qkv.statistics.measure import row_state, sweep
 
@@ -51,7 +52,7 @@ POLICIES = ("window", "sinks", "heavy")
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """What `eviction` found.
+    """The result of `eviction`.
 
     >>> import qkv
     >>> mini, tokenizer = qkv.load("qkv-mini")
@@ -62,15 +63,15 @@ class Eviction:
     """
 
     mass: pd.DataFrame
-    """A row for each policy, budget, layer and head: ``mass_lost``, the mean weight of a query on keys let go."""
+    """A row for each policy, budget, layer and head: ``mass_lost``, the mean weight of a query on evicted keys."""
     loss: pd.DataFrame | None
-    """A row for each policy and budget: ``nats`` of the next token and ``delta_nats``, its rise over the policy "full",
-    which keeps all keys; None where the model was not run."""
+    """A row for each policy and budget: ``nats``, the loss on the next token, and ``delta_nats``, its rise over the
+    policy "full", which keeps all keys. None if the model was not run."""
     attrs: dict[str, Any]
-    """Model, tokens, texts, first, and how it was run."""
+    """Model, tokens, texts, first, and whether it was run with caches or masks."""
 
     def save(self, folder: Path) -> list[Path]:
-        """Write mass.csv, loss.csv and eviction.json, which has everything but the heads; returns their paths."""
+        """Write mass.csv, loss.csv and eviction.json (a summary averaged over heads); returns their paths."""
         by_policy = self.mass.groupby(["policy", "budget"], sort=False)["mass_lost"].mean().reset_index()
         summary = {**self.attrs, "mass_lost": by_policy.to_dict("records")}
         files = {"mass.csv": self.mass.to_csv(index=False)}
@@ -95,26 +96,26 @@ def eviction(
     name: str = "",
     progress: bool = True,
 ) -> Eviction:
-    """What each eviction policy costs at each budget, estimated from attention and by running the model.
+    """Measure the cost of each eviction policy at each budget, from the attention weights and by running the model.
 
-    Models of qkv (`DecoderLM`) are run through the caches themselves; ``sinks`` then turns keys by their slot in the
+    Models of qkv (`DecoderLM`) are run with the caches themselves; ``sinks`` then rotates keys by their slot in the
     cache, as StreamingLLM does. Causal language models of Hugging Face are run with ``window`` and ``sinks`` as masks
-    on their own attention: the same keys, but ``sinks`` without the turn by slot. ``heavy`` depends on weights as they
-    come and runs in qkv's models only.
+    on their own attention: the same keys, but in ``sinks`` not rotated by slot. ``heavy`` depends on the weights of
+    previous queries and runs only with qkv's models.
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
-        inputs: as in `qkv.profile`. Every text is read by itself, without its padding.
-        budgets: keys held in each layer, at least 2 and more than `first`.
-        policies: of ``window``, ``sinks`` and ``heavy``.
-        first: how many first keys ``sinks`` keeps.
-        run: whether to run the model, too.
-        tokenizer: for text; loaded with the model if that is a name.
-        name: of the model, kept in the attributes.
+        inputs: as in `qkv.profile`. Every text is run separately, without its padding.
+        budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
+        policies: some of ``window``, ``sinks`` and ``heavy``.
+        first: number of first keys that ``sinks`` keeps.
+        run: also run the model, to measure its loss.
+        tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
+        name: name of the model, kept in the attributes.
         progress: show a progress bar while it runs, if standard error is a terminal.
 
     Raises:
-        InputError: for a model that is not causal, or cannot be run with a policy; budgets or policies that cannot be.
+        InputError: for a model that is not causal, or cannot be run with a policy; for invalid budgets or policies.
 
     >>> found = eviction("qkv-mini", "def f(x):\\n    return x", budgets=[6], policies=["window"], progress=False)
     >>> found.mass.shape, found.loss["policy"].tolist()
@@ -124,7 +125,7 @@ def eviction(
     if isinstance(model, str):
         loaded = load(model, head=run)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    runs = runner(model, policies) if run else None  # refuses before anything is computed
+    mode = run_mode(model, policies) if run else None  # raises before anything is computed
     texts = list(_texts(model, inputs, tokenizer))
     settings = [(policy, budget) for policy in policies for budget in budgets]
     lengths = [ids.shape[1] for ids in texts]
@@ -133,13 +134,12 @@ def eviction(
     with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
         for ids in texts:
             _add_lost(lost, model, ids, settings, first, step)
-            for (policy, budget), so_far in nats.items() if runs else ():
-                assert runs is not None
-                found = nats_of(runs, model, ids, policy, budget, first, step)
-                nats[policy, budget] = so_far + found
+            for (policy, budget), total in nats.items() if mode else ():
+                assert mode is not None
+                nats[policy, budget] = total + nats_of(mode, model, ids, policy, budget, first, step)
     attrs = {
         "model": name or type(model).__name__, "texts": len(texts), "tokens": sum(lengths),
-        "longest": max(lengths), "first": first, "run": runs,
+        "longest": max(lengths), "first": first, "run": mode,
     }  # fmt: skip
     predicted = sum(lengths) - len(lengths)
     loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
@@ -154,22 +154,26 @@ def _check(budgets: Sequence[int], policies: Sequence[str], first: int) -> None:
         raise InputError(f"first is {first}, expected at least 1 key")
     least = max(2, first + 1) if "sinks" in policies else 2
     if not budgets or min(budgets) < least:
-        why = f" ({first} of them the first of the text)" if "sinks" in policies else ""
-        raise InputError(f"budgets is {list(budgets)}, expected numbers of keys of at least {least}{why}")
+        why = f", because policy 'sinks' keeps the first {first}" if "sinks" in policies else ""
+        raise InputError(f"budgets is {list(budgets)}, expected at least {least} keys{why}")
 
 
 def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor, "1 n"]]:
-    """Ids of each text, without padding."""
+    """Token ids of each text, without padding."""
     for batch in batches(model, inputs, tokenizer, None):
         sequences = sequences_of(model, batch)
         if sequences.source is None or sequences.two:
-            raise InputError(f"{type(model).__name__} does not read one sequence of tokens, expected a language model")
+            raise InputError(
+                f"model {type(model).__name__} does not read one sequence of tokens, expected a language model"
+            )
         real, _ = real_tokens(model, batch, sequences)
         for item, ids in enumerate(sequences.source):
             keep = real.get(len(ids))
             kept = ids if keep is None else ids[keep[item]]
             if len(kept) < 2:
-                raise InputError(f"inputs: a text has {len(kept)} token, expected at least 2: the last is predicted")
+                raise InputError(
+                    f"inputs has a text of {len(kept)} token, expected at least 2, to predict the last one"
+                )
             yield kept[None]
 
 
@@ -180,47 +184,49 @@ def _add_lost(
     lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: list[tuple[str, int]],
     first: int, step: Step,
 ) -> None:  # fmt: skip
-    """Add what the queries of one text lose, summed, to `lost`: (heads,) for each policy, budget and layer."""
+    """Add the lost mass of one text, summed over its queries, to `lost`: (heads,) for each policy, budget and layer."""
     [batch] = batches(model, ids, None, None)
-    calls = [without_values(seen) for seen in calls_of(model, batch)]
-    calls = [seen for seen in calls if seen.causal and seen.call.q.shape[2] == seen.call.k.shape[2]]
+    calls = [without_values(observed) for observed in calls_of(model, batch)]
+    calls = [observed for observed in calls if observed.causal and observed.call.q.shape[2] == observed.call.k.shape[2]]
     if not calls:
-        raise InputError(f"{type(model).__name__} has no causal self-attention, whose keys a cache would hold")
-    for seen in calls:
-        for (policy, budget), mass in mass_lost(seen, settings, first).items():
-            key = policy, budget, seen.layer
+        raise InputError(
+            f"model {type(model).__name__} has no causal self-attention, expected a model that can run with a cache"
+        )
+    for observed in calls:
+        for (policy, budget), mass in mass_lost(observed, settings, first).items():
+            key = policy, budget, observed.layer
             lost[key] = lost.get(key, 0) + mass[0].double().sum(-1).cpu()
         step(ids.shape[1] / len(calls))
 
 
 def mass_lost(
-    seen: Seen, settings: Sequence[tuple[str, int]], first: int
+    observed: ObservedCall, settings: Sequence[tuple[str, int]], first: int
 ) -> dict[tuple[str, int], Float[Tensor, "b h nq"]]:
-    """The weight every query puts on keys that each policy, at a budget, would not hold for it."""
+    """The weight of every query on keys that each policy, at a budget, would have evicted."""
     names = {f"{policy} {budget}": (policy, budget) for policy, budget in settings}
-    fixed = {name: ~held(policy, budget, first) for name, (policy, budget) in names.items() if policy != "heavy"}
-    rows = row_state(seen.call, seen.lse)
-    found = sweep(seen.call, rows, mass=fixed)
+    fixed = {name: ~retained(policy, budget, first) for name, (policy, budget) in names.items() if policy != "heavy"}
+    rows = row_state(observed.call, observed.lse)
+    found = sweep(observed.call, rows, mass=fixed)
     masses = dict(found.mass)
-    ranked = {name: _let_go(found.received, seen, budget) for name, (p, budget) in names.items() if p == "heavy"}
+    ranked = {name: _evicted(found.received, observed, budget) for name, (p, budget) in names.items() if p == "heavy"}
     if ranked:
-        masses |= sweep(seen.call, rows, mass=ranked).mass
+        masses |= sweep(observed.call, rows, mass=ranked).mass
     return {names[name]: mass for name, mass in masses.items()}
 
 
-def _let_go(received: Float[Tensor, "b h nk"], seen: Seen, budget: int) -> Mask:
-    """The pairs of a query and a key that heavy hitters at this budget no longer hold for it."""
-    group = received.shape[1] // seen.call.k.shape[1]
+def _evicted(received: Float[Tensor, "b h nk"], observed: ObservedCall, budget: int) -> Mask:
+    """The pairs of a query and a key that policy "heavy" has evicted at this budget."""
+    group = received.shape[1] // observed.call.k.shape[1]
     shared = received.double().unflatten(1, (-1, group)).sum(2)
     ends = expiry(shared, budget // 2, budget - budget // 2).repeat_interleave(group, 1)
     return Predicate(lambda b, h, q, k: q >= ends[b, h, k])
 
 
 def expiry(received: Float[Tensor, "b hkv nk"], heavy: int, recent: int) -> Int[Tensor, "b hkv nk"]:
-    """The first query that does not find each key, where the last `recent` stay and the `heavy` that received most.
+    """The first query after each key's eviction, if the last `recent` keys and `heavy` heavy hitters are retained.
 
-    A key that leaves the window stays while fewer than `heavy` keys that left it before or after have received more (of
-    equals the oldest goes). One that is never let go has n_keys.
+    A key that has left the window of recent keys is retained while fewer than `heavy` other keys outside of the window
+    have received more; of equal keys the oldest is evicted first. For a key that is never evicted the result is n_keys.
 
     >>> expiry(torch.tensor([[[5.0, 1, 3, 2, 1]]]), heavy=1, recent=2).tolist()
     [[[5, 3, 4, 5, 5]]]

@@ -1,4 +1,4 @@
-"""A language model run with a cache that lets keys go: its loss on the next token."""
+"""Run a language model with a cache that evicts keys, and measure its loss on the next token."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from qkv.masks import Mask, Prefix, Window
 from qkv.models.decoder import DecoderLM
 from qkv.models.token_loss import token_loss
 
-CACHES, MASKS = "caches", "masks"  # the ways to run
+CACHES, MASKS = "caches", "masks"  # run modes
 
 
-def runner(model: nn.Module, policies: Sequence[str]) -> str:
-    """How a model is run with these policies: through caches, or with masks on its own attention.
+def run_mode(model: nn.Module, policies: Sequence[str]) -> str:
+    """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention.
 
     Raises:
-        InputError: if it cannot be.
+        InputError: if the model cannot be run with these policies.
     """
     kind = type(model).__name__
     if isinstance(model, DecoderLM):
         return CACHES
     if not any(map(routes, model.modules())):
         raise InputError(
-            f"{kind} cannot be run with a cache of qkv: expected a qkv.models.DecoderLM or a causal language model of "
-            "Hugging Face; run=False (--no-run) estimates from its attention alone"
+            f"model {kind} cannot be run with a cache of qkv; expected a qkv.models.DecoderLM or a causal language "
+            "model of Hugging Face; run=False (--no-run) estimates from its attention weights alone"
         )
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise InputError(
-            f"{kind} has no output head, so its loss is not known: expected a causal language model, such as "
-            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention alone"
+            f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
+            "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
         )
     if "heavy" in policies:
         raise InputError(
-            f"policies has 'heavy', which runs in models of qkv only, and this is {kind}: which keys go depends on "
-            "weights as they come; expected 'window' and 'sinks', or run=False (--no-run)"
+            f"policies has 'heavy', which cannot be a fixed mask and runs only with qkv's models, not with {kind}; "
+            "expected 'window' and 'sinks', or run=False (--no-run)"
         )
     return MASKS
 
 
-def held(policy: str, budget: int, first: int) -> Mask:
-    """The keys that "window" or "sinks" hold for each query, those that it may not see aside."""
+def retained(policy: str, budget: int, first: int) -> Mask:
+    """The keys that "window" or "sinks" retain for each query, as a mask to combine with the causal one."""
     return Window(budget) if policy == "window" else Prefix(first) | Window(budget - first)
 
 
 @torch.no_grad()
 def nats_of(
-    way: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: str, budget: int, first: int,
+    mode: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: str, budget: int, first: int,
     on_tokens: Callable[[float], None],
 ) -> float:  # fmt: skip
-    """The sum over n − 1 next tokens of their surprise in nats; policy "full" keeps all keys."""
-    if way == CACHES:
+    """The sum of the loss over the n − 1 next tokens, in nats; policy "full" keeps all keys."""
+    if mode == CACHES:
         assert isinstance(model, DecoderLM)
         makers: dict[str, Callable[[], Cache]] = {
             "full": lambda: Full(ids.shape[1]),
@@ -76,13 +76,13 @@ def nats_of(
             return float(token_loss(model, ids, makers[policy], chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
         finally:
             model.train(training)
-    found = _with_mask(model, ids, None if policy == "full" else held(policy, budget, first))
+    found = _with_mask(model, ids, None if policy == "full" else retained(policy, budget, first))
     on_tokens(ids.shape[1])
     return found
 
 
 def _with_mask(model: nn.Module, ids: Tensor, kept: Mask | None) -> float:
-    """The loss of a Hugging Face model whose causal attention sees only keys in `kept`."""
+    """The loss of a Hugging Face model whose causal attention is restricted to the keys in `kept`."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any

@@ -1,9 +1,9 @@
-"""Attention rollout: what reaches a token's final state from which tokens, through all layers, in linear memory.
+"""Attention rollout in linear memory (Abnar & Zuidema 2020, arXiv:2005.00928, section 3).
 
-(Abnar & Zuidema 2020, arXiv:2005.00928, section 3.) Each layer is taken as Ã = ρ I + (1 − ρ) Ā, its rows divided by
-their sums: Ā is the mean of its heads' weights and ρ what the residual connection keeps. The rollout is
-R = Ã_L ⋯ Ã_1. It is never formed: a chosen row of R is wᵀ Ã_L ⋯ Ã_1, one product from the left a layer, and a chosen
-column Ã_L ⋯ Ã_1 c, one from the right (see `qkv.statistics.products`).
+The rollout estimates how much of a token's final state comes from each input token. Each layer is modelled as
+Ã = ρ I + (1 − ρ) Ā with rows divided by their sums, where Ā is the mean of its heads' weights and ρ the share that the
+residual connection keeps. The rollout R = Ã_L ⋯ Ã_1 is never formed: a row of R is wᵀ Ã_L ⋯ Ã_1, one vector-matrix
+product for each layer, and a column is Ã_L ⋯ Ã_1 c, one matrix-vector product (see `qkv.statistics.products`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qkv.errors import InputError
 from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, sequences_of
 from qkv.profiler.capture.models import load
-from qkv.profiler.capture.observe import Seen
+from qkv.profiler.capture.observe import ObservedCall
 from qkv.profiler.capture.tokens import Tokens
 from qkv.statistics.measure import row_state
 from qkv.statistics.products import weights_matmul, weights_transposed_matmul
@@ -49,30 +49,30 @@ def rollout(
 ) -> xr.DataArray:
     """Where the final states of chosen tokens come from: rows of the attention rollout, layer by layer.
 
-    Memory is linear in the text: queries and keys of every layer, and one column a chosen token.
+    Memory is linear in the text: queries and keys of every layer, and one vector for each chosen token.
 
     Args:
         model: as in `qkv.profile`, or a name for `qkv.load`.
-        inputs: as in `qkv.profile`. Padding is no token.
-        queries: positions of the chosen tokens among the real ones of each text; −1 is the last.
-        tokenizer: for text and for the names of tokens; loaded with the model if that is a name.
-        target: the text the decoder of an encoder-decoder reads.
+        inputs: as in `qkv.profile`. Padding does not count.
+        queries: positions of the chosen tokens, without padding; −1 is the last token of a text.
+        tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
+        target: the text that the decoder of an encoder-decoder reads.
         group: kind of attention, for a model that has several: ``"encoder"`` or ``"decoder"``. A rollout stays within
             one text, so cross-attention is left out.
-        residual: ρ, what the residual connection keeps of a state; 0.5 in the paper.
-        name: of the model, kept in the attributes; its own if not given.
+        residual: ρ, the share of a state that the residual connection keeps; 0.5 in the paper.
+        name: name of the model, kept in the attributes; taken from the model if not given.
         on_layer: called after each layer.
 
     Returns:
-        Over (text, chosen, depth, token), in float64: the share of the chosen token's final state that comes from each
-        token's state at `depth`, the number of layers below that state: 0 is the embeddings and holds the rollout
-        itself. Each (text, chosen, depth) sums to 1, where every token attends to something. Coordinates
-        ``token_name`` (text, token), ``chosen_position`` and ``chosen_name`` (text, chosen), ``n_tokens`` (text); NaN
-        beyond a text's end.
+        An array (text, chosen, depth, token) in float64: the share of the chosen token's final state that comes from
+        each token's state at `depth`, counted in layers. Depth 0 is the embeddings and holds the rollout itself. The
+        shares of each (text, chosen, depth) add up to 1 if every token attends to at least one token. Coordinates are
+        ``token_name`` (text, token), ``chosen_position`` and ``chosen_name`` (text, chosen), ``n_tokens`` (text);
+        values beyond a text's end are NaN.
 
     Raises:
-        InputError: for inputs the model cannot take, a position outside of a text, attention between two texts, or
-            layers of different lengths.
+        InputError: if the model does not accept the inputs, a position is outside of a text, `group` is
+            cross-attention, or layers have different lengths.
 
     >>> found = rollout("qkv-mini", "def f(x):\\n    return x", [-1])
     >>> found.sizes["depth"], round(float(found.sel(depth=0).sum()), 6)
@@ -96,20 +96,20 @@ def flow_to(
     """How much of every token's state comes from chosen input tokens: columns of the attention rollout, layer by layer.
 
     Args:
-        model: as in `rollout`; so are all that follow but `keys`.
-        inputs: as there.
-        keys: positions of the chosen input tokens among the real ones of each text; −1 is the last.
-        tokenizer: as there.
-        target: as there.
-        group: as there.
-        residual: as there.
-        name: as there.
-        on_layer: as there.
+        model: as in `rollout`.
+        inputs: as in `rollout`.
+        keys: positions of the chosen input tokens, without padding; −1 is the last token of a text.
+        tokenizer: as in `rollout`.
+        target: as in `rollout`.
+        group: as in `rollout`.
+        residual: as in `rollout`.
+        name: as in `rollout`.
+        on_layer: as in `rollout`.
 
     Returns:
-        Over (text, chosen, depth, token) as in `rollout`: the share of each token's state after `depth` layers that
-        comes from the chosen token's embedding. Depth 0 is 1 at the chosen token and 0 elsewhere; the last depth is
-        a column of the rollout.
+        An array (text, chosen, depth, token) as in `rollout`: the share of each token's state after `depth` layers
+        that comes from the chosen token's embedding. At depth 0 it is 1 at the chosen token and 0 elsewhere; the last
+        depth is a column of the rollout.
 
     Raises:
         InputError: as in `rollout`.
@@ -135,52 +135,57 @@ def _traced(
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     found = []
     for batch in batches(model, inputs, tokenizer, target):
-        calls = [without_values(seen) for seen in calls_of(model, batch)]
+        calls = [without_values(observed) for observed in calls_of(model, batch)]
         stack = _one_stack(calls, group)
         real = _real(stack[0])
         names = Tokens(sequences_of(model, batch), tokenizer, stack[0].group)
         places = _places(real, chosen, called)
         start = torch.zeros(*real.shape, len(chosen), dtype=torch.float64, device=real.device)
         start.scatter_(1, places[:, None], 1.0)
-        steps = walk([_Layer.of(seen, residual) for seen in stack], start, on_layer)
+        steps = walk([_Layer.of(observed, residual) for observed in stack], start, on_layer)
         found += _items(torch.stack(steps, 1).cpu().numpy(), real.cpu().numpy(), places.cpu().numpy(), names)
     attributes = {"model": name or type(model).__name__, "group": stack[0].group, "residual": residual}
     attributes |= {"of": called, "definition": DEFINITIONS[called], "units": "1"}
     return _array(found, attributes)
 
 
-def _one_stack(calls: list[Seen], group: str | None) -> list[Seen]:
-    """The layers of one kind of attention of a text to itself."""
-    kinds = list(dict.fromkeys(seen.group for seen in calls))
-    own = [kind for kind in kinds if kind != "cross"]
-    if group is None and len(own) == 1:
-        group = own[0]
-    if group not in own:
-        what = "a rollout stays within one text" if group == "cross" else f"expected one of {', '.join(map(repr, own))}"
-        raise InputError(f"group is {group!r}, and the model has attention of the kinds {', '.join(kinds)}; {what}")
-    stack = [seen for seen in calls if seen.group == group]
-    for seen in stack:
-        n_queries, n_keys = seen.call.q.shape[2], seen.call.k.shape[2]
-        if len(seen.call.q) != len(stack[0].call.q):  # windows of an image, say
+def _one_stack(calls: list[ObservedCall], group: str | None) -> list[ObservedCall]:
+    """The layers of one kind of self-attention."""
+    kinds = list(dict.fromkeys(observed.group for observed in calls))
+    within = [kind for kind in kinds if kind != "cross"]
+    if group is None and len(within) == 1:
+        group = within[0]
+    if group not in within:
+        expected = f"expected one of {', '.join(map(repr, within))}"
+        why = "a rollout stays within one text; " if group == "cross" else ""
+        raise InputError(
+            f"group is {group!r}, and the model has attention of the kinds {', '.join(kinds)}; {why}{expected}"
+        )
+    stack = [observed for observed in calls if observed.group == group]
+    first = stack[0]
+    for observed in stack:
+        n_queries, n_keys = observed.call.q.shape[2], observed.call.k.shape[2]
+        if len(observed.call.q) != len(first.call.q):  # windows of an image, say
             raise InputError(
-                f"{seen.module} attends in pieces that {stack[0].module} does not have; a rollout needs one text"
+                f"model attends to windows of the text in {observed.module}, but not in {first.module}; expected "
+                "layers that all attend to the whole text"
             )
-        if n_queries != n_keys or n_keys != stack[0].call.k.shape[2]:
+        if n_queries != n_keys or n_keys != first.call.k.shape[2]:
             raise InputError(
-                f"{seen.module} attends with {n_queries} queries to {n_keys} keys and {stack[0].module} to "
-                f"{stack[0].call.k.shape[2]}; a rollout needs layers that all read the same tokens"
+                f"model attends from {n_queries} queries to {n_keys} keys in {observed.module}, and to "
+                f"{first.call.k.shape[2]} keys in {first.module}; expected layers that all read the same tokens"
             )
     return stack
 
 
-def _real(seen: Seen) -> Bool[Tensor, "b n"]:
-    shape = seen.call.q.shape[0], seen.call.q.shape[2]
-    found = seen.keys if seen.queries is None else seen.queries
-    return torch.ones(shape, dtype=torch.bool, device=seen.call.q.device) if found is None else found.expand(shape)
+def _real(observed: ObservedCall) -> Bool[Tensor, "b n"]:
+    shape = observed.call.q.shape[0], observed.call.q.shape[2]
+    mask = observed.keys if observed.queries is None else observed.queries
+    return torch.ones(shape, dtype=torch.bool, device=observed.call.q.device) if mask is None else mask.expand(shape)
 
 
 def _places(real: Tensor, chosen: Sequence[int], called: str) -> Tensor:
-    """Where the chosen tokens of each batch item stand, padding counted: (b, m)."""
+    """Positions of the chosen tokens of each batch item, padding included: (b, m)."""
     rows = []
     for row in real:
         positions = row.nonzero()[:, 0]
@@ -193,40 +198,42 @@ def _places(real: Tensor, chosen: Sequence[int], called: str) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Ã of one layer: what it takes to multiply with it."""
+    """The matrix Ã of one layer as a linear operator."""
 
-    seen: Seen
+    observed: ObservedCall
     rows: RowState
     queries: Bool[Tensor, "b n"]
     residual: float
-    divisor: Float[Tensor, "b n 1"]  # of each row: 1, unless weights add up to less, as with a learned sink
+    divisor: Float[Tensor, "b n 1"]  # row sums: 1, or less if weights add up to less than 1, as with a learned sink
 
     @staticmethod
-    def of(seen: Seen, residual: float) -> _Layer:
-        rows, queries = row_state(seen.call, seen.lse), _real(seen)
-        if seen.call.normalizer.has_lse and seen.call.sink is None:
+    def of(observed: ObservedCall, residual: float) -> _Layer:
+        call = observed.call
+        rows, queries = row_state(call, observed.lse), _real(observed)
+        if call.normalizer.has_lse and call.sink is None:
             assert rows.level is not None
             mass = ((rows.level != -torch.inf) & queries[:, None]).double().mean(1)[..., None]
         else:
-            ones = seen.call.q.new_ones(*queries.shape, 1)[:, None]
-            mass = weights_matmul(seen.call, rows, ones, queries=queries).double().mean(1)
+            ones = call.q.new_ones(*queries.shape, 1)[:, None]
+            mass = weights_matmul(call, rows, ones, queries=queries).double().mean(1)
         total = residual + (1 - residual) * mass
-        return _Layer(seen, rows, queries, residual, torch.where(total == 0, 1.0, total))
+        return _Layer(observed, rows, queries, residual, torch.where(total == 0, 1.0, total))
 
     def before(self, w: Tensor) -> Tensor:
         """Ãᵀ w, (b, n, m)."""
         w = w / self.divisor
-        given = weights_transposed_matmul(self.seen.call, self.rows, w[:, None], queries=self.queries).double().mean(1)
-        return self.residual * w + (1 - self.residual) * given
+        call = self.observed.call
+        attended = weights_transposed_matmul(call, self.rows, w[:, None], queries=self.queries).double().mean(1)
+        return self.residual * w + (1 - self.residual) * attended
 
     def after(self, c: Tensor) -> Tensor:
         """Ã c, (b, n, m)."""
-        taken = weights_matmul(self.seen.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
-        return (self.residual * c + (1 - self.residual) * taken) / self.divisor
+        attended = weights_matmul(self.observed.call, self.rows, c[:, None], queries=self.queries).double().mean(1)
+        return (self.residual * c + (1 - self.residual) * attended) / self.divisor
 
 
 def _backward(layers: list[_Layer], w: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
-    """wᵀ at every depth, the lowest first."""
+    """wᵀ at every depth, depth 0 first."""
     steps = [w]
     for layer in reversed(layers):
         steps.append(layer.before(steps[-1]))
@@ -235,7 +242,7 @@ def _backward(layers: list[_Layer], w: Tensor, on_layer: Callable[[], None]) -> 
 
 
 def _forward(layers: list[_Layer], c: Tensor, on_layer: Callable[[], None]) -> list[Tensor]:
-    """c at every depth, the lowest first."""
+    """c at every depth, depth 0 first."""
     steps = [c]
     for layer in layers:
         steps.append(layer.after(steps[-1]))
@@ -251,7 +258,7 @@ class _Item:
 
 
 def _items(steps: np.ndarray, real: np.ndarray, places: np.ndarray, tokens: Tokens) -> list[_Item]:
-    """Each text of a batch, without its padding; `steps` is (b, depth, n, m)."""
+    """The texts of a batch without their padding; `steps` is (b, depth, n, m)."""
     found = []
     for item, keep in enumerate(real):
         rank = np.cumsum(keep) - 1
@@ -261,7 +268,7 @@ def _items(steps: np.ndarray, real: np.ndarray, places: np.ndarray, tokens: Toke
 
 
 def _array(items: list[_Item], attributes: dict[str, Any]) -> xr.DataArray:
-    """Texts side by side, NaN and empty names beyond the end of each."""
+    """Stack the texts in one array, padded with NaN and empty names."""
     longest = max(len(item.names) for item in items)
     chosen, depth = items[0].values.shape[:2]
     values = np.full((len(items), chosen, depth, longest), np.nan)

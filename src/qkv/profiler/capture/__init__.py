@@ -1,1 +1,1 @@
-"""Run a model and observe its attention: hooks, calls, probes, hidden states."""
+"""Run a model and observe its attention calls, hidden states and behaviour on synthetic texts."""

@@ -1,6 +1,6 @@
-"""The attention calls of a model on an input, kept to ask more of them: maps, rollout, what a cache would lose.
+"""Collect the attention calls of a model on an input, for analyses such as maps, attention rollout and eviction.
 
-A call is queries, keys, values and mask, so what is kept is linear in the text.
+A call holds queries, keys, values and the mask, so the memory is linear in the text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import real_tokens, sequences_of
-from qkv.profiler.capture.observe import Observer, Seen, observe
+from qkv.profiler.capture.observe import ObservedCall, Observer, observe
 
 
-class _Enough(Exception):  # noqa: N818  (no error)
-    """Nothing is wanted of what the model has still to compute."""
+class _AllCollected(Exception):  # noqa: N818  (not an error)
+    """Raised to stop the forward once all requested layers were collected."""
 
 
 def calls_of(
@@ -26,47 +26,50 @@ def calls_of(
     layers: Collection[int] | None = None,
     group: str | None = None,
     on_call: Callable[[str], None] = lambda module: None,
-) -> list[Seen]:
-    """The calls of one forward, in the order the model made them; the model is left as it was.
+) -> list[ObservedCall]:
+    """The attention calls of one forward, in the order the model made them; the model is left as it was.
 
     Args:
         model: as in `qkv.profile`.
-        batch: what its forward takes, from `qkv.profiler.capture.inputs.batches`.
-        layers: which to keep, counted from 0 in each group; all if None. The forward ends when it has the last of them.
-        group: only calls of this kind: see `qkv.profiler.capture.groups`.
-        on_call: hears the name of every module that attends, as it does.
+        batch: the arguments of its forward, from `qkv.profiler.capture.inputs.batches`.
+        layers: which layers to keep, counted from 0 in each group; all if None. If `group` is given, too, the forward
+            stops after the last of these layers.
+        group: keep only calls of this kind: see `qkv.profiler.capture.groups`.
+        on_call: callback with the name of every module that attends, at the time of its call.
 
     Raises:
         InputError: if the model makes no such call.
     """
     wanted = None if layers is None else set(layers)
-    found: list[Seen] = []
+    found: list[ObservedCall] = []
 
-    def take(seen: Seen) -> None:
-        if group is None or seen.group == group:
-            found.append(seen)
+    def collect(observed: ObservedCall) -> None:
+        if group is None or observed.group == group:
+            found.append(observed)
         if wanted is not None and group is not None and {s.layer for s in found} >= wanted:
-            raise _Enough
+            raise _AllCollected
 
     sequences = sequences_of(model, batch)
     source, queries = real_tokens(model, batch, sequences)
-    observer = Observer(model, layers, query_masks=queries, key_masks=source, sequences=sequences, take=take)
+    observer = Observer(model, layers, query_masks=queries, key_masks=source, sequences=sequences, collect=collect)
     observer.on_call = on_call
     try:
         with observe(observer):
             model(**batch)
-    except _Enough:
+    except _AllCollected:
         pass
     missing = sorted((wanted or set()) - {s.layer for s in found})
     if not found or missing:
-        what = f"layers {missing}" if missing else "attention that qkv can observe"
-        kinds = f" of the kind {group!r}" if group else ""
-        raise InputError(f"{type(model).__name__} has no {what}{kinds}; it has layers 0..{observer.deepest()}")
+        of_kind = f" of the kind {group!r}" if group else ""
+        name, limits = type(model).__name__, f"it has layers 0..{observer.deepest()}"
+        if missing:
+            raise InputError(f"layers {missing}{of_kind} are not in {name}; {limits}")
+        raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; {limits}")
     return found
 
 
-def without_values(seen: Seen) -> Seen:
-    """The same for what needs no values, which then take no memory."""
-    v = seen.call.v[..., :1].clone()
-    given = replace(seen.call.given, v=v)
-    return replace(seen, call=replace(seen.call, v=v, given=given))
+def without_values(observed: ObservedCall) -> ObservedCall:
+    """The call with its values cut to one column, to save memory where an analysis does not need them."""
+    v = observed.call.v[..., :1].clone()
+    given = replace(observed.call.given, v=v)
+    return replace(observed, call=replace(observed.call, v=v, given=given))

@@ -1,4 +1,4 @@
-"""What was recorded in the runs of a model as labelled data sets, one a kind of attention."""
+"""Turn the records of a model's runs into labelled data sets, one for each kind of attention."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.profiler.capture.observe import PREFIX, Observer, Record
 from qkv.profiler.capture.tokens import Tokens
-from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, own_attrs
+from qkv.profiler.data.variables import BIN, BY_HEAD, HEAD, TEXT, VARIABLES, Variable, custom_attrs
 from qkv.statistics import Statistic, Streaming
 
-PADDED = ("query", "key", "query_bin", "key_bin")  # as long as the longest text needs
+PADDED = ("query", "key", "query_bin", "key_bin")  # dimensions that are padded to the longest text
 
 
 def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> dict[str, xr.Dataset]:
-    """One data set a group, runs side by side along `text`."""
+    """One data set for each group, with the runs concatenated along `text`."""
     parts: dict[str, list[xr.Dataset]] = {}
     for observer in observers:
         for group, records in grouped(observer.records).items():
@@ -30,15 +30,15 @@ def datasets(observers: list[Observer], tokenizer: Any, local_window: int) -> di
 
 
 def grouped(records: list[Record]) -> dict[str, list[Record]]:
-    """Records by group; where shapes differ within one (towers, hybrid models) it splits: text, text-2 …"""
+    """Records by group; if shapes differ within a group (towers, hybrid models), it is split into text, text-2 …"""
     groups: dict[str, list[Record]] = {}
     shapes: dict[str, list[Any]] = {}
     for record in records:
         shape = (record.statistics.entropy.shape, record.statistics.received.shape)
-        seen = shapes.setdefault(record.group, [])
-        if shape not in seen:
-            seen.append(shape)
-        n = seen.index(shape)
+        known = shapes.setdefault(record.group, [])
+        if shape not in known:
+            known.append(shape)
+        n = known.index(shape)
         groups.setdefault(record.group if n == 0 else f"{record.group}-{n + 1}", []).append(record)
     return groups
 
@@ -66,8 +66,8 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
         if dims == HEAD or not (about.always or all(x is not None for x in found)):
             continue
         if dims == BIN and not (real_q.all() and real_k.all()):
-            continue  # bins are of positions, padding among them
-        missing = torch.full_like(first.statistics.entropy, torch.nan)  # no log-sum-exp where the normalizer has none
+            continue  # bins are of positions and would mix padding with real tokens
+        missing = torch.full_like(first.statistics.entropy, torch.nan)  # for a normalizer without a log-sum-exp
         values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
         if cross and about.one_text:
             values = values * np.nan
@@ -77,7 +77,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
     causal = all(r.causal for r in records)
     for x in statistics:
         values = variables[x.name][1]
-        variables[x.name] = (*variables[x.name][:2], own_attrs(x))
+        variables[x.name] = (*variables[x.name][:2], custom_attrs(x))
         variables[x.name + BY_HEAD] = (TEXT, _by_head(x, values, real_q if x.over == "query" else real_k, causal), {
             "units": x.unit, "definition": f"{x.definition}; of each head",
         })  # fmt: skip
@@ -109,7 +109,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
 
 
 def _found(record: Record, name: str) -> Tensor | None:
-    """A variable of one layer, if it was measured."""
+    """A variable of one layer, or None if it was not measured."""
     statistics = record.statistics
     if name in ("map_max", "map_mean"):
         small = statistics.thumbnail
@@ -120,17 +120,17 @@ def _found(record: Record, name: str) -> Tensor | None:
 
 
 def _by_head(statistic: Statistic, values: np.ndarray, real: np.ndarray, causal: bool) -> np.ndarray:
-    """A statistic of one's own for each head of each text, (text, layer, head), as the object says."""
+    """A custom statistic averaged for each head of each text by its own `by_head`: (text, layer, head)."""
     counted = np.arange(values.shape[-1]) < real.sum(1)[:, None]
     if causal and statistic.from_second and statistic.over == "query":
         counted[:, 0] = False
-    made = statistic.by_head(values, counted)
-    if not isinstance(made, np.ndarray) or made.shape != values.shape[:3]:
-        got = made.shape if isinstance(made, np.ndarray) else type(made).__name__
+    means = statistic.by_head(values, counted)
+    if not isinstance(means, np.ndarray) or means.shape != values.shape[:3]:
+        got = means.shape if isinstance(means, np.ndarray) else type(means).__name__
         raise InputError(
             f"{type(statistic).__name__}: by_head returned {got} for values {values.shape}, expected {values.shape[:3]}"
         )
-    return made.astype(np.float32)
+    return means.astype(np.float32)
 
 
 def _real(mask: Tensor | None, batch: int, length: int) -> np.ndarray:
@@ -138,7 +138,7 @@ def _real(mask: Tensor | None, batch: int, length: int) -> np.ndarray:
 
 
 def _packed(x: np.ndarray, axis: int, keep: np.ndarray) -> np.ndarray:
-    """What is kept along an axis moved to its start, NaN after it."""
+    """Move the entries where `keep` is True to the start of an axis and fill its end with NaN."""
     kept = np.compress(keep, x, axis)
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, x.shape[axis] - kept.shape[axis])
@@ -153,7 +153,7 @@ def _table(names: list[list[str]], length: int) -> np.ndarray:
 
 
 def _joined(datasets: list[xr.Dataset]) -> xr.Dataset:
-    """Runs of different lengths along `text`, the shorter ones filled with NaN and empty tokens."""
+    """Concatenate runs along `text`; shorter ones are padded with NaN and empty tokens."""
     if len(datasets) == 1:
         return datasets[0]
     common = set.intersection(*({str(name) for name in d.data_vars} for d in datasets))

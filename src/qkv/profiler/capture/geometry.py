@@ -1,7 +1,7 @@
-"""How queries, keys and values of a head lie: what makes a sink (Gu et al. 2025, arXiv:2410.10781, section 6).
+"""Lengths and directions of queries, keys and values, which explain sinks (Gu et al. 2025, arXiv:2410.10781, § 6).
 
-A sink's key is short but points where all queries point, and its value is small: the softmax can leave weight there at
-no cost. All of it is linear in the text: no pair of tokens is looked at by itself.
+The key of a sink is short but has the direction of all queries, and its value is small, so weight on it changes the
+output little. The cost is linear in the text: no pairs of tokens are formed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from qkv._engine.call import Call, at_least_float32
 from qkv.normalizers import SumToOne
 
-DIRECTIONS = 3  # principal directions of the keys whose share is told
+DIRECTIONS = 3  # number of principal directions of the keys whose share of the variance is reported
 
 
 def geometry(
@@ -22,13 +22,13 @@ def geometry(
     queries: Bool[Tensor, "b nq"] | None,
     keys: Bool[Tensor, "b nk"] | None,
 ) -> dict[str, Tensor]:
-    """Lengths and directions of the vectors of a call, as they are compared: after projection and rotary positions.
+    """Lengths and directions of the vectors of a call, after projection and rotary positions.
 
     Args:
         call: the attention call.
-        first: the first key of the text, for each batch item if need be.
-        queries: True at those that count; all if None.
-        keys: likewise.
+        first: position of the first key of the text, or one position for each batch item.
+        queries: True at real queries; all if None.
+        keys: True at real keys; all if None.
 
     Returns:
         ``query_norm`` (b, h, nq), ``key_norm`` and ``value_norm`` (b, h, nk); (b, h): ``cosine_first``, mean cosine
@@ -60,9 +60,9 @@ def geometry(
         "first_key_angle": _of_query_heads(_angle(first_key, rest), group),
         "key_directions": _of_query_heads(_directions(k, real_k), group),
     }
-    alone = other.sum(2) == 0  # one token has no others
+    single = other.sum(2) == 0  # a text of one token has no other keys
     for name in ("cosine_others", "first_key_angle"):
-        found[name] = found[name].masked_fill(alone, torch.nan)
+        found[name] = found[name].masked_fill(single, torch.nan)
     if isinstance(call.normalizer, SumToOne) and call.normalizer.key is not None:
         learned = call.normalizer.key.detach().to(query)
         if learned.shape[-1] == query.shape[-1]:
@@ -77,14 +77,14 @@ def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
 
 
 def _without_padding(x: Tensor, real: Tensor | None) -> Tensor:
-    """Padding as 0, whatever it holds."""
+    """Set padding to 0, because it may hold NaN."""
     return x if real is None else x.masked_fill(~real[:, None, :, None], 0)
 
 
 def _mean(
     x: Float[Tensor, "b h n d"], weights: Float[Tensor, "b 1 n"], norm: Float[Tensor, "b h n"] | None = None
 ) -> Float[Tensor, "b h d"]:
-    """The mean of the vectors whose weight is 1; of their directions, if their lengths are given."""
+    """The mean of the vectors whose weight is 1, or of their directions if `norm` has their lengths."""
     count = weights.sum(2).clamp(min=1)
     by = weights if norm is None else weights / norm.clamp(min=torch.finfo(x.dtype).tiny)
     return (by.expand(x.shape[:3])[:, :, None] @ x)[:, :, 0] / count[..., None]
@@ -99,13 +99,13 @@ def _of_query_heads(x: Tensor, group: int) -> Tensor:
 
 
 def _angle(a: Float[Tensor, "b h d"], b: Float[Tensor, "b h d"]) -> Float[Tensor, "b h"]:
-    """Degrees; 2·atan2 of the sum and difference of unit vectors, since an arc cosine loses small angles."""
+    """Angle in degrees, as 2·atan2 of the norms of difference and sum: the arc cosine is inexact at small angles."""
     a, b = _unit(a), _unit(b)
     return torch.rad2deg(2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1)))
 
 
 def _directions(k: Float[Tensor, "b h n d"], real: Bool[Tensor, "b 1 n"]) -> Float[Tensor, "b h 3"]:
-    """Shares of the variance of keys along their first principal directions; 0 beyond the last."""
+    """Shares of the variance of the keys along their first principal directions; 0 if there are fewer."""
     centred = k - _mean(k, real.to(k.dtype))[:, :, None]
     if not real.all():
         centred = centred * real[..., None]

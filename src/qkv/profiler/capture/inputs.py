@@ -1,4 +1,4 @@
-"""What a model is run on: texts, token ids or tensors by name, made into the arguments of its forward."""
+"""Turn texts, token ids or named tensors into the arguments of a model's forward, and find its sequences in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 
-_BESIDE = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # say something about tokens: no tokens
+_NOT_TOKENS = re.compile("mask|position|type|label|segment|length", re.IGNORECASE)  # names of metadata about tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """What a model reads: one sequence, or a source and a target. Ids where it is tokens, None where it is not."""
+    """The sequences that a model reads: one, or a source and a target. Token ids, or None if they are not tokens."""
 
     source: Int[Tensor, "b s"] | None = None
     target: Int[Tensor, "b t"] | None = None
@@ -29,7 +29,7 @@ class Sequences:
 def batches(
     model: nn.Module, inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor], tokenizer: Any, target: str | None
 ) -> Iterator[dict[str, Tensor]]:
-    """What the model's forward takes, once for each run."""
+    """The arguments of the model's forward, for each run."""
     if isinstance(inputs, str):
         inputs = [inputs]
     if isinstance(inputs, Tensor):
@@ -40,10 +40,10 @@ def batches(
             )
         inputs = {"input_ids": inputs if inputs.ndim == 2 else inputs[None]}
     if isinstance(inputs, Mapping):
-        yield _ready(model, dict(inputs))
+        yield _prepared(model, dict(inputs))
         return
     if not inputs:
-        raise InputError("inputs: no text given, expected at least one")
+        raise InputError("inputs has no text, expected at least one")
     for text in inputs:
         if not isinstance(text, str):
             raise InputError(f"inputs holds {type(text).__name__}, expected texts, token ids or a mapping of tensors")
@@ -54,11 +54,11 @@ def batches(
         batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
         if target is not None:
             batch["decoder_input_ids"] = tokenizer(target, return_tensors="pt")["input_ids"]
-        yield _ready(model, batch)
+        yield _prepared(model, batch)
 
 
 def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
-    """The sequences in a batch: Hugging Face's by their names, others by their order in the forward's parameters."""
+    """The sequences in a batch: by Hugging Face's argument names, else in the order of the forward's parameters."""
     if "input_ids" in batch or "decoder_input_ids" in batch:
         target = batch.get("decoder_input_ids")
         return Sequences(batch.get("input_ids"), target, two=target is not None)
@@ -70,48 +70,48 @@ def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
 def real_tokens(
     model: nn.Module, batch: Mapping[str, Tensor], sequences: Sequences
 ) -> tuple[dict[int, Bool[Tensor, "b s"]], dict[int, Bool[Tensor, "b t"]]]:
-    """Which tokens of source and target are real, by their number: what attention masks say, or else ``config.pad``.
+    """Masks of the real tokens of source and target, by length: from attention masks, or else from ``config.pad``.
 
-    Of a model that reads one sequence, that is source and target at once.
+    For a model that reads one sequence, both are the same.
     """
-    source, target = (_told(batch, name) for name in ("attention_mask", "decoder_attention_mask"))
+    source, target = (_padding_mask(batch, name) for name in ("attention_mask", "decoder_attention_mask"))
     pad = getattr(getattr(model, "config", None), "pad", None)
     if isinstance(pad, int):
-        source, target = source or _not(pad, sequences.source), target or _not(pad, sequences.target)
+        source, target = source or _unequal(sequences.source, pad), target or _unequal(sequences.target, pad)
     return source, target if sequences.two else source
 
 
-def _told(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
+def _padding_mask(batch: Mapping[str, Tensor], name: str) -> dict[int, Tensor]:
     mask = batch.get(name)
     return {} if mask is None or mask.ndim != 2 else {mask.shape[1]: mask.bool()}
 
 
-def _not(pad: int, ids: Tensor | None) -> dict[int, Tensor]:
+def _unequal(ids: Tensor | None, pad: int) -> dict[int, Tensor]:
     return {} if ids is None or not (ids == pad).any() else {ids.shape[1]: ids != pad}
 
 
 def _is_sequence(name: str, x: object) -> bool:
-    if not isinstance(x, Tensor) or _BESIDE.search(name):
+    if not isinstance(x, Tensor) or _NOT_TOKENS.search(name):
         return False
     return x.ndim >= 3 if x.is_floating_point() else x.ndim == 2 and x.dtype != torch.bool
 
 
-def _ready(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch checked against the model, completed, and on its device."""
+def _prepared(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name the arguments by the forward's parameters, validate them, and move them to the model's device."""
     batch = _named(model, batch)
     sequences = sequences_of(model, batch)
     _check_ids(model, sequences)
     if "logits_to_keep" in _parameters(model):
-        batch["logits_to_keep"] = 1  # type: ignore[assignment]  # nobody looks at the logits: do not make them all
+        batch["logits_to_keep"] = 1  # type: ignore[assignment]  # the logits are not used, so compute as few as possible
     weight = next(model.parameters(), None)
     return {k: v.to(weight.device) if isinstance(v, Tensor) and weight is not None else v for k, v in batch.items()}
 
 
 def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch by the names of the forward's own parameters.
+    """Rename the arguments in a batch to the parameters of the forward.
 
-    Ids go to ``input_ids`` and ``decoder_input_ids`` where the forward knows Hugging Face's names, otherwise to its
-    first parameter and, if it cannot do without, its second. A decoder for which nothing is given reads the source.
+    Ids are passed as ``input_ids`` and ``decoder_input_ids`` if the forward has Hugging Face's parameters, otherwise
+    as its first parameter and, if that is required, its second. Without a target, a decoder reads the source.
     """
     parameters = _parameters(model)
     kinds = inspect.Parameter
@@ -146,14 +146,14 @@ def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check_ids(model: nn.Module, sequences: Sequences) -> None:
-    """Their number and range, as far as the model's configuration knows."""
-    given = [x for x in (sequences.source, sequences.target) if x is not None]
-    if any(x.numel() == 0 for x in given):
-        raise InputError("inputs: no tokens, expected at least one")
-    longest, limit = max((x.shape[1] for x in given), default=0), positions(model)
+    """Check the number of tokens and their ids against the model's configuration, as far as it states limits."""
+    known = [x for x in (sequences.source, sequences.target) if x is not None]
+    if any(x.numel() == 0 for x in known):
+        raise InputError("inputs has no tokens, expected at least one")
+    longest, limit = max((x.shape[1] for x in known), default=0), positions(model)
     if limit and longest > limit:
         raise InputError(
-            f"inputs: {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected a shorter text"
+            f"inputs has {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected fewer tokens"
         )
     for x, target in ((sequences.source, False), (sequences.target, True)):
         size = vocabulary(model, target=target)
@@ -161,27 +161,27 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
             continue
         low, high = map(int, x.aminmax())
         if low < 0 or high >= size:
-            raise InputError(f"inputs: token ids lie in {low}..{high}, expected 0..{size - 1} for this model")
+            raise InputError(f"inputs has token ids in {low}..{high}, expected 0..{size - 1} for this model")
 
 
 def vocabulary(model: nn.Module, *, target: bool = False) -> int | None:
-    """How many tokens the model knows, if it says; of its decoder, if the target is asked for."""
+    """The vocabulary size of the model, or of its decoder if `target`; None if its configuration does not state it."""
     config: Any = getattr(model, "config", None)
     names = ("decoder_vocab_size", "target_vocab", "vocab_size") if target else ("source_vocab", "vocab_size")
     return next((n for name in names if (n := getattr(config, name, None))), None)
 
 
 def positions(model: nn.Module) -> int | None:
-    """How many tokens the model has positions for, if it says."""
+    """The largest number of tokens that the model has positions for; None if its configuration does not state it."""
     config: Any = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
-    if getattr(config, "positions", None) == "learned":  # of qkv's own models
+    if getattr(config, "positions", None) == "learned":  # a model of qkv
         limit = getattr(config, "context", None)
-    if not isinstance(limit, int) or limit < 1:  # XLNet says −1: as many as one likes
+    if not isinstance(limit, int) or limit < 1:  # XLNet has −1: any number
         return None
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return limit - module.padding_idx - 1  # RoBERTa and its kin count from after the padding token's number
+            return limit - module.padding_idx - 1  # in models such as RoBERTa, positions start after the padding id
     return limit
 
 

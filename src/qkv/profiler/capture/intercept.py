@@ -1,9 +1,9 @@
-"""Attention that a model computes neither by transformers' interface nor by a kernel of ours, seen as it happens.
+"""Observe attention that a model computes without transformers' attention interface and without qkv.
 
-Two things are looked for, in modules of the model: torch's own attention functions, whose arguments are the whole call
-(linear memory, our kernel computes); and, in modules that call themselves attention, one softmax of scores. Its weights
-are the model's own and it forms them, so those are quadratic whoever looks. What cannot be read (several softmaxes in
-one forward, a layout in blocks or bands) is noted as outside and never guessed.
+Two kinds of calls are intercepted: torch's attention functions, whose arguments are a complete call that qkv's kernel
+computes in linear memory; and, in modules with "attention" in their class name, one softmax over scores. There the
+model forms its scores, so the memory is quadratic. Modules that cannot be read (several softmaxes in one forward,
+scores in blocks or bands) are listed as unreadable; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_head
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
-Found = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "softmax"), call, result
+OnCall = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "softmax"), call, result
 
 
 class Intercept(TorchFunctionMode):
-    """Inside, `found` hears of every call that was recognised; names of other attention modules go to `outside`.
+    """Inside, `on_call` receives every recognised attention call; other attention modules are added to `unreadable`.
 
     Args:
-        model: whose modules are meant.
-        names: of its modules, by id.
-        expected: modules that ask transformers' interface, which is watched elsewhere.
-        found: what to tell.
-        outside: where to note modules whose attention cannot be read.
+        model: the model whose calls are intercepted.
+        names: names of its modules, by id.
+        expected: modules that use transformers' attention interface, which is observed elsewhere.
+        on_call: callback for every recognised call.
+        unreadable: set to which the names of modules are added whose attention cannot be read.
     """
 
     def __init__(
-        self, model: nn.Module, names: dict[int, str], expected: Collection[str], found: Found, outside: set[str]
+        self, model: nn.Module, names: dict[int, str], expected: Collection[str], on_call: OnCall, unreadable: set[str]
     ) -> None:
         super().__init__()
         self.model, self.names, self.expected = model, names, frozenset(expected)
-        self.found, self.outside = found, outside
-        self.scores: dict[int, list[Tensor | None]] = {}  # of modules whose forward is at work; None: not readable
+        self.on_call, self.unreadable = on_call, unreadable
+        self.scores: dict[int, list[Tensor | None]] = {}  # of modules whose forward is running; None: not readable
         self.handles: list[Any] = []
 
     def __enter__(self) -> Any:
         for module in self.model.modules():
-            if _calls_itself_attention(module):
+            if _is_attention(module):
                 self.handles.append(module.register_forward_pre_hook(self._begins))
                 self.handles.append(module.register_forward_hook(self._ends))
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -61,15 +61,15 @@ class Intercept(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self.handles:
             handle.remove()
-        for module in self.scores:  # softmaxes that no forward came to answer for
-            self.outside.add(self.names[module])
+        for module in self.scores:  # softmaxes outside of any forward, in another method of the module
+            self.unreadable.add(self.names[module])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SDPA:
             module = self._module()
             if module is not None and args and args[0].ndim == 3 and _heads(module) is None:
-                self.outside.add(self.names[id(module)])  # heads may be folded into the batch: nobody says
+                self.unreadable.add(self.names[id(module)])  # heads may be folded into the batch
             elif module is not None:
                 call, shape = of_sdpa(_heads(module), *args, **kwargs)
                 return self._serve(module, call).reshape(shape)
@@ -78,7 +78,7 @@ class Intercept(TorchFunctionMode):
             if module is not None:
                 multi_head = of_multi_head(*args, **kwargs)
                 if multi_head is None:
-                    self.outside.add(self.names[id(module)])
+                    self.unreadable.add(self.names[id(module)])
                 else:
                     self._serve(module, multi_head)
         elif func in SOFTMAX:
@@ -86,19 +86,19 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _serve(self, module: nn.Module, call: Call) -> Tensor:
-        with watching(None):  # told here, where the module is known for certain
+        with watching(None):  # reported below, where the module is known
             result = serve(call)
-        self.found(self.names[id(module)], "sdpa", call, result)
+        self.on_call(self.names[id(module)], "sdpa", call, result)
         return result.out
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        """Keep the scores until the module is done: only then is it known that they are all of its attention."""
+        """Keep the scores until the module's forward ends: only then is it known that there is one softmax."""
         if not isinstance(input, Tensor) or input.ndim < 3:
             return
-        if input.shape[-1] == 1 != input.shape[-2]:  # of one number each: a convolution's
+        if input.shape[-1] == 1 != input.shape[-2]:  # a softmax over a single number, as in some convolutions
             return
         module = self._module()
-        if module is not None and _calls_itself_attention(module):
+        if module is not None and _is_attention(module):
             over_keys = dim in (-1, input.ndim - 1)
             scores = as_scores(input, _heads(module)) if over_keys else None
             self.scores.setdefault(id(module), []).append(scores)
@@ -112,29 +112,29 @@ class Intercept(TorchFunctionMode):
             return
         scores = kept[0]
         if len(kept) > 1 or scores is None:
-            self.outside.add(self.names[id(module)])
+            self.unreadable.add(self.names[id(module)])
             return
         call = of_scores(scores)
         with watching(None):
-            self.found(self.names[id(module)], "softmax", call, serve(call))
+            self.on_call(self.names[id(module)], "softmax", call, serve(call))
 
     def _module(self) -> nn.Module | None:
-        """The module of the model whose method is running, if it is neither our kernels' work nor the interface's."""
+        """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""
         frame = sys._getframe(2)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("qkv.kernels"):
             module = frame.f_locals.get("self")
             known = isinstance(module, nn.Module) and id(module) in self.names
-            if known and not _SOFTMAX.search(type(module).__name__):  # a softmax that is a module belongs to its owner
+            if known and not _SOFTMAX.search(type(module).__name__):  # a softmax module counts as its owner
                 return None if self.names[id(module)] in self.expected else module
             frame = frame.f_back  # type: ignore[assignment]
         return None
 
 
-def _calls_itself_attention(module: nn.Module) -> bool:
+def _is_attention(module: nn.Module) -> bool:
     return _ATTENTION.search(type(module).__name__) is not None
 
 
 def _heads(module: nn.Module) -> int | None:
-    """How many heads a module says it has, or its configuration."""
+    """The number of heads by an attribute of the module or of its configuration; None if neither has one."""
     owners = (module, getattr(module, "config", None))
     return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)

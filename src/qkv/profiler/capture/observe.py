@@ -1,10 +1,10 @@
 """Observe the attention of a model while it runs.
 
-Inside `observe` every call of attention comes to us: those of Hugging Face models through transformers' interface, ours
-where `qkv.kernels.serve` shows them, and what a model computes in its own way through `intercept`. One kernel pass
-gives the output the model goes on with *and* what the statistics follow from, so the forward is not paid twice, and no
-n × n tensor is made but by models that make one themselves. The model and transformers' registries are as they were
-afterwards, whatever happens.
+Inside `observe` every attention call is recorded: calls of Hugging Face models through transformers' attention
+interface, calls of qkv's own attention through `qkv.kernels.serve`, and attention that a model computes in another way
+through `intercept`. One kernel pass gives both the output for the model and the row state that the statistics need, so
+the forward is not computed twice. No n × n tensor is formed, except by models that form one themselves. The model and
+transformers' registries are restored afterwards, also after an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qkv.profiler.capture import groups
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept
-from qkv.profiler.capture.outputs import Inputs, recorded_inputs, returned
+from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
 from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
@@ -40,13 +40,13 @@ from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import row_state, sweep
 from qkv.statistics.sums import Statistics
 
-PREFIX = 64  # tokens over which sink scores are taken (Gu et al. 2025, arXiv:2410.10781, section 3)
-FORMED = ("softmax", "outputs")  # sources that give weights and nothing else: no queries, keys or values
+PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
+WEIGHTS_ONLY = ("softmax", "outputs")  # sources that give weights, but no queries, keys and values
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one attention call of the model did."""
+    """The statistics of one attention call of the model."""
 
     module: str
     group: str
@@ -54,110 +54,117 @@ class Record:
     statistics: Statistics
     geometry: dict[str, Tensor]
     weights: Tensor | None
-    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are
+    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are real
     keys: Tensor | None
     causal: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One attention call of the model, with what is known of the module that made it."""
+class ObservedCall:
+    """One attention call of the model, with the module that made it."""
 
     module: str
     group: str
     layer: int
     call: Call
     lse: Tensor | None
-    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are
+    queries: Tensor | None  # (batch, nq), True at real tokens, or None if all are real
     keys: Tensor | None
-    first: int | Tensor  # which key is the first of its text, one for each batch item with padding on the left
+    first: int | Tensor  # position of the first key of the text, by batch item if there is padding on the left
     causal: bool
-    source: str  # of the numbers: see `qkv.profile`; if it is one of `FORMED`, the call knows no vectors (v is NaN)
+    source: str  # as in `attrs["sources"]` of `qkv.profile`; a source in `WEIGHTS_ONLY` has no vectors (v is NaN)
 
 
 @dataclass
 class Observer:
-    """Settings and findings of one observation."""
+    """Settings and results of one observation."""
 
     model: nn.Module
     layers: Collection[int] | None = None
     local_window: int = 8
     map_tokens: int = 256
     map_bins: int = 64
-    statistics: Sequence[Statistic] = ()  # of one's own
+    statistics: Sequence[Statistic] = ()  # custom statistics
     on_call: Callable[[str], None] = lambda module: None
-    take: Callable[[Seen], None] | None = None  # gets the calls themselves, which are then not measured
-    # Real tokens by length: of queries whose keys are others; of keys where the model's own mask does not say.
+    collect: Callable[[ObservedCall], None] | None = None  # receives the calls instead of measuring them
+    # True at real tokens, by length: for queries in cross-attention, and for keys without a padding mask in the call.
     query_masks: dict[int, Tensor] = field(default_factory=dict)
     key_masks: dict[int, Tensor] = field(default_factory=dict)
     sequences: Sequences = field(default_factory=Sequences)
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
-    outside: set[str] = field(default_factory=set)
-    group: ProcessGroup | None = None  # of processes that share the sequence, if some do
-    sources: dict[str, str] = field(default_factory=dict)  # of each module's numbers: see `qkv.profile`
+    unreadable: set[str] = field(default_factory=set)  # attention modules whose calls could not be read
+    group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
+    sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
 
     def __post_init__(self) -> None:
-        whole = type(self.model).__name__
-        self.names = {id(module): name or whole for name, module in self.model.named_modules()}
+        root = type(self.model).__name__
+        self.names = {id(module): name or root for name, module in self.model.named_modules()}
         self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
         self._two_sided = groups.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
-        self._running: list[str] = []  # modules whose forward is at work, the innermost last
-        self._steps: dict[str, _Steps] = {}  # the last of each module in this forward
+        self._running: list[str] = []  # modules whose forward is running, the innermost last
+        self._steps: dict[str, _Steps] = {}  # the latest steps of each module in this forward
         self._unjoined: list[_Steps] = []
 
     def deepest(self) -> int:
-        """Number of the last attention layer of the group that has most."""
+        """The highest layer number of any group."""
         return max(self._calls.values(), default=0) - 1
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        """What transformers calls for attention: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
+        """The attention function for transformers: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
-        with watching(None):  # it is recorded here, where the module is known for certain
+        with watching(None):  # recorded below, where the module is known
             result = serve(call)
         self.sources[name] = "interface"
         self._record(name, call, result, groups.of_transformers(name, self.model), _is_causal(call.mask), keys)
         return result.out.transpose(1, 2).contiguous(), None
 
-    def see(self, call: Call | Shared, result: Result) -> None:
-        """What `serve` shows: a call of the innermost module at work. Calls outside of the model are not its own."""
+    def observe_call(self, call: Call | Shared, result: Result) -> None:
+        """Record a call of qkv's attention by the innermost running module; calls outside of the model are ignored."""
         if not self._running:
             return
         if isinstance(call, Shared):
-            self._see_shared(call, result)
+            self._observe_shared(call, result)
             return
         name, n_queries = self._running[-1], call.q.shape[2]
         self.sources[name] = "qkv"
         causal = _is_causal(call.mask)
-        step = n_queries == 1 and not causal and self.take is None
+        step = n_queries == 1 and not causal and self.collect is None
         before = self._steps.get(name)
-        if step and before is not None and torch.equal(before.asked, call.k):
+        if step and before is not None and torch.equal(before.key, call.k):
             self._note(name, call)
             of_keys = [s.name for s in self.statistics if s.over == "key"]
             if of_keys:
                 raise InputError(
-                    f"{name} attends step by step, one query at a time, which gives no statistics of keys; got "
-                    f"{', '.join(of_keys)}, expected statistics of queries"
+                    f"statistics has {', '.join(of_keys)} over keys, but {name} attends step by step, one query at a "
+                    "time; expected statistics over queries"
                 )
-            if before.at is not None:
+            if before.record is not None:
                 before.add(*self._measured(name, call, result, first=before.first, whole=False))
             return
         self._record(name, call, result, self._group(name, call, causal), causal, None, step=step)
 
-    def _see_shared(self, shared: Shared, result: Result) -> None:
-        """A call that several processes make together: each records the statistics of the whole sequence."""
+    def _observe_shared(self, shared: Shared, result: Result) -> None:
+        """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
         name, call = self._running[-1], detached(shared.call)
-        if self.take is not None or self.key_masks or self.query_masks:
-            what = "padding" if self.take is None else "more than statistics"
-            raise InputError(f"{name} shares its sequence with other processes, of which {what} is not known here")
+        if self.collect is not None:
+            raise InputError(
+                f"model shares its sequence with other processes in {name}; expected a call in one process, because "
+                "only statistics are exchanged between processes"
+            )
+        if self.key_masks or self.query_masks:
+            raise InputError(
+                f"inputs has padding, but {name} shares its sequence with other processes, where padding is not "
+                "supported; expected no padding"
+            )
         if self.statistics:
             raise InputError(
-                f"{name} shares its sequence with other processes, which gives no statistics of one's own; got "
-                f"statistics named {', '.join(s.name for s in self.statistics)}, expected none"
+                f"statistics has {', '.join(s.name for s in self.statistics)}, but {name} shares its sequence with "
+                "other processes, where custom statistics are not supported; expected none"
             )
         self.sources[name], self.group = "qkv", shared.group
         self._note(name, call)
@@ -173,32 +180,32 @@ class Observer:
             self.records.append(Record(name, group, layer, whole, {}, None, None, None, causal))
 
     def _masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
-        """Masks inside which the weight is told."""
+        """The masks inside which the attention mass is measured, by statistic."""
         return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
 
     def intercept(self) -> Intercept:
-        """What sees attention that the model computes in its own way."""
-        return Intercept(self.model, self.names, self.expected, self._found, self.outside)
+        """A context that observes attention which the model computes in another way."""
+        return Intercept(self.model, self.names, self.expected, self._intercepted, self.unreadable)
 
-    def _found(self, name: str, source: str, call: Call, result: Result) -> None:
+    def _intercepted(self, name: str, source: str, call: Call, result: Result) -> None:
         self.sources[name] = source
         mask, real = call.mask, self.query_masks.get(call.q.shape[2])
         if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
-            mask = Dense(mask.tensor & real[:, None, :, None])  # padding may look anywhere
+            mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = _is_causal(mask)
-        theirs = type(self.model).__module__.startswith("transformers.")
-        group = groups.of_transformers(name, self.model) if theirs else self._group(name, call, causal)
+        of_transformers = type(self.model).__module__.startswith("transformers.")
+        group = groups.of_transformers(name, self.model) if of_transformers else self._group(name, call, causal)
         self._record(name, call, result, group, causal, None)
 
-    def ask(self, asked: Inputs) -> None:
-        """Of modules that could not be read, take the weights that the model itself returns, if it does."""
-        unread = [name for name in self.names.values() if name in self.outside]
-        seen = {groups.of_transformers(name, self.model) for name in self.fired}
-        for name, weights in returned(self.model, asked, unread, seen).items():
+    def record_returned(self, recorded: RecordedInputs) -> None:
+        """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
+        unread = [name for name in self.names.values() if name in self.unreadable]
+        observed = {groups.of_transformers(name, self.model) for name in self.fired}
+        for name, weights in returned(self.model, recorded, unread, observed).items():
             call = of_scores(weights.log())
             with watching(None):
-                self._found(name, "outputs", call, serve(call))
-            self.outside.discard(name)
+                self._intercepted(name, "outputs", call, serve(call))
+            self.unreadable.discard(name)
 
     def _group(self, name: str, call: Call, causal: bool) -> str:
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
@@ -207,25 +214,27 @@ class Observer:
         )
 
     def enter(self, name: str) -> None:
-        """The forward of a module begins."""
+        """Called at the start of a module's forward."""
         self._running.append(name)
 
     def leave(self) -> None:
-        """The forward of the innermost module ends."""
+        """Called at the end of the innermost module's forward."""
         self._running.pop()
         if not self._running:
             self._steps.clear()
 
     def finish(self) -> None:
-        """The model is done: what was computed step by step becomes one record."""
+        """Called after the forward: join the steps of each module that attends step by step into one record."""
         for steps in self._unjoined:
-            assert steps.at is not None
-            self.records[steps.at] = steps.joined(self.records[steps.at])
+            assert steps.record is not None
+            self.records[steps.record] = steps.joined(self.records[steps.record])
         self._unjoined.clear()
 
     def _note(self, name: str, call: Call) -> None:
         if call.dropout_p:
-            raise InputError(f"{name} applies dropout {call.dropout_p} to its weights; profile in evaluation mode")
+            raise InputError(
+                f"model applies dropout {call.dropout_p} to the weights of {name}; expected a model in evaluation mode"
+            )
         self.fired.append(name)
         self.on_call(name)
 
@@ -249,20 +258,20 @@ class Observer:
             keys = (self.query_masks if group == "decoder" else self.key_masks).get(n_keys)
         queries = keys if group != "cross" and n_queries == n_keys else self.query_masks.get(n_queries)
         first = 0 if keys is None else keys.to(torch.int8).argmax(1)
-        queries = None if step else queries  # which of the steps count is known after the last
+        queries = None if step else queries  # the mask over all steps is applied when they are joined
         self._steps.pop(name, None)
         if step:
             self._steps[name] = _Steps(self, call.k.detach(), first, len(self.records) if kept else None)
         if not kept:
             return
-        if self.take is not None:
+        if self.collect is not None:
             lse = None if result.lse is None else result.lse.detach()
-            seen = Seen(name, group, layer, detached(call), lse, queries, keys, first, causal, self.sources[name])
-            self.take(seen)
+            source = self.sources[name]
+            self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
             return
         statistics, weights = self._measured(name, call, result, first=first, queries=queries, whole=not step)
-        lie = {} if step or self.sources[name] in FORMED else geometry(detached(call), first, queries, keys)
-        self.records.append(Record(name, group, layer, statistics, lie, weights, queries, keys, causal))
+        vectors = {} if step or self.sources[name] in WEIGHTS_ONLY else geometry(detached(call), first, queries, keys)
+        self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)
             self._unjoined.append(self._steps[name])
@@ -277,11 +286,11 @@ class Observer:
         queries: Tensor | None = None,
         whole: bool,
     ) -> tuple[Statistics, Tensor | None]:
-        """Statistics of a call and, of a short one, its weights; some only if it is the `whole` of a layer."""
+        """Statistics of a call and, if it is short, its weights; some statistics need the `whole` call of a layer."""
         call = detached(call)
         rows = row_state(call, None if result.lse is None else result.lse.detach())
         if rows.level is not None and rows.level.isnan().any():
-            raise InputError(f"{name} computes scores that are NaN: the model's weights or its inputs contain NaN")
+            raise InputError(f"model computes scores that are NaN in {name}: its parameters or its inputs contain NaN")
         mass = self._masses(first, call.k.shape[2])
         if not whole:
             del mass[Streaming().name]
@@ -296,12 +305,12 @@ class Observer:
             statistics=(*(UNFUSED if whole else ()), *self.statistics),
         )
         if statistics.received.isnan().any():
-            raise InputError(f"{name} computes weights that are NaN: the model's weights or its inputs contain NaN")
-        return statistics, formed(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
+            raise InputError(f"model computes weights that are NaN in {name}: its parameters or its inputs contain NaN")
+        return statistics, weights_of(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
 
 
 def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics:
-    """Statistics of a whole sequence, of which each process has those of its own queries and keys."""
+    """The statistics of a whole sequence, gathered from processes that each have those of their own shard."""
 
     def whole(x: Tensor | None) -> Tensor | None:
         return None if x is None else ring.unshard(x, group)
@@ -316,11 +325,11 @@ def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics
 
 
 class _Steps:
-    """Calls of one module with one query each over the same keys: a decoder that goes step by step, as one record."""
+    """Calls of one module with one query each over the same keys, as a step-by-step decoder makes them: one record."""
 
-    def __init__(self, observer: Observer, asked: Tensor, first: int | Tensor, at: int | None) -> None:
-        self.observer, self.asked, self.first = observer, asked, first
-        self.at = at  # which of the observer's records; None if the layer is not asked for
+    def __init__(self, observer: Observer, key: Tensor, first: int | Tensor, record: int | None) -> None:
+        self.observer, self.key, self.first = observer, key, first
+        self.record = record  # index into the observer's records; None if the layer was not requested
         self.real = next(iter(observer.query_masks.values()), None)
         self.parts: list[Statistics] = []
         self.weights: list[Tensor] = []
@@ -330,24 +339,24 @@ class _Steps:
         self.visible_queries_of_real: Tensor | None = None
 
     def add(self, statistics: Statistics, weights: Tensor | None) -> None:
-        """One more query. What keys receive is added up at once, to take no more memory than the queries do."""
+        """Add a query. Sums over keys are accumulated at once, so the memory does not grow with keys × queries."""
         n, received = len(self.parts), statistics.received
         counts = self.real is None or n >= self.real.shape[1] or self.real[:, n, None, None]
         of_real = received * counts
         self.received = received if self.received is None else self.received + received
         self.received_of_real = of_real if self.received_of_real is None else self.received_of_real + of_real
-        seen = statistics.visible_queries
-        self.visible_queries = seen if self.visible_queries is None else self.visible_queries + seen
-        seen = seen * counts
+        visible = statistics.visible_queries
+        self.visible_queries = visible if self.visible_queries is None else self.visible_queries + visible
+        visible = visible * counts
         self.visible_queries_of_real = (
-            seen if self.visible_queries_of_real is None else self.visible_queries_of_real + seen
+            visible if self.visible_queries_of_real is None else self.visible_queries_of_real + visible
         )
         self.parts.append(replace(statistics, received=received[..., :0], visible_queries=received[..., :0]))
         if weights is not None and n < self.observer.map_tokens:
             self.weights.append(weights)
 
     def joined(self, record: Record) -> Record:
-        """The record of the first step with all of them along the queries."""
+        """The record of the first step, extended along the queries by all steps."""
         queries = self.observer.query_masks.get(len(self.parts))
         received = self.received if queries is None else self.received_of_real
         visible_queries = self.visible_queries if queries is None else self.visible_queries_of_real
@@ -376,35 +385,35 @@ class _Steps:
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[Observer]:
-    """Let the model's attention pass by `observer`; restore everything on the way out.
+    """Inside, `observer` records all attention of its model; everything is restored on exit.
 
-    Which module computes is known from hooks on all of them, which are taken away again; what `serve` shows is the
-    innermost's. One that calls attention step by step, each time with one query over the same keys, is one layer; of
-    Hugging Face models every call is one.
+    Temporary hooks on all modules tell which one is running; a call of qkv's attention is attributed to the innermost.
+    A module that attends step by step, each time with one query over the same keys, is one layer. In Hugging Face
+    models every call is a layer.
     """
     model = observer.model
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        with _uncompiled(), recorded_inputs(model) as asked, _routed(observer), _followed(observer):
-            with torch.no_grad(), observer.intercept(), watching(observer.see):
+        with _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
+            with torch.no_grad(), observer.intercept(), watching(observer.observe_call):
                 yield observer
             observer.finish()
-        observer.ask(asked)
+        observer.record_returned(recorded)
     finally:
         for module in training:
             module.training = True
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled parts of the model run as they were written: nobody sees into what a compiler made of them."""
-    compiler = "torch._dynamo" in sys.modules  # slow to import, and without it nothing is compiled
-    return torch.compiler.set_stance("force_eager") if compiler else nullcontext()
+    """Run compiled parts of the model in eager mode, because compiled code cannot be observed."""
+    has_compiler = "torch._dynamo" in sys.modules  # slow to import; if it is not loaded, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
 @contextmanager
 def _routed(observer: Observer) -> Iterator[None]:
-    """Transformers' interface hands the attention of the model to the observer."""
+    """Route the model's attention through transformers' interface to the observer."""
     if not observer.expected:
         yield
         return
@@ -413,10 +422,10 @@ def _routed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def _followed(observer: Observer) -> Iterator[None]:
-    """Hooks tell the observer which modules are at work."""
+def _hooked(observer: Observer) -> Iterator[None]:
+    """Install hooks that tell the observer which modules are running."""
 
-    def follow(module: nn.Module) -> tuple[Any, Any]:
+    def hooks(module: nn.Module) -> tuple[Any, Any]:
         name = observer.names[id(module)]
         return (
             module.register_forward_pre_hook(lambda *_: observer.enter(name), prepend=True),
@@ -426,8 +435,8 @@ def _followed(observer: Observer) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for module in observer.model.modules():
-            if not isinstance(module, Composition):  # part of the layer that holds it
-                handles += follow(module)
+            if not isinstance(module, Composition):  # its calls belong to the layer that contains it
+                handles += hooks(module)
         yield
     finally:
         for handle in handles:
@@ -435,13 +444,13 @@ def _followed(observer: Observer) -> Iterator[None]:
 
 
 def unobserved(observer: Observer) -> list[str]:
-    """Attention modules that did not come to us: expected ones that never fired, and those that computed elsewhere."""
+    """Attention modules without a record: expected modules that made no call, and modules that could not be read."""
     silent = set(observer.expected) - set(observer.fired)
-    return sorted(silent | observer.outside)
+    return sorted(silent | observer.unreadable)
 
 
-def formed(call: Call) -> Tensor:
-    """The weights of a short call, float32 or better whatever its dtype."""
+def weights_of(call: Call) -> Tensor:
+    """The weights of a short call, in float32 or a wider dtype."""
     q, k, v = (x.to(at_least_float32(x.dtype)) for x in (call.q, call.k, call.v))
     weights = eager.forward(replace(call, q=q, k=k, v=v)).weights
     assert weights is not None
@@ -449,7 +458,7 @@ def formed(call: Call) -> Tensor:
 
 
 def _is_causal(mask: Mask | None) -> bool:
-    """Whether no query sees a key after it."""
+    """True if no query can attend to a later key."""
     match mask:
         case None:
             return False
@@ -458,6 +467,6 @@ def _is_causal(mask: Mask | None) -> bool:
         case Dense(tensor):
             n_queries, n_keys = tensor.shape[2:]
             offset = n_keys - n_queries
-            own = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # tokens see themselves, so it is a text
-            return own and not bool(tensor.triu(offset + 1).any())
+            to_self = n_queries > 1 and bool(tensor.diagonal(offset, 2, 3).any())  # queries and keys are one text
+            return to_self and not bool(tensor.triu(offset + 1).any())
     return mask.band is not None and mask.band[0] >= 0

@@ -1,4 +1,4 @@
-"""Progress of anything slow, on standard error."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 
 
 class Step(Protocol):
-    """Hears how much more is done, from any thread; and of how much, once that is known."""
+    """Progress callback: `done` more units are finished; `of` sets the total. Thread-safe."""
 
     def __call__(self, done: float, /, *, of: float | None = None) -> None: ...
 
 
 @contextmanager
 def bar(what: str, unit: str, total: float | None = None, *, show: bool = True) -> Iterator[Step]:
-    """A bar, if standard error is a terminal.
+    """Show a progress bar if standard error is a terminal; yields the callback that advances it.
 
     >>> with bar("following", "layers", 6) as step:
     ...     step(1)

@@ -1,6 +1,6 @@
-"""The residual stream while a model runs: the hidden states between layers, one at a time and never a list of them.
+"""Observe the residual stream: the hidden states between layers while a model runs, without keeping all of them.
 
-Layers are found from the names of the modules that attend, so it works for any model: "h.0.attn" is in layer "h.0" of
+Layers are found by the names of the attention modules, so this works for any model: "h.0.attn" is in layer "h.0" of
 the stack "h", "encoder.block.2.layer.0.SelfAttention" in layer "encoder.block.2" of the stack "encoder.block".
 """
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, §2
-LARGEST = 3  # activations of each hidden state that are kept with their places
+LARGEST = 3  # number of largest activations that are kept with their positions
 
-Look = Callable[[str, int, Tensor], None]
+OnHiddenStates = Callable[[str, int, Tensor], None]  # stack, depth, hidden states
 
 _ATTENDS = re.compile("attention|attn", re.IGNORECASE)
 _DECODER = re.compile(r"(?:^|\.)decoder(?:\.|$)")
@@ -37,45 +37,46 @@ MEANING = {
     "norm": ("1", "L2 norm of the hidden state of each token"),
     "median": (
         "1",
-        "median |x| over all tokens and dimensions (of an even number, the lower of the two in the middle)",
+        "median |x| over all tokens and dimensions (for an even count, the lower of the two middle values)",
     ),
     "massive": (
         "activations",
-        f"how many |x| > {MASSIVE:g} and ≥ {TIMES_MEDIAN:g} × the median (Sun et al. 2024, arXiv:2402.17762, §2)",
+        f"number of |x| > {MASSIVE:g} and ≥ {TIMES_MEDIAN:g} × the median (Sun et al. 2024, arXiv:2402.17762, §2)",
     ),
     "ratio": ("1", "the largest |x| divided by the median"),
     "largest": ("1", "the largest |x|, in descending order"),
-    "largest_token": ("position", "position of the token whose activation it is, in its text; −1 if there is none"),
-    "largest_dimension": ("index", "dimension of the hidden state where it is; −1 if there is none"),
+    "largest_token": ("position", "position in the text of the token with that activation; −1 if there is none"),
+    "largest_dimension": ("index", "dimension of the hidden state with that activation; −1 if there is none"),
 }
 
 
-def attending(model: nn.Module) -> list[str]:
-    """Names of the modules that attend: by what their class is called, or because transformers routes them.
+def attention_modules(model: nn.Module) -> list[str]:
+    """Names of the attention modules: by their class name, or because they use transformers' attention interface.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
-    >>> attending(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)))
+    >>> attention_modules(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)))
     ['blocks.0.attention', 'blocks.1.attention']
     """
     return [name for name, module in model.named_modules() if name and _is_attention(module)]
 
 
 def layer_of(model: nn.Module, module: str, modules: Collection[str] = ()) -> str | None:
-    """The layer in which a module attends, None if there is no number in its name.
+    """The name of the layer that contains an attention module; None if there is no number in the module's name.
 
-    That is the innermost numbered module around it that holds matrices of other use, such as a feed-forward layer:
-    T5 numbers its sublayers, too, and some models their heads. Where there is none, it is the outermost numbered one.
+    This is the innermost numbered module around it with matrices besides those of attention, such as a feed-forward
+    layer's: T5 also numbers its sublayers, and some models their heads. If there is none, it is the outermost numbered
+    module.
 
     Args:
-        model: whose modules are named.
-        module: the dotted name of one that attends.
-        modules: names of others that attend, if their classes do not say so.
+        model: the model.
+        module: dotted name of an attention module.
+        modules: names of further attention modules that `attention_modules` does not find.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> layer_of(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), "blocks.1.attention")
     'blocks.1'
     """
-    attentions = {module, *modules, *attending(model)}
+    attentions = {module, *modules, *attention_modules(model)}
     parts = module.split(".")
     numbered = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
     for path in reversed(numbered):
@@ -86,31 +87,34 @@ def layer_of(model: nn.Module, module: str, modules: Collection[str] = ()) -> st
 
 
 def _inside(name: str, modules: Collection[str]) -> bool:
-    """Whether something is part of one of the modules."""
+    """True if `name` is inside one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 @contextmanager
-def follow(model: nn.Module, modules: Collection[str], look: Look) -> Iterator[None]:
-    """Inside, `look` sees every hidden state of the residual stream as the model computes it.
+def observe_residual(model: nn.Module, modules: Collection[str], on_hidden: OnHiddenStates) -> Iterator[None]:
+    """Inside, `on_hidden` is called with the hidden states of the residual stream at every depth.
 
-    It is called with the name of the stack of layers ("h", "encoder.layer", "decoder.block"), the depth, and the hidden
-    states (b, n, d), detached: at depth 0 what the first layer takes, the embeddings, and at depth i what the i-th
-    layer leaves, before any norm that follows the last one. Layers beside those that attend, in hybrid models, count;
-    so does every turn of a layer that is used again on what it left (ALBERT). Where a stack runs once more on something
-    else, that is another stack, named "…-2". Hooks are taken away on the way out, whatever happens.
+    Its arguments are the name of the stack of layers ("h", "encoder.layer", "decoder.block"), the depth, and the hidden
+    states (b, n, d), detached. Depth 0 is the input of the first layer, the embeddings; depth i is the output of the
+    i-th layer, before a final norm. In hybrid models layers without attention count, too. A layer that is applied
+    several times to its own output (ALBERT) counts each time. If a stack runs again on another input, that run is a
+    stack of its own, named "…-2". The hooks are removed on exit, also after an error.
 
     Args:
         model: any module.
-        modules: names of modules that attend, such as ``attending(model)``. Those without a number are in no layer.
-        look: must not change what it is given, nor need it afterwards.
+        modules: names of attention modules, such as ``attention_modules(model)``; modules without a number in their
+            name are in no layer.
+        on_hidden: callback; it must neither change the hidden states nor keep them.
 
     Raises:
-        InputError: for a name that the model has not.
+        InputError: for a name that is not a module of the model.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
-    >>> with follow(model, attending(model), lambda stack, depth, x: print(stack, depth, tuple(x.shape))):
+    >>> with observe_residual(
+    ...     model, attention_modules(model), lambda stack, depth, x: print(stack, depth, tuple(x.shape))
+    ... ):
     ...     _ = model(torch.tensor([[3, 1, 2]]))
     blocks 0 (1, 3, 32)
     blocks 1 (1, 3, 32)
@@ -119,7 +123,7 @@ def follow(model: nn.Module, modules: Collection[str], look: Look) -> Iterator[N
     handles: list[Any] = []
     try:
         for stack, layers in _stacks(model, modules).items():
-            stream = _Stream(stack, look)
+            stream = _Stream(stack, on_hidden)
             for layer in layers:
                 handles.append(layer.register_forward_pre_hook(stream.enter, with_kwargs=True))
                 handles.append(layer.register_forward_hook(stream.leave))
@@ -130,47 +134,47 @@ def follow(model: nn.Module, modules: Collection[str], look: Look) -> Iterator[N
 
 
 class _Stream:
-    """How far the stream through one stack of layers has come."""
+    """The hooks of one stack of layers, and the depth that its forward has reached."""
 
-    def __init__(self, stack: str, look: Look) -> None:
-        self.stack, self.look = stack, look
+    def __init__(self, stack: str, on_hidden: OnHiddenStates) -> None:
+        self.stack, self.on_hidden = stack, on_hidden
         self.run, self.depth = 1, -1
         self.entered: set[nn.Module] = set()
         self.last: Tensor | None = None
 
-    def enter(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden = _hidden((*given, named.get("hidden_states"), *named.values()))
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = _hidden((*args, kwargs.get("hidden_states"), *kwargs.values()))
         if layer in self.entered and hidden is not self.last:
             self.run, self.depth = self.run + 1, -1
             self.entered.clear()
         self.entered.add(layer)
         if self.depth < 0 and hidden is not None:
-            self._show(hidden)
+            self._report(hidden)
 
-    def leave(self, layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hidden = _hidden((output,) if isinstance(output, Tensor) else tuple(output or ()))
         if hidden is not None:
-            self._show(hidden)
+            self._report(hidden)
         self.last = hidden
 
-    def _show(self, hidden: Tensor) -> None:
+    def _report(self, hidden: Tensor) -> None:
         self.depth += 1
         stack = self.stack if self.run == 1 else f"{self.stack}-{self.run}"
-        self.look(stack, self.depth, _by_token(hidden.detach()))
+        self.on_hidden(stack, self.depth, _by_token(hidden.detach()))
 
 
 def _hidden(values: Sequence[object]) -> Tensor | None:
-    """The first of them that can be hidden states."""
+    """The first value that can be hidden states."""
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
 
 
 def _by_token(hidden: Tensor) -> Tensor:
-    """(b, n, d), also from the patches of an image (b, height, width, d) and from packed sequences (n, d)."""
+    """Reshape to (b, n, d), from the patches of an image (b, height, width, d) or a packed sequence (n, d), too."""
     return hidden[None] if hidden.ndim == 2 else hidden.flatten(1, -2)
 
 
 def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Module]]:
-    """The layers beside those in which modules attend, by the name of what holds them."""
+    """The layers of every stack with an attention module, by the name of the stack."""
     names = dict(model.named_modules(remove_duplicate=False))
     unknown = next((m for m in modules if m not in names), None)
     if unknown is not None:
@@ -184,12 +188,12 @@ def _is_attention(module: nn.Module) -> bool:
     return _ATTENDS.search(type(module).__name__) is not None or routes(module)
 
 
-# --- what is kept of it -----------------------------------------------------------------------------------------------
+# --- summaries of the hidden states -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _State:
-    """Facts of the hidden states of one text at one depth."""
+class _Summary:
+    """Norms and largest activations of the hidden states of one text at one depth."""
 
     norm: Float[Tensor, " n"]
     median: Tensor
@@ -204,24 +208,24 @@ class Residual:
     """Norms and massive activations of one stack of layers: `states[depth][text]`."""
 
     stack: str
-    states: list[list[_State]] = field(default_factory=list)
+    states: list[list[_Summary]] = field(default_factory=list)
 
     def dataset(self) -> xr.Dataset:
-        """As a labelled data set: see `joined`."""
+        """Convert to a labelled data set: see `joined`."""
         return joined([self])
 
 
 @dataclass
 class Residuals:
-    """Looks at the residual stream for `follow`, and keeps what `Residual` holds of every stack it sees.
+    """Summaries of every stack in one run; its method `record` is the callback for `observe_residual`.
 
     Args:
-        source: which tokens are real, (b, n) by n, as `capture.inputs.real_tokens` tells; others do not count.
+        source: True at real tokens, (b, n) by n, from `capture.inputs.real_tokens`; padding does not count.
         target: the same for stacks of a decoder.
 
     >>> from qkv.models import DecoderConfig, DecoderLM
     >>> model, residuals = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), Residuals()
-    >>> with follow(model, attending(model), residuals.look):
+    >>> with observe_residual(model, attention_modules(model), residuals.record):
     ...     _ = model(torch.tensor([[3, 1, 2]]))
     >>> dict(residuals.stacks["blocks"].dataset()["norm"].sizes)
     {'text': 1, 'depth': 3, 'token': 3}
@@ -232,17 +236,17 @@ class Residuals:
     stacks: dict[str, Residual] = field(default_factory=dict)
 
     @torch.no_grad()
-    def look(self, stack: str, depth: int, hidden: Float[Tensor, "b n d"]) -> None:
-        """Keep the facts of these hidden states."""
+    def record(self, stack: str, depth: int, hidden: Float[Tensor, "b n d"]) -> None:
+        """Summarise the hidden states at one depth."""
         real = (self.target if _DECODER.search(stack) else self.source).get(hidden.shape[1])
         texts = hidden if real is None or bool(real.all()) else [x[r] for x, r in zip(hidden, real, strict=True)]
         states = self.stacks.setdefault(stack, Residual(stack)).states
         assert depth == len(states)
-        states.append([_facts(x.to(at_least_float32(x.dtype))) for x in texts])
+        states.append([_summarised(x.to(at_least_float32(x.dtype))) for x in texts])
 
 
 def joined(parts: Sequence[Residual]) -> xr.Dataset:
-    """The same stack in several runs, one after the other along `text`.
+    """Concatenate the summaries of the same stack in several runs along `text`.
 
     Returns:
         Variables `norm` (text, depth, token); `median`, `massive` and `ratio` (text, depth); `largest`,
@@ -250,13 +254,13 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
         text's real tokens are at the start of `token`; after its ``n_tokens`` norms are NaN.
 
     Raises:
-        InputError: if they are of different stacks or depths.
+        InputError: if stacks or numbers of depths differ.
     """
     import xarray as xr
 
     kinds = {(part.stack, len(part.states)) for part in parts}
     if len(kinds) != 1:
-        raise InputError(f"parts: got (stack, depths) {sorted(kinds)}, expected one stack of as many depths in all")
+        raise InputError(f"parts: got (stack, depths) {sorted(kinds)}, expected the same in all parts")
     ((stack, depths),) = kinds
     texts = [[part.states[depth][text] for depth in range(depths)] for part in parts for text in range(_texts(part))]
     longest = max(len(state.norm) for text in texts for state in text)
@@ -282,25 +286,25 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
         coords={"depth": np.arange(depths), "n_tokens": ("text", [len(text[0].norm) for text in texts])},
         attrs={"stack": stack, "massive_above": MASSIVE, "massive_times_median": TIMES_MEDIAN},
     )
-    data["depth"].attrs["definition"] = "0: what the first layer takes; i: what the i-th layer leaves"
+    data["depth"].attrs["definition"] = "0: input of the first layer; i: output of the i-th layer"
     for name, (units, definition) in MEANING.items():
         data[name].attrs |= {"units": units, "definition": definition}
     return data
 
 
-def _facts(x: Float[Tensor, "n d"]) -> _State:
+def _summarised(x: Float[Tensor, "n d"]) -> _Summary:
     size = x.abs()
-    # The largest activations are of the tokens with the largest maxima: only those few are sorted.
+    # The largest activations belong to the tokens with the largest maxima, so only these few rows are sorted.
     tokens = size.amax(1).topk(min(LARGEST, len(x))).indices
     largest, at = size[tokens].flatten().topk(min(LARGEST, len(tokens) * x.shape[1]))
     median = _median(size)
     massive = torch.count_nonzero((size > MASSIVE) & (size >= TIMES_MEDIAN * median))
     norm = torch.linalg.vector_norm(x, dim=1)
-    return _State(norm, median, massive, largest, tokens[at // x.shape[1]], at % x.shape[1])
+    return _Summary(norm, median, massive, largest, tokens[at // x.shape[1]], at % x.shape[1])
 
 
 def _median(size: Float[Tensor, "n d"]) -> Tensor:
-    """`size.median()`, several times as fast on a CPU: a sample tells about where it is, and counting exactly where."""
+    """`size.median()`, several times as fast on a CPU: a sample gives an interval, then counting the exact median."""
     if size.device.type != "cpu":
         return size.median()
     x = size.numpy().ravel()
@@ -310,7 +314,7 @@ def _median(size: Float[Tensor, "n d"]) -> Tensor:
     low, high = sample[max(middle - margin, 0)], sample[min(middle + margin, len(sample) - 1)]
     below = int(np.count_nonzero(x < low))
     near = x[(x >= low) & (x <= high)]
-    if not below <= at < below + len(near):  # the sample was of a kind with the numbers it left out
+    if not below <= at < below + len(near):  # the sample was not representative
         near, below = x, 0
     return torch.tensor(np.partition(near, at - below)[at - below])
 
@@ -325,7 +329,7 @@ def _padded(x: Tensor, length: int | None, empty: float) -> np.ndarray:
 
 
 def by_stack(runs: Sequence[Residuals]) -> dict[str, xr.Dataset]:
-    """A data set of every stack that all runs have seen with as many depths, the runs along `text`."""
+    """A data set for every stack that all runs have with the same number of depths, with the runs along `text`."""
     found = {}
     for stack in runs[0].stacks:
         parts = [run.stacks[stack] for run in runs if stack in run.stacks]

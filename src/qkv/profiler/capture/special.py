@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer puts around a text."""
+"""Find the special tokens that a tokenizer puts around a text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from qkv.errors import InputError
 
 @dataclass(frozen=True)
 class Special:
-    """Ids a tokenizer puts before and after a text."""
+    """Ids of the special tokens that a tokenizer puts before and after a text."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: Any) -> Special:
-        """Those of a tokenizer, found by asking it for a short text with and without."""
+        """Find the special tokens of a tokenizer by encoding a short text with and without them."""
         whole, bare = _ids(tokenizer, "a"), _ids(tokenizer, "a", add_special_tokens=False)
         for at in range(len(whole) - len(bare) + 1):
             if bare and whole[at : at + len(bare)] == bare:
@@ -29,12 +29,12 @@ class Special:
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text, without special tokens."""
+    """Token ids of a text, without special tokens."""
     return _ids(tokenizer, text, add_special_tokens=False)
 
 
 def _ids(tokenizer: Any, text: str, **settings: Any) -> list[int]:
-    made: Mapping[str, Any] = tokenizer(text, **settings)
-    ids = made["input_ids"]
+    encoded: Mapping[str, Any] = tokenizer(text, **settings)
+    ids = encoded["input_ids"]
     ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     return list(ids[0]) if ids and isinstance(ids[0], list) else ids

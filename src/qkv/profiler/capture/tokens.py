@@ -1,4 +1,4 @@
-"""Names of the tokens that queries and keys are, as a person reads them."""
+"""Readable names of the tokens at queries and keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from qkv.profiler.capture.special import Special
 
 
 class Tokens:
-    """Names of the tokens that a group's queries and keys are."""
+    """The tokens at a group's queries and keys, and their names.
+
+    Args:
+        sequences: the sequences that the model reads.
+        tokenizer: converts ids to text; names are ids if it is None.
+        group: kind of attention.
+        processes: the processes of which each has a shard of the sequences (`qkv.ring`).
+    """
 
     def __init__(self, sequences: Sequences, tokenizer: Any, group: str, processes: ProcessGroup | None = None) -> None:
-        """`processes`, if each of them has a shard of the sequences (`qkv.ring`)."""
         self.tokenizer = tokenizer
         source, target = sequences.source, sequences.target if sequences.two else sequences.source
         kind = group.partition("-")[0]
@@ -29,13 +35,13 @@ class Tokens:
             )
 
     def names(self, ids: Tensor | None, item: int, real: np.ndarray) -> list[str]:
-        """Names of the real tokens of one batch item: pieces of text, or positions where there are no ids."""
+        """Names of the real tokens of one batch item: pieces of text, or positions if there are no token ids."""
         if ids is None or ids.shape[1] != len(real):
             return [str(n) for n in range(int(real.sum()))]
         kept = ids[item].cpu().numpy()[real].tolist()
         if self.tokenizer is None:
             return [str(i) for i in kept]
-        return [as_read(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
+        return [token_text(self.tokenizer, i, piece) for i, piece in zip(kept, self._pieces(kept), strict=True)]
 
     def _pieces(self, ids: list[int]) -> list[str]:
         return [str(piece) for piece in self.tokenizer.convert_ids_to_tokens(ids)]
@@ -46,19 +52,18 @@ class Tokens:
 
 
 def special_ids(model: nn.Module, tokenizer: Any) -> set[int]:
-    """Ids that are no ordinary tokens: known as such to the tokenizer or the model's configuration, or put around every
-    text by the tokenizer."""
+    """Ids of special tokens, by the tokenizer and the model's configuration."""
     config = getattr(model, "config", None)
     names = ("pad", "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
     known = [getattr(config, name, None) for name in names]
     flat = [i for x in known for i in (x if isinstance(x, list | tuple) else [x])]
     around = Special.of(tokenizer) if callable(tokenizer) else Special()
-    said = getattr(tokenizer, "all_special_ids", ()) or ()
-    return {int(i) for i in (*flat, *said, *around.before, *around.after) if isinstance(i, int)}
+    declared = getattr(tokenizer, "all_special_ids", ()) or ()
+    return {int(i) for i in (*flat, *declared, *around.before, *around.after) if isinstance(i, int)}
 
 
-def as_read(tokenizer: Any, token: int, piece: str) -> str:
-    """A token as a person reads it: byte-level and sentencepiece marks become spaces and characters."""
+def token_text(tokenizer: Any, token: int, piece: str) -> str:
+    """The text of a token: markers of byte-level and SentencePiece tokenizers become spaces and characters."""
     if "▁" in piece:
         return piece.replace("▁", " ")
     if ("Ġ" in piece or "Ċ" in piece or not piece.isascii()) and hasattr(tokenizer, "decode"):

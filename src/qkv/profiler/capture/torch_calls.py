@@ -1,4 +1,4 @@
-"""What torch's own attention functions compute, and what a softmax of scores computes, as a `Call`."""
+"""Translate calls of torch's attention functions, and softmaxes of scores, into a `Call` of qkv."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.masks import Causal, Mask, Shifted
 from qkv.scores import Dot
 
 F = nn.functional
-FAR = 5000.0  # a score so far below the largest of its query has weight 0 whatever it is; masks that add −10⁴ hide so
+FAR = 5000.0  # a score so far below the query's largest has weight 0; some masks add only −10⁴
 MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -32,23 +32,23 @@ def of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Call, torch.Size]:
-    """The call that ``F.scaled_dot_product_attention`` with these arguments makes, and the shape of what it returns.
+    """The call that ``F.scaled_dot_product_attention`` makes with these arguments, and the shape of its output.
 
     Args:
-        heads: of the module that calls it, if known: into so many a folded (batch · heads) is unfolded.
-        query: 4 dimensions are (batch, heads, nq, d); of more, all but the last three are batch.
-        key: likewise; with fewer heads if `enable_gqa`.
-        value: likewise.
-        attn_mask: True where a query may attend, or what is added to the scores.
-        dropout_p: probability.
-        is_causal: query i sees the keys up to i: torch counts from the top left, `Causal` from the bottom right.
-        scale: of q·k; 1/√d if None.
-        enable_gqa: whether query heads share keys.
+        heads: number of heads of the calling module, if known: a folded dimension (batch · heads) is unfolded by it.
+        query: (batch, heads, nq, d); if there are more than 4 dimensions, all but the last three are batch.
+        key: as `query`; with fewer heads if `enable_gqa`.
+        value: as `key`.
+        attn_mask: True where a query may attend, or a bias that is added to the scores.
+        dropout_p: dropout probability.
+        is_causal: query i attends to keys up to i. Torch aligns this at the top left, `Causal` at the bottom right.
+        scale: factor of q·k; 1/√d if None.
+        enable_gqa: True if groups of query heads share a key head.
 
     Raises:
         InputError: for tensors that do not fit together.
     """
-    if torch.is_autocast_enabled(query.device.type):  # what it does to the function itself
+    if torch.is_autocast_enabled(query.device.type):  # as autocast does for the function itself
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     n_queries, n_keys = query.shape[-2], key.shape[-2]
     if not enable_gqa:
@@ -73,7 +73,7 @@ def of_sdpa(
 
 
 def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
-    """The call that ``F.multi_head_attention_forward`` makes, or None if its keys were projected by someone else.
+    """The call that ``F.multi_head_attention_forward`` makes, or None if keys or values were projected before.
 
     (That function works in (length, batch, width), and its boolean masks are True where a query may *not* attend.)
     """
@@ -85,8 +85,8 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
     heads = a["num_heads"]
     weights = [a[f"{x}_proj_weight"] for x in "qkv"] if a["use_separate_proj_weight"] else a["in_proj_weight"].chunk(3)
     shifts = (None,) * 3 if a["in_proj_bias"] is None else a["in_proj_bias"].chunk(3)
-    read = [x if x.ndim == 3 else x[:, None] for x in (a["query"], a["key"], a["value"])]
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip(read, weights, shifts, strict=True))
+    inputs = [x if x.ndim == 3 else x[:, None] for x in (a["query"], a["key"], a["value"])]
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, shifts, strict=True))
     batch = q.shape[1]
     if a["bias_k"] is not None:
         k, v = (torch.cat([x, one.expand(1, batch, -1)]) for x, one in ((k, a["bias_k"]), (v, a["bias_v"])))
@@ -96,58 +96,62 @@ def of_multi_head(*args: Any, **kwargs: Any) -> Call | None:
     n_queries, n_keys = q.shape[2], k.shape[2]
     mask: Mask | None = None
     bias: tuple[Any, ...] = ()
-    given = a["attn_mask"]
-    if given is not None:
-        given = given[None, None] if given.ndim == 2 else given.unflatten(0, (batch, heads))
+    attn_mask = a["attn_mask"]
+    if attn_mask is not None:
+        attn_mask = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))
     padding = a["key_padding_mask"]
     if padding is not None:
         padding = padding.view(batch, 1, 1, -1)
-    for hides in (given, padding):
-        if hides is not None:
-            more = F.pad(hides, (0, n_keys - hides.shape[-1]))  # keys that the function adds are seen
-            seen, added, _ = read_mask(~more if more.dtype == torch.bool else more, n_queries, n_keys)
-            mask = seen if mask is None else mask if seen is None else mask & seen
+    for masked in (attn_mask, padding):
+        if masked is not None:
+            wide = F.pad(masked, (0, n_keys - masked.shape[-1]))  # keys that the function appends are visible
+            read, added, _ = read_mask(~wide if wide.dtype == torch.bool else wide, n_queries, n_keys)
+            mask = read if mask is None else mask if read is None else mask & read
             bias += added
     dropout = a["dropout_p"] if a["training"] else 0.0
     return Call.of(q, k, v, mask, bias, dropout_p=dropout)
 
 
 def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
-    """A call whose weights are the softmax of `scores`: they are its bias, and its queries and keys are 0.
+    """A call whose weights are the softmax of `scores`: the scores are its bias, and its queries and keys are 0.
 
-    What is hidden is read from the scores themselves: −∞, the lowest float, or so far below the largest of the query
-    that the weight is 0 in any case. Values are not known, and NaN.
+    A pair counts as masked if its score is −∞, the lowest float, or so far below the query's largest score that its
+    weight is 0. The values are not known, so they are NaN.
     """
     b, h, n_queries, n_keys = scores.shape
     scores = scores.to(at_least_float32(scores.dtype))
     lowest = torch.finfo(scores.dtype).min / 2
-    hidden = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
-    mask = as_mask(~hidden) if bool(hidden.any()) else None
+    masked = scores <= (scores.amax(-1, keepdim=True) - FAR).clamp(min=lowest)
+    mask = as_mask(~masked) if bool(masked.any()) else None
     zeros = scores.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
-    return Call.of(q, k, k + torch.nan, mask, (Dense(scores.masked_fill(hidden, 0)),))
+    return Call.of(q, k, k + torch.nan, mask, (Dense(scores.masked_fill(masked, 0)),))
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:
-    """Scores in 4 dimensions (batch, heads, nq, nk), or None if which dimension is which cannot be known.
+    """Scores in 4 dimensions (batch, heads, nq, nk), or None if the meaning of the dimensions is ambiguous.
 
     Args:
-        x: what a softmax was taken of, along its last dimension.
-        heads: of the module, if known.
+        x: the input of a softmax over the last dimension.
+        heads: number of heads of the module, if known.
     """
     if x.ndim == 4 and heads == x.shape[1]:
         return x
     if x.ndim == 3 and heads is not None and x.shape[0] % heads == 0:
         return x.unflatten(0, (-1, heads))
-    if x.ndim == 5 and heads == x.shape[1] != x.shape[2]:  # (batch, heads, windows, …): each window is a text
+    if (
+        x.ndim == 5 and heads == x.shape[1] != x.shape[2]
+    ):  # (batch, heads, windows, …): each window becomes a batch item
         return x.transpose(1, 2).flatten(0, 1)
     return None
 
 
 def _four(x: Tensor, heads: int | None) -> Tensor:
-    """(batch, heads, length, width) of a tensor with any batch dimensions."""
+    """Reshape a tensor with any batch dimensions to (batch, heads, length, width)."""
     if x.ndim < 2:
-        raise InputError(f"scaled_dot_product_attention got a tensor of shape {tuple(x.shape)}, expected 2 or more")
+        raise InputError(
+            f"scaled_dot_product_attention got a tensor of shape {tuple(x.shape)}, expected 2 or more dimensions"
+        )
     if x.ndim == 2:
         return x[None, None]
     if x.ndim == 3:

@@ -1,1 +1,1 @@
-"""The numbers of a profile: variables, tables, types of heads, sinks, files."""
+"""The data of a profile: variables, tables, head types, sinks, and files."""

@@ -1,4 +1,4 @@
-"""A profile on disk: one zip file holding a zarr hierarchy, written whole or not at all."""
+"""Read and write profiles on disk: one zip file with a zarr hierarchy, written atomically."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import xarray as xr
 
 from qkv._files import write_whole
 from qkv.errors import InputError
-from qkv.profiler.data.variables import as_today
+from qkv.profiler.data.variables import with_current_names
 
 FORMAT = "qkv-profile"
-VERSION = 2  # raise when an older qkv could misread what this one writes
+VERSION = 2  # increase it when an older qkv could misread a file that this version writes
 
 
-PARTS = ("groups", "residual")  # folders of data sets, and the lists of their names in the header
+PARTS = ("groups", "residual")  # folders of data sets; the header has a list of names under each
 
 
 def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
 
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
-    """Read what `write_archive` wrote; anything else is refused with one sentence."""
+    """Read a file that `write_archive` wrote; raises `InputError` for any other file."""
     from zarr.storage import ZipStore
 
     header = _header(path)
@@ -57,14 +57,14 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
             for part, datasets in parts.items():
                 for name in header.get(part, []):
                     with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None) as data:
-                        datasets[name] = as_today(data.load())
+                        datasets[name] = with_current_names(data.load())
         return parts, dict(header["profile"])
     except Exception as error:  # zip, zarr and codecs each have their own family of errors
         raise InputError(f"path: {str(path)!r} is a damaged profile ({_reason(error)})") from error
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The root attributes, once they prove the file to be a profile that this version can read."""
+    """The root attributes of the file; raises `InputError` if this version of qkv cannot read it."""
     if not path.exists():
         raise InputError(f"path: no file at {str(path)!r}; expected a profile written by Profile.save")
     if path.is_dir():
@@ -75,7 +75,7 @@ def _header(path: Path) -> dict[str, Any]:
             foreign = header.get("format") != FORMAT
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError) as error:
         raise InputError(
-            f"path: {str(path)!r} is not a profile, or is cut short; expected a file written by Profile.save"
+            f"path: {str(path)!r} is not a profile, or is truncated; expected a file written by Profile.save"
         ) from error
     if foreign:
         raise InputError(f"path: {str(path)!r} is not a profile; expected a file written by Profile.save")
@@ -89,6 +89,6 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, short enough for one sentence."""
+    """The first line of the error's message, at most 160 characters."""
     text = str(error).strip().splitlines()
     return (text[0] if text else type(error).__name__)[:160]

@@ -1,4 +1,4 @@
-"""Punctuation and white space among tokens."""
+"""Recognise tokens that are punctuation or white space."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def is_delimiter(piece: str) -> bool:
-    """Whether a token, as read or as its tokenizer writes it, is punctuation or white space alone.
+    """True if a token, as text or in its tokenizer's spelling, is only punctuation or white space.
 
     >>> [is_delimiter(piece) for piece in (".", "Ġ(", "##!", "Ċ", "▁a", "")]
     [True, True, True, True, False, False]

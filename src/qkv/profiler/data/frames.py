@@ -1,4 +1,4 @@
-"""Tables of a profile as other programs like them: polars frames, Parquet and CSV files, zarr folders."""
+"""Export a profile to other programs as polars frames, Parquet and CSV files, and zarr folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkv._files import write_whole
 from qkv.errors import InputError
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import ROLES, TRAITS
-from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, own
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_variables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
 FRAMES = ("pandas", "polars")
-SCORE = " score"  # added to a kind's name where tables are side by side
-ENDINGS = (".parquet", ".csv", ".zarr")
+SCORE = " score"  # suffix of a head type's score column where the tables are joined
+SUFFIXES = (".parquet", ".csv", ".zarr")
 _SHARE = "share of the weight"
 
 # Unit and definition of every column of `Profile.heads`, `.sinks` and `.types`.
@@ -34,21 +34,21 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "module": ("1", "name of the module that attends"),
     "entropy_ratio": ("1", "mean over queries of entropy / ln(visible keys): 1 is uniform"),
     "sink_share": ("1", "share of the queries after the first with more than the threshold on the first token"),
-    "top_key": ("tokens", "position of the key that receives most"),
-    "top_key_token": ("1", "the token there"),
+    "top_key": ("tokens", "position of the key that receives the most weight"),
+    "top_key_token": ("1", "the token at that position"),
     "top_key_share": ("1", f"{_SHARE} of the head on that key"),
     "target": ("1", "where the head sends most of its weight"),
     "target_share": ("1", f"{_SHARE} of the head on that target"),
-    "goes_to": ("1", "the same in words"),
+    "goes_to": ("1", "the target and its share in words"),
     "type": ("1", "first of the roles whose score reaches its threshold"),
     "traits": ("1", "all traits whose score reaches its threshold"),
     "alpha_first": ("1", "sink score α₁: weight on the first token, averaged over the first 64 queries"),
-    "alpha_random": ("1", "the same on random tokens"),
-    "alpha_repeated": ("1", "the same on one token repeated"),
-    "alpha_best": ("1", "the largest sink score of any token, over all queries that may see it"),
-    "best_text": ("1", "number of the text that token is in"),
-    "best_key": ("tokens", "its position"),
-    "best_token": ("1", "the token itself"),
+    "alpha_random": ("1", "sink score α₁ on random tokens"),
+    "alpha_repeated": ("1", "sink score α₁ on one token repeated"),
+    "alpha_best": ("1", "the largest sink score of any token, over all queries that may attend to it"),
+    "best_text": ("1", "number of the text with the token of the largest sink score"),
+    "best_key": ("tokens", "position of that token"),
+    "best_token": ("1", "that token"),
     "learned_sink": ("1", "mean weight on the learned sink"),
     "key_norm_first": ("1", "length of the first token's key / mean length of the others"),
     "key_norm_best": ("1", "length of that token's key / mean length of the others"),
@@ -63,52 +63,54 @@ COLUMNS |= {
 
 
 def of_heads(data: xr.Dataset) -> pd.DataFrame:
-    """The table of heads of a group, with units and definitions."""
-    return described(tables.head_table(data), own(data))
+    """The head table of a group, with units and definitions."""
+    return described(tables.head_table(data), custom_variables(data))
 
 
 def described(table: pd.DataFrame, statistics: Mapping[str, Variable] | None = None) -> pd.DataFrame:
-    """The table with unit and definition of each column in its ``attrs``; some may be statistics of one's own."""
+    """Put the unit and definition of each column into the table's ``attrs``; `statistics` are the custom ones."""
     about = {name: about_column(name, statistics or {}) for name in table.columns}
     table.attrs = {"units": {n: a[0] for n, a in about.items()}, "definitions": {n: a[1] for n, a in about.items()}}
     return table
 
 
 def about_column(column: str, statistics: Mapping[str, Variable]) -> tuple[str, str]:
-    """Unit and definition of a column; `statistics` are those of one's own."""
+    """Unit and definition of a column; `statistics` are the custom ones."""
     if column in COLUMNS:
         return COLUMNS[column]
     if column in statistics:
-        of = statistics[column]
-        return of.units, f"of each head: {of.definition}"
+        variable = statistics[column]
+        return variable.units, f"of each head: {variable.definition}"
     kind = (ROLES | TRAITS)[column.removesuffix(SCORE)]
     bound = "at most" if kind.below else "at least"
     unit = "keys" if column.startswith("sparse") else "1"
-    return unit, f"{kind.definition}; of the kind if {bound} {kind.threshold:g}"
+    return unit, f"{kind.definition}; a head is of this type if {bound} {kind.threshold:g}"
 
 
 def as_frame(table: pd.DataFrame, frame: str) -> Any:
-    """The table as a pandas or a polars frame."""
+    """Convert a pandas table to the requested kind of frame."""
     if frame not in FRAMES:
         raise InputError(f"frame is {frame!r}, expected one of {', '.join(map(repr, FRAMES))}")
     if frame == "pandas":
         return table
-    _need("polars")
+    _require("polars", "frame")
     import polars
 
     return polars.DataFrame({name: column.tolist() for name, column in table.items()})
 
 
 def all_of_heads(profile: Profile, group: str | None = None) -> pd.DataFrame:
-    """Everything told of each head in one table: `heads`, `types` and `sinks` side by side."""
+    """The tables `heads`, `types` and `sinks` joined into one, with a row per head."""
     sinks, types = profile.sinks(group=group), profile.types(group)
     types = types.rename(columns={name: name + SCORE for name in (*ROLES, *TRAITS)})
     table = profile.heads(group).join(types.drop(columns=["layer", "head"]))
-    return described(table.join(sinks.drop(columns=["layer", "head", "sink_share"])), own(profile.group(group)))
+    return described(
+        table.join(sinks.drop(columns=["layer", "head", "sink_share"])), custom_variables(profile.group(group))
+    )
 
 
 def export(profile: Profile, path: Path, group: str | None) -> Path:
-    """Write a profile for other programs, by the ending of `path`; whole or not at all."""
+    """Write a profile atomically, in the format of the suffix of `path`."""
     if path.suffix == ".zarr":
         _zarr(profile, path)
     elif path.suffix == ".parquet":
@@ -116,12 +118,12 @@ def export(profile: Profile, path: Path, group: str | None) -> Path:
     elif path.suffix == ".csv":
         write_whole(path, all_of_heads(profile, group).to_csv(index=False))
     else:
-        raise InputError(f"path is {str(path)!r}, expected a name that ends in {', '.join(ENDINGS)}")
+        raise InputError(f"path is {str(path)!r}, expected a suffix of {', '.join(SUFFIXES)}")
     return path
 
 
 def _parquet(table: pd.DataFrame) -> memoryview:
-    _need("pyarrow")
+    _require("pyarrow", "path")
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -137,11 +139,11 @@ def _parquet(table: pd.DataFrame) -> memoryview:
 
 
 def _zarr(profile: Profile, path: Path) -> None:
-    """A folder in place of none, or of an older one of its kind."""
+    """Write a zarr folder atomically; it may replace an older zarr folder, but nothing else."""
     import zarr
 
     if path.exists() and not (path / "zarr.json").exists():
-        raise InputError(f"path: {str(path)!r} is no zarr folder, so it is not replaced; expected another name")
+        raise InputError(f"path: {str(path)!r} exists and is not a zarr folder; expected another name")
     if not path.parent.is_dir():
         raise InputError(f"path: the folder {str(path.parent)!r} does not exist; create it first")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name[:100]}.") as folder:
@@ -155,6 +157,6 @@ def _zarr(profile: Profile, path: Path) -> None:
         made.rename(path)
 
 
-def _need(module: str) -> None:
+def _require(module: str, argument: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise InputError(f"this needs {module}: pip install 'qkv[frames]'")
+        raise InputError(f"{argument} needs {module}, which is not installed: pip install 'qkv[frames]'")

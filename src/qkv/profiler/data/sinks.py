@@ -1,4 +1,4 @@
-"""Attention sinks: which tokens many queries look at whatever they are about, and what these tokens are like."""
+"""Tables of attention sinks: tokens that many queries attend to regardless of content (Gu et al. 2025)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         table["learned_sink"] = tables.over_texts(taken).ravel()
     for name in ("key", "value"):
         if f"{name}_norm" in data:
-            ratio = drain(data[f"{name}_norm"].values)
+            ratio = relative_norm(data[f"{name}_norm"].values)
             table[f"{name}_norm_first"] = tables.over_texts(ratio[..., 0]).ravel()
             table[f"{name}_norm_best"] = np.take_along_axis(
                 np.moveaxis(ratio, 0, 2).reshape(layers, heads, -1), (text * ratio.shape[-1] + key)[..., None], -1
@@ -64,33 +64,33 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     score = sink_scores(data)
     assert score is not None
     with np.errstate(invalid="ignore"):
-        caught = score > threshold
-    text, key = np.nonzero(caught.any((1, 2)))
+        is_sink = score > threshold
+    text, key = np.nonzero(is_sink.any((1, 2)))
     alphas = np.nan_to_num(score[text, :, :, key])
     rows = {
         "text": text,
         "position": key,
         "token": data["key_token"].values[text, key],
-        "heads": caught[text, :, :, key].sum((1, 2)),
-        "share_of_heads": caught[text, :, :, key].mean((1, 2)),
+        "heads": is_sink[text, :, :, key].sum((1, 2)),
+        "share_of_heads": is_sink[text, :, :, key].mean((1, 2)),
         "alpha": alphas.max((1, 2), initial=0),
-        "layers": [_ranges(data["layer"].values[one.any(1)]) for one in caught[text, :, :, key]],
+        "layers": [_ranges(data["layer"].values[one.any(1)]) for one in is_sink[text, :, :, key]],
     }
     for name in ("key", "value"):
         if f"{name}_norm" in data:
-            found = np.where(caught, drain(data[f"{name}_norm"].values), np.nan)[text, :, :, key]
-            known = [one[~np.isnan(one)] for one in found]  # of a text of one token there are no others
+            ratios = np.where(is_sink, relative_norm(data[f"{name}_norm"].values), np.nan)[text, :, :, key]
+            known = [one[~np.isnan(one)] for one in ratios]  # empty for a text of a single token
             rows[f"{name}_norm"] = np.array([one.mean() if len(one) else np.nan for one in known])
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
 
 
 def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, float]:
-    """The scores of a whole group, each between 0 and 1; those that were not measured are left out.
+    """Sink scores of a whole group, each between 0 and 1; scores that were not measured are left out.
 
-    ``entries`` is the share of (head, query from the second) with more than the threshold on the first token.
-    ``natural``, ``random`` and ``repeated`` are the share of heads whose α of the first token over 64 such tokens
-    exceeds it, ``anywhere`` that of the heads with a sink at any token; ``learned`` is the mean weight on the learned
-    sink.
+    ``entries`` is the share of pairs (head, query from the second) with more than the threshold on the first token.
+    ``natural``, ``random`` and ``repeated`` are the shares of heads whose sink score α of the first token exceeds the
+    threshold, on the first 64 tokens of the text, on random tokens, and on one token repeated. ``anywhere`` is the
+    share of heads with a sink at any token; ``learned`` is the mean weight on the learned sink.
     """
     table = sink_table(data, threshold)
     found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
@@ -103,8 +103,8 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
     return found
 
 
-def drain(norm: np.ndarray) -> np.ndarray:
-    """Each vector's length divided by the mean of the others of its text and head: (text, layer, head, key)."""
+def relative_norm(norm: np.ndarray) -> np.ndarray:
+    """Each vector's length divided by the mean length of the others in its text and head: (text, layer, head, key)."""
     count = (~np.isnan(norm)).sum(-1, keepdims=True)
     others = (np.nansum(norm, -1, keepdims=True) - norm) / np.maximum(count - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -117,12 +117,12 @@ def _check(data: xr.Dataset, threshold: float) -> None:
         raise InputError(f"threshold is {threshold}, expected a weight between 0 and 1")
     if "visible_queries" not in data:
         raise InputError(
-            "this profile has no 'visible_queries' (it is of an older qkv, or made by hand): profile again"
+            "profile has no variable 'visible_queries' (an older qkv wrote it, or it was built by hand): profile again"
         )
 
 
 def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The largest sink score of each head, and of which text and key it is; NaN, of the first, where none is told."""
+    """The largest sink score of each head, its text and its key; NaN and (0, 0) for a head without scores."""
     flat = np.nan_to_num(np.moveaxis(score, 0, 2), nan=0.0).reshape(*score.shape[1:3], -1)
     at = flat.argmax(-1)
     text, key = np.divmod(at, score.shape[-1])
@@ -139,7 +139,7 @@ def _flat(x: np.ndarray | None, length: int) -> np.ndarray:
 
 
 def _ranges(numbers: np.ndarray) -> str:
-    """0–3, 5 of 0, 1, 2, 3, 5."""
+    """Sorted numbers as ranges: "0–3, 5" for 0, 1, 2, 3, 5."""
     parts: list[list[int]] = []
     for n in numbers.tolist():
         if parts and n == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Tables made from one group of a profile: where each head sends its weight, and which tokens attract it."""
+"""Tables of one group of a profile: where each head sends its weight, and which tokens attract it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from qkv.profiler.data.variables import BY_HEAD, OF_HEADS, OF_WEIGHTS, own
+from qkv.profiler.data.variables import BY_HEAD, OF_HEADS, OF_WEIGHTS, custom_variables
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SINK_THRESHOLD = 0.3  # a query is caught by the sink when it puts more than this on the first token
-TARGET_SHARE = 0.4  # a head goes to one target when the target takes this share of its weight,
-LOCAL_SHARE = 0.5  # or to its neighbourhood when that takes this much,
-FAINT_SHARE = 0.25  # or to one target after all when it takes this much; else the head is spread
-LIFT = 2.0  # frequent tokens take much by number alone: a type must take twice its share of the keys
+SINK_THRESHOLD = 0.3  # a query counts for `sink_share` if it puts more than this weight on the first token
+# The target of a head is, in this order: the strongest target if it receives TARGET_SHARE of the weight; the
+# neighbourhood if it receives LOCAL_SHARE; the strongest target if it receives FAINT_SHARE; else "spread".
+TARGET_SHARE = 0.4
+LOCAL_SHARE = 0.5
+FAINT_SHARE = 0.25
+LIFT = 2.0  # a token is a target only if it receives twice its share of the keys: frequent tokens receive much anyway
 
 
 def head_table(data: xr.Dataset) -> pd.DataFrame:
@@ -24,7 +26,7 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     import pandas as pd
 
     valid = valid_queries(data)
-    seen = data["visible"].values
+    visible = data["visible"].values
     later = valid & (np.arange(valid.shape[1]) >= 1)
     from_second = later if data.attrs["causal"] else valid
 
@@ -34,11 +36,11 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
         if name in data
     }
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(seen >= 2, data["entropy"].values / np.log(seen), np.nan)
+        ratio = np.where(visible >= 2, data["entropy"].values / np.log(visible), np.nan)
     values["entropy_ratio"] = mean_over_queries(ratio, valid)
     sink = data["sink"].values
-    caught = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
-    values["sink_share"] = mean_over_queries(caught, later)
+    above = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
+    values["sink_share"] = mean_over_queries(above, later)
 
     table = pd.DataFrame(
         {
@@ -56,13 +58,13 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
         f"spread ({keys:.0f} keys)" if target == "spread" else f"{target} {100 * share:.0f} %"
         for target, share, keys in zip(table["target"], table["target_share"], table["effective_keys"], strict=True)
     ]
-    for name in own(data):
+    for name in custom_variables(data):
         table[name] = over_texts(data[name + BY_HEAD].values).ravel()
     return table
 
 
 def token_table(data: xr.Dataset) -> pd.DataFrame:
-    """One row per distinct key token, most attended first; `Profile.tokens` documents the columns."""
+    """One row per distinct key token, the most attended first; `Profile.tokens` documents the columns."""
     import pandas as pd
 
     share = received_share(data).mean(axis=(1, 2))  # (text, key)
@@ -78,8 +80,8 @@ def token_table(data: xr.Dataset) -> pd.DataFrame:
         }
     )
     best = rows.sort_values("share", ascending=False).drop_duplicates("token").set_index("token")
-    kinds = rows.groupby("token", sort=False)
-    table = pd.DataFrame({"share": kinds["share"].sum(), "count": kinds.size(), "keys": kinds["keys"].sum()})
+    by_token = rows.groupby("token", sort=False)
+    table = pd.DataFrame({"share": by_token["share"].sum(), "count": by_token.size(), "keys": by_token["keys"].sum()})
     table["lift"] = table["share"] / table["keys"]
     table["share"] /= data.sizes["text"]
     table[["text", "position"]] = best[["text", "position"]]
@@ -88,13 +90,13 @@ def token_table(data: xr.Dataset) -> pd.DataFrame:
 
 
 def destinations(data: xr.Dataset) -> dict[str, np.ndarray]:
-    """Where each head's weight goes, in disjoint shares that add up to all of it; each (text, layer, head).
+    """Where each head's weight goes: disjoint shares that add up to the whole weight, each (text, layer, head).
 
     A key counts once, under the first name that fits: first (the first token), special (other special
     tokens), self, previous, next, nearby (within the local window), elsewhere. `sink_logit` is the mass of a
-    learned sink. All are exact from the stored statistics but for one border: the weight on a special token
-    2 to `local_window` tokens away cannot be told from its neighbours' unless `weights` are kept, so the
-    remaining neighbourhood of those few queries counts as elsewhere.
+    learned sink. The shares follow exactly from the stored statistics with one exception: the weight on a special
+    token 2 to `local_window` tokens away cannot be separated from that of its neighbours unless `weights` are kept,
+    so for these few queries the weight "nearby" is counted as "elsewhere".
     """
     special = special_keys(data)
     texts = [_text_destinations(data.isel(text=text), special[text]) for text in range(data.sizes["text"])]
@@ -119,7 +121,7 @@ def _text_destinations(one: xr.Dataset, special: np.ndarray) -> dict[str, np.nda
         sums[name] = queries(name)[..., counts].sum(-1)
 
     sums["nearby"] = np.zeros(received.shape[:-1])
-    if np.isfinite(one["local"].values).any():  # not between two texts, where nothing is near
+    if np.isfinite(one["local"].values).any():  # NaN in cross-attention, where distances are not defined
         nearby = queries("local") - queries("self") - queries("previous") - queries("next")
         nearby -= np.where((own >= 2) & (own <= window), queries("sink"), 0)
         away = np.abs(own[:, None] - np.flatnonzero(special)[None, :])
@@ -136,17 +138,17 @@ def _text_destinations(one: xr.Dataset, special: np.ndarray) -> dict[str, np.nda
 
 
 def valid_queries(data: xr.Dataset) -> np.ndarray:
-    """Which queries belong to the text, (text, query)."""
+    """True at queries that belong to the text, False at padding: (text, query)."""
     return np.arange(data.sizes["query"]) < data["n_queries"].values[:, None]
 
 
 def valid_keys(data: xr.Dataset) -> np.ndarray:
-    """Which keys belong to the text, (text, key)."""
+    """True at keys that belong to the text, False at padding: (text, key)."""
     return np.arange(data.sizes["key"]) < data["n_keys"].values[:, None]
 
 
 def special_keys(data: xr.Dataset) -> np.ndarray:
-    """Which keys are special tokens such as [SEP], (text, key)."""
+    """True at special tokens such as [SEP]: (text, key)."""
     special = set(data.attrs["special_tokens"])
     tokens = data["key_token"].values
     return np.array([[token in special for token in row] for row in tokens], bool) & valid_keys(data)
@@ -159,30 +161,30 @@ def received_share(data: xr.Dataset) -> np.ndarray:
 
 
 def mean_over_queries(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    """Mean over the kept, defined queries of each text and head: (…, query), (text, query) -> (…)."""
+    """Mean over the queries of each text and head where `keep` is True and the value is finite: (text, layer, head)."""
     return _mean(values, np.isfinite(values) & keep[:, None, None, :], axis=-1)
 
 
 def over_texts(values: np.ndarray) -> np.ndarray:
-    """Mean over the texts where the value is defined: (text, …) -> (…)."""
+    """Mean over the texts in which the value is finite: (text, …) -> (…)."""
     return _mean(values, np.isfinite(values), axis=0)
 
 
 def readable(token: str) -> str:
-    """A token as one would print it: the tokenizers' marks for a space are taken off."""
+    """A token for display, without the tokenizer's markers for spaces and newlines."""
     plain = token.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n")
     return plain.strip() or ("⏎" if "\n" in plain else "␣")
 
 
 def _mean(values: np.ndarray, keep: np.ndarray, axis: int) -> np.ndarray:
-    """Mean of what is kept, NaN (and no warning) where nothing is."""
+    """Mean of the values where `keep` is True; NaN, without a warning, where `keep` is False throughout."""
     count = keep.sum(axis)
     total = np.where(keep, values, 0).sum(axis, dtype=np.float64)
     return np.divide(total, count, out=np.full(count.shape, np.nan), where=count > 0)
 
 
 def _top_keys(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Position, token and share of the key that each head attends to most, in whichever text it is."""
+    """Position, token and share of the key that each head attends to most, over all texts."""
     share = np.moveaxis(received_share(data), 0, 2)  # (layer, head, text, key)
     share = share.reshape(-1, data.sizes["text"] * data.sizes["key"])
     best = share.argmax(1)
@@ -191,7 +193,7 @@ def _top_keys(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[float]]:
-    """The target that describes each head best, and its share (NaN when it has none: "spread")."""
+    """The target of each head and its share of the weight ("spread" and NaN for a head without a target)."""
     labels, shares = _token_shares(data)
     for name in ("self", "previous", "next"):
         labels.append(name)
@@ -201,7 +203,7 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[flo
         taken = over_texts(mean_over_queries(data["sink_mass"].values, valid_queries(data)))
         shares = np.column_stack([shares, taken.ravel()])
     best, neighbourhood = shares.argmax(1), f"local ±{data.attrs['local_window']}"
-    # In a short text every key is near: a neighbourhood must take clearly more than its uniform share.
+    # In a short text every key is near, so the neighbourhood must receive clearly more than its uniform share.
     local = np.where(table["local"] >= 1.5 * uniform_local(data), table["local"], 0)
     targets, target_shares = [], []
     for row, column in enumerate(best):
@@ -219,37 +221,37 @@ def _targets(data: xr.Dataset, table: pd.DataFrame) -> tuple[list[str], list[flo
 
 
 def _token_shares(data: xr.Dataset) -> tuple[list[str], np.ndarray]:
-    """Share of each head's weight on the first token and on each kind of token: labels, (layer·head, label).
+    """Share of each head's weight on the first token and on each distinct token: labels, (layer·head, label).
 
-    The first token is a target of its own unless it is special: then its name says more.
+    A first token that is special is not listed as "first token" but under its own name, such as [CLS].
     """
     share, valid, special = received_share(data), valid_keys(data), special_keys(data)
     texts, heads = data.sizes["text"], share.shape[1] * share.shape[2]
     plain_first = ~special[:, 0]
-    kinds = sorted(set(data["key_token"].values[valid]))  # NumPy's own strings lose NULs at their ends
-    number = {token: index for index, token in enumerate(kinds)}
-    total, occupied = np.zeros((heads, len(kinds))), np.zeros(len(kinds))
+    distinct = sorted(set(data["key_token"].values[valid]))  # not np.unique: NumPy's strings drop trailing NULs
+    number = {token: index for index, token in enumerate(distinct)}
+    total, share_of_keys = np.zeros((heads, len(distinct))), np.zeros(len(distinct))
     for text in range(texts):
         positions = np.flatnonzero(valid[text])[int(plain_first[text]) :]
         index = np.array([number[token] for token in data["key_token"].values[text, positions]], int)
         for head, row in enumerate(share[text].reshape(heads, -1)):
-            total[head] += np.bincount(index, row[positions], len(kinds)) / texts
-        occupied += np.bincount(index, minlength=len(kinds)) / valid[text].sum() / texts
-    is_special = np.isin(kinds, data.attrs["special_tokens"])
-    total[:, ~is_special] *= total[:, ~is_special] >= LIFT * occupied[~is_special]
+            total[head] += np.bincount(index, row[positions], len(distinct)) / texts
+        share_of_keys += np.bincount(index, minlength=len(distinct)) / valid[text].sum() / texts
+    is_special = np.isin(distinct, data.attrs["special_tokens"])
+    total[:, ~is_special] *= total[:, ~is_special] >= LIFT * share_of_keys[~is_special]
     first = (share[..., 0] * plain_first[:, None, None]).mean(0).reshape(-1, 1)
-    labels = [token if known else f"“{readable(token)}”" for token, known in zip(kinds, is_special, strict=True)]
+    labels = [token if known else f"“{readable(token)}”" for token, known in zip(distinct, is_special, strict=True)]
     return ["first token", *labels], np.hstack([first, total])
 
 
 def uniform_local(data: xr.Dataset) -> float:
-    """The mass that uniform attention would put inside the local window."""
+    """The mass inside the local window under uniform attention."""
     window, shares = int(data.attrs["local_window"]), []
     for n_queries, n_keys in zip(data["n_queries"].values, data["n_keys"].values, strict=True):
         query = np.arange(n_queries)
         if data.attrs["causal"]:
-            seen = query + 1 + n_keys - n_queries
-            shares.append((np.minimum(seen, window + 1) / np.maximum(seen, 1)).mean())
+            visible = query + 1 + n_keys - n_queries
+            shares.append((np.minimum(visible, window + 1) / np.maximum(visible, 1)).mean())
         else:
             low, high = np.maximum(query - window, 0), np.minimum(query + window, n_keys - 1)
             shares.append((np.maximum(high - low + 1, 0) / n_keys).mean())

@@ -1,4 +1,4 @@
-"""What kind of head a head is: scores with stated thresholds."""
+"""Classify attention heads (induction, previous token, sink, local …) by scores with fixed thresholds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of head: its score is told as (layer, head), and a head is of the kind from the threshold on."""
+    """A head type: `score` gives an array (layer, head), and a head has the type if its score reaches `threshold`."""
 
     definition: str
     threshold: float
     score: Callable[[xr.Dataset], np.ndarray | None]
-    below: bool = False  # of the kind is what does not exceed the threshold
+    below: bool = False  # the head has the type if its score is at most the threshold
 
 
 def _variable(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
@@ -38,7 +38,7 @@ def _column(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
 
 
 def prefix_sink_scores(data: xr.Dataset) -> np.ndarray | None:
-    """α_k of the first 64 tokens, averaged over texts: (layer, head, key)."""
+    """Sink scores α_k of the first 64 tokens, averaged over texts: (layer, head, key)."""
     return over_texts(data["prefix_sink_scores"].values) if "prefix_sink_scores" in data else None
 
 
@@ -48,10 +48,10 @@ def _first(data: xr.Dataset) -> np.ndarray | None:
 
 
 def sink_scores(data: xr.Dataset) -> np.ndarray | None:
-    """Weight on each key, averaged over the queries that may see it, (text, layer, head, key).
+    """Weight on each key, averaged over the queries that may attend to it: (text, layer, head, key).
 
-    NaN where fewer than an eighth of the queries, or fewer than eight, see the key: the last tokens of a causal text.
-    (Where a window is so short that no key has more, those with most count.)
+    NaN at keys that are visible to fewer than eight queries or to less than an eighth of them, such as the last tokens
+    of a causal text. If a short window leaves every key with fewer, the keys visible to the most queries count.
     """
     if "visible_queries" not in data:
         return None
@@ -74,7 +74,7 @@ def _other_sink(data: xr.Dataset) -> np.ndarray | None:
 
 
 def _delimiters(data: xr.Dataset) -> np.ndarray | None:
-    """Share of the weight on delimiters, less what their number explains: 0 if no more than their share of the keys."""
+    """Share of the weight on delimiters, or 0 if it is less than twice their share of the keys."""
     chosen = delimiter_keys(data)
     chosen[:, 0] = False
     share = received_share(data)
@@ -84,7 +84,7 @@ def _delimiters(data: xr.Dataset) -> np.ndarray | None:
 
 
 def delimiter_keys(data: xr.Dataset) -> np.ndarray:
-    """Which keys are special tokens, punctuation, or white space alone: (text, key)."""
+    """True at special tokens, punctuation and white space: (text, key)."""
     special = set(data.attrs["special_tokens"])
     tokens = data["key_token"].values
     known = {token: token in special or is_delimiter(str(token)) for token in set(tokens.ravel())}
@@ -99,7 +99,7 @@ def _local(data: xr.Dataset) -> np.ndarray:
 
 
 def _streaming(data: xr.Dataset) -> np.ndarray | None:
-    """Weight on what a streaming cache keeps, of the queries that see at least four times as many keys."""
+    """Mass on the keys that a streaming cache keeps, for queries with at least four times as many visible keys."""
     if "streaming_mass" not in data or "streaming_first" not in data.attrs:
         return None
     kept = data.attrs["streaming_first"] + data.attrs["streaming_last"]
@@ -111,7 +111,7 @@ def _streaming(data: xr.Dataset) -> np.ndarray | None:
 
 
 def _retrieval(data: xr.Dataset) -> np.ndarray | None:
-    """What is neither kept nor on a learned sink; only of weights that add up to 1, those of a softmax."""
+    """Mass on keys that a streaming cache evicts, a learned sink excluded; None if the weights are not a softmax."""
     kept = _streaming(data)
     if kept is None or np.isnan(data["lse"].values).all():
         return None
@@ -120,34 +120,36 @@ def _retrieval(data: xr.Dataset) -> np.ndarray | None:
     return np.clip(1 - kept, 0, 1)
 
 
-ROLES = {  # what a head does: the first that holds is its type
+ROLES = {  # the type of a head is the first role whose score reaches its threshold
     "induction": Kind(
         "on random tokens that come twice, weight on the token after the first occurrence (Olsson et al. 2022)",
         0.3, _variable("probe_induction"),
     ),
     "duplicate token": Kind(
-        "there, weight on the first occurrence (Wang et al. 2023)", 0.3, _variable("probe_duplicate")
+        "on random tokens that come twice, weight on the first occurrence (Wang et al. 2023)",
+        0.3, _variable("probe_duplicate"),
     ),
     "previous token": Kind("weight on the token before", 0.4, _column("previous")),
     "self": Kind("weight on the query's own token", 0.4, _column("self")),
     "first token": Kind("sink score α of the first token over the first 64 (Gu et al. 2025)", 0.3, _first),
     "other sink": Kind("the largest sink score α of any other token", 0.3, _other_sink),
     "delimiter": Kind(
-        "weight on punctuation, white space and special tokens but the first, if at least twice their share",
+        "weight on punctuation, white space and special tokens except the first token, if at least twice their share "
+        "of the keys",
         0.4, _delimiters,
     ),
-    "local": Kind("weight on the nearest tokens, if clearly more than uniform attention puts there", 0.5,
-                  _local),
+    "local": Kind("weight on the nearest tokens, if at least 1.5 times that of uniform attention", 0.5, _local),
     "uniform": Kind("entropy divided by that of uniform attention", 0.9, _column("entropy_ratio")),
 }  # fmt: skip
-TRAITS = {  # how it does it: none excludes another
+TRAITS = {  # a head can have several traits
     "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("effective_keys"), below=True),
-    "streaming": Kind("weight on the first and last keys, as a streaming cache keeps them", 0.95, _streaming),
-    "retrieval": Kind("weight on the keys that a streaming cache loses (after Xiao et al. 2024, DuoAttention)",
+    "streaming": Kind("weight on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
+    "retrieval": Kind("weight on the keys that a streaming cache evicts (after Xiao et al. 2024, DuoAttention)",
                       0.3, _retrieval),
     "positional": Kind("1 − total variation between the weights on the text and on its tokens shuffled", 0.8,
                        _variable("probe_positional")),
-    "content": Kind("the same, of weights that change with the tokens", 0.4, _variable("probe_positional"), below=True),
+    "content": Kind("the same score, low: the weights change with the tokens", 0.4, _variable("probe_positional"),
+                    below=True),
 }  # fmt: skip
 MIXED = "mixed"
 

@@ -1,6 +1,7 @@
-"""Every quantity a profile may hold: over what it is, in which unit, and what it says.
+"""The variables of a profile: their dimensions, units and definitions.
 
-Statistics of weights are described by their objects in `qkv.statistics`; this module adds what is measured besides.
+Statistics of weights describe themselves (`qkv.statistics`); this module adds the other variables, and the custom
+statistics of the user.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ BIN = ("text", "layer", "head", "query_bin", "key_bin")
 
 @dataclass(frozen=True)
 class Variable:
-    """A quantity of a profile; see `qkv.statistics.Statistic` for those that have the same names there."""
+    """A variable of a profile; `qkv.statistics.Statistic` documents the fields that have the same names there."""
 
     dims: tuple[str, ...]
     units: str
-    """"1" is a plain number or a share."""
+    """"1" stands for a plain number or a share."""
     definition: str
     always: bool = False
-    """Whether every profile has it."""
+    """True if every profile has the variable."""
     label: str = ""
     share: bool = False
     highest: float = 1.0
@@ -41,7 +42,7 @@ class Variable:
 
     @classmethod
     def of(cls, statistic: Statistic, *, always: bool = False) -> Variable:
-        """What the object says of itself."""
+        """The variable that stores a statistic."""
         return cls(
             QUERY if statistic.over == "query" else KEY, statistic.unit, statistic.definition, always, statistic.label,
             statistic.share, statistic.highest, statistic.logarithmic, statistic.one_text, statistic.from_second,
@@ -55,34 +56,38 @@ class Variable:
 
 _MEASURED = {f.name for f in fields(Statistics)}
 UNFUSED = tuple(s for s in BUILT_IN.values() if field_of(s.name) not in _MEASURED)
-"""Built-in statistics that `measure` gives only when asked."""
+"""Built-in statistics that `measure` computes only on request."""
 OF_WEIGHTS: dict[str, Statistic] = BUILT_IN | {s.name: s for s in (Local(), Streaming())}
-"""All statistics of weights in a profile: those of `qkv.statistics`, and two weights inside a mask."""
-_LATER = {"visible_queries", "streaming_mass", *(s.name for s in UNFUSED)}  # the first profiles have none
-VARIABLES = {name: Variable.of(s, always=name not in _LATER) for name, s in OF_WEIGHTS.items()} | {
+"""All statistics of weights in a profile: those of `qkv.statistics`, and the masses `local` and `streaming_mass`."""
+_NOT_IN_FIRST = {"visible_queries", "streaming_mass", *(s.name for s in UNFUSED)}  # missing in the oldest files
+VARIABLES = {name: Variable.of(s, always=name not in _NOT_IN_FIRST) for name, s in OF_WEIGHTS.items()} | {
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
     "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit", label="Learned sink", share=True),
     "prefix_sink_scores": Variable(
         ("text", "layer", "head", "prefix_key"), "1",
-        "sink score α_k: weight on the k-th token, averaged over those of the first 64 queries that may see it",
+        "sink score α_k: weight on the k-th token, averaged over those of the first 64 queries that may attend to it",
         one_text=True,
     ),
     "map_max": Variable(BIN, "1", "the largest weight of a bin of `bin_queries` queries × `bin_keys` keys"),
-    "map_mean": Variable(BIN, "1", "the average weight of such a bin, pairs the mask hides counting as 0"),
-    "weights": Variable((*QUERY, "key"), "1", "all weights, of short texts"),
+    "map_mean": Variable(BIN, "1", "the average weight of such a bin; masked pairs count as 0"),
+    "weights": Variable((*QUERY, "key"), "1", "all weights; kept for short texts only"),
     "query_norm": Variable(QUERY, "1", "length of the query vector"),
-    "key_norm": Variable(KEY, "1", "length of the key vector, as it is compared"),
+    "key_norm": Variable(KEY, "1", "length of the key vector that enters the dot product"),
     "value_norm": Variable(KEY, "1", "length of the value vector"),
     "cosine_first": Variable(TEXT, "1", "mean cosine of the queries to the first token's key"),
     "cosine_others": Variable(TEXT, "1", "mean cosine of the queries to all other keys"),
-    "first_key_angle": Variable(TEXT, "degrees", "between the first token's key and the mean of the others"),
+    "first_key_angle": Variable(TEXT, "degrees", "angle between the first token's key and the mean of the other keys"),
     "key_bias_cosine": Variable(TEXT, "1", "mean cosine of the queries to the learned key"),
     "key_directions": Variable((*TEXT, "direction"), "1", "share of the keys' variance in a principal direction"),
     "probe_sink_random": Variable(HEAD, "1", "sink score α of the first token on random tokens"),
     "probe_sink_repeated": Variable(HEAD, "1", "sink score α of the first token on one token repeated"),
-    "probe_previous": Variable(HEAD, "1", "weight on the token before, in a repeated random sequence"),
-    "probe_duplicate": Variable(HEAD, "1", "weight on the same token's earlier occurrence, there"),
-    "probe_induction": Variable(HEAD, "1", "weight on the token after that occurrence, there"),
+    "probe_previous": Variable(HEAD, "1", "weight on the previous token, in a repeated random sequence"),
+    "probe_duplicate": Variable(
+        HEAD, "1", "weight on the earlier occurrence of the same token, in a repeated random sequence"
+    ),
+    "probe_induction": Variable(
+        HEAD, "1", "weight on the token after the earlier occurrence, in a repeated random sequence"
+    ),
     "probe_positional": Variable(
         HEAD, "1", "1 − total variation distance between the weights on the text and on its tokens shuffled"
     ),
@@ -90,7 +95,7 @@ VARIABLES = {name: Variable.of(s, always=name not in _LATER) for name, s in OF_W
 OF_HEADS = tuple(
     name for name, s in OF_WEIGHTS.items() if s.over == "query" and name not in ("visible", "streaming_mass")
 )
-"""Statistics of which a table of heads has the mean. How many keys are visible is the mask's, not the head's."""
+"""Statistics whose mean is a column of the head table. `visible` depends on the mask, not on the head."""
 
 RENAMED = {
     "participation": "effective_keys",
@@ -99,7 +104,7 @@ RENAMED = {
     "early_key": "prefix_key",
     "streaming": "streaming_mass",
 }
-"""Names in files of before, and what they are called now."""
+"""Names of variables and dimensions in older files, and their current names."""
 
 COORDINATES = {
     "layer": ("layer",),
@@ -113,48 +118,48 @@ COORDINATES = {
 ATTRIBUTES = ("causal", "local_window", "special_tokens")
 
 
-def as_today(data: xr.Dataset) -> xr.Dataset:
-    """A data set read from a file, with the names of today."""
+def with_current_names(data: xr.Dataset) -> xr.Dataset:
+    """Rename the variables and dimensions of an older file to their current names."""
     old = {name: RENAMED[str(name)] for name in (*data.variables, *data.dims) if name in RENAMED}
     return data.rename({name: new for name, new in old.items() if new not in data.variables})
 
 
-# --- statistics of one's own: a data set says of each what the object said, so a saved profile does not need the class
+# --- custom statistics: the data set stores each object's description, so reading a profile does not need its class
 
-_KEPT = ("label", "share", "highest", "logarithmic", "one_text", "from_second")
+_DESCRIPTION = ("label", "share", "highest", "logarithmic", "one_text", "from_second")
 BY_HEAD = "_by_head"
-"""Ends the name of the variable (text, layer, head) that tells a statistic of one's own for each head."""
+"""Suffix of the variable (text, layer, head) that holds a custom statistic averaged by head."""
 
 
-def own_attrs(statistic: Statistic) -> dict[str, Any]:
-    """The attributes of the variable of a statistic of one's own."""
+def custom_attrs(statistic: Statistic) -> dict[str, Any]:
+    """The attributes of a custom statistic's variable."""
     about = Variable.of(statistic)
-    return about.attrs | {"statistic": statistic.over} | {name: getattr(about, name) for name in _KEPT}
+    return about.attrs | {"statistic": statistic.over} | {name: getattr(about, name) for name in _DESCRIPTION}
 
 
-def own(data: xr.Dataset) -> dict[str, Variable]:
-    """Statistics of one's own in a data set, by name, in the order of the names."""
+def custom_variables(data: xr.Dataset) -> dict[str, Variable]:
+    """The custom statistics of a data set, sorted by name."""
     found = {}
     for name, x in sorted(data.data_vars.items(), key=lambda item: str(item[0])):
         if "statistic" in x.attrs and f"{name}{BY_HEAD}" in data:
-            said = {kept: x.attrs[kept] for kept in _KEPT}
+            description = {attribute: x.attrs[attribute] for attribute in _DESCRIPTION}
             found[str(name)] = Variable(QUERY if x.attrs["statistic"] == "query" else KEY, x.attrs["units"],
-                                        x.attrs["definition"], **said)  # fmt: skip
+                                        x.attrs["definition"], **description)  # fmt: skip
     return found
 
 
-def own_checked(
+def checked_custom(
     statistics: Iterable[Statistic], taken: Iterable[str] = (), over: Literal["query", "key"] | None = None
 ) -> tuple[Statistic, ...]:
-    """Statistics of one's own, known to have names that nothing else has; `over`, if all have to be of queries."""
+    """Validate custom statistics: their names must be free, and if `over` is given, all must be over that dimension."""
     statistics = validated(statistics)
     names = {*VARIABLES, *COORDINATES, "text", "query", "key", *taken}
     for s in statistics:
         if s.name in names or any(s.name == f"{other.name}{BY_HEAD}" for other in statistics):
-            raise InputError(f"statistics: the name {s.name!r} is taken; expected one that nothing else here has")
+            raise InputError(f"statistics: the name {s.name!r} is taken; expected a name that is not in use")
         if over is not None and s.over != over:
             raise InputError(
-                f"statistics: {s.name!r} is a number for each {s.over}; expected one for each {over}, of which alone "
-                "a survey keeps means and histograms"
+                f"statistics: {s.name!r} is a number for each {s.over}; expected a number for each {over}, because a "
+                f"survey keeps means and histograms over each {over} only"
             )
     return statistics

@@ -1,4 +1,4 @@
-"""Sizes of a model's attention, and where a head sends its weight, in words."""
+"""Phrases for figures, reports and the command line: sizes of a model's attention, and a head's target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def size_of(data: xr.Dataset) -> str:
-    """Layers, heads and tokens of a group in words."""
+    """The number of layers, heads and tokens of a group, as a phrase."""
     texts, layers, heads = (data.sizes[dim] for dim in ("text", "layer", "head"))
     queries, keys = int(data["n_queries"].max()), int(data["n_keys"].max())
     tokens = counted(queries, "token") if queries == keys else f"{queries:,} × {keys:,} tokens"
@@ -17,7 +17,7 @@ def size_of(data: xr.Dataset) -> str:
 
 
 def layers_and_heads(layers: int, heads: int) -> str:
-    """How large a model's attention is, in words.
+    """The number of layers and heads of a model, as a phrase.
 
     >>> layers_and_heads(12, 1)
     '12 layers × 1 head'
@@ -26,10 +26,10 @@ def layers_and_heads(layers: int, heads: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: "1 head", "1,024 heads"."""
+    """A number and its noun, singular or plural: "1 head", "1,024 heads"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def went(before: str, after: str) -> str:
-    """Where a head sends its weight, in words: "[CLS] 43 %", or "[CLS] 43 % → previous 51 %"."""
+def target_change(before: str, after: str) -> str:
+    """A head's target before and after a change: "[CLS] 43 % → previous 51 %", or "[CLS] 43 %" if it is the same."""
     return before if before == after else f"{before} → {after}"

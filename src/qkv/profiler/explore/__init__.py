@@ -1,1 +1,1 @@
-"""Weights of any part of a sequence on demand: exact tiles of a map, kept in a bounded cache."""
+"""Compute exact attention weights of any part of a sequence on demand, with a bounded cache of map tiles."""

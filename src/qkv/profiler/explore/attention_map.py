@@ -1,4 +1,4 @@
-"""The attention map of any head of a model at any zoom: exact, made on demand in memory linear in the text."""
+"""`attention_map`: the exact attention map of a head at any zoom, computed on demand in linear memory."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from qkv.profiler.capture import groups
 from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import Sequences, batches, sequences_of
 from qkv.profiler.capture.models import load
-from qkv.profiler.capture.observe import Seen
+from qkv.profiler.capture.observe import ObservedCall
 from qkv.profiler.capture.tokens import Tokens
-from qkv.profiler.explore.pyramid import Pyramid, deepest, kept_tiles
+from qkv.profiler.explore.pyramid import Pyramid, deepest, new_tile_cache
 from qkv.statistics.maps import HeadMap, Picture, checked_slice
 from qkv.statistics.measure import row_state
 
-CACHE = 2**26  # bytes of tiles kept
+CACHE = 2**26  # size of the tile cache in bytes
 
 OnRows = Callable[[int], None]
 
 
 class AttentionMap:
-    """The weights of one head on one input, as pictures of any part of them. Made by `attention_map`.
+    """The weights of one head on one input, rendered for any part of the matrix. Created by `attention_map`.
 
-    Rows are queries and columns are keys, both counted in the tokens of the call, padding included. What is kept is
-    the head's queries, keys and log-sum-exp, and up to `cache` bytes of the tiles made last.
+    Rows are queries and columns are keys, both counted in the tokens of the call, padding included. The object holds
+    the head's queries, keys and log-sum-exp, and an LRU cache of up to `cache` bytes of tiles.
 
     >>> found = attention_map("qkv-mini", "def f(x):\\n    return x\\n", layer=0, head=3)
     >>> found.n_queries, found.picture(size=4).mean.shape
     (10, torch.Size([4, 4]))
     """
 
-    def __init__(self, seen: Seen, head: int, tokens: Tokens, model: str = "", cache: int = CACHE) -> None:
-        self.model, self.module, self.group = model, seen.module, seen.group
-        self.layer, self.head = seen.layer, head
-        self.batch, heads, self.n_queries, _ = seen.call.q.shape
-        self.n_keys = seen.call.k.shape[2]
+    def __init__(self, observed: ObservedCall, head: int, tokens: Tokens, model: str = "", cache: int = CACHE) -> None:
+        self.model, self.module, self.group = model, observed.module, observed.group
+        self.layer, self.head = observed.layer, head
+        self.batch, heads, self.n_queries, _ = observed.call.q.shape
+        self.n_keys = observed.call.k.shape[2]
         if not 0 <= head < heads:
-            raise InputError(f"head is {head}, but layer {seen.layer} has heads 0..{heads - 1}")
-        self._call, self._tokens = seen.call, tokens
-        self._real = None if seen.queries is None else seen.queries.bool().expand(self.batch, self.n_queries)
-        self._rows = row_state(seen.call, seen.lse)
+            raise InputError(f"head is {head}, but layer {observed.layer} has heads 0..{heads - 1}")
+        self._call, self._tokens = observed.call, tokens
+        self._real = None if observed.queries is None else observed.queries.bool().expand(self.batch, self.n_queries)
+        self._rows = row_state(observed.call, observed.lse)
         self._heads: dict[int, HeadMap] = {}
-        self._kept = kept_tiles(cache)
+        self._tiles = new_tile_cache(cache)
 
     def __repr__(self) -> str:
-        what = f"{self.model}, {self.group} attention, layer {self.layer}, head {self.head}"
-        return f"AttentionMap({what}: {self.n_queries:,} queries × {self.n_keys:,} keys)"
+        source = f"{self.model}, {self.group} attention, layer {self.layer}, head {self.head}"
+        return f"AttentionMap({source}: {self.n_queries:,} queries × {self.n_keys:,} keys)"
 
     def picture(
         self,
@@ -63,22 +63,22 @@ class AttentionMap:
         item: int = 0,
         on_rows: OnRows = lambda rows: None,
     ) -> Picture:
-        """Queries `rows` × keys `columns`, pooled to at most `size` bins a side by maximum and by mean.
+        """The weights of queries `rows` on keys `columns`, pooled to at most `size` bins a side by maximum and mean.
 
-        Takes time in proportion to the visible pairs it shows.
+        The time is proportional to the number of visible pairs in this part.
 
         Args:
             rows: which queries; all by default.
             columns: which keys; all by default.
-            size: bins a side at most, or (down, across); with fewer tokens each has a bin of its own.
-            item: of the batch.
-            on_rows: hears how many more queries are done, from any thread.
+            size: the largest number of bins a side, or (down, across); if there are fewer tokens, each is a bin.
+            item: index in the batch.
+            on_rows: progress callback, called with the number of further queries that are finished; thread-safe.
 
         Returns:
             `qkv.statistics.maps.Picture`.
 
         Raises:
-            InputError: for rows, columns or an item that are not there, or a size below 1; and if weights are NaN.
+            InputError: if rows, columns or item are out of range, the size is below 1, or weights are NaN.
         """
         checked_slice("rows", rows, self.n_queries), checked_slice("columns", columns, self.n_keys)
         down, across = (size, size) if isinstance(size, int) else size
@@ -90,16 +90,16 @@ class AttentionMap:
         return deepest(self.n_queries, self.n_keys)
 
     def tile(self, zoom: int, i: int, j: int, *, item: int = 0) -> Picture | None:
-        """Tile (i, j), counted down and across, of a pyramid for viewers, or None if the mask hides all of it.
+        """Tile in row `i` and column `j` of the tile pyramid, or None if all of its pairs are masked.
 
-        See `qkv.profiler.explore.pyramid.Pyramid`, which keeps it for the next time.
+        See `qkv.profiler.explore.pyramid.Pyramid`, which caches it.
 
         Raises:
-            InputError: for a zoom or a tile that is not there; and if weights are NaN.
+            InputError: if the zoom or the tile is out of range, or weights are NaN.
         """
-        pyramid = Pyramid(self._call, self._rows, item, self.head, self._kept, item, real=self._real)
-        made = pyramid.tile(zoom, i, j)
-        return None if made is None else self._checked(made)
+        pyramid = Pyramid(self._call, self._rows, item, self.head, self._tiles, item, real=self._real)
+        tile = pyramid.tile(zoom, i, j)
+        return None if tile is None else self._checked(tile)
 
     def query_tokens(self, rows: slice = slice(None), *, item: int = 0) -> list[str]:
         """Names of the queries: pieces of text, or positions where there are no token ids."""
@@ -122,7 +122,9 @@ class AttentionMap:
 
     def _checked(self, picture: Picture) -> Picture:
         if picture.maximum.isnan().any():
-            raise InputError(f"{self.module} computes weights that are NaN: the model's weights or its inputs hold NaN")
+            raise InputError(
+                f"model computes weights that are NaN in {self.module}: its parameters or its inputs hold NaN"
+            )
         return picture
 
 
@@ -139,25 +141,25 @@ def attention_map(
     cache: int = CACHE,
     on_call: Callable[[str], None] = lambda module: None,
 ) -> AttentionMap:
-    """The attention map of one head of a model on one input; the model is left as it was.
+    """Compute the attention map of one head of a model on one input; the model is left as it was.
 
-    One forward up to the layer gives what pictures are made of; of a model with several kinds of attention it runs to
-    the end, unless `group` is given.
+    The model runs once, up to the layer; a model with several kinds of attention runs to the end unless `group` is
+    given.
 
     Args:
         model: as in `qkv.profile`, or a name for `qkv.load`.
-        inputs: a text; token ids (length,) or (batch, length); or what the model's forward takes, as a mapping.
+        inputs: a text; token ids (length,) or (batch, length); or the arguments of the model's forward, as a mapping.
         layer: counted from 0 in each group.
         head: query head.
-        tokenizer: for text and for the names of tokens; loaded with the model if that is a name.
-        target: the text the decoder of an encoder-decoder reads.
-        group: kind of attention (see `capture.groups`); if None the main one: decoder where there is one.
-        name: of the model, for figures; its own if not given.
-        cache: bytes of a viewer's tiles to keep.
-        on_call: hears the name of every module that attends, as it does.
+        tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
+        target: the text that the decoder of an encoder-decoder reads.
+        group: kind of attention (see `capture.groups`); if None the main one: the decoder's if there is a decoder.
+        name: name of the model, for figures; taken from the model if not given.
+        cache: size of the tile cache in bytes.
+        on_call: callback with the name of every module that attends, at the time of its call.
 
     Raises:
-        InputError: for inputs the model cannot take, and a layer, head or group it does not have.
+        InputError: if the model does not accept the inputs, or has no such layer, head or group.
 
     >>> found = attention_map("qkv-mini", "def mean(values):\\n    return sum(values) / len(values)", layer=1, head=2)
     >>> found
@@ -170,16 +172,16 @@ def attention_map(
         length = len(inputs.encode()) if isinstance(inputs, str) else None
         loaded = load(model, tokens=length)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if not isinstance(inputs, str | Tensor | Mapping):
         raise InputError(f"inputs is {type(inputs).__name__}, expected one text, token ids, or a mapping of tensors")
     batch = next(iter(batches(model, inputs, tokenizer, target)))
     sequences = sequences_of(model, batch)
     calls = _calls(model, batch, layer, group or _only_group(model, sequences), group, on_call)
-    found = {seen.group: seen for seen in calls}
-    seen = found["decoder"] if "decoder" in found else next(iter(found.values()))
+    by_group = {observed.group: observed for observed in calls}
+    observed = by_group["decoder"] if "decoder" in by_group else next(iter(by_group.values()))
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return AttentionMap(without_values(seen), head, Tokens(sequences, tokenizer, seen.group), name, cache)
+    return AttentionMap(without_values(observed), head, Tokens(sequences, tokenizer, observed.group), name, cache)
 
 
 def _calls(
@@ -189,8 +191,8 @@ def _calls(
     likely: str | None,
     group: str | None,
     on_call: Callable[[str], None],
-) -> list[Seen]:
-    """The calls of a layer; of the `likely` kind, or if there are none, and no `group` was asked for, of any."""
+) -> list[ObservedCall]:
+    """The calls of a layer: of the `likely` group or, if it has none and `group` is None, of any group."""
     if likely != group:
         with suppress(InputError):
             return calls_of(model, batch, layers={layer}, group=likely, on_call=on_call)
@@ -198,7 +200,7 @@ def _calls(
 
 
 def _only_group(model: nn.Module, sequences: Sequences) -> str | None:
-    """The kind of all the attention of a model, where that is known before it runs: it need not run to its end."""
+    """The only group that the model has, if that is known before it runs, so that it need not run to its end."""
     routed = {groups.of_transformers(name, model) for name, module in model.named_modules() if routes(module)}
     if len(routed) == 1:
         return routed.pop()

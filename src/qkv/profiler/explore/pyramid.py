@@ -1,9 +1,9 @@
-"""One head's map as a pyramid of tiles for viewers: each zoom shows it at twice the resolution of the one before.
+"""A head's attention map as a tile pyramid for viewers: each zoom level has twice the resolution of the previous one.
 
-Bins of all zooms begin at multiples of powers of two, so a tile is exactly what its four parts at the next zoom pool
-to. The whole map costs the same from near and from far, so far zooms are never computed: from the `base` on, the
-deepest zoom at which the whole map has few pixels, tiles are made of weights, and above it of the tiles below. That is
-one pass over the map, and one that was cancelled goes on where it stopped.
+Bins of all zooms begin at multiples of powers of two, so pooling the four child tiles at the next zoom gives exactly
+the parent tile. Tiles at the `base` zoom (the deepest zoom at which the whole map has few pixels) and deeper are
+computed from weights; tiles at lower zooms are pooled from their children. A view of the whole map is therefore one
+pass over the weights, and a pass that was cancelled resumes from the tiles in the cache.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 from qkv._engine.call import Call, at_least_float32
 from qkv._engine.row_state import RowState
 from qkv.errors import InputError
-from qkv.profiler.explore.tile_cache import Cancelled, Kept, Stopped, never
+from qkv.profiler.explore.tile_cache import Cancelled, SingleFlightCache, Stopped, never
 from qkv.statistics.maps import HeadMap, Picture, checked_slice, is_masked, slice_call
 
 TILE = 256  # pixels a side
-FAR = 2048 * 2048  # pixels of the whole map at most, for which tiles are kept rather than made of weights
+BASE_PIXELS = 2048 * 2048  # the whole map has at most so many pixels at the base zoom
 
 OnProgress = Callable[[float], None]
-Place = tuple[int, int, int]  # zoom, i, j
-Tiles = Kept[Picture | None]
+TileIndex = tuple[int, int, int]  # zoom, i, j
+TileCache = SingleFlightCache[Picture | None]  # None: all pairs of the tile are masked
 
 
-def kept_tiles(room: int) -> Tiles:
-    """A place to keep tiles in so many bytes; None stands for one that the mask hides."""
-    return Kept(room, lambda tile: 512 + (0 if tile is None else tile.bytes))
+def new_tile_cache(max_bytes: int) -> TileCache:
+    """An LRU cache of tiles, bounded in bytes."""
+    return SingleFlightCache(max_bytes, lambda tile: 512 + (0 if tile is None else tile.bytes))
 
 
 def deepest(n_queries: int, n_keys: int) -> int:
-    """The zoom at which a pixel is one query and one key, of a map of this size.
+    """The zoom at which a pixel of a map of this size is one query and one key.
 
     >>> deepest(256, 100), deepest(257, 100), deepest(16_384, 16_384)
     (0, 1, 6)
@@ -45,26 +45,26 @@ def deepest(n_queries: int, n_keys: int) -> int:
 
 
 def base(n_queries: int, n_keys: int) -> int:
-    """The deepest zoom at which the whole map has few pixels: nearer zooms are made of weights, farther ones of it.
+    """The base zoom of a map of this size: the deepest at which the whole map has at most `BASE_PIXELS` pixels.
 
     >>> base(256, 100), base(16_384, 16_384), base(100_000, 100_000)
     (0, 3, 3)
     """
     last = deepest(n_queries, n_keys)
-    few = (z for z in range(last, 0, -1) if pixels(n_queries, last - z) * pixels(n_keys, last - z) <= FAR)
+    few = (z for z in range(last, 0, -1) if pixels(n_queries, last - z) * pixels(n_keys, last - z) <= BASE_PIXELS)
     return next(few, 0)
 
 
 def pixels(tokens: int, steps: int) -> int:
-    """Of a side of the whole map, so many zooms before the deepest."""
+    """Pixels along a side of `tokens` tokens, `steps` zooms above the deepest."""
     return -(-tokens // 2**steps)
 
 
 def edges(zoom: int, i: int, j: int, lengths: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """Where the bins of a tile of a map of this size begin and end, down and across.
+    """Edges of the bins of a tile, along the queries and along the keys, for a map of this size.
 
     Raises:
-        InputError: for a zoom or a tile that is not there.
+        InputError: if the zoom or the tile is out of range.
 
     >>> edges(1, 1, 0, (1025, 9))
     ([1024, 1025], [0, 4, 8, 9])
@@ -83,18 +83,18 @@ def edges(zoom: int, i: int, j: int, lengths: tuple[int, int]) -> tuple[list[int
 
 
 class Pyramid:
-    """Tiles of the map of one head, or of a rectangle of it. Making one costs nothing: what lasts is in `kept`.
+    """Tiles of the map of one head, or of a rectangle of it. Cheap to construct: the tiles are in `cache`.
 
     Args:
-        call: of any normalizer, without gradients.
-        known: `qkv.statistics.measure.row_state` of it.
-        item: of the batch.
+        call: an attention call with any normalizer, without gradients.
+        known: the row state of the call, from `qkv.statistics.measure.row_state`.
+        item: index in the batch.
         head: query head.
-        kept: where its tiles are kept, beside those of others.
-        name: tells its tiles from theirs.
-        queries: those of the call it shows; tiles count them from 0.
-        keys: likewise.
-        real: True at queries that count; others (padding) see nothing.
+        cache: the tile cache, which pyramids may share.
+        name: prefix of this pyramid's keys in the cache.
+        queries: the queries of the call that the map shows; tiles count them from 0.
+        keys: the keys of the call that the map shows.
+        real: True at real queries; padding attends to no key.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Pyramid:
         known: RowState,
         item: int,
         head: int,
-        kept: Tiles,
+        cache: TileCache,
         name: Hashable,
         *,
         queries: slice = slice(None),
@@ -111,7 +111,7 @@ class Pyramid:
         real: Bool[Tensor, "b nq"] | None = None,
     ) -> None:
         self.call, self.known, self.item, self.head, self.real = call, known, item, head, real
-        self.kept, self.name = kept, name
+        self.cache, self.name = cache, name
         queries, keys = checked_slice("queries", queries, call.q.shape[2]), checked_slice("keys", keys, call.k.shape[2])
         self.starts = queries.start, keys.start
         self.lengths = queries.stop - queries.start, keys.stop - keys.start
@@ -122,43 +122,43 @@ class Pyramid:
     def tile(
         self, zoom: int, i: int, j: int, *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None
     ) -> Picture | None:
-        """Tile (i, j), counted down and across; None if the mask hides all of it.
+        """Tile in row `i` and column `j`; None if all of its pairs are masked.
 
-        At zoom 0 one tile of 256 × 256 pixels shows the whole map; each further zoom halves the tokens a pixel covers,
-        2^(`deepest` − zoom), down to one. Tiles at the edge of the map have as many pixels as there are tokens for.
+        At zoom 0 one tile of 256 × 256 pixels shows the whole map; each further zoom halves the tokens that a pixel
+        covers, 2^(`deepest` − zoom), down to one. Tiles at the edge of the map are smaller.
 
         Args:
             zoom: 0 to `deepest`.
-            i: which row of tiles.
-            j: which column of tiles.
-            stopped: asked again and again while it is made, from any thread.
-            on_progress: hears how much of the work is done, from 0 to 1, from any thread.
+            i: row of tiles.
+            j: column of tiles.
+            stopped: polled during the computation, from any thread; True cancels it.
+            on_progress: progress callback with the finished share of the work, from 0 to 1; called from any thread.
 
         Raises:
-            InputError: for a zoom or a tile that is not there.
-            Cancelled: when `stopped` says so; what is done by then is kept.
+            InputError: if the zoom or the tile is out of range.
+            Cancelled: if `stopped` returned True; tiles that were finished stay in the cache.
         """
-        edges(zoom, i, j, self.lengths)  # it is there
-        work = _Work(stopped, on_progress)
-        return self._tile((zoom, i, j), work, first=True)
+        edges(zoom, i, j, self.lengths)  # raises if the tile is out of range
+        work = _Progress(stopped, on_progress)
+        return self._tile((zoom, i, j), work, requested=True)
 
-    def _tile(self, at: Place, work: _Work, *, first: bool = False) -> Picture | None:
-        def make() -> Picture | None:
-            if first:  # only now is it known that there is something to do
-                work.total = sum(self._pairs(part) for part in self._of_weights(at))
-            return self._made(at, work)
+    def _tile(self, at: TileIndex, work: _Progress, *, requested: bool = False) -> Picture | None:
+        def compute() -> Picture | None:
+            if requested:  # the total is needed only if the tile is not cached
+                work.total = sum(self._pairs(part) for part in self._missing(at))
+            return self._computed(at, work)
 
-        return self.kept.get((self.name, at), make, work.stopped)
+        return self.cache.get_or_compute((self.name, at), compute, work.stopped)
 
-    def _made(self, at: Place, work: _Work) -> Picture | None:
-        if self._hidden(at):
+    def _computed(self, at: TileIndex, work: _Progress) -> Picture | None:
+        if self._is_masked(at):
             return None
-        picture = self._pooled(at, work) if at[0] < self.base else self._weighed(at, work)
-        # Some masks know only pair by pair. (NumPy's looks need no second thread, which on a busy machine comes late.)
+        picture = self._pooled(at, work) if at[0] < self.base else self._from_weights(at, work)
+        # Some masks are only known pair by pair. (`any` in NumPy does not wait for torch's threads on a busy machine.)
         return picture if picture.visible.cpu().numpy().any() else None
 
-    def _weighed(self, at: Place, work: _Work) -> Picture:
-        """A tile made of weights."""
+    def _from_weights(self, at: TileIndex, work: _Progress) -> Picture:
+        """Compute a tile from the attention weights."""
         work.check()
         rows, columns = self._spans(at)
         call, known = slice_call(self.call, self.known, rows, columns)
@@ -169,55 +169,57 @@ class Pyramid:
         made = head.binned(down, across, lambda n: work.add(n * width))
         return replace(made, row_edges=made.row_edges + rows.start, column_edges=made.column_edges + columns.start)
 
-    def _pooled(self, at: Place, work: _Work) -> Picture:
-        """A tile made of its parts at the next zoom: two by two of their bins are one here."""
+    def _pooled(self, at: TileIndex, work: _Progress) -> Picture:
+        """Compute a tile from its children at the next zoom: 2 × 2 of their bins are one bin here."""
         step, device = 2 ** (self.deepest - at[0]), self.call.q.device
         edges = [torch.tensor([*range(x.start, x.stop, step), x.stop], device=device) for x in self._spans(at)]
         shape, dtype = [len(x) - 1 for x in edges], at_least_float32(self.call.q.dtype)
         maximum, mean, visible = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(3))
-        for corner, place in self._parts(at):
-            part = self._tile(place, work)
+        for corner, index in self._children(at):
+            part = self._tile(index, work)
             if part is None:
                 continue
             widths = [x.diff().to(dtype) for x in (part.row_edges, part.column_edges)]
             first = [x * TILE // 2 for x in corner]
             here = tuple(slice(a, a + (len(w) + 1) // 2) for a, w in zip(first, widths, strict=True))
-            maximum[here] = _tops(_tops(part.maximum).T).T
-            mean[here], visible[here] = (_means(_means(x, widths[0]).T, widths[1]).T for x in (part.mean, part.visible))
+            maximum[here] = _pair_maxima(_pair_maxima(part.maximum).T).T
+            mean[here], visible[here] = (
+                _pair_means(_pair_means(x, widths[0]).T, widths[1]).T for x in (part.mean, part.visible)
+            )
         return Picture(maximum, mean, visible, *edges)
 
-    def _parts(self, at: Place) -> Iterator[tuple[tuple[int, int], Place]]:
-        """The tiles at the next zoom that show the same: which corner, and where they are."""
+    def _children(self, at: TileIndex) -> Iterator[tuple[tuple[int, int], TileIndex]]:
+        """The tiles at the next zoom that cover the same part of the map: their corner and their index."""
         zoom, i, j = at
         for a, b in product((0, 1), repeat=2):
             part = (zoom + 1, 2 * i + a, 2 * j + b)
             if all(n * TILE < self._pixels(side, zoom + 1) for side, n in enumerate(part[1:])):
                 yield (a, b), part
 
-    def _of_weights(self, at: Place) -> Iterator[Place]:
-        """Tiles that have still to be made of weights for this one."""
-        if (self.name, at) in self.kept or self._hidden(at):
+    def _missing(self, at: TileIndex) -> Iterator[TileIndex]:
+        """Tiles that still have to be computed from weights for this one."""
+        if (self.name, at) in self.cache or self._is_masked(at):
             return
         if at[0] >= self.base:
             yield at
             return
-        for _, part in self._parts(at):
-            yield from self._of_weights(part)
+        for _, part in self._children(at):
+            yield from self._missing(part)
 
-    def _hidden(self, at: Place) -> bool:
+    def _is_masked(self, at: TileIndex) -> bool:
         rows, columns = self._spans(at)
         return is_masked(self.call, rows, columns, item=self.item, head=self.head)
 
-    def _pairs(self, at: Place) -> int:
+    def _pairs(self, at: TileIndex) -> int:
         rows, columns = self._spans(at)
         return _length(rows) * _length(columns)
 
     def _pixels(self, side: int, zoom: int) -> int:
-        """Of the whole map at a zoom, down or across."""
+        """Pixels along a side of the whole map at a zoom."""
         return pixels(self.lengths[side], self.deepest - zoom)
 
-    def _spans(self, at: Place) -> tuple[slice, slice]:
-        """Queries and keys of the call that a tile shows."""
+    def _spans(self, at: TileIndex) -> tuple[slice, slice]:
+        """The queries and keys of the call that a tile covers."""
         wide = TILE * 2 ** (self.deepest - at[0])
         rows, columns = (
             slice(start + n * wide, start + min((n + 1) * wide, length))
@@ -226,8 +228,8 @@ class Pyramid:
         return rows, columns
 
 
-class _Work:
-    """How much of what was asked for is done, and whether it is still wanted."""
+class _Progress:
+    """Progress of a computation, and whether it was cancelled."""
 
     def __init__(self, stopped: Stopped, on_progress: OnProgress) -> None:
         self.stopped, self.on_progress = stopped, on_progress
@@ -238,25 +240,25 @@ class _Work:
             raise Cancelled
 
     def add(self, pairs: int) -> None:
-        """So many pairs are done. (Threads may lose one another's: the last share is then a little less than 1.)"""
+        """Count finished pairs. (Not locked: if a concurrent update is lost, the last share is a little below 1.)"""
         self.done += pairs
         self.on_progress(min(1.0, self.done / max(1, self.total)))
         self.check()
 
 
-def _length(of: slice) -> int:
-    return int(of.stop - of.start)
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
 
 
-def _tops(x: Float[Tensor, "n m"]) -> Float[Tensor, "half m"]:
-    """The larger of every two rows; the last of an odd number stays."""
+def _pair_maxima(x: Float[Tensor, "n m"]) -> Float[Tensor, "half m"]:
+    """The maximum of every two rows; the last row of an odd number stays."""
     if len(x) % 2:
         x = torch.cat([x, x[-1:]])
     return torch.maximum(x[0::2], x[1::2])
 
 
-def _means(x: Float[Tensor, "n m"], widths: Float[Tensor, " n"]) -> Float[Tensor, "half m"]:
-    """The mean of every two rows, each of which counts as much as it is wide; the last of an odd number stays."""
+def _pair_means(x: Float[Tensor, "n m"], widths: Float[Tensor, " n"]) -> Float[Tensor, "half m"]:
+    """The mean of every two rows, weighted by their widths; the last row of an odd number stays."""
     if len(x) % 2:
         x, widths = torch.cat([x, x[-1:]]), torch.cat([widths, widths.new_zeros(1)])
     first, second = widths[0::2, None], widths[1::2, None]

@@ -1,43 +1,56 @@
-"""What several threads ask for again and again: made once, kept as long as there is room."""
+"""A thread-safe LRU cache bounded in bytes, with single flight: concurrent requests for a key compute it once."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+from cachetools import LRUCache
 
 V = TypeVar("V")
 Stopped = Callable[[], bool]
 
-WAIT = 0.05  # seconds after which one who waits for another looks whether it is still wanted
+POLL_SECONDS = 0.05  # a waiting thread checks at this interval whether its request was cancelled
 
 
-class Cancelled(Exception):  # noqa: N818  (no error: nobody wants the answer any more)
-    """What was asked for is not wanted any more."""
+class Cancelled(Exception):  # noqa: N818  (not an error: the caller cancelled the request)
+    """Raised when the caller has cancelled the computation."""
 
 
 def never() -> bool:
-    """Nobody stops this."""
+    """The default of `stopped`: the computation is not cancelled."""
     return False
 
 
-class Kept(Generic[V]):
-    """Values by key, the ones used last, in at most `room` bytes; the one made last stays, whatever it takes.
+class SingleFlightCache(Generic[V]):
+    """An LRU cache of at most `max_bytes` in which a missing value is computed by one thread while others wait for it.
 
-    >>> squares = Kept[int](100, size=lambda x: 40)
-    >>> [squares.get(n, lambda n=n: n * n) for n in (3, 4, 5)], squares.bytes
+    The newest value is always kept, even if it alone is larger than `max_bytes`; all others are then evicted.
+
+    Args:
+        max_bytes: bound on the size of all values.
+        size: bytes of a value.
+
+    >>> squares = SingleFlightCache[int](100, size=lambda x: 40)
+    >>> [squares.get_or_compute(n, lambda n=n: n * n) for n in (3, 4, 5)], squares.bytes
     ([9, 16, 25], 80)
-    >>> squares.find(3) is None, squares.find(5)
+    >>> squares.get(3) is None, squares.get(5)
     (True, 25)
     """
 
-    def __init__(self, room: int, size: Callable[[V], int]) -> None:
-        self.room, self.bytes = room, 0
+    def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
+        self.max_bytes = max(1, max_bytes)
         self._size = size
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
-        self._making: dict[Hashable, threading.Event] = {}
+        # cachetools refuses a value that is larger than the cache: such a value counts as a full cache.
+        self._values: LRUCache[Hashable, V] = LRUCache(self.max_bytes, lambda value: min(size(value), self.max_bytes))
+        self._running: dict[Hashable, threading.Event] = {}
         self._lock = threading.Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in use, at most `max_bytes`."""
+        return int(self._values.currsize)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -45,59 +58,46 @@ class Kept(Generic[V]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._values
 
-    def get(self, key: Hashable, make: Callable[[], V], stopped: Stopped = never) -> V:
-        """The value of a key; if it is not there it is made, by one thread while others that ask for it wait.
+    def get_or_compute(self, key: Hashable, compute: Callable[[], V], stopped: Stopped = never) -> V:
+        """The cached value of a key; if it is missing, one thread computes it while the others wait for the result.
 
-        If the maker fails or is cancelled, one of those who wait begins anew.
+        If the computation fails or is cancelled, one of the waiting threads starts it anew.
 
         Raises:
-            Cancelled: if `stopped` says so while another thread is at it.
+            Cancelled: if `stopped` returns True while another thread computes the value.
         """
         while True:
             with self._lock:
                 if key in self._values:
-                    self._values.move_to_end(key)
                     return self._values[key]
-                others = self._making.get(key)
-                if others is None:
-                    done = self._making[key] = threading.Event()
+                running = self._running.get(key)
+                if running is None:
+                    done = self._running[key] = threading.Event()
                     break
-            while not others.wait(WAIT):
+            while not running.wait(POLL_SECONDS):
                 if stopped():
                     raise Cancelled
         try:
-            value = make()
+            value = compute()
             self.put(key, value)
             return value
         finally:
             with self._lock:
-                del self._making[key]
+                del self._running[key]
             done.set()
 
-    def find(self, key: Hashable) -> V | None:
-        """The value of a key, if it is kept."""
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, or None if it is not cached."""
         with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: Hashable, value: V) -> None:
-        """Keep a value; those that were not used for longest make room for it."""
+        """Insert a value; the least recently used values are evicted until it fits."""
         with self._lock:
-            self._drop(key)
-            size = self._size(value)
-            while self._values and self.bytes + size > self.room:
-                self._drop(next(iter(self._values)))
             self._values[key] = value
-            self.bytes += size
 
-    def put_if_room(self, key: Hashable, value: V) -> None:
-        """Keep a value if nothing has to go for it."""
+    def put_if_it_fits(self, key: Hashable, value: V) -> None:
+        """Insert a value only if nothing has to be evicted for it."""
         with self._lock:
-            if key not in self._values and self.bytes + (size := self._size(value)) <= self.room:
+            if key not in self._values and self._values.currsize + self._size(value) <= self.max_bytes:
                 self._values[key] = value
-                self.bytes += size
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._values:
-            self.bytes -= self._size(self._values.pop(key))

@@ -1,1 +1,1 @@
-"""Statistics of a model over a corpus, in shards that merge."""
+"""Survey a model's attention over a corpus, in shards whose statistics merge exactly."""

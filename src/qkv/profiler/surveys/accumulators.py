@@ -1,8 +1,8 @@
-"""What a survey keeps of every head: sums that add up exactly, in whatever order and however the texts are shared out.
+"""Accumulators of a survey: sums over every head that merge exactly, in any order and for any split of the corpus.
 
-Sums are whole numbers in units of 2⁻⁴⁰, as many digits as they need: adding them loses nothing, so merging is exact,
-associative and commutative, and a thousand processes come to what one does. Counts, extremes and histograms are so by
-themselves. Only the sketches of quantiles are approximations, which agree where they are merged in the same order.
+Sums are integers of any size in units of 2⁻⁴⁰ (fixed point). Adding them never rounds, so merging is exact,
+associative and commutative, and many processes get the same result as one. Counts, extremes and histograms are exact,
+too. Only the sketches of quantiles (t-digests) are approximations; merged in the same order, they are equal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DIGITS = 40
 PREFIX, SINK_THRESHOLD = 64, 0.3
 """T and ε of the sink score of Gu et al. 2025 (arXiv:2410.10781, section 3)."""
 ROUNDING = 1e-6
-"""What is less than this below 0 counts as 0."""
+"""Negative values above −ROUNDING count as 0."""
 CENTROIDS = 100
-"""Size of a t-digest: about 2.5 KB at most, and ranks right to about a hundredth."""
-LIMB = 62  # whole numbers are stored in two halves: the low one has so many digits
+"""Size of a t-digest: at most about 2.5 KB; ranks are accurate to about 0.01."""
+LIMB = 62  # integers are stored in two limbs; bits of the low one
 
 
 def exact(x: Float[np.ndarray, "..."]) -> np.ndarray:
-    """The numbers as whole ones in units of 2⁻⁴⁰, of any size: an array of Python's integers.
+    """Convert to fixed point: an array of Python integers in units of 2⁻⁴⁰.
 
     >>> exact(np.array([0.5, 3.0])) / 2**DIGITS
     array([0.5, 3.0], dtype=object)
@@ -40,7 +40,7 @@ def exact(x: Float[np.ndarray, "..."]) -> np.ndarray:
 
 
 def number(x: np.ndarray) -> np.ndarray:
-    """`exact` undone: float64, to its own rounding."""
+    """The inverse of `exact`, rounded to float64."""
     return np.asarray(x / 2**DIGITS, np.float64)
 
 
@@ -48,12 +48,12 @@ _whole = np.frompyfunc(int, 1, 1)
 
 
 class Layer:
-    """Accumulators of one attention layer. Arrays begin with (quantity, head), where they are not said to be others.
+    """Accumulators of one attention layer. Unless noted, the first dimensions of arrays are (quantity, head).
 
     Args:
-        module: the name of the layer in the model.
-        heads: how many it has.
-        quantities: what it keeps, in this order.
+        module: name of the layer's module in the model.
+        heads: number of heads.
+        quantities: the quantities that are accumulated, in the order of the first dimension.
     """
 
     def __init__(self, module: str, heads: int, quantities: Quantities = QUANTITIES) -> None:
@@ -64,54 +64,57 @@ class Layer:
             "sum": exact(np.zeros(shape)),
             "squares": exact(np.zeros(shape)),
             "histogram": np.zeros((*shape, BINS), np.int64),
-            "early_count": np.zeros(heads, np.int64),  # (head): texts of `PREFIX` tokens or more
-            "early_sum": exact(np.zeros((heads, PREFIX))),  # (head, key): Σ α over them
-            "early_sinks": np.zeros((heads, PREFIX), np.int64),  # (head, key): how many have α > ε
-            "received": exact(np.zeros((3, heads))),  # (all, special, delimiter; head): weight on keys of that kind
+            "early_count": np.zeros(heads, np.int64),  # (head): number of texts of `PREFIX` tokens or more
+            "early_sum": exact(np.zeros((heads, PREFIX))),  # (head, key): Σ α over these texts
+            "early_sinks": np.zeros((heads, PREFIX), np.int64),  # (head, key): number of these texts with α > ε
+            "received": exact(np.zeros((3, heads))),  # (all, special, delimiter; head): weight on these keys
             "queries": np.zeros(heads, np.int64),  # (head)
         }
         self.minimum, self.maximum = np.full(shape, np.inf), np.full(shape, -np.inf)
-        self.sketches: Any = np.empty(shape, object)  # of the means of sequences; None while there are none
+        self.sketches: Any = np.empty(shape, object)  # t-digests of the means of sequences, or None
         self._means: list[np.ndarray] = []
 
     def add(self, values: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"]) -> None:
-        """Add a batch: the quantities of every query, in their order, and which of them there are."""
-        hidden = ~valid
-        x = values.double().masked_fill(hidden, 0)
+        """Add a batch: the quantities of every query, in their order, and True where a value counts."""
+        excluded = ~valid
+        x = values.double().masked_fill(excluded, 0)
         n, sums = valid.sum(-1), x.sum(-1)
         if not bool(sums.isfinite().all()):
-            raise InputError(f"{self.module} has statistics that are no numbers: weights or inputs contain NaN")
+            raise InputError(
+                f"model has statistics that are NaN in {self.module}: its parameters or its inputs contain NaN"
+            )
         least = x.amin((1, 2, 3))
         for name, value in zip(self.quantities, least.tolist(), strict=True):
             if value < -ROUNDING:
                 raise InputError(
-                    f"{self.module}: {name} is {value:.6g}, but histograms of a survey begin at 0; expected 0 or more"
+                    f"statistics: {name!r} is {value:.6g} in {self.module}, but histograms of a survey begin at 0; "
+                    "expected 0 or more"
                 )
         self.added["count"] += n.sum(1).cpu().numpy()
         self.added["sum"] += exact(sums.sum(1).cpu().numpy())
         self.added["squares"] += exact(x.square().sum((1, 3)).cpu().numpy())
-        low, high = values.masked_fill(hidden, torch.inf), values.masked_fill(hidden, -torch.inf)
+        low, high = values.masked_fill(excluded, torch.inf), values.masked_fill(excluded, -torch.inf)
         self.minimum = np.minimum(self.minimum, low.amin((1, 3)).double().cpu().numpy())
         self.maximum = np.maximum(self.maximum, high.amax((1, 3)).double().cpu().numpy())
         self.added["histogram"] += _histogram(x, valid, self.quantities)
         self._means.append(torch.where(n > 0, sums / n, torch.nan).cpu().numpy())
 
     def add_prefix(self, score: Float[Tensor, "b h prefix"], which: Bool[Tensor, " b"]) -> None:
-        """Add the sink scores α of the first `PREFIX` keys of those texts that are so long."""
+        """Add the sink scores α of the first `PREFIX` keys of the texts selected by `which`."""
         score = score[which].double().cpu()
         self.added["early_count"] += len(score)
         self.added["early_sum"] += exact(score.sum(0).numpy())
         self.added["early_sinks"] += (score > SINK_THRESHOLD).sum(0).numpy()
 
     def add_keys(self, received: Float[Tensor, "b h nk"], kinds: Bool[Tensor, "kind b nk"], queries: int) -> None:
-        """Add the weight that keys got from `queries` queries: on all, and on those of each kind."""
+        """Add the weight that keys received from `queries` queries: on all keys, and on the keys of each kind."""
         received = received.double()
         all_kinds = torch.cat([torch.ones_like(kinds[:1]), kinds]).double()
         self.added["received"] += exact(torch.einsum("bhk,cbk->ch", received, all_kinds).cpu().numpy())
         self.added["queries"] += queries
 
     def seal(self) -> Layer:
-        """Put the means of the sequences into the sketches: once, when all are there."""
+        """Build the sketches from the means of the sequences; called once, after the last batch."""
         if self._means:
             means = np.concatenate(self._means, 1)
             for q, h in np.ndindex(self.sketches.shape):
@@ -124,7 +127,7 @@ class Layer:
         return self
 
     def merge(self, other: Layer) -> Layer:
-        """Both together; neither is changed."""
+        """The sum of both; neither is changed."""
         if (self.module, self.heads) != (other.module, other.heads):
             raise InputError(
                 f"other: the layer {other.module!r} of {other.heads} heads cannot be merged with {self.module!r} of "
@@ -143,18 +146,18 @@ class Layer:
         return both
 
     def mean(self) -> Float[np.ndarray, "quantity head"]:
-        """Means over all queries; NaN where there are none."""
+        """Means over all queries; NaN if there are none."""
         return _divided(number(self.added["sum"]), self.added["count"])
 
     def deviation(self) -> Float[np.ndarray, "quantity head"]:
         """Standard deviations over all queries."""
-        n = self.added["count"].astype(object)  # n Σx² − (Σx)² exactly: the difference may be far smaller than either
+        n = self.added["count"].astype(object)  # n Σx² − (Σx)² in integers, because floats would cancel
         scaled = n * self.added["squares"] * 2**DIGITS - self.added["sum"] ** 2
         variance = _divided(np.asarray(scaled / 4**DIGITS, np.float64), self.added["count"].astype(np.float64) ** 2)
         return np.sqrt(np.maximum(variance, 0))
 
     def quantile(self, rank: float) -> Float[np.ndarray, "quantity head"]:
-        """Quantiles over all queries, from the histograms: exact to the width of a bin, and within the extremes."""
+        """Quantiles over all queries from the histograms: exact to the width of a bin, clipped to the extremes."""
         out = np.full(self.minimum.shape, np.nan)
         for q, quantity in enumerate(self.quantities.values()):
             borders = edges(quantity)
@@ -173,7 +176,7 @@ class Layer:
         return out
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Everything as arrays of plain numbers, by name."""
+        """All accumulators as numeric arrays, by name, for a file."""
         for name, x in self.added.items():
             if x.dtype == object:
                 yield f"{name}.high", (x >> LIMB).astype(np.int64)
@@ -190,7 +193,7 @@ class Layer:
     def of_arrays(
         cls, module: str, found: dict[str, np.ndarray], quantities: Quantities, order: Sequence[int]
     ) -> Layer:
-        """`arrays` undone; `order` says which of the quantities in the file each of `quantities` is."""
+        """The inverse of `arrays`; `order` has the index in the file of each of `quantities`."""
         layer = cls(module, len(found["queries"]), quantities)
         for name, x in layer.added.items():
             if x.dtype == object:
@@ -212,14 +215,14 @@ class Layer:
 
 @dataclass
 class Group:
-    """Accumulators of one kind of attention: its layers, and what tokens of the vocabulary received in all of them."""
+    """Accumulators of one kind of attention: its layers, and the weight that each token of the vocabulary received."""
 
     vocabulary: int
     layers: dict[int, Layer] = field(default_factory=dict)
     token_weight: np.ndarray = field(init=False)
-    """(vocabulary): weight on keys with this token, averaged over the heads, added up over the layers."""
+    """(vocabulary): weight on keys with this token, averaged over heads and added over layers."""
     token_count: np.ndarray = field(init=False)
-    """(vocabulary): how often such a key stood in a layer."""
+    """(vocabulary): number of keys with this token, added over layers."""
 
     def __post_init__(self) -> None:
         self.token_weight = exact(np.zeros(self.vocabulary))
@@ -228,17 +231,17 @@ class Group:
     def add_tokens(
         self, ids: Int[Tensor, "b nk"], received: Float[Tensor, "b h nk"], real: Bool[Tensor, "b nk"]
     ) -> None:
-        """Add what the keys of one layer received."""
+        """Add the weight that the keys of one layer received."""
         at = ids[real]
         weight = torch.zeros(self.vocabulary, dtype=torch.float64, device=ids.device)
         weight.index_add_(0, at, received.double().mean(1)[real])
-        seen, count = torch.unique(at, return_counts=True)
-        where = seen.cpu().numpy()
-        self.token_weight[where] += exact(weight[seen].cpu().numpy())
+        present, count = torch.unique(at, return_counts=True)
+        where = present.cpu().numpy()
+        self.token_weight[where] += exact(weight[present].cpu().numpy())
         self.token_count[where] += count.cpu().numpy()
 
     def merge(self, other: Group) -> Group:
-        """Both together; neither is changed."""
+        """The sum of both; neither is changed."""
         both = Group(self.vocabulary)
         both.token_weight = self.token_weight + other.token_weight
         both.token_count = self.token_count + other.token_count
@@ -249,22 +252,23 @@ class Group:
 
 
 def joined(high: Int[np.ndarray, "..."], low: Int[np.ndarray, "..."]) -> np.ndarray:
-    """Whole numbers of any size from their two halves."""
+    """Integers of any size from their two limbs."""
     return np.asarray((high.astype(object) << LIMB) + low.astype(object), object)
 
 
 def _histogram(
-    x: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"], said: Quantities
+    x: Float[Tensor, "quantity b h n"], valid: Bool[Tensor, "quantity b h n"], quantities: Quantities
 ) -> np.ndarray:
-    quantities, _, heads, _ = x.shape
-    scale = torch.tensor([BINS / q.high for q in said.values()], dtype=x.dtype, device=x.device)
-    at = torch.stack([torch.log2(1 + one) if q.logarithmic else one for one, q in zip(x, said.values(), strict=True)])
+    number, _, heads, _ = x.shape
+    scales = quantities.values()
+    scale = torch.tensor([BINS / q.high for q in scales], dtype=x.dtype, device=x.device)
+    at = torch.stack([torch.log2(1 + one) if q.logarithmic else one for one, q in zip(x, scales, strict=True)])
     bins = at.mul_(scale[:, None, None, None]).long().clamp_(0, BINS - 1)
-    head = torch.arange(quantities * heads, device=x.device).view(quantities, 1, heads, 1)
-    all_bins = quantities * heads * BINS
-    bins = torch.where(valid, bins.add_(BINS * head), all_bins)  # one more for what does not count
+    head = torch.arange(number * heads, device=x.device).view(number, 1, heads, 1)
+    all_bins = number * heads * BINS
+    bins = torch.where(valid, bins.add_(BINS * head), all_bins)  # an additional bin for values that do not count
     counts = torch.bincount(bins.view(-1), minlength=all_bins + 1)[:-1]
-    return counts.view(quantities, heads, BINS).cpu().numpy()
+    return counts.view(number, heads, BINS).cpu().numpy()
 
 
 def _divided(total: np.ndarray, count: np.ndarray) -> np.ndarray:

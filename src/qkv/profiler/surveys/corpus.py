@@ -1,4 +1,4 @@
-"""A corpus of any size: where its texts lie, which of them can be read, and how they are cut into shards."""
+"""A corpus of any size: list its texts without loading them, sort out unreadable ones, and split it into shards."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ BINARY, BLANK = "no UTF-8 text", "empty"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text: bytes of a file, or a string; or the reason why it is none."""
+    """One text, as a range of bytes in a file or as a string; or the reason why it cannot be surveyed."""
 
     name: str
     size: int
     """Bytes."""
     path: str | None = None
     start: int = 0
-    """Where it begins in the file, if it is a line of one."""
+    """Offset in the file, if it is a line of one."""
     text: str | None = None
     reason: str | None = None
-    """Why it is left out; None if it is a text."""
+    """The reason why it is left out; None if it is a text."""
     stamp: tuple[int, int] | None = None
-    """Size and time of change of its file when the corpus was read."""
+    """Size and modification time of its file when the corpus was listed."""
 
     def read(self) -> str:
-        """The text.
+        """Read the text.
 
         Raises:
-            InputError: if the file is not as it was.
+            InputError: if the file has changed since the corpus was listed.
         """
         if self.text is not None:
             return self.text
@@ -45,26 +45,26 @@ class Document:
         try:
             with Path(self.path).open("rb") as file:
                 if _stamp(file.fileno()) != self.stamp:
-                    raise ValueError("its size or time is another")
+                    raise ValueError("its size or modification time differs")
                 file.seek(self.start)
                 data = file.read(self.size)
             text = data.decode("utf-8-sig")
             return _field(text) if self.path.lower().endswith(LINES) else text
         except (OSError, ValueError) as error:
-            raise InputError(f"corpus: {self.name} has changed since the survey began ({error})") from error
+            raise InputError(f"corpus has a file that changed since the survey began: {self.name} ({error})") from error
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in an order that is always the same, those that cannot be read included, with the reason."""
+    """Documents in a reproducible order; documents that cannot be read are included, with the reason."""
 
     name: str
     documents: tuple[Document, ...]
     fingerprint: str
-    """SHA-256 of all of it: the same for the same texts in the same order, wherever they lie."""
+    """SHA-256 of the texts in their order; it does not depend on the location of the files."""
 
     def shards(self, number: int) -> list[list[Document]]:
-        """The documents in `number` parts of about the same size: each goes where there is least so far."""
+        """Split the documents into `number` shards of about the same size: each is added to the smallest shard."""
         if not 1 <= number <= 9999:
             raise InputError(f"shards is {number}, expected 1 to 9999")
         parts: list[list[Document]] = [[] for _ in range(number)]
@@ -77,7 +77,7 @@ class Corpus:
 
 
 def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) -> Corpus:
-    """A corpus of strings; `unreadable` files that were beside them are counted with it.
+    """A corpus of strings; `unreadable` further files count as documents that were left out.
 
     >>> [d.reason for d in of_texts(["a", " "]).documents]
     [None, 'empty']
@@ -94,25 +94,24 @@ def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) 
 
 
 def of_files(paths: Sequence[str | os.PathLike[str]]) -> Corpus:
-    """The texts of files and folders.
+    """A corpus of the texts in files and folders.
 
     Args:
-        paths: text files, a text each; ``.jsonl`` files, a text a line, under the name "text"; folders, of which all
-            files are taken, subfolders too, in the order of their names, but hidden ones and ``__pycache__``.
+        paths: text files, with one text each; ``.jsonl`` files, with one text a line in the field "text"; folders, of
+            which all files are read, sorted by name, with subfolders but without hidden files and ``__pycache__``.
 
     Raises:
         InputError: for a path that does not exist, or if no text is found.
     """
     found: list[Document] = []
     state = hashlib.sha256()
-    for given in paths:
-        path = Path(given).expanduser()
+    for name in paths:
+        path = Path(name).expanduser()
         if not path.exists():
-            raise InputError(f"corpus: no file or folder {str(given)!r}")
-        for name, file in _files(path) if path.is_dir() else [(path.name, path)]:
-            found += _documents(name, file, state)
-    name = ", ".join(str(p) for p in paths)
-    return _whole(Corpus(name, tuple(found), state.hexdigest()))
+            raise InputError(f"corpus has the path {str(name)!r}, expected a file or folder that exists")
+        for inner, file in _files(path) if path.is_dir() else [(path.name, path)]:
+            found += _documents(inner, file, state)
+    return _checked(Corpus(", ".join(map(str, paths)), tuple(found), state.hexdigest()))
 
 
 def _stamp(file: int | Path) -> tuple[int, int]:
@@ -121,7 +120,7 @@ def _stamp(file: int | Path) -> tuple[int, int]:
 
 
 def _files(root: Path) -> Iterator[tuple[str, Path | str]]:
-    """Files of a folder with their names in it; for a folder that cannot be listed, the reason."""
+    """Files of a folder with their relative names; for a folder that cannot be listed, the reason instead of a file."""
     failed: list[OSError] = []
     for folder, inner, files in os.walk(root, onerror=failed.append):
         for linked in sorted(x for x in inner if (Path(folder) / x).is_symlink()):
@@ -134,7 +133,7 @@ def _files(root: Path) -> Iterator[tuple[str, Path | str]]:
 
 
 def _documents(name: str, file: Path | str, state: hashlib._Hash) -> Iterator[Document]:
-    """The texts of one file, whose bytes go into the fingerprint."""
+    """The texts of one file; its bytes are added to the fingerprint."""
     state.update(name.encode(errors="surrogateescape") + b"\0")
     if isinstance(file, str):
         yield Document(name, 0, reason=f"unreadable: {file}")
@@ -171,17 +170,17 @@ def _lines(name: str, file: Path, state: hashlib._Hash) -> Iterator[Document]:
 
 
 def _field(line: str) -> str:
-    """The text of a line; ValueError if it has none."""
+    """The text in a line of JSON; raises ValueError if there is none."""
     found = json.loads(line)
     text = found.get(FIELD) if isinstance(found, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"no {FIELD!r}")
-    text.encode()  # JSON may hold halves of characters, which are no text (UnicodeEncodeError is a ValueError)
+    text.encode()  # JSON may hold lone surrogates, which are not text (UnicodeEncodeError is a ValueError)
     return text
 
 
 def _fault(data: bytes) -> str | None:
-    """Why bytes are no text to survey."""
+    """The reason why bytes are not a text to survey; None if they are one."""
     try:
         return BINARY if b"\0" in data else None if data.decode().strip() else BLANK
     except UnicodeDecodeError:
@@ -192,12 +191,13 @@ def _corpus(name: str, documents: list[Document], texts: Iterable[str]) -> Corpu
     state = hashlib.sha256()
     for text in texts:
         state.update(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
-    return _whole(Corpus(name, tuple(documents), state.hexdigest()))
+    return _checked(Corpus(name, tuple(documents), state.hexdigest()))
 
 
-def _whole(corpus: Corpus) -> Corpus:
+def _checked(corpus: Corpus) -> Corpus:
+    """The corpus; raises `InputError` if it has no text."""
     if all(d.reason is not None for d in corpus.documents):
         reasons = ", ".join(sorted({d.reason for d in corpus.documents if d.reason}))
-        beside = f"; {len(corpus.documents):,} left out: {reasons}" if reasons else ""
-        raise InputError(f"corpus: no text in {corpus.name or 'nothing'}{beside}")
+        skipped = f"; {len(corpus.documents):,} left out: {reasons}" if reasons else ""
+        raise InputError(f"corpus has no text, expected at least one in {corpus.name or 'it'}{skipped}")
     return corpus

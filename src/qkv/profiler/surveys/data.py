@@ -1,4 +1,4 @@
-"""`Survey`: what a survey of a corpus found, on disk and as tables; surveys of the same definitions merge."""
+"""`Survey` holds the result of a survey: as tables and on disk; surveys with the same definition can be merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv._files import write_whole
 from qkv.errors import InputError
 from qkv.profiler.data.variables import RENAMED
 from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
-from qkv.profiler.surveys.quantities import Quantities, as_today, of_description
+from qkv.profiler.surveys.quantities import Quantities, of_description, with_current_texts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "qkv-survey", 1
 QUANTILES = (0.05, 0.5, 0.95)
 EXAMPLES = 20
-"""As many names of texts that were left out are kept."""
-_DATE = (1980, 1, 1, 0, 0, 0)  # the same survey is the same bytes, whenever it is written
-DAMAGE = (  # what reading a file with wrong bytes in it may raise
+"""Number of texts that were left out whose names are kept."""
+_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal surveys give equal files
+DAMAGE = (  # exceptions that reading a damaged file may raise
     zipfile.BadZipFile, zlib.error, KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
@@ -37,12 +37,12 @@ class Survey:
     """Accumulated attention of a model over a corpus, head by head.
 
     Args:
-        definition: what was measured, how and of which model: `qkv.profiler.survey` makes it. Only surveys with
-            the same one merge.
+        definition: the model, the settings and the quantities; created by `qkv.profiler.survey`. Only surveys with
+            equal definitions can be merged.
         groups: the accumulators, one `qkv.profiler.surveys.accumulators.Group` for each kind of attention.
-        record: what it was measured on: ``documents``, ``sequences`` and ``tokens`` (numbers), ``shards`` (their
-            names), ``skipped`` (texts left out, by reason), ``examples`` (names of some of them), ``names`` (of the
-            tokens that received most) and ``sources`` (where each module's numbers come from: see `qkv.profile`).
+        record: the data: ``documents``, ``sequences`` and ``tokens`` (numbers), ``shards`` (their names), ``skipped``
+            (number of texts left out, by reason), ``examples`` (names of some of them), ``names`` (of the tokens that
+            received the most weight) and ``sources`` (the source of each module's statistics: see `qkv.profile`).
 
     >>> import tempfile
     >>> from qkv.profiler.surveys.survey import survey
@@ -61,12 +61,12 @@ class Survey:
 
     @property
     def quantities(self) -> Quantities:
-        """What was measured at every query, by name, in the order of the accumulators' first dimension."""
+        """The quantities measured at every query, by name, in the order of the accumulators' first dimension."""
         return of_description(self.definition["quantities"])
 
     @property
     def main(self) -> str:
-        """The name of the main group: "decoder" where there is one, else the first."""
+        """The name of the main group: "decoder" if there is one, else the first group."""
         return "decoder" if "decoder" in self.groups else next(iter(self.groups))
 
     def group(self, name: str | None = None) -> Group:
@@ -77,13 +77,13 @@ class Survey:
         return self.groups[name]
 
     def heads(self, group: str | None = None) -> pd.DataFrame:
-        """One row per layer and head, over all counted queries of the corpus; NaN where a quantity says nothing.
+        """One row per layer and head, over all counted queries of the corpus; NaN where a quantity is not defined.
 
-        Columns: layer, head, module, queries; of each of `quantities`, in its unit, the mean
-        by its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to a
-        bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (over the means of sequences, from t-digests);
-        special and delimiter (shares of the weight on such keys); sink_score (mean α
-        of the first key) and sink_texts (share of texts in which α > 0.3; of texts of 64 tokens or more).
+        Columns: layer, head, module, queries; for each of `quantities`, in its unit, the mean
+        under its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to
+        a bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (quantiles over the means of sequences, from
+        t-digests); special and delimiter (shares of the weight on special tokens and delimiters); sink_score (mean
+        sink score α of the first key) and sink_texts (share of texts with α > 0.3, among texts of 64 tokens or more).
         """
         import pandas as pd
 
@@ -92,8 +92,8 @@ class Survey:
             columns: dict[str, Any] = {"layer": at, "head": np.arange(layer.heads), "module": layer.module}
             columns["queries"] = layer.added["queries"]
             found = {"": layer.mean(), "_std": layer.deviation()}
-            seen = layer.added["count"] > 0
-            found["_min"], found["_max"] = (np.where(seen, x, np.nan) for x in (layer.minimum, layer.maximum))
+            measured = layer.added["count"] > 0
+            found["_min"], found["_max"] = (np.where(measured, x, np.nan) for x in (layer.minimum, layer.maximum))
             found |= {f"_p{100 * rank:.0f}": layer.quantile(rank) for rank in QUANTILES}
             found |= {f"_text_p{100 * rank:.0f}": layer.quantile_of_texts(rank) for rank in QUANTILES}
             for q, name in enumerate(self.quantities):
@@ -110,8 +110,8 @@ class Survey:
         """One row for each of the first 64 keys of a text.
 
         Columns: key; score (mean sink score α over texts and heads: the weight on the key, averaged over those of the
-        text's first 64 queries that see it) and share (of texts × heads with α > 0.3: Sink_k^ε of Gu et al. 2025,
-        arXiv:2410.10781, section 3). NaN if no text has 64 tokens.
+        text's first 64 queries that may attend to it) and share (share of texts × heads with α > 0.3: Sink_k^ε of Gu
+        et al. 2025, arXiv:2410.10781, section 3). NaN if no text has 64 tokens.
         """
         import pandas as pd
 
@@ -123,10 +123,10 @@ class Survey:
             return pd.DataFrame({"key": np.arange(PREFIX), "score": total / pairs, "share": sinks / pairs})
 
     def tokens(self, k: int = 10, group: str | None = None) -> pd.DataFrame:
-        """The `k` tokens of the vocabulary that received most.
+        """The `k` tokens of the vocabulary that received the most weight.
 
         Columns: id; token (its name, "" if it is not kept); share (of all weight on keys, averaged over layers and
-        heads); lift (share divided by the token's share of the keys); count (how often it stood as a key).
+        heads); lift (share divided by the token's share of the keys); count (number of keys with this token).
         """
         import pandas as pd
 
@@ -148,25 +148,27 @@ class Survey:
         )
 
     def merge(self, other: Survey) -> Survey:
-        """Both together; neither is changed. Sums, counts and histograms are exact whatever the order.
+        """The merged survey; neither is changed. Sums, counts and histograms are exact in any order.
 
         Raises:
-            InputError: if they measured different things, or both hold the same part of a corpus.
+            InputError: if definitions differ, or both surveys contain the same part of a corpus.
         """
         difference = differing(self.definition, other.definition)
         if difference is not None:
-            name, mine, theirs = difference
-            raise InputError(f"other: surveys of different definitions cannot be merged: {name} is {mine} and {theirs}")
+            name, value, other_value = difference
+            raise InputError(
+                f"other has another definition, so the surveys cannot be merged: {name} is {value} and {other_value}"
+            )
         twice = sorted({*self.record["shards"]} & {*other.record["shards"]})
         if twice:
-            raise InputError(f"other: both surveys hold {twice[0]}, which would count twice")
+            raise InputError(f"other contains {twice[0]}, as this survey does; it would count twice")
         cut = {name.rpartition(" ")[2]: name.split()[3] for name in self.record["shards"]}
         for name in other.record["shards"]:
             corpus, number = name.rpartition(" ")[2], name.split()[3]
             if cut.get(corpus, number) != number:
                 raise InputError(
-                    f"other: the corpus {corpus} is cut into {cut[corpus]} shards here and {number} there, so nobody "
-                    "knows which texts would count twice"
+                    f"other has the corpus {corpus} in {number} shards, and this survey in {cut[corpus]}, so texts "
+                    "could count twice; expected the same number of shards"
                 )
         groups = dict(self.groups)
         for name, group in other.groups.items():
@@ -174,13 +176,13 @@ class Survey:
         return Survey(self.definition, groups, _merged(self.record, other.record))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the survey to one file, whole or not at all (a zip of JSON and NumPy arrays). Returns its path."""
+        """Write the survey atomically to one file (a zip of JSON and NumPy arrays) and return its path."""
         target = Path(path)
         write_whole(target, self.packed())
         return target
 
     def packed(self) -> bytes:
-        """The file that `save` writes; equal surveys are equal bytes."""
+        """The content of the file that `save` writes; equal surveys give equal bytes."""
         layers = {name: {n: x.module for n, x in g.layers.items()} for name, g in self.groups.items()}
         head = {
             "format": FORMAT, "format_version": VERSION, "definition": self.definition, "record": self.record,
@@ -190,9 +192,9 @@ class Survey:
         with zipfile.ZipFile(file, "w") as archive:
             _put(archive, "survey.json", json.dumps(head, indent=1).encode())
             for name, group in self.groups.items():
-                seen = np.flatnonzero(group.token_count)
-                weight = group.token_weight[seen]
-                tokens = {"id": seen, "count": group.token_count[seen]}
+                present = np.flatnonzero(group.token_count)
+                weight = group.token_weight[present]
+                tokens = {"id": present, "count": group.token_count[present]}
                 tokens |= {"high": (weight >> LIMB).astype(np.int64), "low": (weight & (2**LIMB - 1)).astype(np.int64)}
                 for what, x in tokens.items():
                     _put_array(archive, f"{name}/tokens/{what}", x)
@@ -203,7 +205,11 @@ class Survey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Survey:
-        """Read what `save` wrote; anything else is refused with one sentence."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            InputError: if the file cannot be read, or is not a survey.
+        """
         target = Path(path)
         try:
             with zipfile.ZipFile(target) as archive:
@@ -214,11 +220,10 @@ class Survey:
                         f"expected {FORMAT} {VERSION}"
                     )
                 definition = head["definition"]
-                said = {RENAMED.get(name, name): entry for name, entry in definition["quantities"].items()}
-                order = list(said)
-                definition["quantities"] = as_today(said)
-                said = definition["quantities"]
-                quantities = of_description(said), [order.index(name) for name in said]
+                saved = {RENAMED.get(name, name): entry for name, entry in definition["quantities"].items()}
+                order = list(saved)
+                current = definition["quantities"] = with_current_texts(saved)
+                quantities = of_description(current), [order.index(name) for name in current]
                 groups = {
                     name: _read_group(archive, name, layers, definition["vocabulary"], quantities)
                     for name, layers in head["groups"].items()
@@ -233,15 +238,15 @@ class Survey:
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> tuple[str, Any, Any] | None:
     """The first entry in which two nested mappings differ: its dotted name and both values; None if they are equal."""
     for name in [*a, *(n for n in b if n not in a)]:
-        mine, theirs = a.get(name), b.get(name)
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            found = differing(mine, theirs, f"{where}{name}.")
+        x, y = a.get(name), b.get(name)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            found = differing(x, y, f"{where}{name}.")
             if found is not None:
                 return found
         elif name not in a or name not in b:
-            return (f"{where}{name}", *(("there", "not there") if name in a else ("not there", "there")))
-        elif mine != theirs:
-            return f"{where}{name}", mine, theirs
+            return (f"{where}{name}", *(("present", "missing") if name in a else ("missing", "present")))
+        elif x != y:
+            return f"{where}{name}", x, y
     return None
 
 

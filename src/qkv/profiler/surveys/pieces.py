@@ -1,4 +1,4 @@
-"""Texts as sequences that a model can take: long ones in pieces, every token counted once; batches of like length."""
+"""Split texts into sequences that fit into the model, counting every token once, and batch sequences by length."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from qkv.profiler.capture.special import Special
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A sequence for the model. Queries from `start` up to `stop` count; the others give them context."""
+    """A sequence for the model. Queries from `start` up to `stop` count; the others are context."""
 
     ids: Sequence[int]
     start: int
     stop: int
     begins: bool
-    """Whether it is the beginning of a text."""
+    """True if it is the beginning of a text."""
 
 
 def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> Iterator[Piece]:
-    """A text, without its special tokens, cut into sequences of at most `length` tokens with them.
+    """Split a text, given without special tokens, into sequences of at most `length` tokens including special tokens.
 
-    All counted queries together are the tokens of the whole text, each once, and its special tokens once: what a piece
-    repeats of the one before, `overlap` tokens of it and special tokens, is context only.
+    Every token of the text and every special token counts once over all pieces. The `overlap` tokens that a piece
+    repeats from the previous one, and repeated special tokens, are context only.
 
     >>> [(p.ids, p.start, p.stop) for p in pieces([1, 2, 3, 4, 5], Special((8,), (9,)), length=5, overlap=1)]
     [([8, 1, 2, 3, 9], 0, 4), ([8, 3, 4, 5, 9], 2, 5)]
     """
     before, after = list(special.before), list(special.after)
-    room = length - len(before) - len(after)
-    if room < 1 or not 0 <= overlap < room:
+    capacity = length - len(before) - len(after)
+    if capacity < 1:
+        raise InputError(f"length is {length}, expected more than the {len(before) + len(after)} special tokens")
+    if not 0 <= overlap < capacity:
         raise InputError(
-            f"length is {length} and overlap {overlap}, expected a length of more than {len(before) + len(after)} "
-            f"special tokens and an overlap from 0 to less than the {max(room, 0)} tokens that leaves"
+            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
         )
-    for start in range(0, max(len(ids) - overlap, 1), room - overlap):
-        part, last = ids[start : start + room], start + room >= len(ids)
+    for start in range(0, max(len(ids) - overlap, 1), capacity - overlap):
+        part, last = ids[start : start + capacity], start + capacity >= len(ids)
         whole = [*before, *part, *after]
         counted_to = len(whole) if last else len(before) + len(part)
         yield Piece(whole, len(before) + overlap if start else 0, counted_to, begins=start == 0)
@@ -49,7 +50,7 @@ def pieces(ids: Sequence[int], special: Special, length: int, overlap: int) -> I
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of like length, padded on the right."""
+    """Sequences of similar length, padded on the right."""
 
     ids: Int[Tensor, "b n"]
     real: Bool[Tensor, "b n"]
@@ -72,15 +73,15 @@ class Batch:
 
 
 def batches_of(found: Sequence[Piece], tokens: int, *, pad: int | None) -> Iterator[Batch]:
-    """Batches of at most `tokens` tokens, padding included, the longest sequences first; at least one in each.
+    """Batches of at most `tokens` tokens including padding, the longest sequences first.
 
     Args:
         found: sequences.
-        tokens: how many at once.
-        pad: the id to pad with; None if the model takes no padding: only sequences of one length go together then.
+        tokens: largest number of tokens in a batch; a longer sequence is a batch of its own.
+        pad: id of padding; None if the model does not accept padding, then a batch has sequences of one length only.
     """
     some: list[Piece] = []
-    for piece in sorted(found, key=lambda p: -len(p.ids)):  # stable: the same batches every time
+    for piece in sorted(found, key=lambda p: -len(p.ids)):  # a stable sort: reproducible batches
         full = some and (len(some) + 1) * len(some[0].ids) > tokens
         if some and (full or (pad is None and len(some[0].ids) != len(piece.ids))):
             yield Batch.of(some, pad or 0)

@@ -1,4 +1,4 @@
-"""What a survey measures at every query of every head: statistics of weights, the built-in ones and one's own."""
+"""The quantities that a survey measures at every query of every head: built-in and custom statistics of the weights."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable
 from qkv.statistics import Statistic
 
 BINS = 128
-"""Of a histogram."""
+"""Number of bins of a histogram."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that every query of every head has."""
+    """A number measured at every query of every head."""
 
     unit: str
-    """"1" is a plain number or a share."""
+    """"1" stands for a plain number or a share."""
     definition: str
     high: float
-    """Where the last bin of the histogram ends; the first begins at 0. What lies beyond is counted in the last."""
+    """End of the last bin of the histogram, which also counts larger values; the first bin begins at 0."""
     scale: Literal["x", "log2(1 + x)"] = "x"
-    """What the bins are equally wide in."""
+    """The scale in which bins have equal width."""
     label: str = ""
     share: bool = False
     one_text: bool = False
-    """Says something only where queries and keys are the same text."""
+    """True if it is defined only where queries and keys are the same text."""
     later: bool = False
-    """Leaves out the first query of a causal text, which sees nothing but itself."""
+    """True if the first query of a causal text is left out, because it can attend only to itself."""
     parameters: tuple[tuple[str, str], ...] | None = None
-    """Of a statistic of one's own: the settings of its object. None if it is built in."""
+    """The settings of a custom statistic; None if the quantity is built in."""
 
     @classmethod
     def of(cls, about: Variable) -> Quantity:
-        """What a variable of a profile says of itself."""
+        """The quantity with the description of a profile's variable."""
         scale: Literal["x", "log2(1 + x)"] = "log2(1 + x)" if about.logarithmic else "x"
         return cls(
             about.units, about.definition, about.highest, scale, about.label, about.share, about.one_text,
@@ -48,16 +48,16 @@ class Quantity:
 
     @property
     def logarithmic(self) -> bool:
-        """Whether bins are equally wide in log2(1 + x)."""
+        """True if bins have equal width in log2(1 + x)."""
         return self.scale != "x"
 
 
 Quantities = Mapping[str, Quantity]
 
-_OLD = ("spread",)  # in no survey, so that surveys of before and of today merge
-QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEADS if name not in _OLD} | {
+_LEFT_OUT = ("spread",)  # not in the files of older surveys, which must merge with new ones
+QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEADS if name not in _LEFT_OUT} | {
     "entropy_ratio": Quantity(
-        "1", "entropy / ln(visible keys), of queries that see two or more; 1 is uniform", 1.0,
+        "1", "entropy / ln(visible keys), for queries with two or more visible keys; 1 is uniform", 1.0,
         label="Entropy ratio",
     ),
     "sink_mass": Quantity.of(VARIABLES["sink_mass"]),
@@ -65,7 +65,7 @@ QUANTITIES: Quantities = {name: Quantity.of(VARIABLES[name]) for name in OF_HEAD
 
 
 def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
-    """The borders of the bins of a quantity's histogram, in its unit.
+    """The edges of the bins of a quantity's histogram, in its unit.
 
     >>> edges("sink")[:3]
     array([0.       , 0.0078125, 0.015625 ])
@@ -76,7 +76,7 @@ def edges(quantity: str | Quantity) -> Float[np.ndarray, " edges"]:
 
 
 def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
-    """All that says what is measured, for the head of a file; statistics of one's own in the order of their names."""
+    """The description of all quantities for the header of a file; custom statistics are sorted by name."""
     found: dict[str, Any] = {
         name: {"unit": q.unit, "definition": q.definition, "bins": BINS, "high": q.high, "scale": q.scale}
         for name, q in QUANTITIES.items()
@@ -91,26 +91,26 @@ def described(statistics: Iterable[Statistic] = ()) -> dict[str, Any]:
     return found
 
 
-def of_description(said: Mapping[str, Any]) -> Quantities:
-    """The quantities of a survey, from what the head of its file says."""
+def of_description(description: Mapping[str, Any]) -> Quantities:
+    """The quantities of a survey, from the description in the header of its file."""
     found = {}
-    for name, entry in said.items():
+    for name, entry in description.items():
         if name in QUANTITIES:
             found[name] = QUANTITIES[name]
         else:
-            own = {**entry.get("own", {})}
-            parameters = tuple(sorted(own.pop("parameters", {}).items()))
+            custom = {**entry.get("own", {})}
+            parameters = tuple(sorted(custom.pop("parameters", {}).items()))
             found[name] = Quantity(
-                entry["unit"], entry["definition"], entry["high"], entry["scale"], **own, parameters=parameters
+                entry["unit"], entry["definition"], entry["high"], entry["scale"], **custom, parameters=parameters
             )
     return found
 
 
-def as_today(said: Mapping[str, Any]) -> dict[str, Any]:
-    """A description in the order and the words of today: other words or another order are no other measurement."""
-    names = [name for name in QUANTITIES if name in said] + [name for name in said if name not in QUANTITIES]
-    today = described()
-    return {name: today[name] if name in today and _same(said[name], today[name]) else said[name] for name in names}
+def with_current_texts(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved description with the current order and definitions: surveys may merge if only these have changed."""
+    names = [name for name in QUANTITIES if name in saved] + [name for name in saved if name not in QUANTITIES]
+    now = described()
+    return {name: now[name] if name in now and _same(saved[name], now[name]) else saved[name] for name in names}
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -118,6 +118,6 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def _parameters(statistic: Statistic) -> dict[str, str]:
-    """The settings of an object, as far as they can be written down."""
-    said = {name: repr(x) for name, x in sorted(vars(statistic).items()) if name not in ("name", "label", "definition")}
-    return {name: x for name, x in said.items() if not re.search(r" at 0x[0-9a-f]+", x)}
+    """The settings of a statistic's object as text; settings without a reproducible text are left out."""
+    texts = {n: repr(x) for n, x in sorted(vars(statistic).items()) if n not in ("name", "label", "definition")}
+    return {name: x for name, x in texts.items() if not re.search(r" at 0x[0-9a-f]+", x)}

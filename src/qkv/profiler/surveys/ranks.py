@@ -1,6 +1,6 @@
-"""The processes of a survey: who takes which shards, and how what each has found comes together.
+"""The processes of a survey: they agree on the settings, and gather the shards at the end.
 
-They speak over gloo, whatever the model runs on: what they say is a few files at the end, which no card makes faster.
+They communicate over gloo, on every device: only a few files are exchanged, which NCCL would not make faster.
 """
 
 from __future__ import annotations
@@ -18,86 +18,86 @@ import torch.distributed as dist
 from qkv.errors import InputError
 
 
-class Lost(Exception):  # noqa: N818  # as StopIteration: what happened
-    """Some process is not there any more."""
+class Lost(Exception):  # noqa: N818  # named like StopIteration, after the event
+    """Raised when another process has died or does not answer."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of them; by itself if there is only one."""
+    """The rank of this process, and its communication with the others. There may be only one process."""
 
     rank: int = 0
     world: int = 1
     group: Any = None
     patience: timedelta = timedelta(minutes=30)
 
-    def everyone(self, value: Any) -> list[Any]:
-        """What each process says, in the order of ranks.
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of ranks.
 
         Raises:
-            Lost: if one says nothing within the patience.
+            Lost: if a process does not answer within the patience.
         """
         if self.world == 1:
             return [value]
-        said: list[Any] = [None] * self.world
-        with _others():
-            dist.all_gather_object(said, value, group=self.group)
-        return said
+        values: list[Any] = [None] * self.world
+        with _waiting():
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def to_first(self, value: Any) -> list[Any]:
-        """What each process says, in rank 0; nothing in the others.
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes in rank 0; an empty list in the other ranks.
 
         Raises:
-            Lost: if one says nothing within the patience.
+            Lost: if a process does not answer within the patience.
         """
         if self.world == 1:
             return [value]
-        said: list[Any] = [None] * self.world
-        with _others():
-            dist.gather_object(value, said if self.rank == 0 else None, dst=0, group=self.group)
-        return said if self.rank == 0 else []
+        values: list[Any] = [None] * self.world
+        with _waiting():
+            dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self.group)
+        return values if self.rank == 0 else []
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 says, in every process.
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, in every process.
 
         Raises:
-            Lost: if it says nothing within the patience.
+            Lost: if rank 0 does not answer within the patience.
         """
-        said = [value]
+        values = [value]
         if self.world > 1:
-            with _others():
-                dist.broadcast_object_list(said, src=0, group=self.group)
-        return said[0]
+            with _waiting():
+                dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
-    def agreed(self, what: str, value: Any) -> None:
-        """Make sure that all processes have the same.
+    def check_equal(self, name: str, value: Any) -> None:
+        """Check that all processes have the same value.
 
         Raises:
-            InputError: in every process, if some have another.
+            InputError: in every process, if a value differs.
         """
-        said = self.everyone(value)
-        for rank, other in enumerate(said):
-            if other != said[0]:
-                raise InputError(f"{what} differs between the processes: rank {rank} has {other}, rank 0 has {said[0]}")
+        values = self.all_gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise InputError(f"{name} differ between processes: rank {rank} has {other}, rank 0 has {values[0]}")
 
-    def meet(self) -> None:
-        """Wait until all have done their part.
+    def barrier(self) -> None:
+        """Wait until all processes have called it.
 
         Raises:
-            Lost: naming those that do not come within the patience, if it is known.
+            Lost: if a process does not arrive within the patience; the message names it if it is known.
         """
         if self.world == 1:
             return
-        with _others():
+        with _waiting():
             dist.monitored_barrier(group=self.group, timeout=self.patience, wait_all_ranks=True)
 
 
 @contextmanager
 def joined(patience: float) -> Iterator[Ranks]:
-    """The processes that ``torchrun`` started, or those of a process group that is there already.
+    """Join the processes that ``torchrun`` started, or those of a process group that exists already.
 
     Args:
-        patience: seconds to wait for the others, before they count as lost.
+        patience: seconds to wait for other processes before they count as lost.
     """
     wait, world = timedelta(seconds=patience), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
@@ -111,18 +111,18 @@ def joined(patience: float) -> Iterator[Ranks]:
         dist.init_process_group("gloo", timeout=wait)
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the {world} processes of this run cannot find one another ({_line(error)}); start them with torchrun"
+            f"WORLD_SIZE is {world}, but the processes cannot connect ({_line(error)}); start them with torchrun"
         ) from error
     try:
         yield Ranks(dist.get_rank(), world, dist.group.WORLD, wait)
     finally:
-        with suppress(RuntimeError):  # of one that others have left
+        with suppress(RuntimeError):  # other processes may have left already
             dist.destroy_process_group()
 
 
 @contextmanager
-def _others() -> Iterator[None]:
-    """Where others are waited for."""
+def _waiting() -> Iterator[None]:
+    """Inside, an error of the communication is raised as `Lost`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""One shard of a survey: its texts as batches through the observed model, what every call says added up."""
+"""Survey one shard of a corpus: run its texts in batches through the model and accumulate the statistics of calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import batches, sequences_of
-from qkv.profiler.capture.observe import Observer, Seen, observe, unobserved
+from qkv.profiler.capture.observe import ObservedCall, Observer, observe, unobserved
 from qkv.profiler.capture.special import Special, tokens_of
-from qkv.profiler.capture.tokens import as_read, special_ids
+from qkv.profiler.capture.tokens import special_ids, token_text
 from qkv.profiler.data.delimiters import is_delimiter
 from qkv.profiler.data.variables import UNFUSED
 from qkv.profiler.surveys.accumulators import PREFIX, Group, Layer, number
@@ -28,11 +28,11 @@ from qkv.statistics.measure import row_state, sweep
 from qkv.statistics.sums import Statistics
 
 NAMED = 256
-"""Of so many tokens, those that received most, a shard keeps the names."""
+"""A shard keeps the names of this many tokens, those that received the most weight."""
 
 
-class Reader:
-    """A model with all it takes to survey texts."""
+class Surveyor:
+    """A model, its tokenizer and the settings of a survey."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Reader:
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def survey(self, documents: Sequence[Document], label: str, on_batch: Callable[[int, int, int], None]) -> Survey:
-        """The documents as a survey of their own, whose only shard is `label`."""
+        """Survey the documents; `label` is the name of the shard."""
         found: list[Piece] = []
         skipped: Counter[str] = Counter()
         examples: list[str] = []
@@ -74,18 +74,18 @@ class Reader:
         groups: dict[str, Group] = {}
         sources: dict[str, str] = {}
         tokens = 0
-        read, size = len(documents), sum(d.size for d in documents)
-        whole = sum(len(p.ids) for p in found) or 1
-        through = 0
+        number_of_documents, size = len(documents), sum(d.size for d in documents)
+        total = sum(len(p.ids) for p in found) or 1
+        done = 0  # tokens that were run, of `total`
         for batch in batches_of(found, self.batch_tokens, pad=self.pad):
             sources |= self._add(batch.to(self.device), groups)
-            counted, before = int(batch.counted.sum()), through
-            through += int(batch.real.sum())
+            counted, before = int(batch.counted.sum()), done
+            done += int(batch.real.sum())
             tokens += counted
-            done, done_size = (n * through // whole - n * before // whole for n in (read, size))
-            on_batch(done, done_size, counted)
+            new_documents, new_size = (n * done // total - n * before // total for n in (number_of_documents, size))
+            on_batch(new_documents, new_size, counted)
         if not found:
-            on_batch(read, size, 0)
+            on_batch(number_of_documents, size, 0)
         for group in groups.values():
             for layer in group.layers.values():
                 layer.seal()
@@ -102,62 +102,62 @@ class Reader:
         return Survey(self.definition, groups, record)
 
     def _add(self, batch: Batch, groups: dict[str, Group]) -> dict[str, str]:
-        """Run one batch, and add what its calls say; returns where each module's numbers come from."""
-        given: dict[str, Tensor] = {"input_ids": batch.ids}
+        """Run one batch and add the statistics of its calls; returns the source of each module's statistics."""
+        arguments: dict[str, Tensor] = {"input_ids": batch.ids}
         padded = not bool(batch.real.all())
         if padded:
-            given["attention_mask"] = batch.real.long()
+            arguments["attention_mask"] = batch.real.long()
         if self.two:
-            given |= {"decoder_input_ids": batch.ids}
-            given |= {"decoder_attention_mask": batch.real.long()} if padded else {}
-        (ready,) = batches(self.model, given, None, None)
+            arguments |= {"decoder_input_ids": batch.ids}
+            arguments |= {"decoder_attention_mask": batch.real.long()} if padded else {}
+        (prepared,) = batches(self.model, arguments, None, None)
         real = {batch.ids.shape[1]: batch.real} if padded else {}
 
-        def take(seen: Seen) -> None:
-            if seen.call.q.shape[2] != batch.ids.shape[1]:
+        def collect(observed: ObservedCall) -> None:
+            if observed.call.q.shape[2] != batch.ids.shape[1]:
                 raise InputError(
-                    f"{seen.module} does not attend from all tokens of a text at once, so texts cannot be surveyed in "
-                    "batches; profile them with `qkv profile`"
+                    f"model does not attend from all tokens of a text at once in {observed.module}, so texts cannot be "
+                    "surveyed in batches; profile them with `qkv profile`"
                 )
-            group = groups.setdefault(seen.group, Group(self.definition["vocabulary"]))
-            with torch._C.DisableTorchFunction():  # nobody needs to watch our own operations, and it takes its time
-                self._add_call(group, seen, batch)
+            group = groups.setdefault(observed.group, Group(self.definition["vocabulary"]))
+            with torch._C.DisableTorchFunction():  # so that the observer does not intercept these operations: faster
+                self._add_call(group, observed, batch)
 
         observer = Observer(
-            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, ready), take=take
+            self.model, query_masks=real, key_masks=real, sequences=sequences_of(self.model, prepared), collect=collect
         )
         with observe(observer):
-            self.model(**ready)
+            self.model(**prepared)
         missing = unobserved(observer)
         if missing or not observer.fired:
-            what = ", ".join(missing[:4]) or "all of it"
-            raise InputError(f"{type(self.model).__name__} has attention that qkv cannot observe: {what}")
+            names = ", ".join(missing[:4]) or "all of it"
+            raise InputError(f"model {type(self.model).__name__} has attention that qkv cannot observe: {names}")
         return dict(observer.sources)
 
-    def _add_call(self, group: Group, seen: Seen, batch: Batch) -> None:
-        """Measure one call and add it to its layer, on the device where it is: a model may lie on several."""
-        device = seen.call.q.device
-        batch, kinds = batch.to(device), self.kinds.to(device)
-        rows = row_state(seen.call, seen.lse)
+    def _add_call(self, group: Group, observed: ObservedCall, batch: Batch) -> None:
+        """Measure one call on its device (a model may be on several) and add it to its layer."""
+        call = observed.call
+        batch, kinds = batch.to(call.q.device), self.kinds.to(call.q.device)
+        rows = row_state(call, observed.lse)
         if rows.level is not None and rows.level.isnan().any():
             raise InputError(
-                f"{seen.module} computes scores that are NaN: the model's weights or its inputs contain NaN"
+                f"model computes scores that are NaN in {observed.module}: its parameters or its inputs contain NaN"
             )
         counts = None if bool(batch.counted.all()) else batch.counted
         local = Local(self.definition["local_window"])
         statistics = sweep(
-            seen.call,
+            call,
             rows,
             mass={local.name: local.mask},
-            first=seen.first,
+            first=observed.first,
             queries=counts,
             prefix_keys=PREFIX,
             statistics=(*(s for s in UNFUSED if s.name in self.quantities), *self.statistics),
         )
-        layer = group.layers.get(seen.layer)
+        layer = group.layers.get(observed.layer)
         if layer is None:
-            layer = group.layers[seen.layer] = Layer(seen.module, seen.call.q.shape[1], self.quantities)
-        layer.add(*_values(self.quantities, statistics, seen, batch.counted))
+            layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)
+        layer.add(*_values(self.quantities, statistics, observed, batch.counted))
         assert statistics.prefix_sink_scores is not None
         long = batch.counted[:, :PREFIX].all(1) if batch.counted.shape[1] >= PREFIX else torch.zeros_like(batch.begins)
         layer.add_prefix(statistics.prefix_sink_scores, long & batch.begins)
@@ -165,7 +165,7 @@ class Reader:
         group.add_tokens(batch.ids, statistics.received, batch.real)
 
     def _names(self, groups: Mapping[str, Group]) -> dict[str, str]:
-        """Names of the tokens that received most."""
+        """Names of the tokens that received the most weight."""
         if not hasattr(self.tokenizer, "convert_ids_to_tokens"):
             return {}
         best: set[int] = set()
@@ -174,43 +174,43 @@ class Reader:
             best |= {int(i) for i in order if group.token_count[i]}
         ids = sorted(best)
         pieces = self.tokenizer.convert_ids_to_tokens(ids)
-        return {str(i): as_read(self.tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)}
+        return {str(i): token_text(self.tokenizer, i, str(piece)) for i, piece in zip(ids, pieces, strict=True)}
 
 
 def vocabulary(model: nn.Module, tokenizer: Any) -> int:
-    """How many token ids there may be."""
-    said = getattr(getattr(model, "config", None), "vocab_size", None) or 0
-    own = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", 0)
-    if not max(said, own):
-        raise InputError("neither the model's configuration nor its tokenizer says how many tokens there are")
-    return int(max(said, own))
+    """The number of token ids, by the model's configuration or the tokenizer."""
+    of_model = getattr(getattr(model, "config", None), "vocab_size", None) or 0
+    of_tokenizer = len(tokenizer) if hasattr(tokenizer, "__len__") else getattr(tokenizer, "vocab_size", 0)
+    if not max(of_model, of_tokenizer):
+        raise InputError("tokenizer has no vocabulary size, and neither has the model's configuration; expected one")
+    return int(max(of_model, of_tokenizer))
 
 
 def _values(
-    quantities: Quantities, statistics: Statistics, seen: Seen, counted: Bool[Tensor, "b n"]
+    quantities: Quantities, statistics: Statistics, observed: ObservedCall, counted: Bool[Tensor, "b n"]
 ) -> tuple[Float[Tensor, "quantity b h n"], Bool[Tensor, "quantity b h n"]]:
-    """All quantities of all queries, and which of them there are."""
+    """All quantities of all queries, and True where a value counts."""
     visible = statistics.visible
     base = counted[:, None].expand_as(visible)
-    later = base & (torch.arange(visible.shape[2], device=visible.device) > 0) if seen.causal else base
+    later = base & (torch.arange(visible.shape[2], device=visible.device) > 0) if observed.causal else base
     none = torch.zeros_like(base)
     values, valid = [], []
     for name, quantity in quantities.items():
-        there = none if quantity.one_text and seen.group == "cross" else later if quantity.later else base
+        counts = none if quantity.one_text and observed.group == "cross" else later if quantity.later else base
         if name == "entropy_ratio":
-            x, there = statistics.entropy / visible.clamp(min=2).log(), there & (visible >= 2)
+            x, counts = statistics.entropy / visible.clamp(min=2).log(), counts & (visible >= 2)
         else:
             found = statistics.named(name)
-            x, there = (torch.zeros_like(visible), none) if found is None else (found, there)
+            x, counts = (torch.zeros_like(visible), none) if found is None else (found, counts)
             if quantity.parameters is not None:
-                there = there & ~x.isnan()  # undefined for this query; NaN of built-in statistics is refused
+                counts = counts & ~x.isnan()  # a custom statistic may be undefined; built-in ones raise on NaN
         values.append(x)
-        valid.append(there)
+        valid.append(counts)
     return torch.stack(values), torch.stack(valid)
 
 
 def _kinds(tokenizer: Any, size: int, special: set[int]) -> Bool[Tensor, "kind vocabulary"]:
-    """Which ids of the vocabulary are special tokens, and which delimiters: punctuation and line ends, nothing else."""
+    """True at special tokens of the vocabulary (row 0), and at delimiters (row 1): punctuation and white space."""
     kinds = torch.zeros(2, size, dtype=torch.bool)
     kinds[0, [i for i in special if 0 <= i < size]] = True
     known = len(tokenizer) if hasattr(tokenizer, "__len__") else size

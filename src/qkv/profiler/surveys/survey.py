@@ -1,4 +1,4 @@
-"""`survey`: profile a corpus of any size, shard by shard, in one process or many; it goes on where it stopped."""
+"""`survey` profiles a corpus of any size shard by shard, in one process or many, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qkv.errors import InputError
 from qkv.profiler.capture.inputs import positions
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.special import Special
-from qkv.profiler.data.variables import own_checked
+from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.surveys import accumulators, corpus, shard
 from qkv.profiler.surveys.corpus import Corpus, Document
 from qkv.profiler.surveys.data import VERSION, Survey, differing
-from qkv.profiler.surveys.quantities import QUANTITIES, as_today, described
+from qkv.profiler.surveys.quantities import QUANTITIES, described, with_current_texts
 from qkv.profiler.surveys.ranks import Lost, Ranks, joined
 from qkv.statistics import Statistic
 
@@ -29,11 +29,11 @@ __all__ = ["Incomplete", "Survey", "survey"]
 
 SETTINGS, SHARDS, RESULT = "survey.json", "shards", "survey.qkv.zip"
 TAKEN = ("module", "queries", "special", "delimiter", "sink_score", "sink_texts")  # columns of `Survey.heads`
-LENGTH = 512  # of sequences of a model that takes any
+LENGTH = 512  # default length of sequences for a model without a limit
 
 
-class Incomplete(Exception):  # noqa: N818  # as StopIteration: what happened
-    """A process was lost before its shards were done; the others are kept."""
+class Incomplete(Exception):  # noqa: N818  # named like StopIteration, after the event
+    """Raised when a process was lost before its shards were finished; finished shards are kept."""
 
 
 def survey(
@@ -54,43 +54,46 @@ def survey(
     patience: float = 14_400.0,
     on_batch: Callable[[int, int, int], None] = lambda documents, bytes_, tokens: None,
 ) -> Survey:
-    """Where every head of a model attends over a whole corpus: exact sums, in memory that does not grow with it.
+    """Measure where every head of a model attends over a whole corpus: exact sums, in memory independent of its size.
 
-    The corpus is cut into shards, always the same ones. A shard that is done is a file, there whole or not at all; a
-    survey that was interrupted, even killed, goes on with the first shard that is missing and ends with the very bytes
-    of one that was not. Under ``torchrun`` each process takes its share of the shards, on one machine or on many, with
-    a shared folder or without, and the result is that of one process: merging is exact. (Bit by bit where every process
-    computes with as many threads on a processor of the same kind; else to the rounding of the model itself.)
+    The corpus is split into shards in a reproducible way. Each finished shard is written atomically to a file. A
+    survey that was interrupted, even killed, resumes with the first missing shard, and its result has the same bytes
+    as without the interruption. Under ``torchrun`` the processes divide the shards among them, on one machine or
+    several, with or without a shared folder. Merging is exact, so the result is that of a single process (bit for bit
+    if all processes use the same number of threads on the same kind of processor; else up to rounding in the model).
 
     Args:
-        model: as in `qkv.profile`: a model in evaluation mode, or a name. Of an encoder-decoder, the decoder reads what
-            the encoder reads.
+        model: as in `qkv.profile`: a model in evaluation mode, or a name. The decoder of an encoder-decoder reads the
+            same text as its encoder.
         texts: from `qkv.profiler.surveys.corpus.of_files`, or strings.
-        tokenizer: for the texts; loaded with the model if that is a name.
-        out: folder of the survey: ``survey.json`` (settings), ``shards/0000.qkv.zip`` …, and at the end
+        tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
+        out: folder of the survey: ``survey.json`` (settings), ``shards/0000.qkv.zip`` and so on, and at the end
             ``survey.qkv.zip``.
-        shards: how many parts: the more, the less is done again after an interruption. At least one for each process.
-        batch_tokens: how many tokens run through the model at once, padding included.
-        length: longest sequence, special tokens included; what the model has positions for if None, or 512.
-        overlap: how much of a long text each piece repeats of the one before, as context: those queries count once. An
-            eighth of `length` if None.
-        long: "split" texts longer than `length` into pieces, or "refuse" them: they are then left out and counted.
+        shards: number of shards, at least one for each process. With more shards, less work is repeated after an
+            interruption.
+        batch_tokens: largest number of tokens in a batch, padding included.
+        length: longest sequence, special tokens included. If None, 512, or less if the model has fewer positions.
+        overlap: number of tokens that each piece of a long text repeats from the previous piece, as context; these
+            queries count once. An eighth of `length` if None.
+        long: "split" texts longer than `length` into pieces, or "refuse" them: they are left out and counted.
         local_window: `local` is the weight on keys at most this many tokens away.
-        statistics: your own (`qkv.statistics.Statistic`), of queries: each has means, quantiles and a histogram as the
-            built-in ones. Surveys with different ones do not merge.
-        dtype: of the weights, if `model` is a name.
-        name: of the model; its own if not given.
-        patience: seconds to wait for other processes at the beginning and at the end: longer than any shard takes, for
-            one that still works cannot be told from one that fell silent. (A broken connection is known at once.)
-        on_batch: hears after every batch of this process how many documents, bytes and tokens it finished.
+        statistics: custom statistics (`qkv.statistics.Statistic`) over queries: each has means, quantiles and a
+            histogram like the built-in ones. Surveys with different statistics cannot be merged.
+        dtype: dtype of the weights, if `model` is a name.
+        name: name of the model; taken from the model if not given.
+        patience: seconds to wait for other processes at the beginning and at the end. It must be longer than a process
+            needs for its shards, because a busy process cannot be told from a hung one. (A broken connection is
+            noticed at once.)
+        on_batch: progress callback: numbers of documents, bytes and tokens that this process finished since the last
+            call.
 
     Returns:
         `Survey`, in every process.
 
     Raises:
         InputError: for a folder with a survey of other settings, a corpus without text, a model that cannot be
-            observed, or a disk that is full.
-        Incomplete: if a process was lost: it names the shards that are missing. The same call does those.
+            observed, or a full disk.
+        Incomplete: if a process was lost; the message names the missing shards. The same call again resumes with them.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,32 +104,32 @@ def survey(
     if isinstance(model, str):
         loaded = load(model, dtype=dtype)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     if tokenizer is None:
-        raise InputError("a survey reads texts, but there is no tokenizer; pass tokenizer=…")
+        raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     found = texts if isinstance(texts, Corpus) else corpus.of_texts(texts)
-    for what, value, least in (("batch_tokens", batch_tokens, 1), ("local_window", local_window, 1)):
-        if value < least:
-            raise InputError(f"{what} is {value}, expected at least {least} token")
-    statistics = own_checked(statistics, (*QUANTITIES, *TAKEN), over="query")
+    for argument, value in (("batch_tokens", batch_tokens), ("local_window", local_window)):
+        if value < 1:
+            raise InputError(f"{argument} is {value}, expected at least 1 token")
+    statistics = checked_custom(statistics, (*QUANTITIES, *TAKEN), over="query")
     length = _length(model, length)
     definition = _definition(model, tokenizer, name, length, overlap, long, local_window, statistics)
     settings = {"corpus": found.fingerprint, "shards": shards, "batch_tokens": batch_tokens, "definition": definition}
     parts = found.shards(shards)
-    reader = shard.Reader(model, tokenizer, definition, batch_tokens, statistics)
+    surveyor = shard.Surveyor(model, tokenizer, definition, batch_tokens, statistics)
     with joined(patience) as ranks:
-        ranks.agreed("the corpus or a setting", _digest(settings))
+        ranks.check_equal("texts or settings", _digest(settings))
         folder = _open(Path(out), settings, ranks)
-        done = sorted(set().union(*ranks.everyone(finished(folder))))
+        done = sorted(set().union(*ranks.all_gather(finished(folder))))
         todo = [i for i in range(shards) if i not in done]
         for i in todo[ranks.rank :: ranks.world]:
-            _survey_shard(reader, parts[i], i, folder, settings, on_batch)
-        return _together(folder, settings, ranks)
+            _survey_shard(surveyor, parts[i], i, folder, settings, on_batch)
+        return _gathered(folder, settings, ranks)
 
 
 def _survey_shard(
-    reader: shard.Reader,
+    surveyor: shard.Surveyor,
     documents: list[Document],
     number: int,
     folder: Path,
@@ -135,62 +138,65 @@ def _survey_shard(
 ) -> None:
     shards = settings["shards"]
     label = f"shard {number} of {shards} of the corpus {settings['corpus'][:12]}"
-    part = reader.survey(documents, label, on_batch)
+    part = surveyor.survey(documents, label, on_batch)
     _write(_file(folder, number), part.packed(), f"shard {number}", folder, shards)
 
 
-def _together(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Survey:
-    """All shards as one, in every process; rank 0 writes it."""
+def _gathered(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Survey:
+    """Gather and merge all shards; rank 0 writes the result, and every process returns it."""
     shards = settings["shards"]
     try:
-        ranks.meet()
-        there = ranks.from_first(finished(folder))
-        wanted = [i for i in range(shards) if i not in there]
-        for i in wanted:  # no shared folder: those who have it send it, one file at a time
-            own = _file(folder, i)
-            sent = ranks.to_first(own.read_bytes() if ranks.rank and own.exists() else None)
+        ranks.barrier()
+        in_first = ranks.broadcast(finished(folder))
+        for i in range(shards):
+            if i in in_first:
+                continue
+            local = _file(folder, i)  # without a shared folder, the process that has the file sends it
+            sent = ranks.gather(local.read_bytes() if ranks.rank and local.exists() else None)
             data = next((x for x in sent if x is not None), None)
             if ranks.rank == 0 and data is not None:
                 _write(_file(folder, i), data, f"shard {i}", folder, shards)
         result = None
         if ranks.rank == 0:
-            _all_there(folder, shards, ranks)
+            _check_complete(folder, shards, ranks)
             result = _merged(folder, shards)
             _write(folder / RESULT, result.packed(), "the result", folder, shards)
-        packed = ranks.from_first(None if result is None or ranks.world == 1 else result.packed())
+        packed = ranks.broadcast(None if result is None or ranks.world == 1 else result.packed())
     except Lost as error:
         if ranks.rank == 0:
-            _all_there(folder, shards, ranks)
-        raise Incomplete(f"another process was lost ({error}); give the same command again to go on") from error
+            _check_complete(folder, shards, ranks)
+        raise Incomplete(f"another process was lost ({error}); run the same command again to resume") from error
     if result is not None:
         return result
-    own = folder / RESULT
-    _write(own, packed, "the result", folder, shards) if not own.exists() else None
-    return Survey.load(own)
+    local = folder / RESULT
+    _write(local, packed, "the result", folder, shards) if not local.exists() else None
+    return Survey.load(local)
 
 
-def _all_there(folder: Path, shards: int, ranks: Ranks) -> None:
+def _check_complete(folder: Path, shards: int, ranks: Ranks) -> None:
     missing = sorted(set(range(shards)) - finished(folder))
     if missing:
         names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise Incomplete(
             f"{len(missing)} of {shards} shards are missing ({names}): of {ranks.world} processes some were lost; "
-            "give the same command again to do those"
+            "run the same command again to resume"
         )
 
 
 def _merged(folder: Path, shards: int) -> Survey:
-    """Always in the same order, for the sketches' sake."""
+    """Merge all shards, always in the same order, so that the sketches are reproducible."""
     result: Survey | None = None
     for i in range(shards):
         try:
             part = Survey.load(_file(folder, i))
         except InputError as error:
-            raise InputError(f"{error}; delete it and give the same command again") from error
+            raise InputError(f"{error}; delete it and run the same command again") from error
         result = part if result is None else result.merge(part)
     assert result is not None
     if not result.groups:
-        raise InputError(f"corpus: every text was left out: {', '.join(sorted(result.record['skipped']))}")
+        raise InputError(
+            f"texts has no text that can be surveyed; left out: {', '.join(sorted(result.record['skipped']))}"
+        )
     return result
 
 
@@ -199,7 +205,7 @@ def _file(folder: Path, shard: int) -> Path:
 
 
 def finished(folder: Path) -> set[int]:
-    """Shards of the survey in a folder that are done."""
+    """Numbers of the finished shards in the folder of a survey."""
     return {int(p.name[:4]) for p in (folder / SHARDS).glob("[0-9][0-9][0-9][0-9].qkv.zip")}
 
 
@@ -208,31 +214,31 @@ def _write(path: Path, data: bytes, what: str, folder: Path, shards: int) -> Non
         write_whole(path, data)
     except OSError as error:
         raise InputError(
-            f"cannot write {what} to {path} ({error.strerror}); {len(finished(folder))} of {shards} shards are done "
-            "and kept: give the same command again when there is room"
+            f"out: cannot write {what} to {path} ({error.strerror}); {len(finished(folder))} of {shards} shards are "
+            "finished and kept: run the same command again when there is space on the disk"
         ) from error
 
 
 def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
-    """The folder, made if it is not there; one with a survey of other settings is refused."""
+    """Create or open the folder of a survey; raises `InputError` if it has a survey with other settings."""
     file = folder / SETTINGS
     try:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         if not file.exists():
             write_whole(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
         before = json.loads(file.read_text(encoding="utf-8"))
-        before["definition"]["quantities"] = as_today(before["definition"]["quantities"])
+        before["definition"]["quantities"] = with_current_texts(before["definition"]["quantities"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"out: cannot use the folder {str(folder)!r} ({error})") from error
     found = differing(before, settings)
     if found is not None:
         name, was, now = found
         raise InputError(
-            f"out: {str(folder)!r} holds a survey with other settings: {name} was {was} and is {now}; expected the "
-            "same, or another folder"
+            f"out is {str(folder)!r}, which has a survey with other settings: {name} was {was} and is {now}; expected "
+            "the same settings, or another folder"
         )
     if ranks.rank == 0:
-        for unfinished in (folder / SHARDS).glob(".*.tmp"):  # of a process that was killed; nobody writes yet
+        for unfinished in (folder / SHARDS).glob(".*.tmp"):  # of a killed process; no other process writes yet
             with suppress(OSError):
                 unfinished.unlink()
     return folder
@@ -257,16 +263,17 @@ def _definition(
     local_window: int,
     statistics: Sequence[Statistic] = (),
 ) -> dict[str, Any]:
-    """Everything that must be the same for two surveys to say the same thing."""
+    """The settings that must be equal for two surveys to be merged."""
     if long not in ("split", "refuse"):
         raise InputError(f"long is {long!r}, expected 'split' or 'refuse'")
     special = Special.of(tokenizer)
-    room = length - len(special.before) - len(special.after)
-    overlap = min(length // 8, max(room - 1, 0)) if overlap is None else overlap
-    if room < 1 or not 0 <= overlap < room:
+    capacity = length - len(special.before) - len(special.after)
+    overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
+    if capacity < 1:
+        raise InputError(f"length is {length}, expected more than the {length - capacity} special tokens")
+    if not 0 <= overlap < capacity:
         raise InputError(
-            f"length is {length} and overlap {overlap}, expected an overlap from 0 to less than the {max(room, 0)} "
-            "tokens of text in a sequence"
+            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
         )
     return {
         "version": VERSION,
@@ -287,7 +294,7 @@ def _definition(
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Of the weights: names, shapes, and all bytes of each tensor."""
+    """SHA-256 of the parameters: names, shapes, dtypes and all bytes of each tensor."""
     state = hashlib.sha256()
     for name, x in model.state_dict().items():
         state.update(f"{name} {type(x).__name__}".encode())
@@ -298,16 +305,16 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def _configuration(model: nn.Module) -> str:
-    """Of what decides what the model makes of its weights, but for names and places."""
+    """SHA-256 of the model's class and configuration, without entries such as names and paths."""
     config: Any = getattr(model, "config", None)
-    said = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    entries = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
     inert = ("name", "path", "transformers_version", "architectures", "_attn_implementation")
-    kept = {k: repr(v) for k, v in said.items() if not any(word in str(k) for word in inert)}
+    kept = {k: repr(v) for k, v in entries.items() if not any(word in str(k) for word in inert)}
     return _digest({"class": type(model).__qualname__, **kept})
 
 
 def _rules(tokenizer: Any) -> Any:
-    """What decides which ids a text becomes."""
+    """The rules by which the tokenizer converts a text to ids."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     around = Special.of(tokenizer)
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else type(tokenizer).__name__
