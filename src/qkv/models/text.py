@@ -16,9 +16,9 @@ from qkv.errors import InputError
 from qkv.models import bundled, checkpoint, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderLM
+from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-TOKENIZER = "tokenizer.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
 BEFORE = 16  # tokens of a prompt that are enough to see how what follows them reads
 
@@ -134,15 +134,8 @@ def _own(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
 
 
 def _from_file(file: Path) -> TextTokenizer:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise InputError(f"{file} needs tokenizers: pip install 'qkv[hf]'")
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # it raises no narrower kind
-        raise InputError(f"{file}: not a tokenizer ({_first_line(error)})") from error
-    return TextTokenizer(lambda text: list(tokenizer.encode(text).ids), tokenizer.decode)
+    found = FileTokenizer(file)
+    return TextTokenizer(found.encode, partial(found.decode, skip_special_tokens=True))
 
 
 # --- of Hugging Face --------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
         head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer: Hugging Face's, or a `qkv.models.ByteTokenizer`. The tokenizer
-        is None for a model that reads no text.
+        The model, in evaluation mode, and its tokenizer: of a Hugging Face model, its own; of a model of `qkv.models`,
+        one that is called in the same way, or a `qkv.models.ByteTokenizer`. It is None for a model that reads no text.
 
     Raises:
         InputError: if there is no such model, or what it needs is not installed.
