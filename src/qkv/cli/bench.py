@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from qkv.cli.files import folder
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 
@@ -50,8 +51,8 @@ def bench(
         name: Of the files; made of the dtype, the heads and the pass if not given.
     """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from qkv._progress import bar
     from qkv.bench import run, show
     from qkv.bench.contenders import MECHANISMS
 
@@ -62,9 +63,7 @@ def bench(
     chosen = mechanisms or tuple(MECHANISMS)
     with folder(out):
         stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("")
+        with bar("timing") as step:
             result = run.bench(
                 chosen,
                 sorted(set(lengths)),
@@ -74,11 +73,10 @@ def bench(
                 threads=threads,
                 seconds=seconds,
                 memory=sorted(set(memory)),
-                on_cell=lambda what: progress.update(task, description=what),
+                on_cell=lambda cell: step(0, note=cell),
                 path=out / f"{stem}.json",
             )
         (out / f"{stem}.md").write_text(show.markdown(result))
         show.figure(result, out / f"{stem}.png")
-        console = Console()
-        console.print(show.table(result))
-        console.print(f"[dim]{out / stem}.json, .md, .png[/dim]", highlight=False)
+        Console().print(show.table(result))
+        print_line("Files", f"{out / stem}.json, .md, .png")

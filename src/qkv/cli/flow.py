@@ -10,6 +10,7 @@ import tyro
 
 from qkv.cli.files import folder
 from qkv.cli.inputs import given_text, ready
+from qkv.cli.terminal import print_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,13 +58,12 @@ def flow(
         out: Folder to write to; made if it is not there.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from qkv._files import write_whole
+    from qkv._progress import bar
     from qkv.figures.flow import flow_figure
     from qkv.figures.save import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout
-    from qkv.profiler.capture.progress import bar
 
     back, forth = from_ if from_ or to else (-1,), to
     passage = given_text(model, text, file, tokens)
@@ -83,12 +83,12 @@ def flow(
                 path = out / f"flow-{way}-{position}.png"
                 save_figure(flow_figure(found, index), path)
                 _show(console, found, index)
-                console.print(f"[dim]Figure   {escape(str(path))}[/dim]", soft_wrap=True, highlight=False)
+                print_line("Figure", path)
             tables.append(_table(found, way))
         import pandas as pd
 
         write_whole(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
-        console.print(f"[dim]Data     {escape(str(out / 'flow.csv'))}[/dim]", soft_wrap=True, highlight=False)
+        print_line("Data", out / "flow.csv")
 
 
 def _table(found: xr.DataArray, way: str) -> pd.DataFrame:

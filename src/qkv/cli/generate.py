@@ -79,8 +79,8 @@ def generate(
         dtype: Of the weights.
     """
     from rich.console import Console
-    from rich.markup import escape
 
+    from qkv._progress import spinner
     from qkv.models.generation import text_stream
     from qkv.models.sampling import Sampler
     from qkv.models.text import load_text_model
@@ -96,7 +96,7 @@ def generate(
     text = prompt if prompt is not None else read(file or Path())
     seed = secrets.randbelow(2**32) if seed is None else seed
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {escape(model)}"):
+    with spinner(f"loading {model}"):
         loaded = load_text_model(model, dtype=dtype)
         ids = loaded.encode(text)
         most = _room(loaded.model, len(ids), tokens)

@@ -41,12 +41,10 @@ def given_text(model: str, text: str | None, file: Path | None, tokens: int | No
 
 def ready(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:
     """A model and what it runs on: the passage, or its first tokens."""
-    from rich.console import Console
-    from rich.markup import escape
-
+    from qkv._progress import spinner
     from qkv.profiler.capture import models
 
-    with Console(stderr=True).status(f"loading {escape(name)}"):
+    with spinner(f"loading {name}"):
         loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
     return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
 

@@ -10,6 +10,7 @@ import tyro
 
 from qkv.cli.files import folder, read
 from qkv.cli.inputs import given_text, ready
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -68,12 +69,11 @@ def head_map(
             the mask shows) and the edges of the bins, row_edges and column_edges.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from qkv._files import write_whole
+    from qkv._progress import bar, spinner
     from qkv.figures.map import map_figure, sentence
     from qkv.figures.save import save_figure
-    from qkv.profiler.capture.progress import bar
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import span
 
@@ -85,7 +85,7 @@ def head_map(
     passage = given_text(model, None if file is None else read(file, "FILE"), None, tokens)
     with folder(out.parent):
         loaded, inputs = ready(model, passage, tokens, dtype)
-        with Console(stderr=True).status(f"running {escape(loaded.name)}"):
+        with spinner(f"running {loaded.name}"):
             found = maps.attention_map(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
                 name=loaded.name,
@@ -96,13 +96,12 @@ def head_map(
         with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)
         save_figure(map_figure(found, picture, pool=pool), out)
-        console = Console()
-        console.print(sentence(found, picture), highlight=False, markup=False)
-        console.print(f"[bold]Map[/bold]   {escape(str(out))}", soft_wrap=True, highlight=False)
+        Console().print(sentence(found, picture), highlight=False, markup=False)
+        print_line("Map", out, main=True)
         if data:
             numbers = out.with_suffix(".npz")
             write_whole(numbers, _npz(found, picture))
-            console.print(f"[dim]Data  {escape(str(numbers))}[/dim]", soft_wrap=True, highlight=False)
+            print_line("Data", numbers)
 
 
 def _slice(option: str, text: str) -> slice:

@@ -13,13 +13,12 @@ if TYPE_CHECKING:
 
 def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
     """The response to other tokens at `position`."""
-    from rich.console import Console
-
+    from qkv._progress import spinner
     from qkv.profiler.analyses.mixing import mixing
 
     if isinstance(inputs, dict):  # of --tokens
         inputs = inputs["input_ids"]
-    with Console(stderr=True).status("replacing a token"):
+    with spinner("measuring the response to a replaced token"):
         return mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
 
 

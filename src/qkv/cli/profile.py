@@ -12,6 +12,7 @@ import tyro
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
 from qkv.cli.inputs import given_text, numbers, ready
+from qkv.cli.terminal import Stopwatch, print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,9 +75,11 @@ def profile(
         partial: Go on even if some attention of the model cannot be observed.
     """
 
+    clock = Stopwatch()
     from qkv.profiler import run
     from qkv.profiler.capture import models
 
+    clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, from 0")
@@ -100,46 +103,50 @@ def profile(
     with folder(out):
         other = None if against is None else compare.saved(against)
         loaded, inputs = ready(model, passage, tokens, dtype)
+        clock.lap("loading the model")
         result = profiled(loaded, inputs)
         comparison = None
         if against is not None:
             comparison = (other or profiled(*ready(against, passage, tokens, dtype))).compare(result)
         mixed = None if perturb is None else mixing.measured(loaded, inputs, perturb)
+        clock.lap("measuring")
         _show(result)
         if comparison is not None:
             compare.show(comparison)
+        clock.lap("summary")
         files = _figures(result, out)
         if comparison is not None:
             files += compare.write(comparison, out)
         if mixed is not None:
             files += mixing.write(mixed, loaded.name, out)
+        clock.lap("figures")
         _write(result, out, files)
+        clock.lap("report and data")
+        print_line("Time", str(clock))
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:
-    from rich.console import Console
-
+    from qkv._progress import bar
     from qkv.figures.save import save_figure
 
-    with Console().status("drawing figures"):
+    with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:
             save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+            step(1)
     return [out / f"{name}.png" for name in FIGURES]
 
 
 def _write(result: Profile, out: Path, files: list[Path]) -> None:
-    from rich.console import Console
+    from qkv._progress import spinner
 
-    console = Console()
-    with console.status("writing the report"):
-        result.save(out / "profile.qkv.zip")
-        result.export(out / "heads.csv")
+    with spinner("writing the report"):
+        data = result.save(out / "profile.qkv.zip")
+        heads = result.export(out / "heads.csv")
         report = result.report(out / "report.html")
-    console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
-    data = out / "profile.qkv.zip"
-    console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
-    console.print(f"[dim]Heads    {out / 'heads.csv'}[/dim]", soft_wrap=True, highlight=False)
-    console.print(f"[dim]More     {', '.join(f.name for f in files)}[/dim]", soft_wrap=True, highlight=False)
+    print_line("Report", report, main=True)
+    print_line("Data", f"{data}   (qkv.Profile.load)")
+    print_line("Heads", heads)
+    print_line("More", ", ".join(f.name for f in files))
 
 
 def _show(result: Profile) -> None:

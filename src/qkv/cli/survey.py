@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ def survey(
         loaded = models.load(model, dtype=dtype)
         loaded.model.to(_device(device))
         try:
-            with _bar(speaks, corpus, out, shards) as on_batch:
+            with _progress(speaks, corpus, out, shards) as on_batch:
                 result = surveys.survey(
                     loaded.model,
                     corpus,
@@ -161,37 +162,25 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Texts, tokens a second and the time left on standard error, if it is a terminal. What was done before counts as
-    done: a bar of the whole corpus."""
-    if not (show and sys.stderr.isatty()):
-        yield lambda documents, size, tokens: None
-        return
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+def _progress(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar over the bytes of the shards that this process has still to survey."""
+    from qkv._progress import bar
     from qkv.profiler.surveys.survey import finished
 
-    parts = corpus.shards(shards)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    done = finished(out)
-    left = [part for at, part in enumerate(parts) if at not in done][::world]
-    total = sum(d.size for part in left for d in part)
-    columns = (
-        TextColumn("surveying"), BarColumn(), TextColumn("{task.fields[texts]:,} texts"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
-    )  # fmt: skip
-    began, seen = time.perf_counter(), [0, 0]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("surveying", total=total or None, texts=0, rate=0.0)
+    total = 0
+    if show and sys.stderr.isatty():
+        done, processes = finished(out), int(os.environ.get("WORLD_SIZE", "1"))
+        left = [documents for at, documents in enumerate(corpus.shards(shards)) if at not in done][::processes]
+        total = sum(document.size for documents in left for document in documents)
+    start, texts, tokens = time.perf_counter(), 0, 0
+    with bar("surveying", total=total or None, show=show) as step:
 
-        def on_batch(documents: int, size: int, tokens: int) -> None:
-            seen[0] += documents
-            seen[1] += tokens
-            rate = seen[1] / max(time.perf_counter() - began, 1e-9)
-            progress.update(task, advance=size, texts=seen[0], rate=rate)
+        def on_batch(new_texts: int, new_bytes: int, new_tokens: int) -> None:
+            nonlocal texts, tokens
+            texts += new_texts
+            tokens += new_tokens
+            rate = tokens / max(time.perf_counter() - start, 1e-9)
+            step(new_bytes, note=f"{texts:,} texts  {rate:,.0f} tokens/s")
 
         yield on_batch
 

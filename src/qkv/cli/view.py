@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv.cli.inputs import given_text, ready
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,9 +68,6 @@ def view(
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}, expected 0 (any that is free) to 65535")
 
-    from rich.console import Console
-    from rich.markup import escape
-
     from qkv.profiler.capture.inputs import batches
     from qkv.server.guard import EVERYWHERE
     from qkv.server.run import serve
@@ -92,12 +90,11 @@ def view(
             session.add_model(loaded, inputs, target=target)
 
     def started(url: str) -> None:
-        console = Console()
-        console.print(f"[bold]Viewer[/bold]   {escape(url)}", soft_wrap=True, highlight=False)
+        print_line("Viewer", url, main=True)
         if host in EVERYWHERE:
             elsewhere = url.replace("localhost", socket.gethostname(), 1)
-            console.print(f"[dim]Or, from elsewhere, {escape(elsewhere)}[/dim]", soft_wrap=True, highlight=False)
-        console.print("[dim]Ctrl+C ends it.[/dim]")
+            print_line("", f"or, from another machine, {elsewhere}")
+        print_line("", "Ctrl+C ends it.")
         if not no_browser:  # in a thread: a browser in the terminal would keep the server from starting
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 

@@ -33,6 +33,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._files import write_whole
+from qkv._progress import Step, bar
 from qkv.errors import InputError
 from qkv.masks import Mask, Predicate
 from qkv.profiler.analyses.eviction_run import held, nats_of, runner
@@ -40,7 +41,6 @@ from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Seen
-from qkv.profiler.capture.progress import Step, bar
 from qkv.statistics.measure import settled, sweep
 
 if TYPE_CHECKING:
