@@ -1,4 +1,4 @@
-"""`qkv bench`: how fast is each mechanism on this machine?"""
+"""`qkv bench`: time every attention mechanism on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from qkv.errors import InputError
 
 
 def bench(
-    mechanisms: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MECHANISM …]")] = (),
+    mechanisms: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MECHANISM …]", help_behavior_hint="")
+    ] = (),
     /,
     *,
     lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …")] = (512, 1024, 2048, 4096, 8192),
@@ -26,29 +28,31 @@ def bench(
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-bench"),
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
 ) -> None:
-    """How fast is each mechanism on this machine, beside what you would use instead?
+    """Time every attention mechanism on this machine, and the alternatives to it.
 
-    Times every mechanism and its rivals (torch's SDPA, FlexAttention compiled, weights formed by hand, x-transformers
-    if it is installed) in alternation, and writes to DIR the numbers as JSON, a table as Markdown, and a figure.
-    What is there already from the same machine and lengths stays: an interrupted run can be taken up with the rest.
+    The alternatives are torch's scaled_dot_product_attention, compiled FlexAttention, explicit weights in plain torch,
+    and x-transformers if it is installed. They are timed in turns. The command writes the numbers as JSON, a table as
+    Markdown, and a figure to DIR. Results of the same machine and lengths that are already in DIR are kept, so you can
+    interrupt the command and time the remaining mechanisms later.
 
-    qkv bench                                      (everything, about ten minutes)
+    qkv bench                                      (all mechanisms, about ten minutes)
 
     qkv bench alibi window --lengths 4096 16384    (two mechanisms, two lengths)
 
     qkv bench causal --backward --dtype bfloat16   (a training step)
 
     Args:
-        mechanisms: Names such as causal, sink, alibi, window, bigbird, sigmoid, entmax, linear; all if none is given.
-        lengths: Tokens.
-        heads: Heads, of size 64.
-        dtype: Of queries, keys and values.
-        backward: Time forward and backward together.
-        memory: Also measure memory at these lengths, each in a process of its own (Linux).
-        threads: Threads of torch.
-        seconds: For each cell of the table; three turns at least.
-        out: Folder to write to; made if it is not there.
-        name: Of the files; made of the dtype, the heads and the pass if not given.
+        mechanisms: Mechanisms to time, such as causal, sink, alibi, window, bigbird, sigmoid, entmax or linear; all by
+            default.
+        lengths: Numbers of tokens.
+        heads: Number of heads, of head dimension 64.
+        dtype: Number format of queries, keys and values.
+        backward: Time the forward and the backward pass together.
+        memory: Also measure the peak memory at these lengths, each in its own process (Linux only).
+        threads: Number of threads that torch uses.
+        seconds: Seconds for each cell of the table; every candidate runs at least three times.
+        out: Folder for the results. It is created if it does not exist.
+        name: Name of the files, without the ending; by default it states the dtype, the heads and the pass.
     """
     from rich.console import Console
 
