@@ -81,13 +81,13 @@ def load(folder: str | Path) -> nn.Module:
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
-        raise InputError(f"{folder / CONFIG}: model is {kind!r}, expected one of {', '.join(KINDS)} with its config")
+        raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = KINDS[kind]
     model = _build(folder, config_class, model_class, entries)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
+        raise InputError(f"{WEIGHTS} in {folder} cannot be read ({error})") from error
     fill(model, tensors)
     return model.eval()
 
@@ -99,7 +99,7 @@ def _build(folder: Path, config_class: type[Any], model_class: type[nn.Module], 
     except InputError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{folder / CONFIG}: cannot build a model from it ({error})") from error
+        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({error})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"model: no {CONFIG} in {folder} ({error.strerror})") from error
     except ValueError as error:
-        raise InputError(f"{folder / CONFIG}: not JSON ({error})") from error
+        raise InputError(f"{CONFIG} in {folder} is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise InputError(f"{folder / CONFIG}: is a JSON {type(found).__name__}, expected an object")
+        raise InputError(f"{CONFIG} in {folder} is a {type(found).__name__}, expected a JSON object")
     return found
 
 

@@ -26,11 +26,13 @@ def check_tokens(name: str, vocabulary: int, **tokens: int) -> None:
     """Raise `InputError` unless the special tokens of a configuration are distinct tokens of its vocabulary."""
     if vocabulary < 1:
         raise InputError(f"{name}: vocabulary has {vocabulary} tokens, expected at least 1")
-    listed = ", ".join(f"{role} {token}" for role, token in tokens.items())
-    if len(set(tokens.values())) < len(tokens):
-        raise InputError(f"{name}: special tokens are {listed}, expected all different")
-    if not all(0 <= token < vocabulary for token in tokens.values()):
-        raise InputError(f"{name}: special tokens are {listed}, expected each in 0..{vocabulary - 1}")
+    used: dict[int, str] = {}
+    for role, token in tokens.items():
+        if token in used:
+            raise InputError(f"{name}: {role} is {token}, expected another token than {used[token]}")
+        if not 0 <= token < vocabulary:
+            raise InputError(f"{name}: {role} is {token}, expected 0..{vocabulary - 1}")
+        used[token] = role
 
 
 def check_dropout(name: str, dropout: float) -> None:

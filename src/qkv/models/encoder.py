@@ -54,11 +54,9 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if min(self.context, self.d_model, self.layers) < 1:
-            raise InputError(
-                f"{name}: context is {self.context}, d_model {self.d_model}, layers {self.layers}, "
-                "expected at least 1 of each"
-            )
+        for size in ("context", "d_model", "layers"):
+            if getattr(self, size) < 1:
+                raise InputError(f"{name}: {size} is {getattr(self, size)}, expected at least 1")
         one_of(f"{name}: positions", self.positions, POSITIONS)
         check_dropout(name, self.dropout)
 

@@ -198,7 +198,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Int[Tensor, "b
         raise InputError("prompts is empty, expected at least one prompt")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise InputError(f"prompts: number {i} has no tokens, expected at least one in each")
+            raise InputError(f"prompts[{i}] has no tokens, expected at least one")
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     ids = [[pad] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]

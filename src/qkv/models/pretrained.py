@@ -59,15 +59,15 @@ def _read(folder: Path) -> dict[str, Tensor]:
         try:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{index}: not an index of safetensors files") from error
+            raise InputError(f"{index.name} in {folder} is not an index of safetensors files") from error
     weights: dict[str, Tensor] = {}
     for name in files:
         if Path(name).name != name:
-            raise InputError(f"{index}: names {name!r}, expected a file in the same folder")
+            raise InputError(f"{index.name} in {folder} names {name!r}, expected a file in the same folder")
         try:
             weights |= load_file(folder / name)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder / name}: cannot be read ({error}); expected weights as safetensors") from error
+            raise InputError(f"{name} in {folder} cannot be read ({error}), expected weights as safetensors") from error
     return weights
 
 

@@ -107,7 +107,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     try:
         loaded = _hugging_face(folder, name, config) if "model_type" in config else _own(folder, name, config)
     except (KeyError, TypeError, AttributeError) as error:  # from sizes that are missing or not numbers
-        raise InputError(f"{folder / checkpoint.CONFIG}: is not a valid configuration ({error!r})") from error
+        raise InputError(f"{checkpoint.CONFIG} in {folder} is not a valid configuration ({error!r})") from error
     loaded.model.to(DTYPES[dtype])
     return loaded
 
@@ -183,7 +183,7 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
             generation = json.loads(file.read_text(encoding="utf-8"))
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
         except (ValueError, AttributeError) as error:
-            raise InputError(f"{file}: not a JSON object") from error
+            raise InputError(f"{file.name} in {folder} is not a JSON object") from error
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):
         raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
