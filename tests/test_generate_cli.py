@@ -474,7 +474,7 @@ def test_bad_models_are_rejected(
     (tmp_path / "empty").mkdir()
     bad(tmp_path / "empty", r"no config\.json in")
     bad(copied(gpt2, tmp_path / "bert", model_type="bert"), "model_type is 'bert', expected 'gpt2' or 'llama'")
-    bad(copied(own, tmp_path / "other", model="Other"), "model is 'Other', expected one of")
+    bad(copied(own, tmp_path / "other", model="Other"), "has model 'Other', expected one of")
     bad(copied(gpt2, tmp_path / "word", vocab_size="many"), "vocab_size")
     (ends := copied(gpt2, tmp_path / "ends") / "generation_config.json").write_text('{"eos_token_id": "0"}')
     bad(ends.parent, "eos_token_id is '0', expected a token")

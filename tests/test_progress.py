@@ -29,8 +29,8 @@ class Terminal:
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Replace standard error in the test itself, because pytest resets it after the fixtures."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stderr", made := Terminal())
@@ -45,7 +45,8 @@ def test_nothing_is_printed_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_bar_shows_count_total_and_note(terminal: Terminal) -> None:
+def test_bar_shows_count_total_and_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     with bar("training", "steps", 1000, done=10) as step:
         step(5, note="loss [2.0]")
         step.say("step 15 [evaluated]")
@@ -54,7 +55,8 @@ def test_bar_shows_count_total_and_note(terminal: Terminal) -> None:
     assert "step 15 [evaluated]" in terminal.text
 
 
-def test_total_can_be_set_later_and_numbers_can_be_left_out(terminal: Terminal) -> None:
+def test_total_can_be_set_later_and_numbers_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     with bar("profiling", "layers") as step:
         step(1, of=4)
     assert "1 of 4 layers" in terminal.text
@@ -65,14 +67,16 @@ def test_total_can_be_set_later_and_numbers_can_be_left_out(terminal: Terminal) 
     assert " of " not in terminal.text
 
 
-def test_hidden_bar_prints_nothing_in_a_terminal(terminal: Terminal) -> None:
+def test_hidden_bar_prints_nothing_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     with bar("training", "steps", 3, show=False) as step:
         step(1)
         step.say("evaluation")
     assert terminal.text == ""
 
 
-def test_spinner_does_not_read_names_as_markup(terminal: Terminal) -> None:
+def test_spinner_does_not_read_names_as_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = terminal_of(monkeypatch)
     with spinner("loading ./[bold]"):
         pass
     say("skipped [3] files")
