@@ -22,7 +22,7 @@ MOST = 20e6
 
 
 @pytest.mark.parametrize("name", bundled.NAMES)
-def test_a_model_lies_with_its_settings_metrics_and_result(name: str) -> None:
+def test_every_model_has_settings_metrics_and_result(name: str) -> None:
     folder = bundled.folder_of(name)
     assert folder is not None
     assert {p.name for p in folder.iterdir()} >= FILES
@@ -36,23 +36,23 @@ def test_a_model_lies_with_its_settings_metrics_and_result(name: str) -> None:
         assert task.build().config == model.config  # type: ignore[union-attr]
 
 
-def test_all_together_are_small() -> None:
+def test_all_models_together_are_small() -> None:
     sizes = [p.stat().st_size for name in bundled.NAMES for p in bundled.folder_of(name).iterdir()]  # type: ignore[union-attr]
     assert 0 < sum(sizes) < MOST
 
 
-def test_another_name_is_no_bundled_model() -> None:
+def test_folder_of_an_unknown_name_is_none() -> None:
     assert bundled.folder_of("../qkv-mini") is None
 
 
 @torch.no_grad()
-def test_reversal_reverses_and_heads_look_at_the_mirrored_position() -> None:
+def test_reversal_heads_attend_to_the_mirrored_position() -> None:
     task, model = Reversal(), models.load("qkv-reversal")
     assert task.evaluate(model)["token_accuracy"] >= 0.99
     assert task.check(model)["best"] >= 0.95
 
 
-def test_translation_translates() -> None:
+def test_translation_model_translates() -> None:
     source, target, weights = translate("qkv-translation", "the black cat does not eat")
     assert target == ["le", "chat", "noir", "ne", "mange", "pas"]
     assert weights is not None
@@ -61,7 +61,7 @@ def test_translation_translates() -> None:
 
 
 @torch.no_grad()
-def test_the_captioner_says_what_held_out_scenes_show_and_looks_there() -> None:
+def test_captioner_describes_held_out_scenes_and_attends_to_the_objects() -> None:
     folder = bundled.folder_of("qkv-caption")
     assert folder is not None
     task, _ = settings.from_toml(folder / "run.toml")
@@ -72,7 +72,7 @@ def test_the_captioner_says_what_held_out_scenes_show_and_looks_there() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_translation_is_as_good_as_its_result_says() -> None:
+def test_translation_accuracy_equals_its_result_file() -> None:
     folder = bundled.folder_of("qkv-translation")
     assert folder is not None
     task, _ = settings.from_toml(folder / "run.toml")
@@ -81,7 +81,7 @@ def test_translation_is_as_good_as_its_result_says() -> None:
     assert task.evaluate(models.load(folder))["exact_match"] == pytest.approx(said["exact_match"], abs=0.02)
 
 
-def test_mini_knows_python_and_has_sinks() -> None:
+def test_mini_has_low_loss_on_python_and_has_sinks() -> None:
     loaded = load("qkv-mini")
     assert isinstance(loaded.model, DecoderLM)
     profile = qkv.profile("qkv-mini", default_text("qkv-mini"), progress=False)
@@ -96,7 +96,7 @@ def test_mini_knows_python_and_has_sinks() -> None:
     assert there > here + 2
 
 
-def test_mini_goes_on_as_python_does() -> None:
+def test_mini_continues_python_code() -> None:
     mini = load_text_model("qkv-mini")
     ids = mini.encode("import os\nimport sys\n\nclass Stack:\n    def __init__(self")
     with torch.no_grad():

@@ -41,7 +41,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_main_job_in_a_subprocess(tmp_path: Path) -> None:
+def test_profile_writes_all_files(tmp_path: Path) -> None:
     done = run("profile", "--out", "found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "<s>" in done.stdout
@@ -56,7 +56,7 @@ def test_main_job_in_a_subprocess(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_layers_dtype_and_a_causal_model(tmp_path: Path) -> None:
+def test_profile_tokens_layers_and_dtype(tmp_path: Path) -> None:
     command = "profile random-gpt2 --tokens 700 --layers 0,4-5 --dtype bfloat16 --out long"
     done = run(*command.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_tokens_layers_dtype_and_a_causal_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["--help"], ["profile", "--help"], ["--version"], []])
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_and_options(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(command)
     except SystemExit as done:
@@ -142,7 +142,7 @@ def test_folder_without_tokenizer_refuses_text(
     assert "there is no tokenizer" in capsys.readouterr().err
 
 
-def test_nan_weights_are_named(tiny_folder: Path, tmp_path: Path) -> None:
+def test_nan_weights_are_reported_with_their_module(tiny_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(tiny_folder / "model.safetensors")
@@ -155,7 +155,7 @@ def test_nan_weights_are_named(tiny_folder: Path, tmp_path: Path) -> None:
         qkv.profile(str(broken), torch.arange(7), progress=False)
 
 
-def test_damaged_weights_file_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_damaged_weights_file_is_rejected(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(qkv.InputError, match="cannot load"):
@@ -188,13 +188,13 @@ def test_interrupt_leaves_nothing(
     assert not (tmp_path / "o").exists()
 
 
-def test_metadata_is_json(tmp_path: Path) -> None:
+def test_profile_attributes_are_json(tmp_path: Path) -> None:
     result = qkv.profile("minilm", "Two logbooks.", progress=False)
     assert json.loads(json.dumps(result.attrs)) == result.attrs
     assert set(result.attrs["versions"]) == {"qkv", "torch", "transformers", "python"}
 
 
-def test_a_text_where_the_model_belongs_is_told_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_text_in_place_of_the_model_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["profile", "The cat sat on the mat. " * 20, "--out", str(tmp_path / "o")]) == 2
     assert "a text comes after the model" in capsys.readouterr().err
 
@@ -208,7 +208,7 @@ def test_weights_in_pickles_are_not_read(tiny_folder: Path, tmp_path: Path) -> N
         models.load(str(tmp_path))
 
 
-def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config", "AutoModel": "theirs.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(told))
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').write('ran')\n")

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import check_slopes, close, rand, unchecked
+from conftest import check_slopes, close, rand, refused, unchecked
 from qkv.cache import Full, HeavyHitters, Sinks, Sliding
-from qkv.errors import InputError
 from qkv.models import checkpoint, pretrained
 from qkv.models.decoder import NORMALIZERS, POSITIONS, DecoderConfig, DecoderLM
 from qkv.models.loss import linear_cross_entropy
@@ -66,7 +65,7 @@ def test_cached_is_uncached_at_every_step(name: str, chunk: int) -> None:
 
 
 @flavours
-def test_the_future_cannot_change_the_past(name: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(name: str) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 11)
     other = ids.clone()
     other[:, 7:] = (other[:, 7:] + 1) % 23
@@ -75,7 +74,7 @@ def test_the_future_cannot_change_the_past(name: str) -> None:
 
 
 @flavours
-def test_left_padding_changes_nothing(name: str) -> None:
+def test_left_padding_does_not_change_logits(name: str) -> None:
     model, prompts = model_of(**FLAVOURS[name]), [ids_of(n, seed=n) for n in (3, 9, 6)]
     longest = 9
     padded = torch.stack([nn.functional.pad(p, (longest - len(p), 0), value=5) for p in prompts])
@@ -89,7 +88,7 @@ def test_left_padding_changes_nothing(name: str) -> None:
         close(together[i], logits[0], eps=4096)
 
 
-def test_reorder_takes_the_padding_along() -> None:
+def test_reorder_selects_the_padding() -> None:
     model, ids = model_of(positions="rotary"), ids_of(3, 8)
     state = model.start(3, padding=torch.tensor([0, 2, 5]))
     model.step(ids, state)
@@ -103,7 +102,7 @@ def test_reorder_takes_the_padding_along() -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_tokens_of_a_prefix_see_each_other_and_nothing_else_ahead(positions: str) -> None:
+def test_only_prefix_tokens_attend_to_later_tokens(positions: str) -> None:
     model, ids = model_of(prefix=4, positions=positions), ids_of(2, 11)
     before = model.hidden(ids)
     for changed, untouched in ((3, 0), (4, 4), (7, 7)):
@@ -114,7 +113,7 @@ def test_tokens_of_a_prefix_see_each_other_and_nothing_else_ahead(positions: str
 
 
 @pytest.mark.parametrize("prefix", [1, 4, 11, 20])
-def test_a_prefix_is_a_dense_mask(prefix: int) -> None:
+def test_prefix_equals_a_dense_mask(prefix: int) -> None:
     model, causal, ids = model_of(prefix=prefix), model_of(), ids_of(2, 11)
     allowed = torch.ones(11, 11, dtype=torch.bool).tril()
     allowed[:prefix, :prefix] = True
@@ -125,7 +124,7 @@ def test_a_prefix_is_a_dense_mask(prefix: int) -> None:
     assert torch.allclose(model(ids), causal(ids)) == (prefix == 1)
 
 
-def test_a_prefix_comes_whole_and_then_token_by_token() -> None:
+def test_steps_after_a_whole_prefix_equal_forward() -> None:
     model, ids = model_of(prefix=4, positions="rotary"), ids_of(3, 12)
     whole = model(ids).detach()
     for chunk in (4, 5):
@@ -137,18 +136,18 @@ def test_a_prefix_comes_whole_and_then_token_by_token() -> None:
     close(model.step(ids, state), whole[:, -1], eps=4096)
 
 
-def test_what_a_prefix_refuses() -> None:
+def test_prefix_rejects_partial_prompts_padding_and_evicting_caches() -> None:
     model, ids = model_of(prefix=4), ids_of(3, 12)
-    with pytest.raises(qkv.InputError, match="tokens are the first 3, expected at least the 4 of the prefix"):
+    with refused("tokens"):
         model.step(ids[:, :3], model.start(3))
-    with pytest.raises(qkv.InputError, match=r"padding is \[0, 2, 0\], expected none: a prefix of 4 tokens"):
+    with refused("padding"):
         model.start(3, padding=torch.tensor([0, 2, 0]))
     for make in (lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)):
-        with pytest.raises(qkv.InputError, match=r"expected a mask such as .*or the cache Full"):
+        with refused("mask"):
             model.step(ids, model.start(3, cache=make))
 
 
-def test_the_scale_of_scores_by_hand() -> None:
+def test_score_scale_equals_scaling_the_queries() -> None:
     """Scaling products by s is scaling the queries by s · √head_dim."""
     scaled, plain, x = model_of(score_scale=0.7), model_of(), rand(2, 9, 12)
     for ours, other in zip(scaled.blocks, plain.blocks, strict=True):
@@ -161,7 +160,7 @@ def test_the_scale_of_scores_by_hand() -> None:
     close(model_of(score_scale=1 / math.sqrt(2))(ids), plain(ids).detach())  # heads have 2 dimensions
 
 
-def test_plain_models_take_the_short_way() -> None:
+def test_plain_causal_models_call_torchs_kernel() -> None:
     """What needs no description of a call goes to torch's kernel at once: a plain causal mask, scaled or not."""
     for changes in ({}, {"prefix": 0}, {"score_scale": 0.7}):
         attention = model_of(**changes).blocks[0].attention.composition.attention
@@ -170,7 +169,7 @@ def test_plain_models_take_the_short_way() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)])
-def test_any_length_streams_through_caches_that_let_go(make: Callable[[], Any]) -> None:
+def test_evicting_caches_accept_any_length(make: Callable[[], Any]) -> None:
     model = model_of(positions="rotary")
     state = model.start(1, cache=make)
     sizes = set()
@@ -181,7 +180,7 @@ def test_any_length_streams_through_caches_that_let_go(make: Callable[[], Any]) 
     assert len(sizes) == 1
 
 
-def test_a_sliding_cache_is_a_window() -> None:
+def test_sliding_cache_equals_a_window_mask() -> None:
     ids = ids_of(1, 25)
     windowed, model = (model_of(positions="rotary", window=w) for w in (6, None))
     state = model.start(1, cache=lambda: Sliding(6))
@@ -193,7 +192,7 @@ def test_a_sliding_cache_is_a_window() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: Full(29), lambda: Sliding(5), lambda: Sinks(2, 5), lambda: HeavyHitters(3, 4)]
 )
-def test_a_state_of_inference_mode_goes_on_outside_of_it(make: Callable[[], Any]) -> None:
+def test_state_from_inference_mode_works_outside_of_it(make: Callable[[], Any]) -> None:
     model, ids, ends = model_of(positions="rotary"), ids_of(2, 12), []
     for inference in (True, False):
         state = model.start(2, cache=make)
@@ -207,7 +206,7 @@ def test_a_state_of_inference_mode_goes_on_outside_of_it(make: Callable[[], Any]
     model.loss(ids).backward()  # tables made in inference mode are kept, too
 
 
-def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_an_interrupted_step_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = model_of(), ids_of(1, 4)
     state = model.start()
     model.step(ids, state)
@@ -215,11 +214,11 @@ def test_an_interrupted_step_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch
         patch.setattr(type(model.blocks[1].attention), "_merged", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model.step(ids[:, :1], state)
-    with pytest.raises(qkv.InputError, match="state is of a step that did not finish"):
+    with refused("state"):
         model.step(ids[:, :1], state)
 
 
-def test_cache_memory_equals_the_formula() -> None:
+def test_cache_bytes_equal_the_formula() -> None:
     """2 · layers · batch · key heads · head size · tokens · bytes."""
     for kv_heads in (6, 2, 1):
         model = model_of(kv_heads=kv_heads, dtype=torch.float32)
@@ -307,29 +306,29 @@ def without(entries: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in entries.items() if not (k == "n_embd" and v is None)}
 
 
-def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_hugging_face_checkpoints_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     theirs = _theirs("gpt2")
     config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
     weights["transformer.h.0.ln_3.weight"] = weights.pop("transformer.h.0.ln_1.weight")
     weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:5]
-    with pytest.raises(qkv.InputError, match=r"nothing was loaded; missing: .*attention_norm.weight; unexpected: .*"
+    with pytest.raises(qkv.InputError, match=r"nothing was loaded: missing: .*attention_norm.weight; unexpected: .*"
                        r"ln_3.weight; wrong shape: positions.weight is \(5, 24\), expected \(37, 24\)"):  # fmt: skip
         pretrained.from_weights(config, weights)
-    for changes, message in (
-        ({"model_type": "bert"}, "model_type is 'bert', expected one of 'gpt2', 'llama'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ({"activation_function": "mish"}, "activation_function is 'mish'"),
-        ({"n_embd": None}, "n_embd is missing"),
+    for changes, argument in (
+        ({"model_type": "bert"}, "model_type"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"activation_function": "mish"}, "activation_function"),
+        ({"n_embd": None}, "n_embd"),
     ):
-        with pytest.raises(qkv.InputError, match=message):
+        with refused(argument):
             pretrained.from_weights(without({**config, **changes}), theirs.state_dict())
     with pytest.raises(qkv.InputError, match=r"missing: blocks\.0"):
         pretrained.from_weights(config, {})
     llama = _theirs("llama")
     rope = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.5, "rope_theta": 1e4}}
-    with pytest.raises(qkv.InputError, match="rope_parameters has mscale"):
+    with refused("rope_parameters"):
         pretrained.from_weights({**llama.config.to_dict(), **rope}, llama.state_dict())
-    with pytest.raises(qkv.InputError, match=r"no config.json in .*nowhere"):
+    with refused("model"):
         pretrained.from_hugging_face(tmp_path / "nowhere")
 
 
@@ -337,7 +336,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @flavours
-def test_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
+def test_saved_model_loads_unchanged(name: str, tmp_path: Path) -> None:
     model, ids = model_of(**FLAVOURS[name]), ids_of(2, 7)
     loaded = checkpoint.load(checkpoint.save(model, tmp_path / "model"))
     assert loaded.config == model.config
@@ -345,7 +344,7 @@ def test_saved_and_loaded_is_the_same(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_mixed_dtypes_stay_mixed(tmp_path: Path) -> None:
+def test_checkpoints_keep_mixed_dtypes(tmp_path: Path) -> None:
     model = model_of(dtype=torch.bfloat16)
     model.norm.double()
     loaded = checkpoint.load(checkpoint.save(model, tmp_path))
@@ -364,13 +363,13 @@ def test_checkpoints_of_hugging_face_in_half_precision(tmp_path: Path) -> None:
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
-def test_bad_checkpoints(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     checkpoint.save(model_of(), tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
     before = (tmp_path / "config.json").read_text()
     for change, message in (
-        ({"model": "Nothing"}, "model is 'Nothing', expected one of 'DecoderLM'|model is 'Nothing'"),
-        ({"config": {**described["config"], "layrs": 3}}, "no key 'layrs'.*did you mean 'layers'"),
+        ({"model": "Nothing"}, "has model 'Nothing', expected one of DecoderLM"),
+        ({"config": {**described["config"], "layrs": 3}}, "layrs is not a key.*did you mean 'layers'"),
         ({"config": {**described["config"], "d_hidden": 18}}, "wrong shape: blocks.0.feed_forward.up"),
         ({"config": {**described["config"], "layers": 1}}, "unexpected: blocks.1.attention"),
         ({"config": {**described["config"], "layers": 3}}, "missing: blocks.2.attention"),
@@ -383,13 +382,13 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         with unchecked(), pytest.raises(qkv.InputError):
             checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(qkv.InputError, match="not JSON"):
+    with refused("config.json"):
         checkpoint.load(tmp_path)
     (tmp_path / "config.json").write_text(before)
     (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(qkv.InputError, match="cannot be read"):
+    with refused("model.safetensors"):
         checkpoint.load(tmp_path)
-    with pytest.raises(qkv.InputError, match="model is Linear, expected one of DecoderLM"):
+    with refused("model"):
         checkpoint.save(nn.Linear(2, 2), tmp_path)  # type: ignore[arg-type]
 
 
@@ -403,10 +402,10 @@ def test_gradients_against_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("room", [1, 64, 2**22])
-def test_the_loss_is_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_equals_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import qkv.models.loss
 
-    monkeypatch.setattr(qkv.models.loss, "ROOM", room)
+    monkeypatch.setattr(qkv.models.loss, "MAX_LOGITS", room)
     x, weight = rand(37, 5).requires_grad_(), rand(11, 5, seed=1).requires_grad_()
     targets = ids_of(37, below=11)
     targets[::3] = -100
@@ -416,13 +415,13 @@ def test_the_loss_is_cross_entropy(room: int, monkeypatch: pytest.MonkeyPatch) -
     for ours, theirs in zip(*grads, strict=True):
         close(ours, theirs)
     assert torch.autograd.gradcheck(linear_cross_entropy, (x, weight, targets))
-    with pytest.raises(qkv.InputError, match="none counts"):
+    with refused("targets"):
         linear_cross_entropy(x, weight, torch.full_like(targets, -100))
-    with pytest.raises(qkv.InputError, match=r"targets lie in 0\.\.11, expected 0\.\.10"):
+    with refused("targets"):
         linear_cross_entropy(x, weight, torch.arange(37) % 12)
 
 
-def test_a_scaled_loss_in_half_precision_has_the_gradients_of_float32() -> None:
+def test_scaled_float16_loss_has_the_gradients_of_float32() -> None:
     """Probabilities over a count may be below the least float16, and the scale beyond the largest."""
     x, weight, targets = rand(2048, 16), rand(997, 16, seed=1) * 0.3, ids_of(2048, below=500)
     grads = []
@@ -437,7 +436,7 @@ def test_a_scaled_loss_in_half_precision_has_the_gradients_of_float32() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gated", "sink", "sigmoid", "elu"])
-def test_a_small_batch_is_learnt_by_heart(name: str) -> None:
+def test_model_memorises_a_small_batch(name: str) -> None:
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(**{**TINY, "d_model": 48, "d_hidden": 96, **FLAVOURS[name]}))
     ids = ids_of(4, 12)
@@ -465,7 +464,7 @@ def test_autocast_runs_and_trains(name: str) -> None:
 # --- counts and errors -----------------------------------------------------------------------------------------------
 
 
-def test_parameters_equal_the_formulas() -> None:
+def test_number_of_parameters_equals_the_formulas() -> None:
     d, h, layers, vocab, context = 12, 17, 2, 23, 29
     count = sum(p.numel() for p in model_of(kv_heads=None).parameters())
     block = 4 * d * d + 4 * d + 2 * d * h + d + h + 2 * 2 * d
@@ -479,7 +478,7 @@ def test_parameters_equal_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_every_kind_of_positions_tells_order_but_none(positions: str) -> None:
+def test_order_of_earlier_tokens_matters_unless_positions_are_none(positions: str) -> None:
     """Swapping two earlier tokens: a causal layer without positions still sees the same set of keys."""
     model = model_of(positions=positions, layers=1)
     ids = ids_of(1, 9)
@@ -490,71 +489,71 @@ def test_every_kind_of_positions_tells_order_but_none(positions: str) -> None:
     assert same == (positions == "none")
 
 
-def test_bad_input() -> None:
-    for changes, message in (
-        ({"d_model": 13}, "d_model is 13, expected a multiple of heads = 6"),
-        ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads = 6"),
-        ({"positions": "round"}, "positions is 'round', expected one of 'learned'"),
-        ({"normalizer": "max"}, "normalizer is 'max'"),
-        ({"activation": "swish"}, "activation is 'swish'"),
-        ({"norm": "batch"}, "norm is 'batch'"),
-        ({"place": "mid"}, "place is 'mid'"),
-        ({"gate": "open"}, "gate is 'open'"),
-        ({"rotary_scaling": "wide", "positions": "rotary"}, "rotary_scaling is 'wide'"),
-        ({"rotary_scaling": "linear"}, "rotary_scaling is 'linear' with positions 'learned'"),
-        ({"norm_eps": -1.0}, "norm_eps is -1.0"),
-        ({"dropout": 2.0}, "dropout is 2.0"),
-        ({"window": 0}, "window is 0"),
-        ({"layers": 0}, "layers is 0"),
-        ({"prefix": -1}, "prefix is -1, expected 0 or more tokens"),
-        ({"prefix": 3, "window": 5}, "prefix is 3 with window 5, expected at most one of them"),
-        ({"score_scale": 0.0}, "score_scale is 0.0, expected a positive number"),
-        ({"score_scale": math.inf}, "score_scale is inf"),
+def test_decoder_rejects_bad_configurations_tokens_and_states() -> None:
+    for changes, argument in (
+        ({"d_model": 13}, "d_model"),
+        ({"kv_heads": 4}, "kv_heads"),
+        ({"positions": "round"}, "positions"),
+        ({"normalizer": "max"}, "normalizer"),
+        ({"activation": "swish"}, "activation"),
+        ({"norm": "batch"}, "norm"),
+        ({"place": "mid"}, "place"),
+        ({"gate": "open"}, "gate"),
+        ({"rotary_scaling": "wide", "positions": "rotary"}, "rotary_scaling"),
+        ({"rotary_scaling": "linear"}, "rotary_scaling"),
+        ({"norm_eps": -1.0}, "norm_eps"),
+        ({"dropout": 2.0}, "dropout"),
+        ({"window": 0}, "window"),
+        ({"layers": 0}, "layers"),
+        ({"prefix": -1}, "prefix"),
+        ({"prefix": 3, "window": 5}, "prefix"),
+        ({"score_scale": 0.0}, "score_scale"),
+        ({"score_scale": math.inf}, "score_scale"),
         (
             {"sink": True, "normalizer": "sigmoid"},
-            "sink and key_bias belong to normalizers that sum to one, but this is Sigmoid",
+            "sink",
         ),
-        ({"sink": True, "key_bias": True}, "sink and key_bias are both True"),
+        ({"sink": True, "key_bias": True}, "sink"),
     ):
-        with unchecked(), pytest.raises(qkv.InputError, match=message):
+        with unchecked(), refused(argument):
             model_of(**changes)
     model = model_of()
-    with pytest.raises(qkv.InputError, match="30 tokens, but the model has learned positions for a context of 29"):
+    with refused("tokens"):
         model(ids_of(1, 30))
     rotary = model_of(positions="rotary")
     assert rotary(ids_of(1, 40)).isfinite().all()
-    with pytest.raises(qkv.InputError, match="capacity is 29"):
+    with refused("cache"):
         rotary.step(ids_of(1, 30), rotary.start())
     with unchecked():
-        for ids, message in (
-            (ids_of(1, 0), r"tokens is torch.int64 of shape \(1, 0\)"),
-            (ids_of(3), r"of shape \(3,\), expected integers \(batch, length\)"),
-            (torch.zeros(1, 3), "tokens is torch.float32"),
-            ([[1, 2]], "tokens is list"),
-            (torch.tensor([[23]]), r"tokens 23\.\.23, expected 0\.\.22"),
-            (torch.tensor([[-1]]), r"tokens -1\.\.-1, expected 0\.\.22"),
+        for ids, argument in (
+            (ids_of(1, 0), "tokens"),
+            (ids_of(3), "tokens"),
+            (torch.zeros(1, 3), "tokens"),
+            ([[1, 2]], "tokens"),
+            (torch.tensor([[23]]), "tokens"),
+            (torch.tensor([[-1]]), "tokens"),
         ):
-            with pytest.raises(qkv.InputError, match=message):
+            with refused(argument):
                 model(ids)
-        for options, message in (
-            ({"padding": torch.tensor([1, 2])}, r"padding is \(2,\), expected a tensor of shape \(batch,\) = \(3,\)"),
-            ({"padding": [0, 1, 2]}, "padding is list"),
-            ({"padding": torch.tensor([0, -1, 2])}, "expected numbers of at least 0"),
-            ({"cache": Full(4)}, r"cache is Full\(capacity=4.*expected a function that makes one"),
+        for options, argument in (
+            ({"padding": torch.tensor([1, 2])}, "padding"),
+            ({"padding": [0, 1, 2]}, "padding"),
+            ({"padding": torch.tensor([0, -1, 2])}, "padding"),
+            ({"cache": Full(4)}, "cache"),
         ):
-            with pytest.raises(qkv.InputError, match=message):
+            with refused(argument):
                 model.start(3, **options)
-        with pytest.raises(qkv.InputError, match=r"targets has shape \(2, 4\), expected that of ids, \(2, 5\)"):
+        with refused("targets"):
             model.loss(ids_of(2, 5), ids_of(2, 4))
-    with pytest.raises(qkv.InputError, match=r"padding is \[3, 0\], expected fewer than the 3 tokens"):
+    with refused("padding"):
         model.step(ids_of(2, 3), model.start(2, padding=torch.tensor([3, 0])))
-    with pytest.raises(qkv.InputError, match="expected at least 2"):
+    with refused("ids"):
         model.loss(ids_of(2, 1))
     assert math.isfinite(model.loss(ids_of(2, 2)).item())
 
 
-def test_a_loss_takes_one_token_more_than_the_context_for_it_is_only_a_target() -> None:
+def test_loss_accepts_one_token_more_than_the_context() -> None:
     model = DecoderLM(DecoderConfig(vocab_size=11, context=6, d_model=8, layers=1, heads=2))
     assert model.loss(torch.randint(11, (2, 7))).isfinite()
-    with pytest.raises(InputError, match="context of 6"):
+    with refused("tokens"):
         model.loss(torch.randint(11, (2, 8)))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conftest import check_slopes, close, enlarged, rand, unchecked
-from qkv import InputError
+from conftest import check_slopes, close, enlarged, rand, refused, unchecked
 from qkv.models.encoder import Stack
 from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from qkv.nn import TransformerBlock
@@ -79,7 +78,7 @@ def torchs(config: EncoderDecoderConfig) -> nn.Transformer:
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("place", ["pre", "post"])
-def test_equal_to_torch_in_logits_and_gradients(place: str) -> None:
+def test_logits_and_gradients_equal_torch(place: str) -> None:
     ours = build(replace(EVERY["pre"], place=place))
     theirs = torchs(ours.config)
     fill(ours.encoder, theirs.encoder)
@@ -129,7 +128,7 @@ def test_steps_equal_teacher_forcing(model: EncoderDecoder, chunks: list[int]) -
         close(got, logits[:, seen - 1].detach(), eps=2**10)
 
 
-def test_padding_of_the_source_changes_nothing(model: EncoderDecoder) -> None:
+def test_source_padding_does_not_change_logits(model: EncoderDecoder) -> None:
     logits = model(SOURCE, TARGET)
     longer = F.pad(SOURCE, (0, 2))
     close(model(longer, TARGET), logits.detach(), eps=2**10)
@@ -137,14 +136,14 @@ def test_padding_of_the_source_changes_nothing(model: EncoderDecoder) -> None:
         close(model(SOURCE[i : i + 1, :length], TARGET[i : i + 1]), logits[i : i + 1].detach(), eps=2**10)
 
 
-def test_padding_of_the_target_does_not_count(model: EncoderDecoder) -> None:
+def test_loss_ignores_target_padding(model: EncoderDecoder) -> None:
     logits = model(SOURCE, TARGET[:, :-1])
     each = [F.cross_entropy(logits[i, :n], TARGET[i, 1 : n + 1], reduction="sum") for i, n in enumerate((4, 3, 2))]
     close(model.loss(SOURCE, TARGET), (sum(each) / 9).detach(), eps=2**10)
     close(model.loss(SOURCE, F.pad(TARGET, (0, 3))), model.loss(SOURCE, TARGET).detach(), eps=2**10)
 
 
-def test_the_future_of_the_target_is_not_seen(model: EncoderDecoder) -> None:
+def test_later_target_tokens_do_not_change_earlier_logits(model: EncoderDecoder) -> None:
     logits = model(SOURCE, TARGET)
     for t in range(1, 5):
         changed = TARGET.clone()
@@ -153,14 +152,14 @@ def test_the_future_of_the_target_is_not_seen(model: EncoderDecoder) -> None:
         assert not torch.allclose(model(SOURCE, changed)[:, t], logits[:, t])
 
 
-def test_every_real_token_of_the_source_is_seen(model: EncoderDecoder) -> None:
+def test_every_source_token_changes_the_logits(model: EncoderDecoder) -> None:
     logits = model(SOURCE, TARGET)
     changed = SOURCE.clone()
     changed[0, -1] = 6
     assert not torch.allclose(model(changed, TARGET)[0, 0], logits[0, 0])
 
 
-def test_a_reordered_state_goes_on_as_the_other_item(model: EncoderDecoder) -> None:
+def test_reordered_state_continues_with_the_other_item(model: EncoderDecoder) -> None:
     rows = torch.tensor([2, 0, 2, 1])
     state = model.start(SOURCE)
     model.step(TARGET[:, :2], state)
@@ -217,7 +216,7 @@ def test_the_defaults_are_the_base_model_of_the_paper() -> None:
     assert EncoderDecoderConfig(**config) == model.config
 
 
-def test_first_weights() -> None:
+def test_initial_weights() -> None:
     torch.manual_seed(0)
     model = EncoderDecoder(EncoderDecoderConfig(600, 500, d_model=64, layers=1))
     for tokens in (model.source_tokens, model.target_tokens):
@@ -226,7 +225,7 @@ def test_first_weights() -> None:
     assert model.vocabulary == 500
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model = build(replace(SMALL, dropout=0.5))
     assert torch.equal(model(SOURCE, TARGET), model(SOURCE, TARGET))
     model.train()
@@ -239,7 +238,7 @@ def test_dropout_acts_in_training_alone() -> None:
         assert not torch.allclose(model(SOURCE, TARGET), model(SOURCE, TARGET))
 
 
-def test_it_learns_to_reverse() -> None:
+def test_model_learns_to_reverse() -> None:
     torch.manual_seed(0)
     config = EncoderDecoderConfig(12, 12, d_model=32, heads=4, d_hidden=64, layers=1, dropout=0.0, context=10)
     model = EncoderDecoder(config)
@@ -267,49 +266,49 @@ def test_it_learns_to_reverse() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"layers": 0}, "layers 0, expected at least 1"),
-    ({"decoder_layers": 0}, "decoder_layers is 0, expected at least 1"),
-    ({"positions": "sinus"}, "positions is 'sinus', expected one of 'sinusoidal', 'learned', 'rotary', 'none'"),
-    ({"dropout": 1.0}, "dropout is 1.0, expected 0 ≤ dropout < 1"),
-    ({"start": 0}, "pad 0, start 0, end 2, expected all different"),
-    ({"end": 13}, r"end 13, expected each in 0\.\.12"),
-    ({"source_vocab": 0}, "the vocabulary has 0 tokens"),
-    ({"pad": 11}, r"pad 11, expected each in 0\.\.10"),
+@pytest.mark.parametrize(("change", "argument"), [
+    ({"layers": 0}, "layers"),
+    ({"decoder_layers": 0}, "decoder_layers"),
+    ({"positions": "sinus"}, "positions"),
+    ({"dropout": 1.0}, "dropout"),
+    ({"start": 0}, "start"),
+    ({"end": 13}, "end"),
+    ({"source_vocab": 0}, "vocabulary"),
+    ({"pad": 11}, "pad"),
 ])  # fmt: skip
-def test_bad_configurations(change: dict[str, object], message: str) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+def test_configurations_reject_invalid_values(change: dict[str, object], argument: str) -> None:
+    with unchecked(), refused(argument):
         replace(SMALL, **change)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"heads": 5}, "d_model is 12, expected a multiple of heads = 5"),
-    ({"kv_heads": 2}, "kv_heads is 2, expected a divisor of heads = 3"),
-    ({"place": "middle"}, "place is 'middle', expected 'pre' or 'post'"),
-    ({"norm": "batchnorm"}, "norm is 'batchnorm'"),
-    ({"activation": "tanh"}, "activation is 'tanh'"),
+@pytest.mark.parametrize(("change", "argument"), [
+    ({"heads": 5}, "d_model"),
+    ({"kv_heads": 2}, "kv_heads"),
+    ({"place": "middle"}, "place"),
+    ({"norm": "batchnorm"}, "norm"),
+    ({"activation": "tanh"}, "activation"),
 ])  # fmt: skip
-def test_bad_layers(change: dict[str, object], message: str) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+def test_layers_reject_invalid_values(change: dict[str, object], argument: str) -> None:
+    with unchecked(), refused(argument):
         EncoderDecoder(replace(SMALL, **change))
 
 
-def test_bad_tokens() -> None:
+def test_model_rejects_bad_tokens() -> None:
     model = build(SMALL)
-    with pytest.raises(InputError, match=r"source has tokens 11\.\.11, expected 0\.\.10"):
+    with refused("source"):
         model(torch.full((3, 2), 11), TARGET)
-    with pytest.raises(InputError, match=r"target has tokens -1\.\.-1, expected 0\.\.12"):
+    with refused("target"):
         model(SOURCE, -torch.ones_like(TARGET))
-    with pytest.raises(InputError, match="the sequence has 10 tokens, expected at most context = 9"):
+    with refused("tokens"):
         model(torch.ones(1, 10, dtype=torch.int64), TARGET[:1])
     state = model.start(SOURCE)
     model.step(TARGET, state)
-    with pytest.raises(InputError, match="the sequence has 10 tokens, expected at most context = 9"):
+    with refused("tokens"):
         model.step(TARGET, state)
     with unchecked():
-        with pytest.raises(InputError, match="target has 2 items and source 3, expected as many"):
+        with refused("target"):
             model(SOURCE, TARGET[:2])
-        with pytest.raises(InputError, match=r"source is torch.float32 of shape \(3, 7\), expected integers"):
+        with refused("source"):
             model(SOURCE.float(), TARGET)
-        with pytest.raises(InputError, match=r"target is torch.int64 of shape \(3, 0\), expected .* 1 token or more"):
+        with refused("target"):
             model.loss(SOURCE, TARGET[:, :1])

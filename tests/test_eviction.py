@@ -257,7 +257,7 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
     assert written["loss"][0]["budget"] is None
     mean = mass[(mass["policy"] == "sinks") & (mass["budget"] == 16)]["mass_lost"].mean()
     assert written["mass_lost"][3] == {"policy": "sinks", "budget": 16, "mass_lost": pytest.approx(mean)}
-    assert "attention lost" in capsys.readouterr().out
+    assert "attention on evicted keys" in capsys.readouterr().out
     assert main(["evict", "--budgets", "8,many", "--out", str(tmp_path)]) == 2
     assert "--budgets is '8,many'" in capsys.readouterr().err
 

@@ -282,7 +282,7 @@ def test_command_writes_figures_and_data(tmp_path: Path, capsys: pytest.CaptureF
     assert len(table) == 3 * 5 * n
     back = table[(table.direction == "from") & (table.chosen_position == 2)]
     np.testing.assert_allclose(back.groupby("depth").flow.sum(), 1)
-    assert "is made of" in capsys.readouterr().out
+    assert "comes from" in capsys.readouterr().out
     assert main(["flow", "qkv-mini", "x", "--from", "99", "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("qkv: queries holds 99, expected positions in a text of 2 tokens")
     assert not (tmp_path / "none").exists()

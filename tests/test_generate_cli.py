@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import refused
 from qkv import InputError, cache
 from qkv.cli import main
 from qkv.models import checkpoint
@@ -143,7 +144,7 @@ def streamed(loaded: TextModel, prompt: str, tokens: int, **settings: Any) -> li
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("prompt", [PROMPT, "naïve 🙂 lighthouse, "])
-def test_greedy_text_is_that_of_transformers(
+def test_greedy_text_equals_transformers(
     kind: str, prompt: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder: Path = request.getfixturevalue(kind)
@@ -178,7 +179,7 @@ def shown(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
-def test_the_space_between_prompt_and_continuation_stays(llama: Path) -> None:
+def test_space_between_prompt_and_continuation_is_kept(llama: Path) -> None:
     loaded = load_text_model(str(llama))
     ids = loaded.encode(PROMPT)
     following = loaded.tokenizer.encode("the lighthouse")[1:]
@@ -197,13 +198,15 @@ def test_the_space_between_prompt_and_continuation_stays(llama: Path) -> None:
         (50256, None, ()),
     ],
 )
-def test_end_tokens(config: Any, generation: Any, expected: tuple[int, ...], llama: Path, tmp_path: Path) -> None:
+def test_end_tokens_of_the_configuration(
+    config: Any, generation: Any, expected: tuple[int, ...], llama: Path, tmp_path: Path
+) -> None:
     folder = copied(llama, tmp_path / "copy", eos_token_id=config)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert load_text_model(str(folder)).end == expected
 
 
-def test_an_end_token_ends(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_stops_at_an_end_token(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_text_model(str(llama))
     ids = loaded.encode(PROMPT)
     new = generate(loaded.model, loaded.model.start(), torch.tensor([ids]), max_new_tokens=9, sampling=GREEDY)[0]
@@ -228,7 +231,7 @@ def copied(source: Path, folder: Path, **changes: Any) -> Path:
 # --- models of this package -------------------------------------------------------------------------------------------
 
 
-def test_own_model_speaks_bytes(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_model_generates_bytes(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_text_model(str(own))
     assert loaded.encode("é") == [0xC3, 0xA9]
     ids = torch.tensor([list(PROMPT.encode())])
@@ -239,7 +242,7 @@ def test_own_model_speaks_bytes(own: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == PROMPT + shown(bytes(new).decode(errors="replace")) + "\n"
 
 
-def test_own_model_with_a_tokenizer(tmp_path: Path) -> None:
+def test_own_model_reads_tokenizer_json(tmp_path: Path) -> None:
     model = DecoderLM(DecoderConfig(vocab_size=330, d_model=16, layers=1, heads=2, context=64))
     folder = checkpoint.save(model, tmp_path / "m")
     with pytest.raises(InputError, match=r"no tokenizer\.json in .* vocabulary is 330"):
@@ -250,13 +253,13 @@ def test_own_model_with_a_tokenizer(tmp_path: Path) -> None:
     assert loaded.encode(SENTENCES[1]) == tokenizer.encode(SENTENCES[1]).ids
     assert loaded.tokenizer.decode(loaded.encode(SENTENCES[1])) == SENTENCES[1]
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer"):
+    with refused("model"):
         load_text_model(str(folder))
 
 
 def test_dtype(own: Path) -> None:
     assert load_text_model(str(own), dtype="bfloat16").model.embedding.weight.dtype == torch.bfloat16
-    with pytest.raises(InputError, match="dtype is 'int8'"):
+    with refused("dtype"):
         load_text_model(str(own), dtype="int8")
 
 
@@ -264,7 +267,7 @@ def test_dtype(own: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "own"])
-def test_text_comes_before_the_end(kind: str, request: pytest.FixtureRequest) -> None:
+def test_text_is_streamed(kind: str, request: pytest.FixtureRequest) -> None:
     loaded = load_text_model(str(request.getfixturevalue(kind)))
     state = loaded.model.start()
     pieces = text_stream(loaded.model, state, loaded.tokenizer, "The", max_new_tokens=20, seed=1)
@@ -273,7 +276,7 @@ def test_text_comes_before_the_end(kind: str, request: pytest.FixtureRequest) ->
     assert len(list(pieces)) > 2
 
 
-def test_each_piece_is_written_at_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_piece_is_flushed(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def __init__(self) -> None:
             super().__init__()
@@ -296,12 +299,12 @@ def test_each_piece_is_written_at_once(own: Path, monkeypatch: pytest.MonkeyPatc
     assert terminal.flushed[-1] == len(terminal.getvalue())
 
 
-def test_control_characters_are_shown(capsys: pytest.CaptureFixture[str], own: Path) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str], own: Path) -> None:
     assert main(["generate", str(own), "a\x1b[31m\tb\n\x9b", "--tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("a\\x1b[31m\tb\n\\x9b")
 
 
-def test_seeds(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_seed_gives_same_text(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def text(*more: str) -> tuple[str, str]:
         assert main(["generate", str(own), PROMPT, "--tokens", "30", *more]) == 0
         said = capsys.readouterr()
@@ -350,7 +353,7 @@ def test_stop_strings(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("heavy:8,8", lambda: cache.HeavyHitters(8, 8)),
     ],
 )
-def test_caches_go_on_beyond_their_window(
+def test_evicting_caches_generate_beyond_their_window(
     kind: str,
     option: str,
     make: Callable[[], cache.Cache],
@@ -374,24 +377,24 @@ def test_caches_go_on_beyond_their_window(
     assert re.search(rf"tokens/s · [\d.]+ ms per token · cache {sizes.pop():,} bytes", said.err)
 
 
-def test_full_cache_holds_what_is_asked(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_cache_has_room_for_all_tokens(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beyond the context, which rotary positions allow; 2 layers × 2 key heads × 8 × 2 of float32 for each token."""
     assert main(["generate", str(own), PROMPT, "--tokens", "100"]) == 0
     assert f"cache {(len(PROMPT) + 100) * 2 * 2 * 8 * 2 * 4:,} bytes" in capsys.readouterr().err
 
 
-def test_learned_positions_end(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_stops_at_the_last_learned_position(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = load_text_model(str(gpt2))
     prompt = len(loaded.encode(PROMPT))
     folder = str(gpt2)
     assert main(["generate", folder, PROMPT, "--tokens", "500", "--seed", "1"]) == 0
     said = capsys.readouterr().err
     assert said.startswith(f"{64 - prompt + 1} tokens")
-    assert said.endswith("stopped where the model's positions end, at 64 tokens\n")
+    assert said.endswith("stopped at the model's last position, after 64 tokens\n")
     assert main(["generate", folder, PROMPT, "--tokens", str(65 - prompt), "--seed", "1"]) == 0
     assert "stopped" not in capsys.readouterr().err
     assert main(["generate", folder, " the" * 65]) == 2
-    assert re.fullmatch(r"qkv: the prompt has 65 tokens, .* a context of 64\n", capsys.readouterr().err)
+    assert re.fullmatch(r"qkv: prompt has 65 tokens, expected at most 64, [^\n]*\n", capsys.readouterr().err)
 
 
 # --- prompts from elsewhere -------------------------------------------------------------------------------------------
@@ -411,13 +414,13 @@ def test_prompt_from_a_file_and_standard_input(
 
 
 BAD = {
-    "no prompt": ([], "there is no prompt"),
-    "empty prompt": ([""], "the prompt is empty"),
+    "no prompt": ([], "prompt is missing"),
+    "empty prompt": ([""], "prompt is empty"),
     "two prompts": (["hi", "--file", "x.txt"], "prompt and --file are both given"),
     "no file": (["--file", "none.txt"], r"cannot read none\.txt"),
     "not text": (["--file", "bytes.bin"], r"bytes\.bin is not UTF-8 text"),
-    "empty file": (["--file", "empty.txt"], "the prompt is empty"),
-    "surrogates": (["\udcff"], "the prompt is not UTF-8 text"),
+    "empty file": (["--file", "empty.txt"], "prompt is empty"),
+    "surrogates": (["\udcff"], "prompt is not UTF-8 text"),
     "no tokens": (["hi", "--tokens", "0"], "--tokens is 0, expected at least 1"),
     "temperature": (["hi", "--temperature", "-1"], "temperature is -1.0"),
     "temperature no number": (["hi", "--temperature", "nan"], "temperature is nan"),
@@ -432,11 +435,11 @@ BAD = {
     "cache with one size of two": (["hi", "--cache", "sinks:4"], "--cache is 'sinks:4'"),
     "cache with no number": (["hi", "--cache", "heavy:4,x"], "--cache is 'heavy:4,x'"),
     "cache of nothing": (["hi", "--cache", "sliding:0"], "window is 0, expected a whole number"),
-    "no memory": (["hi", "--tokens", str(10**16)], "no memory for 10,000,000,000,000,002 tokens"),
+    "no memory": (["hi", "--tokens", str(10**16)], "--tokens: no memory for 10,000,000,000,000,002"),
 }
 
 
-def refused(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def fails(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["generate", *arguments]) == 2
     said = capsys.readouterr()
@@ -456,14 +459,14 @@ def test_bad_input_is_one_sentence_and_code_2(
     monkeypatch.chdir(tmp_path)
     Path("bytes.bin").write_bytes(b"\xff\xfe\x00\x80")
     Path("empty.txt").touch()
-    refused([str(own), *arguments], sentence, capsys)
+    fails([str(own), *arguments], sentence, capsys)
 
 
-def test_bad_models(
+def test_bad_models_are_rejected(
     gpt2: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def bad(folder: Path | str, sentence: str) -> None:
-        refused([str(folder), "hi"], sentence, capsys)
+        fails([str(folder), "hi"], sentence, capsys)
 
     bad("./nowhere", "no folder ./nowhere")
     (tmp_path / "file").touch()
@@ -471,12 +474,12 @@ def test_bad_models(
     (tmp_path / "empty").mkdir()
     bad(tmp_path / "empty", r"no config\.json in")
     bad(copied(gpt2, tmp_path / "bert", model_type="bert"), "model_type is 'bert', expected 'gpt2' or 'llama'")
-    bad(copied(own, tmp_path / "other", model="Other"), "model is 'Other', expected one of")
+    bad(copied(own, tmp_path / "other", model="Other"), "has model 'Other', expected one of")
     bad(copied(gpt2, tmp_path / "word", vocab_size="many"), "vocab_size")
     (ends := copied(gpt2, tmp_path / "ends") / "generation_config.json").write_text('{"eos_token_id": "0"}')
     bad(ends.parent, "eos_token_id is '0', expected a token")
     ends.write_text("{")
-    bad(ends.parent, r"generation_config\.json: not a JSON object")
+    bad(ends.parent, r"generation_config\.json in [^\n]* is not a JSON object")
     less = copied(gpt2, tmp_path / "less")
     config = json.loads((less / "config.json").read_text())
     del config["n_embd"]
@@ -493,23 +496,23 @@ def test_bad_models(
     bad(checkpoint.save(RNNSeq2Seq(config), tmp_path / "rnn"), "is RNNSeq2Seq, expected a DecoderLM")
 
 
-def test_nan_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_weights_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = DecoderLM(DecoderConfig(d_model=16, layers=1, heads=2, context=64))
     torch.nn.init.constant_(model.embedding.weight, torch.nan)
-    refused([str(checkpoint.save(model, tmp_path / "nan")), "hi"], "are its logits finite", capsys)
+    fails([str(checkpoint.save(model, tmp_path / "nan")), "hi"], "are its logits finite", capsys)
 
 
-def test_tokens_the_model_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_outside_the_vocabulary_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = DecoderLM(DecoderConfig(vocab_size=50, d_model=16, layers=1, heads=2, context=64))
     folder = checkpoint.save(model, tmp_path / "small")
     byte_level().save(str(folder / "tokenizer.json"))
-    refused([str(folder), "naïve"], "but the model has 50 tokens", capsys)
+    fails([str(folder), "naïve"], "expected below 50", capsys)
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_from_the_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the hub itself is played."""
     import huggingface_hub
 
@@ -533,12 +536,12 @@ def test_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     asked.clear()
     config = json.loads((gpt2 / "config.json").read_text())
     monkeypatch.setattr(checkpoint, "read_config", lambda _: config | {"model_type": "bert"})
-    refused(["someone/bert", "hi"], "someone/bert: model_type is 'bert'", capsys)
+    fails(["someone/bert", "hi"], "someone/bert: model_type is 'bert'", capsys)
     assert len(asked) == 1, "weights were downloaded in vain"
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("not cached.\nmore"), ValueError("bad id"), Exception("reset")])
-def test_hub_out_of_reach(
+def test_unreachable_hub_is_reported(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub
@@ -548,7 +551,7 @@ def test_hub_out_of_reach(
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
     reason = str(error).splitlines()[0].rstrip(".")
-    refused(["no-such-model", "hi"], rf"cannot load 'no-such-model' \({reason}\); expected a folder", capsys)
+    fails(["no-such-model", "hi"], rf"cannot load 'no-such-model' \({reason}\); expected a folder", capsys)
 
 
 # --- as a process -----------------------------------------------------------------------------------------------------
@@ -565,7 +568,7 @@ def read(process: subprocess.Popen[bytes], count: int) -> bytes:
     return process.stdout.read(count)
 
 
-def test_who_reads_may_leave(own: Path) -> None:
+def test_closed_pipe_ends_quietly(own: Path) -> None:
     process = start(str(own), PROMPT, "--tokens", "100000", "--cache", "sliding:16")
     assert read(process, 20).startswith(PROMPT.encode())
     assert process.stdout
@@ -579,7 +582,7 @@ def test_who_reads_may_leave(own: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no disk that is always full")
-def test_full_disk(own: Path) -> None:
+def test_full_disk_is_reported(own: Path) -> None:
     command = [sys.executable, "-m", "qkv.cli", "generate", str(own), PROMPT, "--tokens", "3"]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
@@ -587,7 +590,7 @@ def test_full_disk(own: Path) -> None:
     assert re.fullmatch(r"qkv: standard output: cannot be written \([^\n]*\)\n", done.stderr)
 
 
-def test_interrupt(own: Path) -> None:
+def test_interrupt_exits_with_130(own: Path) -> None:
     process = start(str(own), PROMPT, "--tokens", "100000", "--cache", "sliding:16")
     head = read(process, 40)  # it streams: this comes long before the end
     process.send_signal(signal.SIGINT)
@@ -599,7 +602,7 @@ def test_interrupt(own: Path) -> None:
     assert b"interrupted" in said
 
 
-def test_standard_input_and_an_encoding_that_lacks_letters(own: Path) -> None:
+def test_standard_input_with_an_ascii_terminal(own: Path) -> None:
     arguments = (str(own), "--file", "-", "--tokens", "3", "--seed", "1")
     process = start(*arguments, PYTHONIOENCODING="ascii")
     out, said = process.communicate("naïve 🙂".encode(), timeout=60)
@@ -608,7 +611,7 @@ def test_standard_input_and_an_encoding_that_lacks_letters(own: Path) -> None:
     assert re.search(rb"3 tokens|2 tokens|1 token", said)
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["generate", "--help"])
     assert done.value.code in (0, None)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import close, rand, unchecked
-from qkv import InputError
+from conftest import close, rand, refused, unchecked
 from qkv._engine.call import Call
 from qkv.kernels import watching
 from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
@@ -166,7 +165,7 @@ class Loops:
         return p["attention.out_proj.weight"] @ np.concatenate(found) + p["attention.out_proj.bias"], np.mean(rows, 0)
 
 
-def test_logits_and_alignments(model: RNNSeq2Seq) -> None:
+def test_logits_and_alignments_equal_the_papers_equations(model: RNNSeq2Seq) -> None:
     logits = model(SOURCE, TARGET)
     assert logits.shape == (3, 4, model.vocabulary)
     attends = model.config.attention != "none"
@@ -179,7 +178,7 @@ def test_logits_and_alignments(model: RNNSeq2Seq) -> None:
             assert not weights[b, :, length:].any()
 
 
-def test_loss(model: RNNSeq2Seq) -> None:
+def test_loss_ignores_padding_and_the_first_token(model: RNNSeq2Seq) -> None:
     """The mean over the three and three and two tokens that are real and not the first."""
     total, count = 0.0, 0
     for b, length in enumerate([5, 3, 1]):
@@ -191,7 +190,7 @@ def test_loss(model: RNNSeq2Seq) -> None:
     close(model.loss(SOURCE, TARGET), torch.tensor(total / count, dtype=torch.float64), eps=512)
 
 
-def test_gradients_in_every_parameter(model: RNNSeq2Seq) -> None:
+def test_gradients_against_finite_differences(model: RNNSeq2Seq) -> None:
     """Finite differences of the loss along random directions of each parameter."""
     names = [name for name, _ in model.named_parameters()]
     wrapped = _Loss(model)
@@ -237,7 +236,7 @@ def test_gradients_entry_by_entry(name: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[1, 1, 1, 1], [1, 3]], ids=str)
-def test_steps_are_the_forward(model: RNNSeq2Seq, cuts: list[int]) -> None:
+def test_steps_equal_forward(model: RNNSeq2Seq, cuts: list[int]) -> None:
     want, state, at = model(SOURCE, TARGET), model.start(SOURCE), 0
     for n in cuts:
         logits = model.step(TARGET[:, at : at + n], state)
@@ -247,7 +246,7 @@ def test_steps_are_the_forward(model: RNNSeq2Seq, cuts: list[int]) -> None:
         assert state.seen == at
 
 
-def test_reorder(model: RNNSeq2Seq) -> None:
+def test_reordered_state_continues_with_the_other_items(model: RNNSeq2Seq) -> None:
     """Hypotheses split and die: what follows is as if each had come alone."""
     state, rows = model.start(SOURCE), torch.tensor([2, 0, 0, 1])
     for at in range(2):
@@ -261,7 +260,7 @@ def test_reorder(model: RNNSeq2Seq) -> None:
     close(model.step(torch.tensor([[2]]), state), want[:, -1])
 
 
-def test_padding_and_company_change_nothing(model: RNNSeq2Seq) -> None:
+def test_padding_and_other_items_do_not_change_logits(model: RNNSeq2Seq) -> None:
     want = model(SOURCE, TARGET)
     close(model(nn.functional.pad(SOURCE, (0, 3)), TARGET), want)
     for b, length in enumerate([5, 3, 1]):
@@ -269,14 +268,14 @@ def test_padding_and_company_change_nothing(model: RNNSeq2Seq) -> None:
     close(model.loss(SOURCE, nn.functional.pad(TARGET, (0, 2))), model.loss(SOURCE, TARGET))
 
 
-def test_the_future_does_not_change_the_past(model: RNNSeq2Seq) -> None:
+def test_later_tokens_do_not_change_earlier_logits(model: RNNSeq2Seq) -> None:
     other = TARGET.clone()
     other[:, 2:] = 6
     close(model(SOURCE, other)[:, :2], model(SOURCE, TARGET)[:, :2])
     assert (model(SOURCE, other)[:, 2:] - model(SOURCE, TARGET)[:, 2:]).abs().max() > 1e-3
 
 
-def test_keys_are_projected_once_a_source(model: RNNSeq2Seq, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_is_projected_once(model: RNNSeq2Seq, monkeypatch: pytest.MonkeyPatch) -> None:
     if model.attention is None:
         return
     name, counted = ("keys_values" if model.config.attention == "multihead" else "project"), []
@@ -289,7 +288,7 @@ def test_keys_are_projected_once_a_source(model: RNNSeq2Seq, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["bahdanau", "luong-dot global", "luong-dot local-p", "multihead", "none"])
-def test_a_watcher_sees_one_call_for_all_steps_where_it_can_be(name: str) -> None:
+def test_observers_see_one_call_for_all_steps_where_possible(name: str) -> None:
     calls: list[Call] = []
     with watching(lambda call, result: calls.append(call)):
         build(EVERY[name])(SOURCE, TARGET)
@@ -311,7 +310,7 @@ QUICK = ("none", "bahdanau", "luong-general global", "luong-dot global fed", "mu
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
-def test_learns_to_reverse(name: str) -> None:
+def test_model_learns_to_reverse(name: str) -> None:
     torch.manual_seed(0)
     config = replace(EVERY[name], source_vocab=12, target_vocab=12, d_embedding=16, d_hidden=32, heads=4)
     model, tokens = RNNSeq2Seq(config), torch.randint(3, 12, (8, 5))
@@ -371,54 +370,54 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("asked", "argument"),
     [
-        ({"attention": "luong"}, "attention is 'luong', expected one of 'none', 'bahdanau', 'luong-dot'"),
-        ({"cell": "rnn"}, "cell is 'rnn', expected one of 'lstm', 'gru'"),
+        ({"attention": "luong"}, "attention"),
+        ({"cell": "rnn"}, "cell"),
         (
             {"attention": "luong-dot", "kind": "local"},
-            "kind is 'local', expected one of 'global', 'local-m', 'local-p'",
+            "kind",
         ),
-        ({"half_width": 0}, "half_width is 0, expected at least 1"),
-        ({"layers": 0}, "layers is 0, expected at least 1"),
-        ({"target_vocab": 0}, "target_vocab is 0, expected at least 1"),
-        ({"attention": "multihead", "heads": 4}, "d_hidden is 6, expected a multiple of heads = 4"),
-        ({"d_hidden": 9}, "d_hidden is 9, expected an even number, half for each direction"),
-        ({"attention": "bahdanau", "kind": "local-m"}, "kind is 'local-m' with attention='bahdanau', expected a Luong"),
-        ({"attention": "multihead", "input_feeding": True}, "input_feeding is True with attention='multihead'"),
-        ({"input_feeding": True}, "input_feeding is True with attention='none', expected a Luong score"),
-        ({"dropout": 1.0}, "dropout is 1.0, expected 0 ≤ dropout < 1"),
-        ({"end": 1}, "special tokens are pad 0, start 1, end 1, expected all different"),
-        ({"pad": -1}, r"special tokens are pad -1, start 1, end 2, expected each in 0\.\.10"),
-        ({"end": 11}, r"end 11, expected each in 0\.\.10"),
-        ({"pad": 9}, r"special tokens are pad 9, expected each in 0\.\.8"),
+        ({"half_width": 0}, "half_width"),
+        ({"layers": 0}, "layers"),
+        ({"target_vocab": 0}, "target_vocab"),
+        ({"attention": "multihead", "heads": 4}, "d_hidden"),
+        ({"d_hidden": 9}, "d_hidden"),
+        ({"attention": "bahdanau", "kind": "local-m"}, "kind"),
+        ({"attention": "multihead", "input_feeding": True}, "input_feeding"),
+        ({"input_feeding": True}, "input_feeding"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"end": 1}, "end"),
+        ({"pad": -1}, "pad"),
+        ({"end": 11}, "end"),
+        ({"pad": 9}, "pad"),
     ],
 )
-def test_configurations_that_do_not_fit(asked: dict, message: str) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+def test_configurations_reject_invalid_values(asked: dict, argument: str) -> None:
+    with unchecked(), refused(argument):
         replace(SMALL, **asked)
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "message"),
+    ("source", "target", "argument"),
     [
-        ([[0, 3, 4]], [[1, 2]], r"source has padding \(token 0\) before a real token, expected it last"),
-        ([[3, 4], [0, 0]], [[1, 2], [1, 2]], "source has an item of nothing but padding"),
-        ([[3, 9]], [[1, 2]], r"source has tokens 3\.\.9, expected 0\.\.8"),
-        ([[3, 4]], [[1, 11]], r"tokens has tokens 1\.\.11, expected 0\.\.10"),
-        ([[3, 4]], [[1, -1]], r"tokens has tokens -1\.\.1, expected 0\.\.10"),
-        ([[3, 4]], [[1, 2], [1, 2]], "tokens have batch size 2, but the source has 1"),
-        ([[3.0, 4.0]], [[1, 2]], r"source is torch.float32 of shape \(1, 2\), expected integers \(batch, length\)"),
-        ([[3, 4]], [1, 2], r"tokens is torch.int64 of shape \(2,\), expected integers \(batch, length\)"),
+        ([[0, 3, 4]], [[1, 2]], "source"),
+        ([[3, 4], [0, 0]], [[1, 2], [1, 2]], "source"),
+        ([[3, 9]], [[1, 2]], "source"),
+        ([[3, 4]], [[1, 11]], "tokens"),
+        ([[3, 4]], [[1, -1]], "tokens"),
+        ([[3, 4]], [[1, 2], [1, 2]], "tokens"),
+        ([[3.0, 4.0]], [[1, 2]], "source"),
+        ([[3, 4]], [1, 2], "tokens"),
     ],
 )
-def test_inputs_that_do_not_fit(source: list, target: list, message: str) -> None:
-    with unchecked(), pytest.raises(InputError, match=message):
+def test_model_rejects_bad_sources_and_targets(source: list, target: list, argument: str) -> None:
+    with unchecked(), refused(argument):
         build(SMALL)(torch.tensor(source), torch.tensor(target))
 
 
-def test_nothing_to_predict_and_nothing_to_align() -> None:
-    with pytest.raises(InputError, match="target has no token after the first but padding"):
+def test_targets_without_tokens_and_models_without_attention_are_rejected() -> None:
+    with refused("target"):
         build(SMALL).loss(SOURCE, torch.tensor([[1, 0]] * 3))
-    with pytest.raises(InputError, match="alignments: the model has attention='none'"):
+    with refused("attention"):
         build(SMALL).alignments(SOURCE, TARGET)

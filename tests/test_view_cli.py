@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_model_on_a_file_beside_a_saved_profile(folder: Path) -> None:
+def test_model_on_a_file_against_a_saved_profile(folder: Path) -> None:
     with viewer("qkv-mini", "--file", "text.py", "--against", "found", cwd=folder) as (url, process):
         found = sources(url)
         assert [(x["kind"], x["state"], x["name"]) for x in found] == [
@@ -81,7 +81,7 @@ def test_a_model_on_a_file_beside_a_saved_profile(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_before_it_is_ready_and_bound_elsewhere(folder: Path) -> None:
+def test_interrupt_before_the_model_is_ready_on_another_address(folder: Path) -> None:
     arguments = ("random-gpt2", "--tokens", "4096", "--host", "0.0.0.0")
     with viewer(*arguments, cwd=folder) as (url, process):
         assert httpx.URL(url).params["token"]
@@ -98,7 +98,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_folder_or_a_file_with_a_profile(folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_opens_from_its_folder_or_file(
+    folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     for name in ("found", "found/profile.qkv.zip"):
         assert main(["view", name, "--port", "0"]) == 0
@@ -111,7 +113,7 @@ def read_by(session: Any) -> list[Any]:
     return [inputs for _, inputs, _ in session._asked.values()]
 
 
-def test_two_models_read_the_same(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_read_the_same_text(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Typed:
         buffer = io.BytesIO(TEXT.encode())
 
@@ -123,7 +125,9 @@ def test_two_models_read_the_same(served: list[Any], monkeypatch: pytest.MonkeyP
         assert read_by(served.pop()[0]) == [default_text(first)] * 2
 
 
-def test_a_text_for_a_model_beside_a_profile(folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_goes_to_the_model_and_not_to_the_profile(
+    folder: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     assert main(["view", "found", TEXT, "--against", "qkv-mini"]) == 0
     session = served.pop()[0]
@@ -131,7 +135,7 @@ def test_a_text_for_a_model_beside_a_profile(folder: Path, served: list[Any], mo
     assert read_by(session) == [TEXT]
 
 
-def test_the_address_is_printed_as_it_is(
+def test_address_is_printed_without_wrapping(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve(session: Any, *, on_start: Any, **options: Any) -> bool:
@@ -144,7 +148,7 @@ def test_the_address_is_printed_as_it_is(
     assert capsys.readouterr().out.count("http://[fe80::1]:8765/?token=x\n") == 2
 
 
-def test_only_a_page_that_is_wanted_opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_browser_opens_unless_no_browser(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     opened = threading.Event()
@@ -168,10 +172,10 @@ def test_only_a_page_that_is_wanted_opens(folder: Path, monkeypatch: pytest.Monk
         (["missing.qkv.zip"], "there is no file missing.qkv.zip"),
         (["qkv-mini", "--against", "missing.zip"], "--against: there is no file"),
         (["text.py"], "not a profile"),
-        (["found", "some text"], "has a text of its own"),
-        (["found", "--tokens", "5"], "has a text of its own"),
-        (["found", "--against", "found/profile.qkv.zip", "some text"], "has a text of its own"),
-        (["found", "--against", "found", "--target", "x"], "has a text of its own"),
+        (["found", "some text"], "already has its text"),
+        (["found", "--tokens", "5"], "already has its text"),
+        (["found", "--against", "found/profile.qkv.zip", "some text"], "already has its text"),
+        (["found", "--against", "found", "--target", "x"], "already has its text"),
         (["./nowhere"], "no folder"),
         (["The cat sat on the mat."], "model is 'The cat sat on the mat.', expected a folder or a model's name"),
         (["x" * 5000], "a text comes after the model"),
@@ -200,7 +204,7 @@ def test_bad_input_is_one_sentence(
     assert word in said
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["view", "--help"])
     assert done.value.code == 0
@@ -209,9 +213,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in said
 
 
-def test_without_fastapi_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_fastapi_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import importlib.util
 
     find = importlib.util.find_spec

@@ -1,4 +1,4 @@
-"""`qkv bench`: how fast is each mechanism on this machine?"""
+"""`qkv bench`: time every attention mechanism on this machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Annotated, Literal
 import tyro
 
 from qkv.cli.files import folder
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 
 def bench(
-    mechanisms: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MECHANISM …]")] = (),
+    mechanisms: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MECHANISM …]", help_behavior_hint="")
+    ] = (),
     /,
     *,
     lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …")] = (512, 1024, 2048, 4096, 8192),
@@ -25,33 +28,35 @@ def bench(
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-bench"),
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
 ) -> None:
-    """How fast is each mechanism on this machine, beside what you would use instead?
+    """Time every attention mechanism on this machine, and the alternatives to it.
 
-    Times every mechanism and its rivals (torch's SDPA, FlexAttention compiled, weights formed by hand, x-transformers
-    if it is installed) in alternation, and writes to DIR the numbers as JSON, a table as Markdown, and a figure.
-    What is there already from the same machine and lengths stays: an interrupted run can be taken up with the rest.
+    The alternatives are torch's scaled_dot_product_attention, compiled FlexAttention, explicit weights in plain torch,
+    and x-transformers if it is installed. They are timed in turns. The command writes the numbers as JSON, a table as
+    Markdown, and a figure to DIR. Results of the same machine and lengths that are already in DIR are kept, so you can
+    interrupt the command and time the remaining mechanisms later.
 
-    qkv bench                                      (everything, about ten minutes)
+    qkv bench                                      (all mechanisms, about ten minutes)
 
     qkv bench alibi window --lengths 4096 16384    (two mechanisms, two lengths)
 
     qkv bench causal --backward --dtype bfloat16   (a training step)
 
     Args:
-        mechanisms: Names such as causal, sink, alibi, window, bigbird, sigmoid, entmax, linear; all if none is given.
-        lengths: Tokens.
-        heads: Heads, of size 64.
-        dtype: Of queries, keys and values.
-        backward: Time forward and backward together.
-        memory: Also measure memory at these lengths, each in a process of its own (Linux).
-        threads: Threads of torch.
-        seconds: For each cell of the table; three turns at least.
-        out: Folder to write to; made if it is not there.
-        name: Of the files; made of the dtype, the heads and the pass if not given.
+        mechanisms: Mechanisms to time, such as causal, sink, alibi, window, bigbird, sigmoid, entmax or linear; all by
+            default.
+        lengths: Numbers of tokens.
+        heads: Number of heads, of head dimension 64.
+        dtype: Number format of queries, keys and values.
+        backward: Time the forward and the backward pass together.
+        memory: Also measure the peak memory at these lengths, each in its own process (Linux only).
+        threads: Number of threads that torch uses.
+        seconds: Seconds for each cell of the table; every candidate runs at least three times.
+        out: Folder for the results. It is created if it does not exist.
+        name: Name of the files, without the ending; by default it states the dtype, the heads and the pass.
     """
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from qkv._progress import bar
     from qkv.bench import run, show
     from qkv.bench.contenders import MECHANISMS
 
@@ -62,9 +67,7 @@ def bench(
     chosen = mechanisms or tuple(MECHANISMS)
     with folder(out):
         stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("")
+        with bar("timing") as step:
             result = run.bench(
                 chosen,
                 sorted(set(lengths)),
@@ -74,11 +77,10 @@ def bench(
                 threads=threads,
                 seconds=seconds,
                 memory=sorted(set(memory)),
-                on_cell=lambda what: progress.update(task, description=what),
+                on_cell=lambda cell: step(0, note=cell),
                 path=out / f"{stem}.json",
             )
         (out / f"{stem}.md").write_text(show.markdown(result))
         show.figure(result, out / f"{stem}.png")
-        console = Console()
-        console.print(show.table(result))
-        console.print(f"[dim]{out / stem}.json, .md, .png[/dim]", highlight=False)
+        Console().print(show.table(result))
+        print_line("Files", f"{out / stem}.json, .md, .png")

@@ -1,4 +1,4 @@
-"""What `qkv profile A --against B` shows and writes: the heads that changed."""
+"""The comparison that `qkv profile A --against B` prints and writes: which heads changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def saved(name: str) -> Profile | None:
-    """The profile in a file that `Profile.save` wrote; None if `name` is not a file, but perhaps a model."""
+    """The profile in a file that `Profile.save` wrote; None if `name` is not a file: then it names a model."""
     from qkv.profiler.profiles import Profile
 
     if Path(name).is_file():
@@ -24,7 +24,7 @@ def saved(name: str) -> Profile | None:
 
 
 def show(comparison: Comparison, most: int = 10) -> None:
-    """What changed, and the heads that changed most, in the terminal."""
+    """Print a summary and the heads that changed most."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -41,7 +41,7 @@ def show(comparison: Comparison, most: int = 10) -> None:
 
 
 def write(comparison: Comparison, out: Path) -> list[Path]:
-    """comparison.csv with every head of every group, and a figure of each: compare.png, and compare-cross.png …"""
+    """Write comparison.csv, with all heads, and a figure for every group: compare.png, compare-cross.png …"""
     import pandas as pd
 
     from qkv._files import write_whole
@@ -70,8 +70,8 @@ def _table(heads: Any) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most changed heads", title_justify="left")
     table.add_column("head", no_wrap=True)
     table.add_column("moved", justify="right")
-    table.add_column("went to", no_wrap=True)
-    table.add_column("goes to", no_wrap=True)
+    table.add_column("attended to", no_wrap=True)
+    table.add_column("now attends to", no_wrap=True)
     for name in ("first token", "entropy, nats"):
         table.add_column(name, justify="right")
     for row in heads.itertuples():

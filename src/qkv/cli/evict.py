@@ -1,4 +1,4 @@
-"""`qkv evict`: what does a model lose when its cache lets keys go?"""
+"""`qkv evict`: measure what a model loses when its cache evicts keys."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from qkv.cli.files import folder
-from qkv.cli.inputs import given_text, ready
+from qkv.cli.inputs import load_inputs, text_of
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from qkv.profiler.analyses.eviction import Eviction
 
-MINI_TOKENS = 512  # of qkv-mini, which has positions for no more
+DEFAULT_TOKENS = 512  # as many as qkv-mini has positions for
 
 
 def evict(
@@ -31,33 +31,36 @@ def evict(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-evict"),
 ) -> None:
-    """What does a model lose when its cache lets keys go?
+    """Measure what a language model loses when its key-value cache evicts keys.
 
-    For each policy and budget: the attention that every head puts on keys it would no longer find, and how much the
-    model's loss rises when it runs with such a cache. Writes to DIR tables (CSV, JSON) and figures.
+    For each eviction policy and cache size, the command reports how much attention every head puts on evicted keys,
+    and how much the model's loss rises when it runs with such a cache. It writes tables (CSV, JSON) and figures to DIR.
 
-    Policies: window, the last keys; sinks, the first few and the last (StreamingLLM); heavy, half the last and half
-    those that received most attention (H2O; for its attention lost, what was received by the end of the text counts).
+    Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
+    keys that received most attention, half of the cache, and the last keys (H2O); its attention on evicted keys is
+    computed from the attention received by the end of the text.
 
     qkv evict                                      (the small model that comes with qkv, on 512 tokens)
 
     qkv evict --budgets 16,64 --policies window,sinks
 
-    qkv evict gpt2 --policies window,sinks         (a model of the Hugging Face hub)
+    qkv evict gpt2 --policies window,sinks         (a model from the Hugging Face hub)
 
-    qkv evict gpt2 --no-run                        (from attention alone)
+    qkv evict gpt2 --no-run                        (attention only, without running the model again)
 
     Args:
-        model: A causal language model: a folder, a name on the Hugging Face hub, or one of qkv's (see qkv profile).
-        text: The text to run on; Python's own standard library if none is given.
-        file: Read the text from this UTF-8 file instead; - is standard input.
-        tokens: Use this many tokens.
-        budgets: Keys held in each layer.
-        policies: Which keys stay.
-        first: How many first keys "sinks" keeps.
-        run: Run the model, too: qkv's own through its caches, others with masks, which heavy cannot do.
-        dtype: Of the weights.
-        out: Folder to write to; made if it is not there.
+        model: A causal language model: a folder, a name on the Hugging Face hub, or a built-in model (see qkv profile
+            --help).
+        text: Text to run the model on; Python's standard library if you give none.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text.
+        budgets: Cache sizes: numbers of keys kept in each layer.
+        policies: Eviction policies to compare.
+        first: How many keys at the start of the text the policy "sinks" keeps.
+        run: Also run the model with each cache and measure its loss. Models of qkv use real caches; other models use
+            masks that have the same effect, which is impossible for the policy "heavy".
+        dtype: Number format of the weights.
+        out: Folder for the results. It is created if it does not exist.
     """
 
     from qkv.figures.eviction import budget_figure, heads_figure
@@ -66,12 +69,12 @@ def evict(
 
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
-        raise InputError(f"--budgets is {budgets!r}, expected numbers of keys such as 32,64,128")
+        raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")
     if tokens is None and text is None and file is None:
-        tokens = MINI_TOKENS
-    passage = given_text(model, text, file, tokens, least=2)
+        tokens = DEFAULT_TOKENS
+    passage = text_of(model, text, file, tokens, least=2)
     with folder(out):
-        loaded, inputs = ready(model, passage, tokens, dtype, head=run)
+        loaded, inputs = load_inputs(model, passage, tokens, dtype, head=run)
         found = eviction(
             loaded.model,
             inputs,
@@ -91,7 +94,7 @@ def evict(
 
 
 def _show(found: Eviction) -> None:
-    """A row for each policy and budget."""
+    """Print a row for each policy and budget."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -100,7 +103,8 @@ def _show(found: Eviction) -> None:
     attrs = found.attrs
     console.print(f"{attrs['model']} · {attrs['tokens']:,} tokens", style="bold", highlight=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("policy", "keys", "attention lost", *(() if found.loss is None else ("loss, nats", "rise"))):
+    measured = () if found.loss is None else ("loss, nats", "increase")
+    for column in ("policy", "keys", "attention on evicted keys", *measured):
         table.add_column(column, justify="left" if column == "policy" else "right")
     lost = found.mass.groupby(["policy", "budget"])["mass_lost"].mean()
     if found.loss is None:

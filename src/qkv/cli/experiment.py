@@ -1,4 +1,4 @@
-"""`qkv experiment`: does what the sources claim hold for small models?"""
+"""`qkv experiment`: test claims about attention on small models."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def experiment(
     jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
-    """Does a claim about attention hold? Small models are trained, and what they show gives the verdict.
+    """Test claims about attention by training small models and measuring them.
 
-    Writes to DIR, for each experiment, all numbers as JSON, a figure, and a verdict on each claim; README.md has all.
-    Runs that are there already are not repeated: an interrupted experiment goes on where it stopped.
+    For each experiment the command writes all numbers as JSON and a figure to DIR; README.md collects the verdicts on
+    all claims. Finished training runs are not repeated, so an interrupted experiment continues where it stopped.
 
-    qkv experiment                          (what there is)
+    qkv experiment                          (list the experiments)
 
-    qkv experiment learning_rate --quick    (a short form, to see that it works)
+    qkv experiment learning_rate --quick    (a short version, to see that it works)
 
-    qkv experiment all --jobs 4             (everything, an hour or two)
+    qkv experiment all --jobs 4             (all experiments, an hour or two)
 
     Args:
-        names: Names of experiments, or all; they are listed if none is given.
-        quick: The short form, which is too small to judge by.
-        out: Folder to write to; made if it is not there.
-        jobs: Runs at a time, each a process on one core.
-        redraw: Conclude and draw once more from the numbers that DIR has; nothing is trained.
+        names: Names of experiments, or all. Without a name the command lists the experiments.
+        quick: Run the short version, whose models are too small for conclusions.
+        out: Folder for the results. It is created if it does not exist.
+        jobs: Number of training runs at the same time, each in its own process on one core.
+        redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
     """
     from qkv._files import write_whole
     from qkv.lab import experiments
@@ -52,7 +52,7 @@ def experiment(
         raise InputError(f"--jobs is {jobs}, expected at least 1")
     for name in names:
         if name != "all":
-            experiments.experiment(name)  # all are known before the first one runs
+            experiments.experiment(name)  # raises for an unknown name before the first experiment runs
     for name in experiments.names() if "all" in names else dict.fromkeys(names):
         again = experiments.redraw(name, out) if redraw else None
         _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
@@ -60,7 +60,7 @@ def experiment(
 
 
 def _list() -> None:
-    """Names, questions, and the claims that get a verdict."""
+    """Print the names of all experiments, their questions and the claims that they test."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -78,7 +78,7 @@ def _list() -> None:
 
 
 def _show(name: str, result: Result) -> None:
-    """The verdicts, and where numbers and figure are."""
+    """Print the verdicts and the names of the files."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

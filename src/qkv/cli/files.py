@@ -1,4 +1,4 @@
-"""What commands read and write: a text, a folder, standard output."""
+"""Files of the commands: text files that they read, the folder that they write to, and standard output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read(file: Path, called: str = "--file") -> str:
-    """A text file; standard input if its name is "-". `called` is what the user typed it as."""
+    """Read a UTF-8 text file, or standard input if its name is "-". Errors name the option `called`."""
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -28,8 +28,8 @@ def read(file: Path, called: str = "--file") -> str:
 
 @contextmanager
 def folder(path: Path) -> Iterator[None]:
-    """The folder, known to be writable before the work starts; gone again if it was made in vain."""
-    made = not path.exists()
+    """Create a folder and check that it is writable before the work starts; if the work fails, remove it if empty."""
+    created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -39,13 +39,13 @@ def folder(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if made and not any(path.iterdir()):
+        if created and not any(path.iterdir()):
             path.rmdir()
         raise
 
 
-def forget_output() -> None:
-    """What is still to be written goes nowhere, or Python would try once more at its end, and complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def discard_output() -> None:
+    """Redirect standard output to the null device: Python would flush it at exit, and fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

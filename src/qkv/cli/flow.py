@@ -1,4 +1,4 @@
-"""`qkv flow`: which tokens does a token's final state come from, through all layers?"""
+"""`qkv flow`: attention rollout, which traces a token's final hidden state back to the input tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv.cli.files import folder
-from qkv.cli.inputs import given_text, ready
+from qkv.cli.inputs import load_inputs, text_of
+from qkv.cli.terminal import print_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,77 +32,79 @@ def flow(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-flow"),
 ) -> None:
-    """Which tokens does a token's final state come from? Attention rollout, in memory linear in the text.
+    """Trace which input tokens a token's final hidden state comes from (attention rollout).
 
-    Follows the mean attention of every layer, residual connections included, from the final states of chosen tokens
-    down to the embeddings (--from), or from the embeddings of chosen tokens up to all final states (--to). Writes to
-    DIR a figure for each chosen token and flow.csv.
+    The command follows the attention of every layer, averaged over heads, and the residual connections: from the final
+    states of chosen tokens down to the embeddings (--from), or from the embeddings of chosen tokens up to all final
+    states (--to). It needs memory linear in the length of the text. It writes a figure for each chosen token and
+    flow.csv to DIR.
 
-    qkv flow                                       (what the last token of a program is made of)
+    qkv flow                                       (where the final state of the last token comes from)
 
-    qkv flow minilm "The cat sat." --to 0          (who lives off [CLS])
+    qkv flow minilm "The cat sat." --to 0          (how far the token [CLS] spreads)
 
     qkv flow --tokens 400 --from -1 200 --to 0
 
     Args:
-        model: A folder with a model, a name on the Hugging Face hub, or one of qkv's: see qkv profile.
-        text: The text to run on; a bundled passage if none is given.
-        file: Read the text from this UTF-8 file instead; - is standard input.
-        tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.
-        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
-        from_: Positions of tokens whose final states are followed back; -1 is the last. That one if nothing is chosen.
-        to: Positions of tokens whose way into all others is followed.
-        residual: What the residual connection keeps of a state in each layer.
-        group: For an encoder-decoder: encoder or decoder.
-        dtype: Of the weights.
-        out: Folder to write to; made if it is not there.
+        model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
+        text: Text to run the model on; a bundled passage if you give none.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
+            standard library.
+        target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
+        from_: Positions of tokens whose final states are traced back to the embeddings; -1 is the last token, which is
+            traced if you choose none.
+        to: Positions of tokens whose embeddings are traced forward into all final states.
+        residual: Share of a hidden state that the residual connection carries past each attention layer.
+        group: For an encoder-decoder: trace the encoder or the decoder.
+        dtype: Number format of the weights.
+        out: Folder for the results. It is created if it does not exist.
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from qkv._files import write_whole
+    from qkv._progress import bar
     from qkv.figures.flow import flow_figure
     from qkv.figures.save import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout
-    from qkv.profiler.capture.progress import bar
 
-    back, forth = from_ if from_ or to else (-1,), to
-    passage = given_text(model, text, file, tokens)
+    backward, forward = from_ if from_ or to else (-1,), to
+    passage = text_of(model, text, file, tokens)
     console = Console()
     with folder(out):
-        loaded, inputs = ready(model, passage, tokens, dtype)
+        loaded, inputs = load_inputs(model, passage, tokens, dtype)
         tables = []
-        for chosen, trace, way in ((back, rollout, "from"), (forth, flow_to, "to")):
+        for chosen, trace, direction in ((backward, rollout, "from"), (forward, flow_to, "to")):
             if not chosen:
                 continue
-            with bar(f"following {way}", "layers") as step:
+            with bar(f"tracing {direction}", "layers") as step:
                 found = trace(
                     loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
                     residual=residual, name=loaded.name, on_layer=functools.partial(step, 1),
                 )  # fmt: skip
             for index, position in enumerate(found["chosen_position"].values[0]):
-                path = out / f"flow-{way}-{position}.png"
+                path = out / f"flow-{direction}-{position}.png"
                 save_figure(flow_figure(found, index), path)
                 _show(console, found, index)
-                console.print(f"[dim]Figure   {escape(str(path))}[/dim]", soft_wrap=True, highlight=False)
-            tables.append(_table(found, way))
+                print_line("Figure", path)
+            tables.append(_table(found, direction))
         import pandas as pd
 
         write_whole(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
-        console.print(f"[dim]Data     {escape(str(out / 'flow.csv'))}[/dim]", soft_wrap=True, highlight=False)
+        print_line("Data", out / "flow.csv")
 
 
-def _table(found: xr.DataArray, way: str) -> pd.DataFrame:
-    """A row for each chosen token, depth and token."""
+def _table(found: xr.DataArray, direction: str) -> pd.DataFrame:
+    """The table in flow.csv: a row for each chosen token, depth and other token."""
     one = found.isel(text=0).assign_coords(position=("token", range(found.sizes["token"])))
     table = one.to_dataframe().reset_index()
-    table.insert(0, "direction", way)
+    table.insert(0, "direction", direction)
     columns = ["direction", "chosen_position", "chosen_name", "depth", "position", "token_name", "flow"]
     return table[columns]
 
 
 def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
-    """The tokens with the largest shares."""
+    """Print the tokens with the largest shares of one chosen token."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -110,12 +113,12 @@ def _show(console: Any, found: xr.DataArray, index: int, most: int = 8) -> None:
     backward = found.attrs["of"] == "queries"
     share, names = one.values[0 if backward else -1], one["token_name"].values
     at, name = int(one["chosen_position"]), str(one["chosen_name"].values)
-    what = (
-        "What the final state of {} (token {:,}) is made of"
+    title = (
+        "Where the final state of {} (token {:,}) comes from"
         if backward
-        else "What final states take from {} (token {:,})"
+        else "Share of {} (token {:,}) in the final states"
     )
-    console.print(Text(what.format(_readable(name), at), style="bold"), soft_wrap=True)
+    console.print(Text(title.format(_readable(name), at), style="bold"), soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("token", "position", "share"):
         table.add_column(column, justify="left" if column == "token" else "right")

@@ -1,4 +1,4 @@
-"""`qkv generate`: how does a language model go on?"""
+"""`qkv generate`: continue a text with a language model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv.cli.files import forget_output, read
+from qkv.cli.files import discard_output, read
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,42 +45,42 @@ def generate(
     cache: Annotated[str, tyro.conf.arg(metavar="KIND")] = "full",
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
 ) -> None:
-    """How does a language model go on? The prompt and its continuation, printed as it comes.
+    """Continue a text with a language model, and print the tokens as they are generated.
 
-    The text goes to standard output, and nothing else does; what it took (tokens a second, bytes of the cache, the seed
-    to get the same again) goes to standard error.
+    Standard output contains only the prompt and its continuation. Speed, size of the cache and the random seed are
+    printed to standard error.
 
-    qkv generate qkv-mini "class Stack:"                         (the small model of Python that comes with qkv)
+    qkv generate qkv-mini "class Stack:"                         (the small Python model that comes with qkv)
 
-    qkv generate gpt2 "Once upon a time"                         (a model of the Hugging Face hub)
+    qkv generate gpt2 "Once upon a time"                         (a model from the Hugging Face hub)
 
-    qkv generate ./my-model --file story.txt --greedy            (a folder, and a text of your own)
+    qkv generate ./my-model --file story.txt --greedy            (a model in a folder, and your own text)
 
-    qkv generate ./llama "Hi" --tokens 9999 --cache sinks:4,252  (on and on, in constant memory)
+    qkv generate ./llama "Hi" --tokens 9999 --cache sinks:4,252  (a long text in constant memory)
 
     printf "def sort(" | qkv generate ./my-model --file - > out.txt
 
     Args:
-        model: "qkv-mini", a folder that qkv.models.checkpoint.save wrote, a folder with a GPT-2 or Llama of Hugging
-            Face, or the name of one on the hub.
+        model: "qkv-mini", a folder with a model saved by qkv, a folder with a GPT-2 or Llama model of Hugging Face, or
+            the name of such a model on the Hugging Face hub.
         prompt: The text to continue.
-        file: Read the prompt from this UTF-8 file instead, line breaks at its end included; - is standard input.
-        tokens: New tokens at most. A model with learned positions stops where these end.
-        temperature: Below 1 likely tokens become likelier; 0 takes the likeliest.
-        greedy: Always the likeliest token, as --temperature 0.
-        top_k: Only the K likeliest tokens.
-        top_p: Only the likeliest tokens that have this probability together.
-        min_p: Only tokens with this share of the likeliest one's probability.
-        repetition_penalty: Above 1, tokens that were there become unlikelier.
-        stop: End before this text; may be given again.
-        seed: The same number gives the same text; a new one is drawn, and told, if not given.
-        cache: Keys to keep: full (all), sliding:N (the last N), sinks:S,N (the first S and the last N) or heavy:H,R
-            (the H attended to most and the last R).
-        dtype: Of the weights.
+        file: Read the prompt from this UTF-8 file instead, including line breaks at its end; - means standard input.
+        tokens: Largest number of new tokens. A model with learned positions stops at its last position.
+        temperature: Values below 1 favour likely tokens; 0 always takes the most likely token.
+        greedy: Always take the most likely token, like --temperature 0.
+        top_k: Sample only from the K most likely tokens.
+        top_p: Sample only from the most likely tokens whose probabilities add up to P (nucleus sampling).
+        min_p: Sample only from tokens that have at least P times the probability of the most likely token.
+        repetition_penalty: Values above 1 make tokens that already occurred less likely.
+        stop: Stop before this text. You can repeat the option.
+        seed: Seed of the random numbers: the same seed gives the same text. By default a new one is drawn and printed.
+        cache: Which keys the cache keeps: full (all), sliding:N (the last N), sinks:S,N (the first S and the last N)
+            or heavy:H,R (the H keys that received most attention, and the last R).
+        dtype: Number format of the weights.
     """
     from rich.console import Console
-    from rich.markup import escape
 
+    from qkv._progress import spinner
     from qkv.models.generation import text_stream
     from qkv.models.sampling import Sampler
     from qkv.models.text import load_text_model
@@ -88,7 +88,7 @@ def generate(
     if prompt is not None and file is not None:
         raise InputError("prompt and --file are both given, expected one of them")
     if prompt is None and file is None:
-        raise InputError("there is no prompt, expected a text, or --file with one")
+        raise InputError("prompt is missing, expected a text, or --file with a text file")
     if tokens < 1:
         raise InputError(f"--tokens is {tokens}, expected at least 1")
     sampling = Sampler(0.0 if greedy else temperature, top_k, top_p, min_p, repetition_penalty)
@@ -96,48 +96,48 @@ def generate(
     text = prompt if prompt is not None else read(file or Path())
     seed = secrets.randbelow(2**32) if seed is None else seed
     console = Console(stderr=True, highlight=False)
-    with console.status(f"loading {escape(model)}"):
+    with spinner(f"loading {model}"):
         loaded = load_text_model(model, dtype=dtype)
         ids = loaded.encode(text)
-        most = _room(loaded.model, len(ids), tokens)
+        most = _most_tokens(loaded.model, len(ids), tokens)
         state = loaded.model.start(cache=lambda: make_cache(len(ids) + most))
         pieces = text_stream(
             loaded.model, state, loaded.tokenizer.after(ids), ids,
             max_new_tokens=most, sampling=sampling, end=loaded.end, seed=seed, stop=stop,
         )  # fmt: skip
-        first = _first_piece(pieces, len(ids) + most)  # before anything is printed: what cannot work shows here
-    early, start = state.seen, time.perf_counter()
-    _say(text, dim=True)
+        first = _first_piece(pieces, len(ids) + most)  # errors of the model appear before anything is printed
+    before, start = state.seen, time.perf_counter()
+    _print(text, dim=True)
     try:
         if first is not None:
-            _say(first)
+            _print(first)
         for piece in pieces:
-            _say(piece)
+            _print(piece)
     finally:
         seconds = time.perf_counter() - start
-        _say("\n")
-    notes = _costs(state, len(ids), early, seconds)
+        _print("\n")
+    notes = _costs(state, len(ids), before, seconds)
     if sampling.temperature:
         notes.append(f"seed {seed}")
     if most < tokens and state.seen == loaded.model.config.context:
-        notes.append(f"stopped where the model's positions end, at {loaded.model.config.context:,} tokens")
+        notes.append(f"stopped at the model's last position, after {loaded.model.config.context:,} tokens")
     console.print(f"[dim]{' · '.join(notes)}[/dim]", soft_wrap=True)
 
 
-def _room(model: DecoderLM, prompt: int, tokens: int) -> int:
-    """How many new tokens there is room for: the last of them is never read, so it needs no position."""
+def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:
+    """How many new tokens the positions allow: the last token is not read by the model, so it needs no position."""
     if model.positions is None:
         return tokens
     context = model.config.context
     if prompt > context:
         raise InputError(
-            f"the prompt has {prompt:,} tokens, but the model has learned positions for a context of {context:,}"
+            f"prompt has {prompt:,} tokens, expected at most {context:,}, for which the model has learned positions"
         )
     return min(tokens, context - prompt + 1)
 
 
 def _cache(text: str) -> Callable[[int], Cache]:
-    """What makes the cache of a layer, from how many tokens will come."""
+    """A function that makes the cache of one layer, called with the number of tokens to expect."""
     from qkv import cache
 
     kind, _, rest = text.partition(":")
@@ -150,21 +150,22 @@ def _cache(text: str) -> Callable[[int], Cache]:
     if kind not in kinds or len(rest.split(",")) != len(sizes) or len(sizes) != kinds[kind][0]:
         raise InputError(f"--cache is {text!r}, expected full, sliding:N, sinks:S,N or heavy:H,R with numbers of keys")
     make = kinds[kind][1]
-    make(*sizes)  # now, for what it says of sizes
+    make(*sizes)  # raises for sizes that are not allowed
     return lambda _: make(*sizes)
 
 
 def _first_piece(pieces: Iterator[str], capacity: int) -> str | None:
+    """The first piece of the continuation, None if there is none; `InputError` if the cache does not fit in memory."""
     try:
         return next(pieces, None)
-    except (RuntimeError, TypeError) as error:  # TypeError: a number of keys that no integer of torch holds
+    except (RuntimeError, TypeError) as error:  # TypeError: the number of keys overflows torch's integers
         if "memory" not in str(error) and "overflow" not in str(error).lower():
             raise
-        raise InputError(f"no memory for {capacity:,} tokens; expected fewer --tokens, or --cache sliding:N") from error
+        raise InputError(f"--tokens: no memory for {capacity:,}, expected fewer, or --cache sliding:N") from error
 
 
-def _say(text: str, *, dim: bool = False) -> None:
-    """To standard output, at once; a control character shows as its number, since a terminal might obey it."""
+def _print(text: str, *, dim: bool = False) -> None:
+    """Write to standard output and flush; control characters are escaped, because a terminal would obey them."""
     text = "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     text = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -176,13 +177,13 @@ def _say(text: str, *, dim: bool = False) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        forget_output()
+        discard_output()
         raise InputError(f"standard output: cannot be written ({error.strerror})") from error
 
 
-def _costs(state: DecoderState, prompt: int, early: int, seconds: float) -> list[str]:
-    """What it took, the tokens timed that came after the first piece of text (at `early`)."""
-    new, timed = state.seen - prompt + 1, state.seen - early
+def _costs(state: DecoderState, prompt: int, before: int, seconds: float) -> list[str]:
+    """Speed and cache size. The time counts from the first piece on, when the model had read `before` tokens."""
+    new, timed = state.seen - prompt + 1, state.seen - before
     notes = [f"{new:,} token{'s' if new != 1 else ''}"]
     if timed and seconds > 0:
         notes += [f"{timed / seconds:,.1f} tokens/s", f"{1000 * seconds / timed:.1f} ms per token"]

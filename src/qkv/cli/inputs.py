@@ -1,4 +1,4 @@
-"""What commands run a model on: a text given, a file, the bundled passage, so many tokens of one."""
+"""Inputs of the commands that run a model: a text, a file, the bundled passage, or the first tokens of one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def numbers(text: str) -> list[int]:
-    """0,3,8-11 as a list of numbers."""
+    """Parse 0,3,8-11 as a list of numbers."""
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -24,8 +24,8 @@ def numbers(text: str) -> list[int]:
     return numbers
 
 
-def given_text(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
-    """The text given or in the file; else the bundled passage, or enough of Python's standard library for `tokens`."""
+def text_of(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:
+    """The user's text or file; else the bundled passage, or enough of Python's standard library for `tokens`."""
     from qkv.profiler import texts
 
     if text is not None and file is not None:
@@ -39,21 +39,20 @@ def given_text(model: str, text: str | None, file: Path | None, tokens: int | No
     return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
 
 
-def ready(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:
-    """A model and what it runs on: the passage, or its first tokens."""
-    from rich.console import Console
-    from rich.markup import escape
-
+def load_inputs(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:
+    """Load a model, and return it with its inputs: the passage, or the first `tokens` tokens of it."""
+    from qkv._progress import spinner
     from qkv.profiler.capture import models
 
-    with Console(stderr=True).status(f"loading {escape(name)}"):
+    with spinner(f"loading {name}"):
         loaded = models.load(name, dtype=dtype, tokens=tokens or len(passage.encode()), head=head)
     return loaded, passage if tokens is None else first_tokens(loaded, passage, tokens)
 
 
 def first_tokens(loaded: Loaded, text: str, tokens: int) -> dict[str, Any]:
+    """The first tokens of a text as a batch for the model; `InputError` if the text has fewer."""
     if loaded.tokenizer is None:
-        raise InputError("--tokens needs a tokenizer, and this model has none")
+        raise InputError("--tokens needs a tokenizer, but this model has none")
     batch = loaded.tokenizer(text, return_tensors="pt")
     found = batch["input_ids"].shape[1]
     if found < tokens:

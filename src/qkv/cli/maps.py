@@ -1,4 +1,4 @@
-"""`qkv map`: where does one head attend, pair by pair, at any zoom?"""
+"""`qkv map`: draw the attention map of one head, or any part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from qkv.cli.files import folder, read
-from qkv.cli.inputs import given_text, ready
+from qkv.cli.inputs import load_inputs, text_of
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,45 +36,45 @@ def head_map(
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
     data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
-    """Where does one head attend? Its map, query by key, exact at any zoom, in memory linear in the text.
+    """Draw the attention map of one head: queries down, keys across.
 
-    Runs the model once, as far as the layer, and draws the weights of one head: queries down, keys across. A map with
-    more tokens than pixels is pooled: each pixel is a bin of queries × keys, of which it shows the largest weight, or
-    the average over all pairs of the bin (those that the mask hides have weight 0). With --rows and --cols a part of it
-    fills the picture; up to 64 tokens a side are named. It takes time in proportion to the pairs shown.
+    The weights are exact at any zoom, and the command needs memory linear in the length of the text. It runs the model
+    up to the layer. A map with more tokens than pixels is pooled: each pixel is a bin of queries × keys and shows the
+    largest weight of the bin or the mean over its pairs, where masked pairs count as 0. Use --rows and --cols to draw a
+    part of the map; up to 64 tokens a side are labelled. The time is proportional to the number of pairs drawn.
 
     qkv map                                              (layer 0, head 0 of the small model that comes with qkv)
 
-    qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on a text of your own)
+    qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on your own text)
 
     qkv map ./my-model book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
 
-    qkv map random-gpt2 --tokens 100000 --layer 0        (what a map of a long context costs)
+    qkv map random-gpt2 --tokens 100000 --layer 0        (time and memory of a map of a long context)
 
     Args:
-        model: A folder with a model, a name on the Hugging Face hub, or one of qkv's: see qkv profile.
-        file: Read the text from this UTF-8 file; - is standard input. A bundled passage if none is given.
-        layer: Counted from 0.
-        head: Counted from 0.
-        rows: Queries to show, A to B - 1 in tokens of the text from 0; A or B may be left out.
-        cols: Keys to show, likewise.
-        pool: What a pixel shows of its bin.
-        size: Pixels a side at most.
-        tokens: Use this many tokens: of the file if given, else of Python's own standard library.
-        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
-        group: Kind of attention, of a model with several: encoder, decoder, cross …; the decoder's if not given.
-        dtype: Of the weights.
-        out: The picture, a PNG.
-        data: Also write the numbers beside it: out.npz with maximum, mean, visible (the share of each bin's pairs that
-            the mask shows) and the edges of the bins, row_edges and column_edges.
+        model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
+        file: Read the text from this UTF-8 file; - means standard input. By default, a bundled passage.
+        layer: The layer, counted from 0.
+        head: The head, counted from 0.
+        rows: Queries to draw: token positions A to B - 1, counted from 0. You may leave out A or B.
+        cols: Keys to draw, in the same form.
+        pool: Draw the maximum of each bin, its mean, or both side by side.
+        size: Largest number of pixels per side.
+        tokens: Run on this many tokens from the start of the file. If you give no file, they are taken from Python's
+            standard library.
+        target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
+        group: For a model with several kinds of attention: encoder, decoder or cross; by default the decoder's.
+        dtype: Number format of the weights.
+        out: Name of the PNG file.
+        data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
+            (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
     """
     from rich.console import Console
-    from rich.markup import escape
 
     from qkv._files import write_whole
+    from qkv._progress import bar, spinner
     from qkv.figures.map import map_figure, sentence
     from qkv.figures.save import save_figure
-    from qkv.profiler.capture.progress import bar
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 
@@ -81,11 +82,11 @@ def head_map(
     if size < 1:
         raise InputError(f"--size is {size}, expected at least 1 pixel")
     if out.suffix.lower() != ".png" or out.is_dir():
-        raise InputError(f"--out is {out}, expected the name of a file that ends in .png")
-    passage = given_text(model, None if file is None else read(file, "FILE"), None, tokens)
+        raise InputError(f"--out is {out}, expected a file name that ends in .png")
+    passage = text_of(model, None if file is None else read(file, "FILE"), None, tokens)
     with folder(out.parent):
-        loaded, inputs = ready(model, passage, tokens, dtype)
-        with Console(stderr=True).status(f"running {escape(loaded.name)}"):
+        loaded, inputs = load_inputs(model, passage, tokens, dtype)
+        with spinner(f"running {loaded.name}"):
             found = maps.attention_map(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
                 name=loaded.name,
@@ -97,20 +98,19 @@ def head_map(
         with bar("drawing", "queries", queries.stop - queries.start) as on_rows:
             picture = found.picture(queries, keys, size, on_rows=on_rows)
         save_figure(map_figure(found, picture, pool=pool), out)
-        console = Console()
-        console.print(sentence(found, picture), highlight=False, markup=False)
-        console.print(f"[bold]Map[/bold]   {escape(str(out))}", soft_wrap=True, highlight=False)
+        Console().print(sentence(found, picture), highlight=False, markup=False)
+        print_line("Map", out, main=True)
         if data:
             numbers = out.with_suffix(".npz")
             write_whole(numbers, _npz(found, picture))
-            console.print(f"[dim]Data  {escape(str(numbers))}[/dim]", soft_wrap=True, highlight=False)
+            print_line("Data", numbers)
 
 
 def _slice(option: str, text: str) -> slice:
-    """a:b, a:, :b or : as a slice."""
+    """Parse a:b, a:, :b or : as a slice."""
     found = re.fullmatch(r"(\d*):(\d*)", text.strip())
     if not found:
-        raise InputError(f"{option} is {text!r}, expected tokens from and to, such as 100:200, 100: or :200")
+        raise InputError(f"{option} is {text!r}, expected a range of tokens, such as 100:200, 100: or :200")
     start, stop = (int(x) if x else None for x in found.groups())
     return slice(start, stop)
 

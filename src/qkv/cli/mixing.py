@@ -1,4 +1,4 @@
-"""What `qkv profile --perturb` measures and writes: how far one changed token spreads."""
+"""Over-mixing for `qkv profile --perturb`: how much replacing one token changes the hidden states of the others."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ if TYPE_CHECKING:
 
 
 def measured(loaded: Loaded, inputs: Any, position: int) -> xr.Dataset:
-    """The response to other tokens at `position`."""
-    from rich.console import Console
-
+    """How the hidden states respond when the token at `position` is replaced."""
+    from qkv._progress import spinner
     from qkv.profiler.analyses.mixing import mixing
 
-    if isinstance(inputs, dict):  # of --tokens
+    if isinstance(inputs, dict):  # the inputs of --tokens
         inputs = inputs["input_ids"]
-    with Console(stderr=True).status("replacing a token"):
+    with spinner("measuring the response to a replaced token"):
         return mixing(loaded.model, inputs, position=position, tokenizer=loaded.tokenizer)
 
 
 def write(data: xr.Dataset, name: str, out: Path) -> list[Path]:
-    """mixing.png and mixing.csv: mean response by depth and token."""
+    """Write mixing.png and mixing.csv: the mean response of each layer and token."""
     from qkv._files import write_whole
     from qkv.figures.mixing import mixing_figure
     from qkv.figures.save import save_figure

@@ -1,4 +1,4 @@
-"""`qkv profile`: where does a model attend?"""
+"""`qkv profile`: measure where every head of a model attends on a text, and write a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import tyro
 
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
-from qkv.cli.inputs import given_text, numbers, ready
+from qkv.cli.inputs import load_inputs, numbers, text_of
+from qkv.cli.terminal import Stopwatch, print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,49 +39,54 @@ def profile(
     no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
-    """Where does a model attend? Exact, for every head, in memory linear in the length of the text.
+    """Measure where every attention head of a model attends on a text, and write a report.
 
-    Runs the model once on a text, prints what stands out, and writes to DIR: report.html (one file, opens offline),
-    figures as PNG, heads.csv, and profile.qkv.zip, the data itself (open it with qkv.Profile.load).
+    The statistics are exact and need memory linear in the length of the text. The command prints a summary and writes
+    to DIR: report.html (a page that opens offline), figures as PNG, heads.csv (one row per head), and profile.qkv.zip
+    (all the data, for qkv.Profile.load).
 
-    qkv profile                                    (the small model that comes with qkv, on a program)
+    qkv profile                                    (the small model that comes with qkv, on Python code)
 
-    qkv profile gpt2 "The cat sat on the mat."     (a model of the Hugging Face hub)
+    qkv profile gpt2 "The cat sat on the mat."     (a model from the Hugging Face hub)
 
-    qkv profile ./my-model --file book.txt         (a folder, and a text of your own)
+    qkv profile ./my-model --file book.txt         (a model in a folder, and your own text)
 
-    qkv profile random-gpt2 --tokens 32768         (what a long context costs)
+    qkv profile random-gpt2 --tokens 32768         (time and memory of a long context)
 
-    qkv profile ./tuned --against ./base           (what changed between two models, head by head)
+    qkv profile ./tuned --against ./base           (compare two models, head by head)
 
     Args:
-        model: A folder with a Hugging Face model or one saved by qkv, a name on the hub, "qkv-mini" (a language model
-            of Python programs that comes with qkv), "minilm" (a trained BERT that comes with the demo extra) or
-            "random-gpt2" (GPT-2's shape, untrained, any length: to measure cost).
-        text: The text to run on; a bundled passage if none is given.
-        file: Read the text from this UTF-8 file instead; - is standard input.
-        tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.
-        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
-        layers: Attention layers to keep; all if not given.
-        dtype: Of the weights.
-        out: Folder to write to; made if it is not there.
-        local_window: "Local" is at most this many tokens away.
-        map_tokens: Keep whole attention maps for texts up to this long.
-        against: Tell how MODEL differs from this one on the same text, or from the profile.qkv.zip of an earlier run
-            (of another dtype, say).
-        perturb: Also replace the token at this position (from 0) and tell how much every later state changes, layer by
-            layer: over-mixing.
-        no_probe: Do without the short made-up texts that tell induction, duplicate-token and positional heads.
-        partial: Go on even if some attention of the model cannot be observed.
+        model: A folder with a Hugging Face model or one saved by qkv, a name on the Hugging Face hub, or a built-in
+            model: "qkv-mini" (a small language model trained on Python code, included), "minilm" (a trained BERT,
+            installed by the demo extra), "random-gpt2" (GPT-2's architecture with random weights and any number of
+            positions, to measure time and memory).
+        text: Text to run the model on; a bundled passage if you give none.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
+            standard library.
+        target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
+        layers: Attention layers to measure, counted from 0; all by default.
+        dtype: Number format of the weights.
+        out: Folder for the results. It is created if it does not exist.
+        local_window: Keys at most this many tokens from the query count as local.
+        map_tokens: Keep the full attention maps of texts up to this many tokens.
+        against: Compare MODEL with this model on the same text, or with the profile.qkv.zip of an earlier run (for
+            example of another dtype).
+        perturb: Also replace the token at this position, counted from 0, and measure how much the hidden states of all
+            later tokens change in every layer (over-mixing).
+        no_probe: Skip the short synthetic texts that identify induction, duplicate-token and positional heads.
+        partial: Continue even if some attention of the model cannot be observed.
     """
 
+    clock = Stopwatch()
     from qkv.profiler import run
     from qkv.profiler.capture import models
 
+    clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
     if perturb is not None and perturb < 0:
-        raise InputError(f"--perturb is {perturb}, expected the position of a token, from 0")
-    passage = given_text(model, text, file, tokens)
+        raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
+    passage = text_of(model, text, file, tokens)
 
     def profiled(loaded: models.Loaded, inputs: Any) -> Profile:
         return run.profile(
@@ -99,51 +105,55 @@ def profile(
 
     with folder(out):
         other = None if against is None else compare.saved(against)
-        loaded, inputs = ready(model, passage, tokens, dtype)
+        loaded, inputs = load_inputs(model, passage, tokens, dtype)
+        clock.lap("loading the model")
         result = profiled(loaded, inputs)
         comparison = None
         if against is not None:
-            comparison = (other or profiled(*ready(against, passage, tokens, dtype))).compare(result)
+            comparison = (other or profiled(*load_inputs(against, passage, tokens, dtype))).compare(result)
         mixed = None if perturb is None else mixing.measured(loaded, inputs, perturb)
+        clock.lap("measuring")
         _show(result)
         if comparison is not None:
             compare.show(comparison)
+        clock.lap("summary")
         files = _figures(result, out)
         if comparison is not None:
             files += compare.write(comparison, out)
         if mixed is not None:
             files += mixing.write(mixed, loaded.name, out)
+        clock.lap("figures")
         _write(result, out, files)
+        clock.lap("report and data")
+        print_line("Time", str(clock))
 
 
 def _figures(result: Profile, out: Path) -> list[Path]:
-    from rich.console import Console
-
+    from qkv._progress import bar
     from qkv.figures.save import save_figure
 
-    with Console().status("drawing figures"):
+    with bar("drawing", "figures", len(FIGURES)) as step:
         for name in FIGURES:
             save_figure(getattr(result.plot, name)(), out / f"{name}.png")
+            step(1)
     return [out / f"{name}.png" for name in FIGURES]
 
 
 def _write(result: Profile, out: Path, files: list[Path]) -> None:
-    from rich.console import Console
+    from qkv._progress import spinner
 
-    console = Console()
-    with console.status("writing the report"):
-        result.save(out / "profile.qkv.zip")
-        result.export(out / "heads.csv")
+    with spinner("writing the report"):
+        data = result.save(out / "profile.qkv.zip")
+        heads = result.export(out / "heads.csv")
         report = result.report(out / "report.html")
-    console.print(f"[bold]Report[/bold]   {report}", soft_wrap=True, highlight=False)
-    data = out / "profile.qkv.zip"
-    console.print(f"[dim]Data     {data}   (qkv.Profile.load)[/dim]", soft_wrap=True, highlight=False)
-    console.print(f"[dim]Heads    {out / 'heads.csv'}[/dim]", soft_wrap=True, highlight=False)
-    console.print(f"[dim]More     {', '.join(f.name for f in files)}[/dim]", soft_wrap=True, highlight=False)
+    print_line("Report", report, main=True)
+    print_line("Data", f"{data}   (qkv.Profile.load)")
+    print_line("Heads", heads)
+    print_line("More", ", ".join(f.name for f in files))
 
 
 def _show(result: Profile) -> None:
-    """What stands out, as tables in the terminal."""
+    """Print a summary of every group: its heads, its tokens, its sinks."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -173,20 +183,22 @@ def _title(result: Profile, group: str) -> str:
 
 
 def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
-    """What the sink scores, the kinds of heads and the hidden states say, a sentence each."""
+    """One line each on attention sinks, head types and massive activations."""
     from qkv.profiler.data.sinks import sink_summary
     from qkv.profiler.data.types import MIXED
 
     found = sink_summary(result.groups[group])
-    said = {
+    texts = {
         "natural": "on this text", "random": "on random tokens", "repeated": "on one token repeated",
-        "anywhere": "anywhere over the whole text",
+        "anywhere": "at any token, over all queries",
     }  # fmt: skip
-    parts = [f"{found[name]:.0%} of heads {words}" for name, words in said.items() if name in found]
+    parts = [f"{found[name]:.0%} of heads {words}" for name, words in texts.items() if name in found]
     learned = f"; the learned sink takes {found['learned']:.0%}" if "learned" in found else ""
     lines = {"Sinks": f"α > 0.3 at the first token: {', '.join(parts)}{learned}"}
     kinds = result.types(group)["type"].value_counts()
-    lines["Heads"] = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no kind is clear"
+    lines["Heads"] = (
+        ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no head has a clear type"
+    )
     if group == result.main:
         for stack, data in result.residual.items():
             ratio = data["ratio"].max(("text", "depth")).item()
@@ -199,20 +211,20 @@ def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
 
 
 def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:
-    """The heads that do most purely what they do: up to `each` of every kind."""
+    """Up to `each` heads of every target, those that put most of their weight on it first."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most telling heads", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most specialised heads", title_justify="left")
     table.add_column("head", no_wrap=True)
-    table.add_column("goes to", no_wrap=True)
-    for name in ("sink share", "entropy", "of uniform", "distance", "keys used"):
+    table.add_column("attends to", no_wrap=True)
+    for name in ("sink share", "entropy", "of uniform", "distance", "effective keys"):
         table.add_column(name, justify="right")
     clear = heads[heads["target"] != "spread"].sort_values("target_share", ascending=False)
-    telling = clear.groupby("target", sort=False).head(each).head(most)
+    specialised = clear.groupby("target", sort=False).head(each).head(most)
     spread = heads[heads["target"] == "spread"].sort_values("effective_keys", ascending=False).head(each)
-    for rows in (telling, spread):
+    for rows in (specialised, spread):
         for row in rows.sort_values("target", kind="stable").itertuples():
             table.add_row(
                 f"{row.layer}.{row.head}", Text(row.goes_to), f"{row.sink_share:.0%}", f"{row.entropy:.2f}",
@@ -227,7 +239,7 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
-    for name in ("token", "of all attention", "× its share of the text", "occurs"):
+    for name in ("token", "of all attention", "× its share of the text", "count"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for row in result.tokens(most, group).itertuples():
         token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)

@@ -1,10 +1,11 @@
-"""`qkv survey`: where does a model attend over a whole corpus?"""
+"""`qkv survey`: measure where every head of a model attends over a whole corpus."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,36 +39,39 @@ def survey(
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 14_400.0,
 ) -> None:
-    """Where does a model attend over a whole corpus? Exact sums for every head, on one core or on many machines.
+    """Measure where every attention head of a model attends over a whole corpus.
 
-    Texts are cut into shards; each that is done is a file in DIR/shards. A survey that was stopped, even killed, goes
-    on where it was when the same command is given again. Writes to DIR: survey.qkv.zip (the data, for Survey.load of
-    qkv.profiler.survey), heads.csv (a row a head), and figures as PNG. What cannot be read is left out and counted.
+    The statistics are exact, and the work can be divided among many processes and machines. The texts are divided into
+    shards, and every finished shard is saved in DIR/shards. If a survey is interrupted or killed, repeat the same
+    command: it continues with the first unfinished shard. The command writes to DIR: survey.qkv.zip (all the data, for
+    qkv.profiler.Survey.load), heads.csv (one row per head), and figures as PNG. Texts that cannot be read are skipped
+    and counted.
 
     qkv survey                                         (the small model that comes with qkv, on Python's library)
 
-    qkv survey minilm notes/ letters.txt posts.jsonl   (folders, text files, and JSON lines with a "text")
+    qkv survey minilm notes/ letters.txt posts.jsonl   (folders, text files, and JSON lines with a field "text")
 
-    qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset of the Hugging Face hub)
+    qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset from the Hugging Face hub)
 
-    torchrun --nproc-per-node 2 -m qkv.cli survey minilm notes/      (two processes; docs/scale.md has more)
+    torchrun --nproc-per-node 2 -m qkv.cli survey minilm notes/      (two processes; see docs/scale.md)
 
     Args:
-        model: As in qkv profile: a folder, a name on the hub, "qkv-mini", "minilm" or "random-gpt2".
-        corpora: Text files, folders of them, .jsonl files with a field "text"; or one of "library" (the default),
-            "shakespeare" and "hf:NAME".
-        out: Folder to write to; made if it is not there.
-        shards: Parts to cut the corpus into: the more, the less is done again after an interruption.
-        batch_tokens: Tokens that run through the model at once.
-        length: Longest sequence, special tokens included; if not given, what the model takes, but at most 512.
-        overlap: What each piece of a long text repeats of the one before, as context that does not count; an eighth of
-            the length if not given.
-        long: Split texts longer than that, or refuse them: then they are left out and counted.
-        local_window: "Local" is at most this many tokens away.
-        dtype: Of the weights.
-        device: cpu, cuda, or auto: a card for each process if there are any.
-        threads: Threads of torch in each process; as many as it likes if not given.
-        patience: How long to wait for other processes before they count as lost; longer than any shard takes.
+        model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
+        corpora: Text files, folders of text files, and .jsonl files with a field "text"; or a single named corpus:
+            "library" (Python's standard library, the default), "shakespeare" or "hf:NAME".
+        out: Folder for the results. It is created if it does not exist.
+        shards: Number of parts to divide the corpus into. With more shards, less work is lost if you interrupt.
+        batch_tokens: Number of tokens in a batch.
+        length: Longest sequence, special tokens included; by default the longest that the model can read, at most 512.
+        overlap: Number of tokens that each piece of a split text repeats from the piece before it, as context that is
+            not measured again; by default an eighth of the length.
+        long: What to do with texts longer than the length: split them, or refuse them (they are skipped and counted).
+        local_window: Keys at most this many tokens from the query count as local.
+        dtype: Number format of the weights.
+        device: cpu, cuda, or auto, which gives each process a GPU if there is one.
+        threads: Number of threads that torch uses in each process; by default torch decides.
+        patience: Seconds to wait for the other processes before they are considered lost. It must be longer than the
+            slowest shard takes.
     """
     import torch
 
@@ -81,13 +85,13 @@ def survey(
         torch.set_num_threads(threads)
     if patience <= 0:
         raise InputError(f"--patience is {patience}, expected more than 0 seconds")
-    speaks = os.environ.get("RANK", "0") == "0"  # of several processes, one speaks
+    prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
     with folder(out), _stoppable(out, shards):
         corpus = _corpus(corpora or ("library",))
         loaded = models.load(model, dtype=dtype)
         loaded.model.to(_device(device))
         try:
-            with _bar(speaks, corpus, out, shards) as on_batch:
+            with _progress(prints, corpus, out, shards) as on_batch:
                 result = surveys.survey(
                     loaded.model,
                     corpus,
@@ -104,16 +108,16 @@ def survey(
                     on_batch=on_batch,
                 )
         except surveys.Incomplete as error:
-            if speaks:
+            if prints:
                 print(f"qkv: {error}", file=sys.stderr)
             raise SystemExit(1) from error
-        if speaks:
+        if prints:
             _show(result)
             _write(result, out)
 
 
 def _corpus(names: tuple[str, ...]) -> Corpus:
-    """What the names stand for: files and folders, or one corpus that the lab knows."""
+    """The corpus of these files and folders, or a named corpus of the lab."""
     from qkv.lab import corpora
     from qkv.profiler.surveys import corpus
 
@@ -121,7 +125,7 @@ def _corpus(names: tuple[str, ...]) -> Corpus:
     if not known:
         return corpus.of_files(names)
     if len(names) > 1:
-        raise InputError(f"corpus: {known[0]} stands by itself; expected it alone, or files and folders")
+        raise InputError(f"corpus: {known[0]} is a named corpus, expected it alone, or files and folders")
     found = corpora.load(known[0])
     return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
 
@@ -136,13 +140,15 @@ def _device(name: str) -> Any:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device is {name!r}, which is not here; expected auto, cpu or cuda") from error
+        raise InputError(
+            f"--device is {name!r}, which this machine does not have; expected auto, cpu or cuda"
+        ) from error
     return name
 
 
 @contextmanager
 def _stoppable(out: Path, shards: int) -> Iterator[None]:
-    """What is asked to end, as torchrun asks all others when one process died, says how far it came."""
+    """Report progress on SIGINT and SIGTERM, which torchrun sends to all processes when one of them dies."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -154,50 +160,38 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
         from qkv.profiler.surveys.survey import finished
 
         raise KeyboardInterrupt(
-            f"stopped with {len(finished(out))} of {shards} shards done; the same command goes on"
+            f"stopped with {len(finished(out))} of {shards} shards done; repeat the same command to continue"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def _bar(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Texts, tokens a second and the time left on standard error, if it is a terminal. What was done before counts as
-    done: a bar of the whole corpus."""
-    if not (show and sys.stderr.isatty()):
-        yield lambda documents, size, tokens: None
-        return
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+def _progress(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar over the bytes of the shards that this process has still to survey."""
+    from qkv._progress import bar
     from qkv.profiler.surveys.survey import finished
 
-    parts = corpus.shards(shards)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    done = finished(out)
-    left = [part for at, part in enumerate(parts) if at not in done][::world]
-    total = sum(d.size for part in left for d in part)
-    columns = (
-        TextColumn("surveying"), BarColumn(), TextColumn("{task.fields[texts]:,} texts"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(),
-    )  # fmt: skip
-    began, seen = time.perf_counter(), [0, 0]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("surveying", total=total or None, texts=0, rate=0.0)
+    total = 0
+    if show and sys.stderr.isatty():
+        done, processes = finished(out), int(os.environ.get("WORLD_SIZE", "1"))
+        left = [documents for at, documents in enumerate(corpus.shards(shards)) if at not in done][::processes]
+        total = sum(document.size for documents in left for document in documents)
+    start, texts, tokens = time.perf_counter(), 0, 0
+    with bar("surveying", total=total or None, show=show) as step:
 
-        def on_batch(documents: int, size: int, tokens: int) -> None:
-            seen[0] += documents
-            seen[1] += tokens
-            rate = seen[1] / max(time.perf_counter() - began, 1e-9)
-            progress.update(task, advance=size, texts=seen[0], rate=rate)
+        def on_batch(new_texts: int, new_bytes: int, new_tokens: int) -> None:
+            nonlocal texts, tokens
+            texts += new_texts
+            tokens += new_tokens
+            rate = tokens / max(time.perf_counter() - start, 1e-9)
+            step(new_bytes, note=f"{texts:,} texts  {rate:,.0f} tokens/s")
 
         yield on_batch
 
 
 def _show(result: Survey) -> None:
-    """What stands out, as tables in the terminal, and what was left out."""
+    """Print the summary tables of every group, and which texts were skipped."""
     from rich.console import Console
 
     record = result.record
@@ -210,35 +204,33 @@ def _show(result: Survey) -> None:
         console.print("\n" + " · ".join(parts), style="bold", markup=False)
         console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
         console.print(_token_table(result, group))
-    beside = sorted({*record["sources"].values()} - {"interface", "qkv"})
-    if beside:
-        console.print(
-            f"Some numbers come from: {', '.join(beside)} (record['sources'] says of which modules)", markup=False
-        )
-    left = sum(record["skipped"].values())
-    if left:
+    other = sorted({*record["sources"].values()} - {"interface", "qkv"})
+    if other:
+        console.print(f"Some numbers come from {', '.join(other)}: record['sources'] lists the modules", markup=False)
+    skipped = sum(record["skipped"].values())
+    if skipped:
         reasons = ", ".join(f"{n:,} × {reason}" for reason, n in record["skipped"].items())
-        console.print(f"Left out {left:,} texts: {reasons}", style="yellow", markup=False)
+        console.print(f"Skipped {skipped:,} texts: {reasons}", style="yellow", markup=False)
         for example in record["examples"][:3]:
             console.print(f"  {example}", markup=False)
 
 
 def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
-    """The heads that do most of each thing, with how sure one can be of it from text to text."""
+    """The heads with the largest means of each quantity, with intervals of 90 % of the texts and of the queries."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most telling heads", title_justify="left")
-    for name in ("what", "head", "mean", "90 % of texts", "90 % of queries"):
-        table.add_column(name, justify="left" if name in ("what", "head") else "right", no_wrap=True)
-    for what in quantities:
-        if heads[what].max() > 0:
-            for row in heads.sort_values(what, ascending=False, kind="stable").head(most).itertuples():
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Heads with the largest values", title_justify="left")
+    for name in ("quantity", "head", "mean", "90 % of texts", "90 % of queries"):
+        table.add_column(name, justify="left" if name in ("quantity", "head") else "right", no_wrap=True)
+    for name in quantities:
+        if heads[name].max() > 0:
+            for row in heads.sort_values(name, ascending=False, kind="stable").head(most).itertuples():
                 of_texts, of_queries = (
-                    f"{_number(getattr(row, f'{what}{kind}_p5'))} … {_number(getattr(row, f'{what}{kind}_p95'))}"
+                    f"{_number(getattr(row, f'{name}{kind}_p5'))} … {_number(getattr(row, f'{name}{kind}_p95'))}"
                     for kind in ("_text", "")
                 )
-                table.add_row(what, f"{row.layer}.{row.head}", _number(getattr(row, what)), of_texts, of_queries)
+                table.add_row(name, f"{row.layer}.{row.head}", _number(getattr(row, name)), of_texts, of_queries)
     return table
 
 
@@ -248,7 +240,7 @@ def _token_table(result: Survey, group: str) -> Any:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
-    for name in ("token", "of all attention", "× its share of the text", "occurs"):
+    for name in ("token", "of all attention", "× its share of the text", "count"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for row in result.tokens(8, group).itertuples():
         name = row.token or f"token {row.id}"
@@ -278,7 +270,9 @@ def _write(result: Survey, out: Path) -> None:
                 save_figure(draw(result, group=group), out / f"{name}{ending}.png")
                 names.append(f"{name}{ending}.png")
     except OSError as error:
-        raise InputError(f"cannot write tables and figures to {out} ({error.strerror}); the data is there") from error
+        raise InputError(
+            f"--out: cannot write tables and figures to {out} ({error.strerror}); the data was written"
+        ) from error
     console = Console(highlight=False)
     for line in (
         f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.Survey.load)",

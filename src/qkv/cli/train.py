@@ -1,4 +1,4 @@
-"""`qkv train`: a small model learns a task, and its attention is held against what is known to be right."""
+"""`qkv train`: train a small model on a task and compare its attention with the known truth."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from qkv.lab import Task, Trained
 
 EXAMPLES = """\
-qkv train reversal                                          (a task as it is)
+qkv train reversal                                          (a task with its default settings)
 
-qkv train reversal --help                                   (all its settings)
+qkv train reversal --help                                   (all settings of the task)
 
-qkv train reversal --length 8 --model.layers 1 --steps 500  (other settings)
+qkv train reversal --length 8 --model.layers 1 --steps 500  (change some settings)
 
 qkv train --config qkv-runs/reversal/run.toml --seed 1 --out qkv-runs/again
 
@@ -31,33 +31,33 @@ torchrun --nproc-per-node 2 -m qkv.cli train language       (two processes)"""
 
 @dataclass(frozen=True)
 class Run:
-    """All that can be said of a run: where, and the settings of its task and training, each a flag of its own.
+    """The command line of one task: every setting of the task and of the training is a flag.
 
-    tyro takes the types of the first two from their defaults, so that `qkv --help` does without torch.
+    tyro takes the types of the first two fields from their defaults, so that `qkv --help` need not import torch.
     """
 
     task: Annotated[Any, tyro.conf.arg(name="")]
     training: Annotated[Any, tyro.conf.arg(name="")]
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Folder of the run. One that is there goes on where it stopped, if its settings are the same."""
+    """Folder of the run. If it contains an interrupted run with the same settings, that run continues."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Take settings from this TOML file, such as the run.toml of another run; flags come on top."""
+    """Read settings from this TOML file, such as the run.toml of another run; flags override them."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Threads of torch; as many as it likes if not given."""
+    """Number of threads that torch uses; by default torch decides."""
     tensorboard: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write metrics for TensorBoard, too."""
+    """Also write the metrics for TensorBoard."""
 
 
 def train(*arguments: str) -> None:
-    """How does attention learn its work? A small model, a task whose truth is known, minutes on one core.
+    """Train a small model on a task whose correct attention is known: minutes on one core.
 
-    `qkv train` lists the tasks, `qkv train TASK --help` the settings of one. A run writes to its folder the settings,
-    metrics, checkpoints, the model and its figures, and goes on where it stopped when it is asked for again.
+    `qkv train` lists the tasks, and `qkv train TASK --help` lists the settings of a task. A run writes its settings,
+    metrics, checkpoints, model and figures to its folder. Repeat the command to continue an interrupted run.
 
     qkv train reversal --length 8 --model.layers 1 --steps 500
 
     Args:
-        arguments: The task, and flags.
+        arguments: The task and its flags.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         _list()
@@ -72,12 +72,12 @@ def train(*arguments: str) -> None:
     from qkv.lab import loop
 
     trained = loop.train(run.task, run.training, run.out, progress=True, tensorboard=run.tensorboard)
-    if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+    if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
         _show(run.task, trained)
 
 
 def _read(arguments: Sequence[str]) -> Run:
-    """The task's defaults, under what --config says, under the flags."""
+    """The settings of a run: flags override --config, which overrides the defaults of the task."""
     from qkv.lab import settings
     from qkv.lab.tasks import names, task_class
 
@@ -89,11 +89,11 @@ def _read(arguments: Sequence[str]) -> Run:
         cls = task_class(name)
         task, training = cls(), cls.training()
     elif config is None:
-        raise InputError(f"there is no task before {arguments[0]}, expected one of {', '.join(names())}")
+        raise InputError(f"task is missing before {arguments[0]}, expected one of {', '.join(names())}")
     if config is not None:
         task, training = settings.from_toml(config)
         if name not in (None, task.name):
-            raise InputError(f"--config: {config} is of the task {task.name!r}, expected {name!r}")
+            raise InputError(f"--config: {config} has the settings of the task {task.name!r}, expected {name!r}")
     run: Run = tyro.cli(
         Run,
         default=Run(task, training, Path("qkv-runs", task.name)),
@@ -105,13 +105,13 @@ def _read(arguments: Sequence[str]) -> Run:
 
 
 def _about(task: type[Task]) -> str:
-    """What a task's class says of itself, without its examples."""
+    """The docstring of a task's class without its examples."""
     lines = [line.strip() for line in (task.__doc__ or "").partition(">>>")[0].splitlines()]
     return "\n".join(lines).strip()
 
 
 def _list() -> None:
-    """The tasks, and how to ask for one."""
+    """Print the tasks and some examples."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -129,7 +129,7 @@ def _list() -> None:
 
 
 def _show(task: Task, trained: Trained) -> None:
-    """What the model can do, where it looks, and where everything is."""
+    """Print the final metrics and the names of the files."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -137,7 +137,7 @@ def _show(task: Task, trained: Trained) -> None:
     from qkv.lab.log import scalars
     from qkv.lab.loop import FIGURES, MODEL
     from qkv.lab.settings import RUN
-    from qkv.models.text import TOKENIZER
+    from qkv.models.file_tokenizer import TOKENIZER
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{task.name} at step {trained.metrics[-1]['step']:,}", no_wrap=True)
@@ -148,7 +148,7 @@ def _show(task: Task, trained: Trained) -> None:
         table.add_section()
     model = trained.folder / MODEL
     named = shlex.quote(str(model))
-    hints = [f"qkv profile {named}"] if (model / TOKENIZER).exists() else []  # what reads no text has no use for it
+    hints = [f"qkv profile {named}"] if (model / TOKENIZER).exists() else []  # only for models that read text
     hints += [f'qkv generate {named} "def "'] if task.name == "language" else []
     figures = ", ".join(p.name for p in sorted((trained.folder / FIGURES).glob("*.png")))
     console = Console(highlight=False)

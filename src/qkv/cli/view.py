@@ -1,4 +1,4 @@
-"""`qkv view`: look around in a model or a profile, in a browser."""
+"""`qkv view`: explore the attention of a model or a profile in a browser."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv.cli.inputs import given_text, ready
+from qkv.cli.inputs import load_inputs, text_of
+from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
-PROFILE = "profile.qkv.zip"  # what `qkv profile` calls it in its folder
+PROFILE = "profile.qkv.zip"  # the name that `qkv profile` gives it
 
 
 def view(
@@ -36,39 +37,38 @@ def view(
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8765,
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
-    """Look around in a model or a profile, in a browser: from all heads down to one pair of tokens.
+    """Explore the attention of a model or a profile in a browser.
 
-    Starts a server on this machine, opens its page, and runs until interrupted (Ctrl+C). Of a model, every map is
-    computed as it is looked at, exact at any zoom; of a profile there is what was saved.
+    The pages lead from all heads down to one pair of tokens. The command starts a server on this machine, opens its
+    page, and runs until you interrupt it (Ctrl+C). The maps of a model are computed while you look at them and are
+    exact at any zoom; of a profile you see the data that was saved.
 
-    qkv view                                         (the small model that comes with qkv, on a program)
+    qkv view                                         (the small model that comes with qkv, on Python code)
 
-    qkv view minilm "The cat sat on the mat."        (a trained BERT, on a text of your own)
+    qkv view minilm "The cat sat on the mat."        (a trained BERT, on your own text)
 
-    qkv view qkv-profile                             (what qkv profile has written to that folder)
+    qkv view qkv-profile                             (the profile that qkv profile wrote to this folder)
 
     qkv view ./tuned --file book.txt --against ./base
 
     Args:
-        source: A profile.qkv.zip, the folder that qkv profile has written one to, or a model: see qkv profile.
-        text: The text to run the model on; a bundled passage if none is given.
-        file: Read the text from this UTF-8 file instead; - is standard input.
-        tokens: Use this many tokens: of the text or file if given, else of Python's own standard library.
-        target: For an encoder-decoder, what its decoder reads; the text itself if not given.
-        against: A second profile, or a second model on the same text, to compare with.
-        dtype: Of the weights of models.
-        host: Address to listen at. Any but a loopback one can be reached by others, who need the token in the address
-            that is printed.
-        port: Of the server; 0 is any that is free.
-        no_browser: Print the address only.
+        source: A profile.qkv.zip, the folder that qkv profile wrote it to, or a model (see qkv profile --help).
+        text: Text to run the model on; a bundled passage if you give none.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
+            standard library.
+        target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
+        against: A second profile, or a second model on the same text, to compare with the first.
+        dtype: Number format of the weights of models.
+        host: Address to listen on. If it is not a loopback address, other machines can connect; they need the token in
+            the printed address.
+        port: Port of the server; 0 chooses a free port.
+        no_browser: Print the address without opening a browser.
     """
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise InputError("the viewer needs fastapi and uvicorn: pip install 'qkv[view]'")
+        raise InputError("qkv view needs fastapi and uvicorn: pip install 'qkv[view]'")
     if not 0 <= port <= 65535:
-        raise InputError(f"--port is {port}, expected 0 (any that is free) to 65535")
-
-    from rich.console import Console
-    from rich.markup import escape
+        raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
 
     from qkv.profiler.capture.inputs import batches
     from qkv.server.guard import EVERYWHERE
@@ -80,34 +80,33 @@ def view(
         found.append((against, _saved(against, "--against")))
     names = [name for name, profile in found if profile is None]
     if not names and any(x is not None for x in (text, file, tokens, target)):
-        raise InputError(f"PROFILE: {source} has a text of its own; expected no other, or a model to run on it")
-    passage = given_text(names[0], text, file, tokens) if names else ""  # one for both, or they could not be compared
+        raise InputError(f"PROFILE: {source} already has its text, expected no other text, or a model to run on it")
+    passage = text_of(names[0], text, file, tokens) if names else ""  # one text for both models
     session = Session(Path(source).name or source)
     for name, profile in found:
         if profile is not None:
             session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})")
         else:
-            loaded, inputs = ready(name, passage, tokens, dtype)
-            list(batches(loaded.model, inputs, loaded.tokenizer, target))  # what it cannot run on is said here
+            loaded, inputs = load_inputs(name, passage, tokens, dtype)
+            list(batches(loaded.model, inputs, loaded.tokenizer, target))  # raises if the model cannot read them
             session.add_model(loaded, inputs, target=target)
 
     def started(url: str) -> None:
-        console = Console()
-        console.print(f"[bold]Viewer[/bold]   {escape(url)}", soft_wrap=True, highlight=False)
+        print_line("Viewer", url, main=True)
         if host in EVERYWHERE:
             elsewhere = url.replace("localhost", socket.gethostname(), 1)
-            console.print(f"[dim]Or, from elsewhere, {escape(elsewhere)}[/dim]", soft_wrap=True, highlight=False)
-        console.print("[dim]Ctrl+C ends it.[/dim]")
+            print_line("", f"or, from another machine, {elsewhere}")
+        print_line("", "Ctrl+C ends it.")
         if not no_browser:  # in a thread: a browser in the terminal would keep the server from starting
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     if not serve(session, host=host, port=port, on_start=started):
         sys.stdout.flush()
-        os._exit(0)  # what still computes would abort the interpreter, and nobody waits for it
+        os._exit(0)  # threads that still compute would make the interpreter abort
 
 
 def _saved(name: str, called: str) -> Profile | None:
-    """The profile in a file, or in a folder that `qkv profile` has written; None if `name` may be a model."""
+    """The profile in a file, or in a folder that `qkv profile` wrote; None if `name` is not a profile."""
     from qkv.profiler.profiles import Profile
 
     if not os.path.exists(name):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from qkv._files import write_whole
+from qkv._progress import Bar, bar
 from qkv.errors import InputError
 from qkv.lab import log, resume, settings
-from qkv.lab.progress import Bar
 from qkv.lab.task import Batch, Task, Training
 from qkv.models import checkpoint
 
@@ -126,7 +126,8 @@ def train(
     main = accelerator.is_main_process
     with ExitStack() as stack:
         stopped = stack.enter_context(_stop_requests())
-        writer = stack.enter_context(_Writer(folder, task, training, done, progress, tensorboard)) if main else None
+        shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress and main))
+        writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard)) if main else None
         if writer is not None and done == 0:
             writer.evaluation(model, 0)
         for step in range(done, training.steps):
@@ -181,22 +182,18 @@ def _check_finite(loss: float, norm: float, step: int, training: Training, folde
 class _Writer:
     """Metrics to the file and to the terminal, with predictions a second between evaluations."""
 
-    def __init__(
-        self, folder: Path, task: Task, training: Training, done: int, progress: bool, tensorboard: bool
-    ) -> None:
+    def __init__(self, folder: Path, task: Task, training: Training, done: int, shown: Bar, tensorboard: bool) -> None:
         self._task, self._training = task, training
         self._log = log.Log(
             folder / METRICS, resume_at=done, tensorboard=folder / "tensorboard" if tensorboard else None
         )
-        self._bar = Bar(progress, task.name, done, training.steps)
+        self._bar, self._shown = shown, done
         self._restart()
 
     def __enter__(self) -> _Writer:
-        self._bar.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._bar.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
         self._log.close()
 
     def _restart(self) -> None:
@@ -209,7 +206,8 @@ class _Writer:
         rate = self._predictions / (time.perf_counter() - self._began)
         line = {"step": step, "loss": loss, "lr": self._training.lr_at(step - 1)}
         self._log.write({**line, "gradient_norm": norm, "tokens_per_second": rate})
-        self._bar.show(step, loss, rate)
+        self._bar(step - self._shown, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        self._shown = step
         self._restart()
 
     @torch.no_grad()
@@ -217,11 +215,12 @@ class _Writer:
         training = model.training
         model.eval()
         try:
-            line = {"step": step, "evaluation": self._task.evaluate(model), "check": self._task.check(model)}
+            line: dict[str, Any] = {"step": step, "evaluation": self._task.evaluate(model), "check": self._task.check(model)}
         finally:
             model.train(training)
         self._log.write(line)
-        self._bar.say(line)
+        found = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(line["evaluation"])[:4])
+        self._bar.say(f"step {step:>6}  {found}")
         self._restart()
 
 

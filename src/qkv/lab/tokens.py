@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from qkv._progress import say, spinner
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers
 from qkv.lab.corpora import keep
@@ -129,15 +129,8 @@ def _again(path: Path) -> str:
 
 @contextmanager
 def _status(corpus: corpora.Corpus) -> Iterator[None]:
-    """What takes a while, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True, highlight=False)
+    """A spinner while a corpus is tokenized, and a remark on the files that were skipped."""
     if corpus.skipped:
-        console.print(f"[dim]{escape(corpus.name)}: files that are no UTF-8 text, left out: {corpus.skipped:,}[/dim]")
-    with console.status(f"making tokens of {escape(corpus.name)}, once"):
+        say(f"{corpus.name}: skipped {corpus.skipped:,} files that are not UTF-8 text")
+    with spinner(f"tokenizing {corpus.name}, once"):
         yield

@@ -1,4 +1,4 @@
-"""Models made of `qkv.nn`, each after a paper, and what they share: checkpoints, sampling, generation."""
+"""Models built from `qkv.nn`, each after a paper, with checkpoints, sampling and text generation."""
 
 from __future__ import annotations
 

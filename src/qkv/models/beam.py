@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations, looked for breadth first."""
+"""Beam search for the most likely continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from qkv.models.generation import Model, check, end_tokens, evaluating
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A continuation and what it is worth.
+    """A continuation and its score.
 
     >>> Hypothesis(tokens=[5, 2], score=-0.7).tokens
     [5, 2]
     """
 
     tokens: list[int]
-    """Without the end token; as many as `max_new_tokens` if it was cut off there."""
+    """The new tokens without the end token; `max_new_tokens` of them if no end token came."""
     score: float
     """Log-probability, natural, divided by (number of tokens, the end token included) ** length_penalty."""
 
@@ -42,24 +42,24 @@ def beam_search(
 ) -> list[list[Hypothesis]]:
     """The best continuations of each item of a batch that a beam of fixed width finds.
 
-    At each step the candidates are all tokens after all live hypotheses. Those that end, and are among the best
-    `beams`, are finished; the best `beams` of the others live on, so finished ones do not narrow the beam. A beam of
-    one has no second best to go on with: it is greedy decoding. What is alive after `max_new_tokens` is finished as
-    it is. An item is done when nothing alive can beat the worst finished hypothesis that would be returned: since a
-    log-probability only falls, the best score to hope for is the best live log-probability over the longest length
-    (over the next one, if length_penalty is negative). This rule only saves work; it never changes the result.
+    At each step every unfinished hypothesis is extended by every token. Extensions that end, and are among the best
+    `beams`, are finished; the best `beams` of the others remain, so finished hypotheses do not narrow the beam. A beam
+    of one is greedy decoding. Hypotheses that remain after `max_new_tokens` count as finished. An item stops early when
+    no unfinished hypothesis can beat the worst finished one that would be returned: a log-probability only falls, so
+    the best possible score is the best log-probability divided by the longest length (by the next length, if
+    length_penalty is negative). Stopping early saves work and never changes the result.
 
     Candidates, rules and scores are those of Hugging Face transformers with ``early_stopping="never"``.
 
     Args:
         model: anything with a `step`; it runs in evaluation mode, without autograd.
-        state: what `model.start` returned for a batch of b; used up.
+        state: the state that `model.start` returned for a batch of b; it cannot be used again.
         start: the first token of each item, or its prompt.
-        beams: hypotheses alive at a time, for each item.
+        beams: number of unfinished hypotheses kept for each item.
         max_new_tokens: length of the longest hypothesis.
-        end: the token, or tokens, that end a hypothesis; None if nothing does.
-        length_penalty: power of the length that log-probabilities are divided by: 0 compares sums, which favours
-            short hypotheses; 1 means a token; more favours long ones. The length is that of the new tokens.
+        end: the token, or tokens, that end a hypothesis; None if there is none.
+        length_penalty: log-probabilities are divided by the number of new tokens to this power: 0 compares sums, which
+            favours short hypotheses; 1 compares means per token; larger powers favour long hypotheses.
         num_return: how many hypotheses of each item to return.
 
     Returns:
@@ -89,7 +89,7 @@ def beam_search(
     if beams < 1:
         raise InputError(f"beams is {beams}, expected at least 1")
     if not 1 <= num_return <= beams:
-        raise InputError(f"num_return is {num_return}, expected 1 to {beams}, as many as there are beams")
+        raise InputError(f"num_return is {num_return}, expected 1 to {beams}, the number of beams")
     if not math.isfinite(length_penalty):
         raise InputError(f"length_penalty is {length_penalty}, expected a finite number")
     with evaluating(model):
@@ -100,7 +100,7 @@ def _search(
     model: Model, state: Any, prompt: Tensor, beams: int, longest: int, ends: Tensor, penalty: float, wanted: int
 ) -> list[list[Hypothesis]]:
     batch = len(prompt)
-    looked_at = 1 if beams == 1 else beams * (1 + len(ends))  # so many that `beams` of them do not end
+    candidates_kept = 1 if beams == 1 else beams * (1 + len(ends))  # enough that at least `beams` of them do not end
     found: list[list[Hypothesis]] = [[] for _ in range(batch)]
     alive = torch.zeros(batch, 1, dtype=torch.float64, device=prompt.device)  # log-probabilities, best first
     tokens = prompt.new_empty(batch, 1, 0)
@@ -109,7 +109,7 @@ def _search(
         logits = model.step(step, state)
         width, size = alive.shape[1], logits.shape[-1]
         candidates = alive[..., None] + logits.double().log_softmax(-1).view(batch, width, size)
-        scores, index = candidates.flatten(1).topk(min(looked_at, width * size))
+        scores, index = candidates.flatten(1).topk(min(candidates_kept, width * size))
         parent, token = index // size, index % size
         tokens = torch.cat([_gathered(tokens, parent), token[..., None]], -1)
 
@@ -123,8 +123,8 @@ def _search(
             break
 
         alive, chosen = scores.masked_fill(ended, -math.inf).topk(min(beams, scores.shape[1]))
-        hope = alive[:, 0] / (longest if penalty >= 0 else length + 1) ** penalty
-        if all(map(_done, found, hope.tolist(), [wanted] * batch)):
+        bound = alive[:, 0] / (longest if penalty >= 0 else length + 1) ** penalty
+        if all(map(_done, found, bound.tolist(), [wanted] * batch)):
             break
         rows = torch.arange(batch, device=prompt.device)[:, None] * width + parent.gather(1, chosen)
         state.reorder(rows.flatten())
@@ -133,9 +133,9 @@ def _search(
     return found
 
 
-def _done(found: list[Hypothesis], hope: float, wanted: int) -> bool:
-    """Whether nothing alive can come among those wanted, given the best score it can hope for."""
-    return hope == -math.inf or (len(found) == wanted and found[-1].score >= hope)
+def _done(found: list[Hypothesis], bound: float, wanted: int) -> bool:
+    """True if no unfinished hypothesis, whose score is at most `bound`, can be among the `wanted` best."""
+    return bound == -math.inf or (len(found) == wanted and found[-1].score >= bound)
 
 
 def _gathered(tokens: Int[Tensor, "b w t"], index: Int[Tensor, "b w2"]) -> Int[Tensor, "b w2 t"]:

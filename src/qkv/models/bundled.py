@@ -1,4 +1,4 @@
-"""Trained models that come with the package: made by `qkv train`, each with its settings and its log beside it."""
+"""Trained models that come with the package; `qkv train` made them, and their settings and logs are beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = {
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder of a model that comes with the package: what `qkv.models.load` reads; None for any other name.
+    """The folder of a model that comes with the package, for `qkv.models.load`; None for any other name.
 
     >>> folder_of("gpt2") is None
     True

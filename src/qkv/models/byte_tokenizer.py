@@ -1,4 +1,4 @@
-"""Bytes as tokens."""
+"""A tokenizer whose tokens are bytes."""
 
 from __future__ import annotations
 

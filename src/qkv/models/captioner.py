@@ -1,4 +1,4 @@
-"""Captions of images by attention to a grid of their features, soft or hard (Xu et al. 2015)."""
+"""Image captioning with soft or hard attention to a grid of image features (Xu et al. 2015)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qkv.models.config import one_of
 from qkv.nn.alignment import AdditiveAttention
 from qkv.scores import Additive
 
-MEMORY = 0.9
-"""Share of the old baseline in the new (§4.1)."""
+BASELINE_DECAY = 0.9
+"""Weight of the old baseline in its moving average (§4.1)."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class CaptionerConfig:
 
     vocab_size: int
     channels: int = 1
-    """Of the images: 1 or 3."""
+    """Colour channels of the images: 1 or 3."""
     d_features: int = 64
-    """Size of an annotation vector, one for each cell of the grid."""
+    """Size of the annotation vector of each cell of the grid."""
     convolutions: int = 3
     """2 or 3, each with stride 2: a cell of the grid is 4 or 8 pixels wide."""
     d_embedding: int = 64
     d_hidden: int = 128
     d_attention: int = 64
-    """Size in which state and annotations are compared."""
+    """Dimension in which the additive score compares state and annotations."""
     attention: Literal["soft", "hard"] = "soft"
     gate: bool = True
-    """Whether what is seen is multiplied by β, a number that the state decides (§4.2.1)."""
+    """Whether the context is multiplied by a gate β, computed from the state (§4.2.1)."""
     penalty: float = 1.0
-    """λ of eq. 14, for soft attention: how dear it is to look at some cells more than at others."""
+    """λ of eq. 14, for soft attention: the penalty for attending to some cells more than to others."""
     entropy: float = 0.002
-    """λ of the entropy in eq. 11, for hard attention."""
+    """λ of the entropy term in eq. 11, for hard attention."""
     dropout: float = 0.0
-    """Before the output matrix."""
+    """Dropout before the output matrix."""
     pad: int = 0
     start: int = 1
     end: int = 2
@@ -72,26 +72,26 @@ class CaptionerConfig:
 
 @dataclass(eq=False)
 class CaptionerState:
-    """An image as annotations, and where the decoder stands."""
+    """Annotations of an image, and the state of the decoder."""
 
     annotations: Float[Tensor, "b cells d"]
     projected: Float[Tensor, "b cells a"]
-    """The annotations where they are compared, made once."""
+    """Projections of the annotations for the additive score, computed once."""
     hidden: Float[Tensor, "b dh"]
     cell: Float[Tensor, "b dh"]
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
-        """Batch items gathered, in place."""
+        """Select batch items in this order, in place."""
         self.annotations, self.projected = self.annotations[rows], self.projected[rows]
         self.hidden, self.cell = self.hidden[rows], self.cell[rows]
 
 
 class Run(NamedTuple):
-    """What teacher forcing finds at each token."""
+    """Results of teacher forcing at each token."""
 
     logits: Float[Tensor, "b t vocabulary"]
     weights: Float[Tensor, "b t cells"]
-    """α, whether or not one cell was then chosen by it."""
+    """The attention weights α; with hard attention, the distribution that the cell is drawn from."""
     log_prob: Float[Tensor, "b t"]
     """Natural logarithm of the weight of the chosen cell; 0 with soft attention."""
 
@@ -99,18 +99,20 @@ class Run(NamedTuple):
 class Captioner(nn.Module):
     """Show, Attend and Tell (Xu et al. 2015, arXiv:1502.03044), with a small convolutional network in place of VGG.
 
-    The convolutions (3 × 3, stride 2, each followed by a ReLU) make a grid of annotation vectors; their mean decides
-    the LSTM's first state (§3.1.2). At each step the state before it asks with the additive score, and the LSTM takes
-    the last token and what was seen:
+    The convolutions (3 × 3, stride 2, each followed by a ReLU) compute a grid of annotation vectors; the LSTM's initial
+    state is computed from their mean (§3.1.2). At each step the previous state is the query of additive attention, and
+    the LSTM reads the last token and the context vector:
 
-    - ``"soft"``: the mean of the annotations by the weights (eq. 13), always;
-    - ``"hard"``: one annotation: in training mode drawn by the weights (eq. 9), otherwise that of the highest weight.
+    - ``"soft"``: the weighted mean of the annotations (eq. 13);
+    - ``"hard"``: one annotation: in training mode drawn with the weights as probabilities (eq. 9), otherwise the one
+      with the largest weight.
 
-    The output is L_o (E y + L_h h + L_z z) (eq. 7), with no biases. Embeddings start normal with deviation 0.1, all
-    else as torch's and `AdditiveAttention` have it. Captions are padded at their ends with ``config.pad``.
+    The output is L_o (E y + L_h h + L_z z) (eq. 7), without biases. Embeddings are initialised from a normal
+    distribution with standard deviation 0.1, the rest as torch's modules and `AdditiveAttention` do. Captions are
+    padded at their ends with ``config.pad``.
 
-    The paper's training by half with the mean in place of the drawn annotation is not here: with it the gradient is no
-    longer that of one objective.
+    The paper also replaces the drawn annotation by the mean with probability one half. This is left out, because the
+    gradient would no longer belong to a single objective.
 
     Shapes: b images, t tokens of a caption, cells = gh · gw of the grid.
 
@@ -122,7 +124,7 @@ class Captioner(nn.Module):
     """
 
     baseline: Tensor
-    """b of eq. 11: moving average of ln p(caption | cells, image)."""
+    """The baseline b of eq. 11: a moving average of ln p(caption | cells, image)."""
 
     def __init__(self, config: CaptionerConfig) -> None:
         super().__init__()
@@ -147,27 +149,27 @@ class Captioner(nn.Module):
     def forward(
         self, images: Float[Tensor, "b channels height width"], captions: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t vocabulary"]:
-        """Logits of what follows each token of the captions (teacher forcing)."""
+        """Logits of the next token at each position of the captions (teacher forcing)."""
         return self._run(images, captions).logits
 
     def loss(self, images: Float[Tensor, "b channels height width"], captions: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
-        """What to minimise, in nats a predicted token: all but the first of each caption; padding does not count.
+        """The training objective, in nats per predicted token: every token after the first; padding is ignored.
 
         Soft: the cross-entropy and λ Σ_cells (1 − Σ_t α)² (eq. 14), summed over all images and divided by the number of
         predicted tokens.
 
-        Hard: in training mode a number whose *gradient*, on average over draws, is that of the expected cross-entropy
-        (eq. 11, REINFORCE with the log-likelihood of the whole caption as the reward); the number itself means little.
-        The baseline is what it was before this batch, so that it depends on no draw of the batch, and is then moved.
-        The entropy term, which keeps the weights from collapsing, has the gradient through the weights alone. In
-        evaluation mode the cross-entropy.
+        Hard: in training mode, a surrogate whose *gradient*, averaged over draws, is that of the expected cross-entropy
+        (eq. 11, REINFORCE with the log-likelihood of the whole caption as the reward); its value has no meaning. The
+        baseline is the one before this batch, so it does not depend on the draws of the batch; it is updated
+        afterwards. The gradient of the entropy term, which keeps the weights from collapsing, passes through the
+        weights alone. In evaluation mode, the cross-entropy.
         """
         run = self._run(images, captions[:, :-1])
         target = captions[:, 1:]
         real = target != self.config.pad
         tokens = real.sum()
         if not tokens:
-            raise InputError("captions has no token after the first but padding, expected at least one to predict")
+            raise InputError("captions has only padding after the first token, expected at least one token to predict")
         losses = F.cross_entropy(run.logits.transpose(1, 2), target, ignore_index=self.config.pad, reduction="none")
         if self.config.attention == "soft":
             looked = torch.where(real[..., None], run.weights, 0).sum(1)
@@ -180,13 +182,13 @@ class Captioner(nn.Module):
         entropy = -torch.where(real[..., None], run.weights * logarithm, 0).sum()
         surrogate = ((rewards - self.baseline) * log_prob).sum() + self.config.entropy * entropy
         with torch.no_grad():
-            self.baseline.lerp_(rewards.mean().to(self.baseline), 1 - MEMORY)
+            self.baseline.lerp_(rewards.mean().to(self.baseline), 1 - BASELINE_DECAY)
         return (losses.sum() - surrogate) / tokens
 
     def maps(
         self, images: Float[Tensor, "b channels height width"], captions: Int[Tensor, "b t"]
     ) -> Float[Tensor, "b t gh gw"]:
-        """The weights with which the model looked for what follows each token of the captions, on the grid."""
+        """Attention maps over the grid when the token after each token of the captions is predicted."""
         weights = self._run(images, captions).weights
         height, width = images.shape[2:]
         for _ in range(self.config.convolutions):
@@ -207,7 +209,7 @@ class Captioner(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: CaptionerState) -> Float[Tensor, "b vocabulary"]:
-        """Logits after the last of the next tokens; changes the state."""
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; changes the state."""
         check_ids("tokens", tokens, self.config.vocab_size)
         for token in tokens.unbind(1):
             logits, _, _ = self._next(token, state)
@@ -216,24 +218,24 @@ class Captioner(nn.Module):
     def _run(self, images: Tensor, captions: Tensor) -> Run:
         check_ids("captions", captions, self.config.vocab_size)
         if len(images) != len(captions):
-            raise InputError(f"captions has {len(captions)} items and images {len(images)}, expected as many")
+            raise InputError(f"captions has {len(captions)} items, expected {len(images)}, one for each image")
         state = self.start(images)
         steps = [self._next(token, state) for token in captions.unbind(1)]
         logits, weights, log_prob = zip(*steps, strict=True)
         return Run(torch.stack(logits, 1), torch.stack(weights, 1), torch.stack(log_prob, 1))
 
     def _next(self, token: Int[Tensor, " b"], state: CaptionerState) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits after one more token, α, and the log-probability of the choice; changes the state."""
+        """Logits after one more token, weights α, and log-probability of the drawn cell; changes the state."""
         embedded = self.embedding(token)
-        seen, weights, log_prob = self._look(state)
+        context, weights, log_prob = self._attend(state)
         if self.gate is not None:
-            seen = torch.sigmoid(self.gate(state.hidden)) * seen
-        state.hidden, state.cell = self.lstm(torch.cat([embedded, seen], 1), (state.hidden, state.cell))
-        out = embedded + self.from_hidden(state.hidden) + self.from_seen(seen)
+            context = torch.sigmoid(self.gate(state.hidden)) * context
+        state.hidden, state.cell = self.lstm(torch.cat([embedded, context], 1), (state.hidden, state.cell))
+        out = embedded + self.from_hidden(state.hidden) + self.from_seen(context)
         return self.output(self.dropout(out)), weights, log_prob
 
-    def _look(self, state: CaptionerState) -> tuple[Tensor, Tensor, Tensor]:
-        """What the state before a step sees, α, and the log-probability of the choice."""
+    def _attend(self, state: CaptionerState) -> tuple[Tensor, Tensor, Tensor]:
+        """Context vector, weights α, and log-probability of the drawn cell, with the previous state as the query."""
         query = state.hidden[:, None]
         if self.config.attention == "soft":
             mean, weights = self.attention(query, state.annotations, projected=state.projected, return_weights=True)
@@ -244,6 +246,6 @@ class Captioner(nn.Module):
             score=Additive(self.attention.vector, self.attention.w_q),
             sample=self.training,
         )
-        with watching(None):  # the distribution the choice was drawn from, not an attention of its own
+        with watching(None):  # the weights of the choice above, which observers must not count twice
             _, weights = self.attention(query, state.annotations, projected=state.projected, return_weights=True)
         return choice.take(state.annotations[:, None])[:, 0, 0], weights[:, 0], choice.log_prob[:, 0, 0]

@@ -1,4 +1,4 @@
-"""Models on disk: a folder with config.json and model.safetensors."""
+"""Saving and loading models: a folder with config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write a model of `qkv.models`: its configuration as JSON, its weights as safetensors, each whole or not at all.
+    """Write a model of `qkv.models`: its configuration as JSON and its weights as safetensors, both as atomic writes.
 
     >>> import tempfile
     >>> model = DecoderLM(DecoderConfig(vocab_size=10, d_model=8, layers=1, heads=2))
@@ -45,7 +45,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         raise InputError(f"model is {kind}, expected one of {', '.join(KINDS)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.contiguous() for name, x in _own(model).items()}
+    tensors = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
     unfinished = folder / f".{WEIGHTS}.part"
     save_file(tensors, unfinished)
     described = {"model": kind, "config": configs.to_dict(model.config)}
@@ -65,14 +65,14 @@ def load(folder: Literal["qkv-caption"]) -> Captioner: ...
 @overload
 def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
-    """The model that `save` wrote, in evaluation mode and the dtypes it was saved in; or one that comes with qkv.
+    """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
 
     >>> type(load("qkv-reversal")).__name__
     'DecoderLM'
 
     Raises:
-        InputError: for a folder that holds none, an unknown kind or configuration key, and weights that do not fit:
-            all of them are listed, and nothing is loaded.
+        InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
+            do not fit the model; the message lists all of them.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -81,45 +81,47 @@ def load(folder: str | Path) -> nn.Module:
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
-        raise InputError(f"{folder / CONFIG}: model is {kind!r}, expected one of {', '.join(KINDS)} and its config")
+        raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = KINDS[kind]
-    model = _made(folder, config_class, model_class, entries)
+    model = _build(folder, config_class, model_class, entries)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / WEIGHTS}: cannot be read ({error})") from error
+        raise InputError(f"{WEIGHTS} in {folder} cannot be read ({error})") from error
     fill(model, tensors)
     return model.eval()
 
 
-def _made(folder: Path, config_class: type[Any], model_class: type[nn.Module], entries: dict[str, Any]) -> nn.Module:
-    """The model of a configuration; `InputError` for entries that no model can be made of."""
+def _build(folder: Path, config_class: type[Any], model_class: type[nn.Module], entries: dict[str, Any]) -> nn.Module:
+    """Build the model of a configuration; raise `InputError` if its entries are invalid."""
     try:
         return model_class(configs.from_dict(config_class, entries))
     except InputError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{folder / CONFIG}: no model can be made of it ({error})") from error
+        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({error})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says."""
+    """The contents of config.json."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"model: no {CONFIG} in {folder} ({error.strerror})") from error
     except ValueError as error:
-        raise InputError(f"{folder / CONFIG}: not JSON ({error})") from error
+        raise InputError(f"{CONFIG} in {folder} is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise InputError(f"{folder / CONFIG}: expected a JSON object, got {type(found).__name__}")
+        raise InputError(f"{CONFIG} in {folder} is a {type(found).__name__}, expected a JSON object")
     return found
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the model's parameters by name, in the dtypes of the tensors. If any is missing, unexpected or
-    of another shape, list them and copy none.
+    """Copy tensors into the model's parameters by name, with the dtypes of the tensors.
+
+    Raises:
+        InputError: if any tensor is missing, unexpected or of another shape; all are listed, and none is copied.
     """
-    own = _own(model)
+    own = _unique_tensors(model)
     missing = sorted(set(own) - set(tensors))
     unexpected = sorted(set(tensors) - set(own))
     shapes = [
@@ -133,14 +135,14 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if names
     ]
     if problems:
-        raise InputError(f"checkpoint does not fit {type(model).__name__}; nothing was loaded; {'; '.join(problems)}")
+        raise InputError(f"checkpoint does not fit {type(model).__name__}, nothing was loaded: {'; '.join(problems)}")
     kept = model.state_dict(keep_vars=True)
     for name, x in own.items():
         kept[name].data = tensors[name].to(x.device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _own(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and kept buffers by name, each once: what is shared has the name it has first."""
+def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a shared tensor appears once, under its first name."""
     seen: set[int] = set()
     out = {}
     for name, x in model.state_dict(keep_vars=True).items():

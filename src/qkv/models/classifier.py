@@ -1,4 +1,4 @@
-"""A class for a whole sequence: a bidirectional encoder, pooled."""
+"""A sequence classifier: a bidirectional Transformer encoder with pooling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ClassifierConfig(StackConfig):
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "learned"
     place: Literal["pre", "post"] = "pre"
     pool: Literal["mean", "first"] = "mean"
-    """What is classified: the mean over the real tokens, or the first token."""
+    """The vector that is classified: the mean over all tokens that are not padding, or the first token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,11 +47,11 @@ class ClassifierConfig(StackConfig):
 
 
 class Classifier(nn.Module):
-    """Logits of the classes of a sequence, from an encoder in which every token sees every other.
+    """Classifies sequences with an encoder in which every token attends to every other token.
 
-    Tokens equal to ``config.pad`` are no tokens: nothing attends to them and they are not pooled. Embeddings are
-    multiplied by √d_model and start normal with deviation d_model^-½; the last matrix starts Xavier-uniform, its bias
-    at 0; all else as the layers have it.
+    Tokens equal to ``config.pad`` are padding: nothing attends to them, and they are not pooled. Embeddings are
+    multiplied by √d_model and initialised from a normal distribution with standard deviation d_model^-½; the output
+    matrix is initialised Xavier-uniform, its bias with 0, and the layers as usual.
 
     Shapes: b batch, n tokens.
 
@@ -70,7 +70,7 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b classes"]:
-        """Logits of the classes. A sequence of padding alone has the bias."""
+        """Logits of the classes. For a sequence of padding alone they are the output's bias."""
         check_ids("ids", ids, self.config.vocab_size)
         real = ids != self.config.pad
         x = self.encoder(self.tokens(ids), mask=real_keys(real))
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         return logits
 
     def loss(self, ids: Int[Tensor, "b n"], labels: Int[Tensor, " b"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy of the right classes, in nats."""
+        """Mean cross-entropy of the correct classes, in nats."""
         if labels.shape != ids.shape[:1] or int(labels.min()) < 0 or int(labels.max()) >= self.config.classes:
             raise InputError(
                 f"labels is {labels.tolist()}, expected {len(ids)} classes from 0 to {self.config.classes - 1}"

@@ -1,4 +1,4 @@
-"""Configurations: flat dataclasses of plain values, from and to JSON."""
+"""Checks and JSON conversion for model configurations, which are flat dataclasses of plain values."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ C = TypeVar("C")
 
 
 def one_of(name: str, value: object, expected: Collection[str]) -> None:
-    """Raise `InputError` unless `value` is one of the names expected."""
+    """Raise `InputError` unless `value` is in `expected`."""
     if value not in expected:
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}")
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """; did you mean …? if a known name is near.
+    """A hint for an error message, "; did you mean …?", if a known name is similar; else an empty string.
 
     >>> nearest("layer", ["layers", "heads"])
     "; did you mean 'layers'?"
     """
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """All entries, by name."""
+    """The entries of a configuration as a dictionary."""
     return asdict(config)
 
 
 def from_dict(cls: type[C], entries: Mapping[str, Any]) -> C:
-    """The configuration with these entries; `InputError` for a key it does not have.
+    """The configuration with these entries; raises `InputError` for an unknown key.
 
     >>> from qkv.models.decoder import DecoderConfig
     >>> from_dict(DecoderConfig, {"layers": 2}).layers
@@ -44,6 +44,6 @@ def from_dict(cls: type[C], entries: Mapping[str, Any]) -> C:
     for key in entries:
         if key not in known:
             raise InputError(
-                f"{cls.__name__} has no key {key!r}, expected some of {', '.join(known)}{nearest(key, known)}"
+                f"{cls.__name__}: {key} is not a key, expected one of {', '.join(known)}{nearest(key, known)}"
             )
     return cls(**entries)

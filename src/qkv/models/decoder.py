@@ -1,4 +1,4 @@
-"""A decoder-only language model: GPT-2, Llama and much between, from one small configuration."""
+"""A decoder-only language model; its configuration covers GPT-2, Llama and many variants between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What a `DecoderLM` is made of. Every entry is a number, a string, a truth value or None, so it is JSON, too.
+    """Architecture and sizes of a `DecoderLM`. Every entry is a number, a string, a bool or None, so it fits in JSON.
 
     >>> DecoderConfig.llama(d_model=128, heads=4, kv_heads=2).norm
     'rmsnorm'
@@ -49,14 +49,14 @@ class DecoderConfig:
 
     vocab_size: int = 256
     context: int = 1024
-    """Tokens a learned position table and the default cache hold."""
+    """Number of positions in a learned position table and in the default cache."""
     d_model: int = 384
     layers: int = 6
     heads: int = 6
     kv_heads: int | None = None
     head_dim: int | None = None
     d_hidden: int | None = None
-    """Of the feed-forward layers; 4 · d_model if None, 8/3 · d_model with swiglu."""
+    """Width of the feed-forward layers; by default 4 · d_model, or 8/3 · d_model with swiglu."""
     activation: str = "gelu_tanh"
     positions: str = "learned"
     """``learned``, ``sinusoidal``, ``rotary``, ``alibi``, ``t5`` or ``none``."""
@@ -66,30 +66,30 @@ class DecoderConfig:
     """``linear``, ``ntk``, ``dynamic``, ``yarn`` or ``llama3``."""
     rotary_factor: float = 1.0
     rotary_original: int | None = None
-    """Tokens the model was trained on before it was stretched; `context` if None."""
+    """Context length of the original training, before the context was extended; `context` if None."""
     rotary_low: float = 1.0
     rotary_high: float = 4.0
     norm: str = "layernorm"
     place: str = "pre"
     norm_eps: float = 1e-5
     bias: bool = True
-    """Whether linear maps and layer norms have biases."""
+    """Whether linear layers and layer norms have biases."""
     attention_bias: bool | None = None
-    """Whether those of the attention have, if not as `bias` says."""
+    """Whether the linear layers of the attention have biases; as `bias` if None."""
     tied: bool = True
-    """Whether the output matrix is the embedding."""
+    """Whether the embedding is also the output matrix."""
     qk_norm: bool = False
     gate: str | None = None
     sink: bool = False
     key_bias: bool = False
     normalizer: str = "softmax"
     window: int | None = None
-    """Each token sees this many, itself included; all before it if None."""
+    """Each token attends to this many tokens, itself included; to all earlier tokens if None."""
     prefix: int = 0
-    """The first this many tokens all see each other: a prefix language model (Raffel et al. 2020, arXiv:1910.10683,
-    §3.2.1). They then know what follows them, so the loss should have no targets among them."""
+    """Length of the prefix, whose tokens all attend to one another: a prefix language model (Raffel et al. 2020,
+    arXiv:1910.10683, §3.2.1). The prefix contains its own next tokens, so the loss should have no targets in it."""
     score_scale: float | None = None
-    """What products of queries and keys are multiplied by; 1/√head_dim if None."""
+    """Scale of the dot products of queries and keys; 1/√head_dim if None."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -118,19 +118,19 @@ class DecoderConfig:
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
-        """GPT-2's flavour, which is the default: learned positions, layer norms, GELU, biases, a tied output."""
+        """GPT-2's architecture, which is the default: learned positions, layer norms, GELU, biases, a tied output."""
         return replace(DecoderConfig(), **changes)
 
     @staticmethod
     def llama(**changes: Any) -> DecoderConfig:
-        """Llama's flavour: rotary positions, RMS norms, SwiGLU, no biases, an output of its own."""
+        """Llama's architecture: rotary positions, RMS norms, SwiGLU, no biases, an untied output."""
         flavour: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
         return replace(DecoderConfig(), **({**flavour, "bias": False, "tied": False} | changes))
 
 
 @dataclass
 class DecoderState:
-    """Where generation stands: a cache for each layer, and how much padding each item begins with.
+    """The state of generation: the cache of each layer, and the number of padding tokens at the start of each item.
 
     >>> model = DecoderLM(DecoderConfig(vocab_size=10, d_model=8, layers=2, heads=2)).eval()
     >>> state = model.start()
@@ -145,7 +145,7 @@ class DecoderState:
     seen: int = 0
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
-        """Keep these batch items, in this order; an item may come twice."""
+        """Select batch items in this order, in place; an item may occur several times."""
         for cache in self.caches:
             cache.reorder(rows)
         if self.padding is not None:
@@ -153,15 +153,16 @@ class DecoderState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
+        """Total size of the caches in bytes."""
         return sum(cache.nbytes for cache in self.caches)
 
 
 class DecoderLM(nn.Module):
     """A causal language model (Radford et al. 2019; Touvron et al. 2023, arXiv:2302.13971).
 
-    Weights start normal with deviation 0.02, those that add to the residual with 0.02 / √(2 · layers), biases at 0, as
-    in GPT-2. With sinusoidal positions embeddings are multiplied by √d_model.
+    As in GPT-2, weights are initialised from a normal distribution with standard deviation 0.02 (the output projections
+    of attention and feed-forward layers with 0.02 / √(2 · layers)), and biases with 0. With sinusoidal positions,
+    embeddings are multiplied by √d_model.
 
     Args:
         config: see `DecoderConfig`.
@@ -188,11 +189,11 @@ class DecoderLM(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens in the vocabulary."""
         return self.config.vocab_size
 
     def reset_parameters(self) -> None:
-        """GPT-2's initial linear maps and embeddings; all else starts as its modules say."""
+        """Initialise linear layers and embeddings as GPT-2 does; the other modules initialise themselves."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -203,11 +204,11 @@ class DecoderLM(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n vocab"]:
-        """Logits of what follows each token."""
+        """Logits of the next token at each position."""
         return project(self.hidden(ids), self._output())
 
     def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
-        """What the output matrix is applied to."""
+        """Final hidden states, the input of the output matrix."""
         self._check(ids, 0)
         x = self._embedded(ids, 0, None)
         for block in self.blocks:
@@ -216,11 +217,11 @@ class DecoderLM(nn.Module):
         return out
 
     def loss(self, ids: Int[Tensor, "b n"], targets: Int[Tensor, "b n"] | None = None) -> Float[Tensor, ""]:
-        """Mean cross-entropy in nats of `targets` (−100: does not count), without ever holding all logits.
+        """Mean cross-entropy in nats of `targets` (−100 is ignored), without holding all logits in memory.
 
-        Targets are the next tokens of `ids` unless given.
+        By default the targets are the next tokens of `ids`.
         """
-        check_ids("tokens", ids, self.config.vocab_size)  # targets, too; their length, `hidden` checks
+        check_ids("tokens", ids, self.config.vocab_size)  # covers the targets, too; `hidden` checks the length
         if targets is None:
             if ids.shape[1] < 2:
                 raise InputError(f"ids has {ids.shape[1]} token, expected at least 2: each is the target of the last")
@@ -239,10 +240,10 @@ class DecoderLM(nn.Module):
         """The state before the first token of a batch.
 
         Args:
-            batch: items.
-            padding: how many tokens of the prompt are padding, on its left, for each item.
-            cache: makes the cache of a layer: ``lambda: qkv.cache.Sinks(4, 252)``; `Full` of the context if None, and
-                the only one for a model with a prefix.
+            batch: number of items.
+            padding: for each item, how many tokens at the left of the prompt are padding.
+            cache: makes the cache of one layer, such as ``lambda: qkv.cache.Sinks(4, 252)``; by default `Full` with the
+                size of the context. A model with a prefix needs `Full`.
 
         >>> import torch
         >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
@@ -258,37 +259,37 @@ class DecoderLM(nn.Module):
                 raise InputError(f"padding is {padding.tolist()}, expected numbers of at least 0")
             if self.config.prefix and bool((padding > 0).any()):
                 raise InputError(
-                    f"padding is {padding.tolist()}, expected none: a prefix of {self.config.prefix} tokens begins "
-                    "with the first real one, which padding moves"
+                    f"padding is {padding.tolist()}, expected none: the prefix of {self.config.prefix} tokens must "
+                    "begin at the first position"
                 )
         if cache is not None and not callable(cache):
-            raise InputError(f"cache is {cache!r}, expected a function that makes one: lambda: qkv.cache.Full(64)")
+            raise InputError(f"cache is {cache!r}, expected a function such as lambda: qkv.cache.Full(64)")
         make = cache or (lambda: Full(self.config.context))
         return DecoderState([make() for _ in self.blocks], padding)
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
-        """Logits after the last of `tokens`, which follow those in `state`.
+        """Logits of the next token after `tokens`, which follow the tokens in `state`.
 
-        The first tokens to come must contain the whole prefix of a model that has one.
+        If the model has a prefix, the first call must contain all of it.
         """
         self._check(tokens, state.seen)
         if state.seen == 0 and tokens.shape[1] < self.config.prefix:
             raise InputError(
-                f"tokens are the first {tokens.shape[1]}, expected at least the {self.config.prefix} of the prefix, "
-                "which all see each other"
+                f"tokens has {tokens.shape[1]} tokens in the first step, expected at least the {self.config.prefix} of "
+                "the prefix, which all attend to one another"
             )
         if any(cache.seen != state.seen for cache in state.caches):
-            raise InputError("state is of a step that did not finish, expected a new one: model.start()")
+            raise InputError("state belongs to a step that failed, expected a new state: model.start()")
         positions = mask = None
         if state.padding is not None:
             if state.padding.shape[0] != len(tokens):
                 raise InputError(f"tokens has {len(tokens)} items, but the state has {len(state.padding)}")
-            came = state.seen + tokens.shape[1]
-            if came <= int(state.padding.max()):
+            total = state.seen + tokens.shape[1]
+            if total <= int(state.padding.max()):
                 raise InputError(
-                    f"padding is {state.padding.tolist()}, expected fewer than the {came} tokens that came: "
-                    "each item needs a real one"
+                    f"padding is {state.padding.tolist()}, expected fewer than the {total} tokens so far: "
+                    "each item needs at least one token that is not padding"
                 )
             positions, mask = _padded(state.padding.to(tokens.device), state.seen, tokens.shape[1])
         x = self._embedded(tokens, state.seen, positions)
@@ -302,7 +303,7 @@ class DecoderLM(nn.Module):
         total = seen + ids.shape[1]
         if self.positions is not None and total > self.config.context:
             raise InputError(
-                f"{total:,} tokens, but the model has learned positions for a context of {self.config.context:,}"
+                f"tokens has {total:,} tokens in all, expected at most {self.config.context:,}, the learned positions"
             )
 
     def _embedded(self, ids: Tensor, seen: int, positions: Tensor | None) -> Tensor:
@@ -321,14 +322,14 @@ class DecoderLM(nn.Module):
 
 
 def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
-    """Positions of n new tokens, counted from the first real one, and the mask that hides padding."""
+    """Positions of n new tokens, counted from the first one that is not padding, and the mask of the padding."""
     place = torch.arange(seen, seen + n, device=padding.device) - padding[:, None]
     real = torch.arange(seen + n, device=padding.device) >= padding[:, None]
     return place.clamp(min=0), Dense(real[:, None, None])
 
 
 def _attention(config: DecoderConfig) -> Attention:
-    """The composition every layer computes; a learned bias in it is shared by all, as in T5."""
+    """The attention of all layers; they share its learned bias, as in T5."""
     mask: Mask = Causal() if config.window is None else Window(config.window)
     if config.prefix:
         mask = mask | Prefix(config.prefix)

@@ -1,4 +1,4 @@
-"""A stack of Transformer layers over vectors of tokens: most of a classifier, either half of an encoder-decoder."""
+"""A stack of Transformer layers: the encoder of a classifier, and both halves of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -29,44 +29,43 @@ POSITIONS = ("sinusoidal", "learned", "rotary", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """What all stacks of a model have in common."""
+    """Settings that all stacks of a model share."""
 
     context: int = 512
-    """The most tokens a sequence may have."""
+    """Largest number of tokens in a sequence."""
     d_model: int = 512
     layers: int = 6
     heads: int = 8
     kv_heads: int | None = None
     """Key and value heads; `heads` if None."""
     d_hidden: int | None = 2048
-    """Width of the feed-forward layers; theirs to choose if None."""
+    """Width of the feed-forward layers; if None, the default of `qkv.nn.FeedForward`."""
     activation: Activation = "relu"
     positions: Literal["sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     place: Literal["pre", "post"] = "post"
     norm_eps: float = 1e-5
     bias: bool = True
-    """Whether linear maps and layer norms have biases."""
+    """Whether linear layers and layer norms have biases."""
     dropout: float = 0.1
-    """Of the embeddings and of what is added to a residual (Vaswani et al. 2017, §5.4)."""
+    """Dropout of the embeddings and of the output of each sublayer (Vaswani et al. 2017, §5.4)."""
     pad: int = 0
-    """The token that is no token."""
+    """The padding token."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if min(self.context, self.d_model, self.layers) < 1:
-            raise InputError(
-                f"{name}: context is {self.context}, d_model {self.d_model}, layers {self.layers}, "
-                "expected at least 1 of each"
-            )
+        for size in ("context", "d_model", "layers"):
+            if getattr(self, size) < 1:
+                raise InputError(f"{name}: {size} is {getattr(self, size)}, expected at least 1")
         one_of(f"{name}: positions", self.positions, POSITIONS)
         check_dropout(name, self.dropout)
 
 
 class Tokens(nn.Module):
-    """A learned vector a token, normal with deviation d_model^-½ at first, so that both its uses start with variance 1.
+    """An embedding that can also be the output matrix.
 
-    As an embedding it is multiplied by √d_model; as an output matrix it is not (Vaswani et al. 2017, §3.4).
+    It is initialised from a normal distribution with standard deviation d_model^-½. As an embedding it is multiplied by
+    √d_model, as an output matrix it is not (Vaswani et al. 2017, §3.4), so both uses start with variance 1.
 
     >>> tokens = Tokens(10, 4)
     >>> tokens.logits(tokens(torch.tensor([[3, 1]]))).shape
@@ -79,11 +78,11 @@ class Tokens(nn.Module):
         nn.init.normal_(self.weight, std=d_model**-0.5)
 
     def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
-        """The vectors of tokens, times √d_model."""
+        """Embeddings of tokens, multiplied by √d_model."""
         return F.embedding(ids, self.weight) * self.weight.shape[1] ** 0.5
 
     def logits(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b vocabulary"]:
-        """How well each token fits."""
+        """Logits of all tokens."""
         return project(x, self.weight)
 
     def extra_repr(self) -> str:
@@ -91,12 +90,12 @@ class Tokens(nn.Module):
 
 
 class Stack(nn.Module):
-    """Positions, dropout, layers, and after pre-norm layers a norm: what they add up was never normalised.
+    """Positions, dropout and layers; with pre-norm layers also a final norm.
 
     Args:
-        config: what its layers are like.
-        layers: how many.
-        decoder: whether tokens see only those before them, and attend to a memory.
+        config: settings of the layers.
+        layers: number of layers.
+        decoder: whether attention is causal, and every layer also attends to a memory.
 
     >>> stack = Stack(StackConfig(d_model=32, heads=4), layers=2)
     >>> stack(torch.randn(1, 10, 32)).shape
@@ -126,18 +125,18 @@ class Stack(nn.Module):
         memory_mask: Mask | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
-        """All layers.
+        """Run all layers.
 
         Args:
-            x: vectors of tokens.
+            x: embeddings of tokens.
             mask: True where a token may attend to a token.
-            memory: keys and values for each layer, of `keys_values`.
+            memory: keys and values of each layer, from `keys_values`.
             memory_mask: True where a token may attend to the memory.
-            caches: one a layer, of the tokens that came before those of x.
+            caches: the cache of each layer, with the tokens before those of x.
         """
         start, n = (caches[0].seen if caches else 0), x.shape[1]
         if start + n > self.config.context:
-            raise InputError(f"the sequence has {start + n} tokens, expected at most context = {self.config.context}")
+            raise InputError(f"tokens: {start + n} in the sequence, expected at most context = {self.config.context}")
         if isinstance(self.positions, Learned):
             x = x + self.positions.span(start, start + n)
         elif self.positions is not None:
@@ -154,7 +153,7 @@ class Stack(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def keys_values(self, memory: Float[Tensor, "b m d_model"]) -> list[KeysValues]:
-        """Keys and values of a memory in every layer, computed once for all steps."""
+        """Keys and values of a memory for every layer, computed once for all steps."""
         return [block.cross.keys_values(memory) for block in self.blocks]  # type: ignore[operator, union-attr]
 
 
@@ -169,7 +168,7 @@ def _block(config: StackConfig, decoder: bool) -> TransformerBlock:
             bias=config.bias,
         )
 
-    # Distances between tokens of one sequence turn queries and keys; between two sequences there is none.
+    # Rotary positions apply to self-attention only: between two sequences there are no distances.
     rotary = Rotary(config.d_model // config.heads) if config.positions == "rotary" else None
     return TransformerBlock(
         attention(Attention(mask=masks.Causal() if decoder else None), rotary),
@@ -184,5 +183,5 @@ def _block(config: StackConfig, decoder: bool) -> TransformerBlock:
 
 
 def real_keys(real: Bool[Tensor, "b n"]) -> Mask | None:
-    """The mask that hides padding from every query; None where there is none, for which attention has shorter ways."""
+    """The mask of the padding; None if there is no padding, because attention is faster without a mask."""
     return None if bool(real.all()) else masks.Dense(real[:, None, None, :])

@@ -1,4 +1,4 @@
-"""The Transformer as it first was: an encoder of the source, a decoder of the target that attends to it."""
+"""The original Transformer: an encoder of the source, and a decoder of the target that attends to it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class EncoderDecoderConfig(StackConfig):
     target_vocab: int
     _: KW_ONLY
     decoder_layers: int | None = None
-    """Of the decoder, if not as many as `layers` of the encoder."""
+    """Number of decoder layers; as many as encoder layers if None."""
     tied: bool = True
-    """Whether source embedding, target embedding and output matrix are one (§3.4), or the latter two if the
-    vocabularies differ in size."""
+    """Whether source embedding, target embedding and output matrix share their weights (§3.4). If the vocabularies
+    differ in size, only the target embedding and the output matrix do."""
     start: int = 1
     """The token every target begins with."""
     end: int = 2
@@ -46,17 +46,17 @@ class EncoderDecoderConfig(StackConfig):
 
 @dataclass(eq=False)
 class EncoderDecoderState:
-    """What the decoder keeps between steps."""
+    """State of the decoder between steps."""
 
     caches: list[Full]
-    """Keys and values of the target so far, one a layer."""
+    """Keys and values of the target so far, for each layer."""
     memory: list[KeysValues]
-    """Keys and values of the source, one a layer."""
+    """Keys and values of the source, for each layer."""
     real: Bool[Tensor, "b m"]
-    """Where the source is no padding."""
+    """True where the source is not padding."""
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
-        """Batch items gathered, in place."""
+        """Select batch items in this order, in place."""
         for cache in self.caches:
             cache.reorder(rows)
         self.memory = [(k[rows], v[rows]) for k, v in self.memory]
@@ -64,11 +64,12 @@ class EncoderDecoderState:
 
 
 class EncoderDecoder(nn.Module):
-    """A Transformer from one sequence to another (Vaswani et al. 2017, arXiv:1706.03762).
+    """A Transformer that maps one sequence to another (Vaswani et al. 2017, arXiv:1706.03762).
 
-    Tokens equal to ``config.pad`` are no tokens: in the source nothing attends to them, in the target, where they stand
-    at the end, they do not count in the loss. Embeddings and the output matrix start normal with deviation d_model^-½,
-    all else as the layers have it. With ``place="pre"`` each half ends with a norm. The output has no bias.
+    Tokens equal to ``config.pad`` are padding: nothing attends to them in the source, and in the target, where they
+    must be at the end, the loss ignores them. Embeddings and output matrix are initialised from a normal distribution
+    with standard deviation d_model^-½, the layers as usual. With ``place="pre"`` each half ends with a norm. The output
+    has no bias.
 
     Shapes: b batch, s source tokens, t target tokens.
 
@@ -82,47 +83,47 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.vocabulary = config.target_vocab
-        one = config.tied and config.source_vocab == config.target_vocab
+        shared = config.tied and config.source_vocab == config.target_vocab
         self.source_tokens = Tokens(config.source_vocab, config.d_model)
-        self.own_target_tokens = None if one else Tokens(config.target_vocab, config.d_model)
+        self.own_target_tokens = None if shared else Tokens(config.target_vocab, config.d_model)
         self.own_output = None if config.tied else Tokens(config.target_vocab, config.d_model)
         self.encoder = Stack(config, config.layers)
         self.decoder = Stack(config, config.decoder_layers or config.layers, decoder=True)
 
     @property
     def target_tokens(self) -> Tokens:
-        """The embedding of the target: the source's if they are tied."""
+        """The target embedding; the same object as the source embedding if they are tied."""
         return self.source_tokens if self.own_target_tokens is None else self.own_target_tokens
 
     @property
     def output(self) -> Tokens:
-        """The output matrix: the embedding of the target if they are tied."""
+        """The output matrix; the same object as the target embedding if they are tied."""
         return self.target_tokens if self.own_output is None else self.own_output
 
     def encode(self, source: Int[Tensor, "b s"]) -> Float[Tensor, "b s d_model"]:
-        """The memory: a vector for each token of the source; those of padding mean nothing."""
+        """The memory: a vector for each token of the source. Ignore the vectors of padding."""
         check_ids("source", source, self.config.source_vocab)
         memory: Tensor = self.encoder(self.source_tokens(source), mask=real_keys(source != self.config.pad))
         return memory
 
     def forward(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t vocabulary"]:
-        """Logits of what follows each token of the target (teacher forcing)."""
+        """Logits of the next token at each position of the target (teacher forcing)."""
         return self.output.logits(self._decoded(source, target))
 
     def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy, in nats a token, of every token of the target but the first; padding does not count.
+        """Mean cross-entropy, in nats per token, of all tokens of the target after the first; padding is ignored.
 
-        It never holds all logits.
+        It never holds all logits in memory.
         """
         decoded, following = self._decoded(source, target[:, :-1]), target[:, 1:]
         following = following.masked_fill(following == self.config.pad, -100)
         return linear_cross_entropy(decoded.flatten(0, 1), self.output.weight, following.flatten())
 
     def _decoded(self, source: Tensor, target: Tensor) -> Float[Tensor, "b t d_model"]:
-        """What the output matrix is applied to."""
+        """Final hidden states, the input of the output matrix."""
         check_ids("target", target, self.config.target_vocab)
         if len(source) != len(target):
-            raise InputError(f"target has {len(target)} items and source {len(source)}, expected as many")
+            raise InputError(f"target has {len(target)} items, expected {len(source)}, as the source has")
         decoded: Tensor = self.decoder(
             self.target_tokens(target),
             memory=self.decoder.keys_values(self.encode(source)),
@@ -139,7 +140,7 @@ class EncoderDecoder(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: EncoderDecoderState) -> Float[Tensor, "b vocabulary"]:
-        """Logits after the last of the next tokens of the target; changes the state."""
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; changes the state."""
         check_ids("tokens", tokens, self.config.target_vocab)
         decoded = self.decoder(
             self.target_tokens(tokens), memory=state.memory, memory_mask=real_keys(state.real), caches=state.caches

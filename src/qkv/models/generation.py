@@ -1,4 +1,4 @@
-"""Generation from any model that takes steps: tokens as they come (`stream`), together (`generate`), or as text
+"""Generation with any model that has a `step`: token by token (`stream`), all at once (`generate`), or as text
 (`text_stream`). Beam search is in `qkv.models.beam`.
 """
 
@@ -20,14 +20,14 @@ from qkv.models.sampling import Sampler
 
 @runtime_checkable
 class Model(Protocol):
-    """What generation asks of a model, beside being an `nn.Module`; see `DecoderLM.start` for a state."""
+    """A model that can generate: an `nn.Module` with a vocabulary and a `step`; see `DecoderLM.start` for a state."""
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens it can emit."""
+        """Number of tokens in the vocabulary."""
 
     def step(self, tokens: Int[Tensor, "b n"], state: Any, /) -> Float[Tensor, "b v"]:
-        """Logits of what follows the last of `tokens`, which come after all that `state` has seen; changes `state`."""
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; changes `state`."""
 
     def modules(self) -> Iterator[nn.Module]:
         """As `nn.Module.modules`."""
@@ -44,8 +44,8 @@ class Model(Protocol):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What `text_stream` asks of a tokenizer. A prompt that is text needs `encode(text)`, or a call that returns
-    ``{"input_ids": …}``, as well.
+    """A tokenizer for `text_stream`. If the prompt is a text, it also needs `encode(text)`, or a call that returns
+    ``{"input_ids": …}``.
     """
 
     def decode(self, ids: list[int], /) -> str:
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Evaluation mode without autograd; afterwards each submodule is in the mode it was in."""
+    """Evaluation mode without autograd; afterwards, restore the mode of each submodule."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -76,30 +76,30 @@ def stream(
     seed: int | None = None,
     padding: Int[Tensor, " b"] | None = None,
 ) -> Iterator[Tensor]:
-    """Tokens as they come, one for each item of the batch at a time.
+    """Generate tokens one step at a time, one token for each item of the batch.
 
-    The model is in evaluation mode and without autograd while it computes, and as it was before whenever the caller
-    has control. The last token that came is not yet in `state`: to go on later, begin the next prompt with it.
+    The model is in evaluation mode and without autograd only while it computes; between steps it has its former mode.
+    The last generated token is not yet in `state`: to continue later, begin the next prompt with it.
 
     Args:
         model: anything with a `step`: `DecoderLM`, `EncoderDecoder`, `RNNSeq2Seq`, `Captioner`.
-        state: what `model.start` returned for a batch of b; the steps change it. Call `model.eval()` before `start` if
-            that encodes a source: dropout there is not undone here.
+        state: the state that `model.start` returned for a batch of b; the steps change it. If `start` encodes a source,
+            call `model.eval()` before it, or dropout affects the encoding.
         prompt: the tokens to continue, at least one.
-        max_new_tokens: how many come at most.
+        max_new_tokens: largest number of new tokens.
         sampling: how a token is chosen.
         end: the token, or tokens, after which an item is finished.
-        seed: item i draws from a generator of its own, seeded by (seed, i): what it draws does not depend on the other
-            items, nor on how many they are. From torch's generator if None.
-        padding: how many tokens at the left of each item are no prompt, for the repetition penalty to leave out. The
-            model is not told: it knows from `model.start(…, padding=…)`.
+        seed: item i draws from its own generator, seeded with (seed, i), so its tokens do not depend on the other items
+            or on the size of the batch. If None, the seed is drawn from torch's generator.
+        padding: how many tokens at the left of each item are padding, which the repetition penalty ignores. The model
+            itself gets this number from `model.start(…, padding=…)`.
 
     Yields:
-        (b,) int64: the tokens of a step, an end token included; −1 for an item that was finished before. Stops when
-        all are.
+        (b,) int64: the tokens of a step, including the end token; −1 for an item that was already finished. Generation
+        stops when all items are finished.
 
     Raises:
-        InputError: at once, for a prompt without tokens or arguments out of range.
+        InputError: immediately, for a prompt without tokens or arguments outside their range.
 
     >>> class Count(torch.nn.Module):
     ...     vocabulary = 5
@@ -135,13 +135,13 @@ def _stream(
     finished = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     tokens = prompt
     for _ in range(steps):
-        with evaluating(model):  # one step at a time: the caller's code between steps must not run in these modes
+        with evaluating(model):  # for one step only: the caller's code between steps keeps its modes
             chances = sampling.probabilities(model.step(tokens, state), seen)
         drawn = sampling.draw(chances, generators).to(prompt.device)
         out = drawn.masked_fill(finished, -1)
         seen = torch.cat([seen, out[:, None]], 1)
         finished = finished | torch.isin(drawn, ends)
-        tokens = drawn[:, None]  # of finished items too: some token must go in, and nobody hears of what follows
+        tokens = drawn[:, None]  # finished items get a token, too: the batch needs one, and their output is discarded
         yield out
         if bool(finished.all()):
             return
@@ -158,7 +158,7 @@ def generate(
     seed: int | None = None,
     padding: Int[Tensor, " b"] | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each item of a batch, without the prompt and without the end token; arguments as of `stream`.
+    """The new tokens of each item of a batch, without the prompt and the end token. For the arguments, see `stream`.
 
     >>> class Count(torch.nn.Module):
     ...     vocabulary = 5
@@ -172,23 +172,23 @@ def generate(
         model, state, prompt,
         max_new_tokens=max_new_tokens, sampling=sampling, end=end, seed=seed, padding=padding,
     )  # fmt: skip
-    silent = {-1, *end_tokens(end, model.vocabulary, prompt.device).tolist()}
+    left_out = {-1, *end_tokens(end, model.vocabulary, prompt.device).tolist()}
     rows = torch.stack(list(steps), 1).tolist()
-    return [[token for token in row if token not in silent] for row in rows]
+    return [[token for token in row if token not in left_out] for row in rows]
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-    """Prompts of several lengths as one batch, their last tokens aligned.
+    """Prompts of several lengths as one batch, padded on the left so that their last tokens are aligned.
 
     Args:
         prompts: token ids, at least one each.
-        pad: the id to fill up with, at the left.
+        pad: the token that fills the left side.
 
     Returns:
         ``(ids, padding)``: the batch, and how many ids at the left of each item are padding.
 
     Raises:
-        InputError: if there is no prompt, or one has no tokens.
+        InputError: if `prompts` is empty, or one of them has no tokens.
 
     >>> pad_left([[5, 6, 7], [8]], pad=0)
     (tensor([[5, 6, 7],
@@ -198,7 +198,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Int[Tensor, "b
         raise InputError("prompts is empty, expected at least one prompt")
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise InputError(f"prompt {i} has no tokens, expected at least one")
+            raise InputError(f"prompts[{i}] has no tokens, expected at least one")
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     ids = [[pad] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]
@@ -217,28 +217,28 @@ def text_stream(
     seed: int | None = None,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Text as it comes, for one prompt.
+    """Generate text for one prompt, piece by piece.
 
-    The pieces, none of them empty, concatenate to the tokenizer's decoding of all new tokens (up to a stop string or
-    the end token, which are left out). All tokens are decoded at each step, as what a token adds can depend on those
-    before it: that is quadratic in the tokens, and cheap beside the model. What may still change is held back: bytes
-    that are not a whole character yet, and a tail that may be the beginning of a stop string.
+    The pieces are not empty, and together they are the decoded new tokens, up to a stop string or the end token. All
+    new tokens are decoded again at each step, because the text of a token can depend on the tokens before it: this is
+    quadratic in the number of tokens, but cheap compared with the model. Text that may still change is held back: an
+    incomplete character, and an ending that may be the beginning of a stop string.
 
     Args:
-        model: as of `stream`.
-        state: what `model.start` returned for a batch of one.
+        model: see `stream`.
+        state: the state that `model.start` returned for a batch of one.
         tokenizer: of Hugging Face transformers, or any with `encode` (or a call that returns ``{"input_ids": …}``) and
-            `decode`. Its `decode` should leave what it said of fewer tokens as it was.
+            `decode`. Decoding more tokens should not change the text of the tokens before them.
         prompt: text, or token ids; at least one token.
-        max_new_tokens: how many tokens come at most.
+        max_new_tokens: largest number of new tokens.
         sampling: how a token is chosen.
         end: the token, or tokens, that end the text.
-        seed: as of `stream`.
-        stop: strings before which the text stops, at the one that is complete first (of those, the longest); how the
-            text is cut into tokens does not matter.
+        seed: see `stream`.
+        stop: strings before which the text stops: at the one that is complete first, and at the longest of several. It
+            does not matter how they are divided into tokens.
 
     Raises:
-        InputError: at once, for a prompt without tokens or arguments out of range.
+        InputError: immediately, for a prompt without tokens or arguments outside their range.
 
     >>> class Echo(torch.nn.Module):
     ...     vocabulary = 256
@@ -254,7 +254,7 @@ def text_stream(
     ['b', 'c', 'd']
     """
     if isinstance(stop, str) or not all(stop):
-        raise InputError(f"stop is {stop!r}, expected a sequence of strings that are not empty, such as ['\\n\\n']")
+        raise InputError(f"stop is {stop!r}, expected a sequence of non-empty strings, such as ['\\n\\n']")
     ids = _encode(tokenizer, prompt) if isinstance(prompt, str) else torch.as_tensor(prompt, dtype=torch.long)
     ids = ids.reshape(1, -1).to(_device(model))
     tokens = stream(model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling, end=end, seed=seed)
@@ -262,7 +262,7 @@ def text_stream(
 
 
 def _text(steps: Iterator[Tensor], tokenizer: Tokenizer, ends: set[int], stop: Sequence[str]) -> Iterator[str]:
-    said, text = 0, ""  # characters that came out, and all there are
+    emitted, text = 0, ""  # number of characters already yielded, and all new text
     new: list[int] = []
     for step in steps:
         token = int(step)
@@ -270,27 +270,27 @@ def _text(steps: Iterator[Tensor], tokenizer: Tokenizer, ends: set[int], stop: S
             break
         new.append(token)
         text = tokenizer.decode(new)
-        whole = text.rstrip("\ufffd")  # the beginning of a character decodes to U+FFFD until the rest has come
-        stopped = _before_stop(whole, said, stop)
-        until = len(whole) - _begun(whole, stop) if stopped is None else stopped
-        if until > said:
-            yield text[said:until]
-            said = until
+        complete = text.rstrip("\ufffd")  # an incomplete character decodes to U+FFFD
+        stopped = _before_stop(complete, emitted, stop)
+        until = len(complete) - _partial_stop(complete, stop) if stopped is None else stopped
+        if until > emitted:
+            yield text[emitted:until]
+            emitted = until
         if stopped is not None:
             return
-    rest = text[said : _before_stop(text, said, stop)]
+    rest = text[emitted : _before_stop(text, emitted, stop)]
     if rest:
         yield rest
 
 
 def _before_stop(text: str, start: int, stop: Sequence[str]) -> int | None:
-    """Where the stop string begins that is the first to be complete; of those, the longest."""
+    """The start of the stop string that is complete first (of several, the longest), or None."""
     found = [(at + len(s), at) for s in stop if (at := text.find(s, start)) >= 0]
     return min(found)[1] if found else None
 
 
-def _begun(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest tail of `text` that a stop string begins with."""
+def _partial_stop(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest ending of `text` that is the beginning of a stop string."""
     return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
 
 
@@ -305,16 +305,16 @@ def _device(model: Model) -> torch.device:
 
 
 def _generators(batch: int, seed: int | None) -> list[torch.Generator]:
-    """One for each item, seeded by (seed, item)."""
+    """One generator for each item, seeded with (seed, item)."""
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    # torch's CPU generator takes 32 bits of a seed: they must depend on all of both numbers.
+    # torch's CPU generator uses only 32 bits of its seed, so they must depend on all bits of both numbers.
     mixed = [np.random.SeedSequence((seed, item)).generate_state(1) for item in range(batch)]
     return [torch.Generator().manual_seed(int(x[0])) for x in mixed]
 
 
 def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
-    """`InputError` for a prompt without tokens, or nothing to generate."""
+    """Raise `InputError` for a prompt without tokens, or less than one token to generate."""
     if not isinstance(prompt, Tensor) or prompt.ndim != 2:
         found = f"shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
         raise InputError(f"prompt has {found}, expected a tensor (batch, length) of tokens, such as pad_left makes")
@@ -325,7 +325,7 @@ def check(prompt: Int[Tensor, "b n"], max_new_tokens: int) -> None:
 
 
 def end_tokens(end: int | Sequence[int] | None, vocabulary: int, device: torch.device) -> Int[Tensor, " e"]:
-    """The end tokens; `InputError` for one that the model cannot emit."""
+    """The end tokens as a tensor; raises `InputError` for tokens outside the vocabulary."""
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
     for token in ends:
         if not 0 <= token < vocabulary:

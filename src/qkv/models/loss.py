@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model without all its logits."""
+"""Cross-entropy of a language model, computed without holding all logits in memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch.autograd.function import once_differentiable
 from qkv.errors import InputError
 from qkv.nn.projection import project
 
-ROOM = 2**26  # logits held at a time
+MAX_LOGITS = 2**26  # logits in memory at a time
 
 
 def linear_cross_entropy(
     x: Float[Tensor, "n d"], weight: Float[Tensor, "vocab d"], targets: Int[Tensor, " n"]
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats of x·weightᵀ against `targets`; −100 does not count.
+    """Mean cross-entropy in nats of x·weightᵀ against `targets`; targets of −100 are ignored.
 
-    The logits of some rows are made, turned into their own gradient in place, and used for both products at once.
+    The rows are processed in pieces: the logits of a piece are overwritten by their own gradient, which is then used
+    for both matrix products.
     (After the idea of "cut cross-entropy", Wijmans et al. 2024, arXiv:2411.09009.)
 
     Raises:
-        InputError: where no target counts, or one is no token.
+        InputError: if all targets are −100, or one is outside the vocabulary.
 
     >>> import torch
     >>> x, weight = torch.randn(5, 8), torch.randn(11, 8)
@@ -35,7 +36,7 @@ def linear_cross_entropy(
     """
     count = int((targets != -100).sum())
     if not count:
-        raise InputError("targets: none counts, expected at least one that is not −100")
+        raise InputError("targets are all −100, expected at least one token")
     low, high = (int(i) for i in targets[targets != -100].aminmax())
     if low < 0 or high >= len(weight):
         raise InputError(f"targets lie in {low}..{high}, expected 0..{len(weight) - 1} (or −100)")
@@ -47,7 +48,7 @@ def linear_cross_entropy(
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, count: int, wanted: bool) -> Tensor:
-        pieces = -(-len(x) * len(weight) // ROOM)
+        pieces = -(-len(x) * len(weight) // MAX_LOGITS)
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         dxs: list[Tensor] = []
         dw: Tensor | None = None
@@ -75,8 +76,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Only now are they divided: in float16 small probabilities over a large count would be lost, and the scale of
-        # a loss be infinite.
+        # The division by the count waits until here: in float16, small probabilities divided by a large count would
+        # underflow, and a scaled loss would overflow.
         scale = grad / ctx.count
         dx, dw = ((x.to(grad.dtype) * scale).to(x.dtype) for x in ctx.saved_tensors)
         return dx, dw, None, None, None

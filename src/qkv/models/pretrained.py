@@ -1,6 +1,6 @@
-"""GPT-2 and Llama checkpoints of Hugging Face as `DecoderLM`: the same weights, the same logits.
+"""Convert GPT-2 and Llama checkpoints of Hugging Face to `DecoderLM`, with the same weights and the same logits.
 
-Only the configuration and the safetensors are read; transformers is not needed.
+Only the configuration and the safetensors files are read; transformers is not needed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Weights = Mapping[str, Tensor]
 
 
 def from_hugging_face(folder: str | Path) -> DecoderLM:
-    """The `DecoderLM` of a folder with a GPT-2 or Llama checkpoint, in evaluation mode and the checkpoint's dtype.
+    """Load a folder with a GPT-2 or Llama checkpoint as a `DecoderLM`, in evaluation mode and the checkpoint's dtype.
 
     Raises:
-        InputError: for another architecture, a setting `DecoderLM` does not have, or weights that do not fit.
+        InputError: for another architecture, a setting that `DecoderLM` does not support, or weights that do not fit.
     """
     folder = Path(folder)
     return from_weights(read_config(folder), _read(folder))
 
 
 def from_weights(config: Config, weights: Weights) -> DecoderLM:
-    """The same of a configuration and a state dict in hand: ``model.config.to_dict(), model.state_dict()``."""
+    """Convert a configuration and a state dict: ``model.config.to_dict(), model.state_dict()``."""
     kind = config.get("model_type")
     if kind not in FLAVOURS:
         raise InputError(f"model_type is {kind!r}, expected one of {', '.join(map(repr, FLAVOURS))}")
@@ -59,24 +59,24 @@ def _read(folder: Path) -> dict[str, Tensor]:
         try:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{index}: not an index of safetensors files") from error
+            raise InputError(f"{index.name} in {folder} is not an index of safetensors files") from error
     weights: dict[str, Tensor] = {}
     for name in files:
         if Path(name).name != name:
-            raise InputError(f"{index}: names a file outside its folder: {name!r}")
+            raise InputError(f"{index.name} in {folder} names {name!r}, expected a file in the same folder")
         try:
             weights |= load_file(folder / name)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder / name}: cannot be read ({error}); expected weights as safetensors") from error
+            raise InputError(f"{name} in {folder} cannot be read ({error}), expected weights as safetensors") from error
     return weights
 
 
 def _expect(config: Config, **settings: Any) -> None:
-    """Raise `InputError` for settings that change what a model computes in a way `DecoderLM` does not know."""
+    """Raise `InputError` for settings that change the computation in a way that `DecoderLM` does not support."""
     for name, expected in settings.items():
         found = config.get(name, expected)
         if found != expected:
-            raise InputError(f"{CONFIG}: {name} is {found!r}, which DecoderLM does not know, expected {expected!r}")
+            raise InputError(f"{CONFIG}: {name} is {found!r}, which DecoderLM does not support, expected {expected!r}")
 
 
 # --- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def _gpt2_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         name = name.removeprefix("transformer.")  # noqa: PLW2901
         if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name) or (name == "lm_head.weight" and config.tied):
-            continue  # the causal mask as a table, and the embedding once more
+            continue  # the causal mask as a table, and a copy of the embedding
         new = {
             "wte.weight": "embedding.weight",
             "wpe.weight": "positions.weight",
@@ -136,7 +136,7 @@ def _gpt2_weights(config: DecoderConfig, weights: Weights) -> dict[str, Tensor]:
             layer, part, kind = found.groups()
             new = f"blocks.{layer}.{GPT2_NAMES.get(part, part)}.{kind}"
             if kind == "weight" and tensor.ndim == 2:
-                tensor = tensor.T  # noqa: PLW2901  # GPT-2 keeps its matrices the other way round
+                tensor = tensor.T  # noqa: PLW2901  # GPT-2 stores its matrices transposed
         out[new] = tensor
     return out
 
@@ -148,7 +148,7 @@ def _llama(config: Config) -> DecoderConfig:
     _expect(config, hidden_act="silu", pretraining_tp=1)
     if config.get("original_max_position_embeddings") is not None:
         raise InputError(
-            f"{CONFIG}: original_max_position_embeddings stands beside rope_parameters, expected it among them"
+            f"{CONFIG}: original_max_position_embeddings is outside rope_parameters, expected it inside them"
         )
     rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
     return DecoderConfig.llama(
@@ -169,11 +169,11 @@ def _llama(config: Config) -> DecoderConfig:
     )
 
 
-ROPE_PLAIN = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-ROPE_USUAL = {"beta_fast": 32, "beta_slow": 1}  # of YaRN, as ours
-ROPE_KEYS = {  # what each kind may say, and its name here
+ROPE_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}  # YaRN settings that qkv fixes
+ROPE_KEYS = {  # the settings of each kind of scaling, and their names in `DecoderConfig`
     "linear": {"factor": "rotary_factor"},
-    "dynamic": {"factor": "rotary_factor"},  # it grows beyond max_position_embeddings, whatever else is said
+    "dynamic": {"factor": "rotary_factor"},  # it always starts at max_position_embeddings
     "yarn": {"factor": "rotary_factor", "original_max_position_embeddings": "rotary_original"},
     "llama3": {
         "factor": "rotary_factor",
@@ -194,13 +194,13 @@ def _rope(rope: Config, context: int) -> dict[str, Any]:
     if kind not in ROPE_KEYS:
         raise InputError(f"{CONFIG}: rope_type is {kind!r}, expected 'default' or one of {', '.join(ROPE_KEYS)}")
     keys = ROPE_KEYS[kind]
-    known = keys.keys() | ROPE_PLAIN
-    unknown = [k for k, x in rope.items() if k not in known and x is not None and x != ROPE_USUAL.get(k)]
+    known = keys.keys() | ROPE_COMMON
+    unknown = [k for k, x in rope.items() if k not in known and x is not None and x != ROPE_DEFAULTS.get(k)]
     if unknown:
-        raise InputError(f"{CONFIG}: rope_parameters has {', '.join(unknown)}, which DecoderLM does not know")
-    given = {new: rope[old] for old, new in keys.items() if rope.get(old) is not None}
-    given.setdefault("rotary_original", context)
-    return {"rotary_scaling": kind, **given}
+        raise InputError(f"{CONFIG}: rope_parameters has {', '.join(unknown)}, which DecoderLM does not support")
+    settings = {new: rope[old] for old, new in keys.items() if rope.get(old) is not None}
+    settings.setdefault("rotary_original", context)
+    return {"rotary_scaling": kind, **settings}
 
 
 LLAMA_NAMES = {
@@ -209,7 +209,7 @@ LLAMA_NAMES = {
     "post_attention_layernorm": "feed_forward_norm",
     "mlp.down_proj": "feed_forward.down",
 }
-LLAMA_JOINED = {  # several matrices of theirs are one of ours, in this order
+LLAMA_JOINED = {  # several matrices of the checkpoint are concatenated to one, in this order
     "attention.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "feed_forward.up": ("mlp.gate_proj", "mlp.up_proj"),
 }

@@ -1,4 +1,4 @@
-"""From logits to the next token: `Sampler`. Repetition penalty, temperature, top-k, top-p, min-p, in that order."""
+"""Sampling of the next token from logits: repetition penalty, temperature, top-k, top-p and min-p, in that order."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from qkv.errors import InputError
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen. With the defaults, as the model says; `Sampler(temperature=0)` is greedy.
+    """How the next token is chosen: by default from the model's distribution; `Sampler(temperature=0)` is greedy.
 
-    Each setting acts on what the one before it has left, in this order, which is that of Hugging Face transformers.
+    Each setting filters the result of the one before it. The order is that of Hugging Face transformers.
 
     Args:
-        repetition_penalty: logits of tokens already seen are divided by it where positive and multiplied by it where
-            negative (Keskar et al. 2019, arXiv:1909.05858, §4.1, in transformers' form); 1 changes nothing.
-        temperature: what logits are divided by; 0 takes the token of the largest logit, the first of equals.
-        top_k: keep the tokens whose logit is at least the k-th largest: all of those that tie with it.
-        top_p: keep the fewest tokens, likeliest first, whose probabilities sum to at least this (Holtzman et al. 2020,
-            arXiv:1904.09751, §3.1); of tokens of equal probability, the first.
-        min_p: keep the tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024,
+        repetition_penalty: logits of tokens that already occurred are divided by it where positive and multiplied by it
+            where negative (Keskar et al. 2019, arXiv:1909.05858, §4.1, in transformers' form); 1 changes nothing.
+        temperature: divides the logits; 0 takes the token with the largest logit, and the first of several such tokens.
+        top_k: keep the tokens whose logit is at least the k-th largest, including all ties.
+        top_p: keep the fewest tokens, most likely first, whose probabilities sum to at least this (Holtzman et al.
+            2020, arXiv:1904.09751, §3.1); of tokens of equal probability, the first.
+        min_p: keep the tokens with at least this share of the probability of the most likely token (Nguyen et al. 2024,
             arXiv:2407.01082).
 
     Raises:
-        InputError: for a setting out of its range.
+        InputError: for a setting outside its range.
 
     >>> import torch
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
@@ -59,18 +59,18 @@ class Sampler:
     def probabilities(
         self, logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b v"]:
-        """The chance of each token to be drawn.
+        """The probability of each token to be drawn.
 
         Args:
-            logits: of the next token.
-            seen: tokens that the repetition penalty is for; what is no token of the vocabulary, such as −1 in place of
-                padding, counts for nothing. Needed only with a penalty other than 1.
+            logits: logits of the next token.
+            seen: tokens that the repetition penalty applies to. Ids outside the vocabulary, such as −1 for padding, are
+                ignored. Required if the penalty is not 1.
 
         Returns:
             Probabilities in float64, exactly 0 where a token is ruled out.
 
         Raises:
-            InputError: if there is a penalty, but nothing said of what was seen.
+            InputError: if there is a penalty, but `seen` is None.
         """
         logits = logits.double()  # temperatures near 0 and long tails are safe
         if self.repetition_penalty != 1:
@@ -79,14 +79,14 @@ class Sampler:
             logits = _penalized(logits, seen, self.repetition_penalty)
         if self.temperature == 0:
             best, index = logits.max(-1, keepdim=True)
-            return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # NaN if the model gave NaN: see `draw`
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # shifted first: no overflow to +inf
+            return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # keeps NaN, which `draw` reports
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # the maximum first: no overflow
         if self.top_k is not None:
             smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -math.inf)
         if self.top_p is not None:
             ordered, index = logits.sort(descending=True, stable=True)
-            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)  # the mass of all likelier tokens
+            before = ordered.softmax(-1).cumsum(-1).roll(1, -1)  # total probability of all more likely tokens
             before[:, 0] = 0
             out = before >= self.top_p
             logits = logits.masked_fill(out.scatter(-1, index, out), -math.inf)
@@ -101,14 +101,15 @@ class Sampler:
 
         Args:
             probabilities: rows that sum to about 1.
-            generators: one for each row, on the CPU. A row takes one number from its own, so that what is drawn for it
-                does not depend on who else is in the batch; nor on the device, as the sums are made on the CPU.
+            generators: one for each row, on the CPU. Each row draws one number from its own generator, so its token
+                does not depend on the other rows of the batch; nor on the device, because the sums are computed on the
+                CPU.
 
         Raises:
-            InputError: if a row is no distribution, as when the model gave NaN, or the generators are too few or many.
+            InputError: if a row is not a distribution, for instance NaN, or the number of generators is wrong.
         """
         if len(generators) != len(probabilities):
-            raise InputError(f"generators: {len(generators)} came, expected {len(probabilities)}, one for each row")
+            raise InputError(f"generators has {len(generators)} items, expected {len(probabilities)}, one for each row")
         total = probabilities.cpu().double().cumsum(-1)  # in order: a parallel sum need not be monotone
         broken = ~(total[:, -1] > 0) | total[:, -1].isinf()
         if broken.any():
@@ -124,6 +125,6 @@ class Sampler:
 def _penalized(logits: Float[Tensor, "b v"], seen: Int[Tensor, "b t"], penalty: float) -> Float[Tensor, "b v"]:
     size = logits.shape[-1]
     known = (seen >= 0) & (seen < size)
-    where = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)  # the last column takes what is no token
+    where = logits.new_zeros(len(logits), size + 1, dtype=torch.bool)  # the last column: ids outside the vocabulary
     where.scatter_(1, seen.masked_fill(~known, size), True)
     return torch.where(where[:, :-1], torch.where(logits < 0, logits * penalty, logits / penalty), logits)

@@ -1,4 +1,4 @@
-"""Recurrent encoder-decoders: without attention (the baseline), and with that of Bahdanau, of Luong, or in heads."""
+"""Recurrent encoder-decoders without attention, with Bahdanau's or Luong's attention, or with multi-head attention."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ATTENTIONS = ("none", "bahdanau", *LUONG, "multihead")
 KINDS = ("global", "local-m", "local-p")
 
 Found = tuple[Float[Tensor, "b n features"], Float[Tensor, "b n s"] | None]
-"""What comes after each of n tokens, and weights on the source if they were asked for."""
+"""Input of the output layer at each of n tokens, and the weights on the source if requested."""
 
 
 @dataclass(frozen=True)
 class RNNSeq2SeqConfig:
-    """Sizes and kinds of an `RNNSeq2Seq`.
+    """Architecture and sizes of an `RNNSeq2Seq`.
 
-    `source_vocab` and `target_vocab` count tokens, of which `pad` fills up sources and targets, `start` begins every
-    target and `end` ends it. `d_embedding` is the size of both embeddings, `d_hidden` that of the states, where a
-    bidirectional encoder has half for each direction. `layers` are those of encoder and decoder each; `cell` is
-    ``"lstm"`` or ``"gru"``. `kind` and `half_width` are those of `LuongAttention`, and with `input_feeding` h~ is an
-    input of the next step. `heads` are those of ``"multihead"``. `dropout` acts on embeddings, between layers, and
-    before the output.
+    `source_vocab` and `target_vocab` are numbers of tokens; `pad` is the padding of sources and targets, `start` begins
+    every target, and `end` ends it. `d_embedding` is the size of both embeddings and `d_hidden` that of the hidden
+    states; a bidirectional encoder uses half of it for each direction. Encoder and decoder have `layers` layers each.
+    `cell` is ``"lstm"`` or ``"gru"``. `kind` and `half_width` are settings of `LuongAttention`; with `input_feeding`,
+    h~ is an input of the next step. `heads` is the number of heads of ``"multihead"``. `dropout` acts on embeddings,
+    between layers, and before the output.
 
     >>> RNNSeq2SeqConfig(50, 60, attention="luong-dot", kind="local-m").half_width
     10
@@ -90,22 +90,22 @@ class RNNSeq2SeqConfig:
 
 @dataclass(eq=False)
 class RNNState:
-    """Where a decoder stands: its source, and what it has come to after `seen` tokens."""
+    """State of the decoder after `seen` tokens, with its encoded source."""
 
     memory: Float[Tensor, "b s d"]
-    """States of the encoder; 0 at padding."""
+    """Hidden states of the encoder; 0 at padding."""
     lengths: Int[Tensor, " b"] | None
-    """Real tokens of each source; None where no source of the batch has padding."""
+    """Number of tokens of each source, without padding; None if no source of the batch has padding."""
     prepared: tuple[Tensor, ...]
-    """What the attention needs of the memory at every step, made once."""
+    """Projections of the memory that the attention needs at every step, computed once."""
     hidden: tuple[Float[Tensor, "layers b d"], ...]
-    """Of the decoder: h, and c of an LSTM."""
+    """Hidden state of the decoder: h, and also c for an LSTM."""
     fed: Float[Tensor, "b 1 d"] | None
-    """h~ of the step before, with input feeding."""
+    """h~ of the previous step, for input feeding."""
     seen: int = 0
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
-        """Gather batch items, in place: what a beam search does when hypotheses die and split."""
+        """Select batch items in this order, in place, as beam search needs."""
         self.memory = self.memory[rows]
         self.lengths = None if self.lengths is None else self.lengths[rows]
         self.prepared = tuple(x[rows] for x in self.prepared)
@@ -114,23 +114,23 @@ class RNNState:
 
     @property
     def mask(self) -> masks.Mask | None:
-        """Which of the memory is real."""
+        """The mask of the padding in the memory; None if there is none."""
         return None if self.lengths is None else masks.Padding(self.lengths)
 
 
 class RNNSeq2Seq(nn.Module):
     """A recurrent encoder and decoder, alone or with attention between them.
 
-    - ``attention="none"``: the encoder's last state is all the decoder knows of the source (Sutskever et al. 2014,
-      arXiv:1409.3215; Cho et al. 2014, arXiv:1406.1078). The baseline.
-    - ``"bahdanau"``: the decoder's *last* state asks, and the context is an input of the next step and of the output
-      (Bahdanau et al. 2015, arXiv:1409.0473, app. A).
-    - ``"luong-…"``: the *new* state asks, and h~ = tanh(W_c [c; h]) goes to the output and, with input feeding, to the
-      next step (Luong et al. 2015, arXiv:1508.04025, §3).
-    - ``"multihead"``: as Luong, with the context of a `MultiHeadAttention`.
+    - ``attention="none"``: the encoder's last state is all that the decoder gets from the source (Sutskever et al.
+      2014, arXiv:1409.3215; Cho et al. 2014, arXiv:1406.1078). The baseline.
+    - ``"bahdanau"``: the decoder's *previous* state is the query, and the context is an input of the next step and of
+      the output (Bahdanau et al. 2015, arXiv:1409.0473, app. A).
+    - ``"luong-…"``: the *new* state is the query, and h~ = tanh(W_c [c; h]) goes to the output and, with input feeding,
+      to the next step (Luong et al. 2015, arXiv:1508.04025, §3).
+    - ``"multihead"``: like Luong, with a `MultiHeadAttention` that computes the context.
 
-    Sources are padded with ``config.pad`` at their ends; padding changes nothing. Initial states of the decoder are the
-    encoder's last, of a bidirectional one through a learned linear layer, the same for all layers.
+    Sources are padded with ``config.pad`` at their ends; padding does not change the result. The decoder starts with
+    the last states of the encoder; those of a bidirectional encoder pass through a linear layer that all layers share.
 
     Shapes: b batch, s tokens of the source, t of the target.
 
@@ -146,7 +146,7 @@ class RNNSeq2Seq(nn.Module):
         d = config.d_hidden
         directions = 2 if config.bidirectional else 1
         cell = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
-        between = config.dropout if config.layers > 1 else 0.0  # torch warns where there is nothing between
+        between = config.dropout if config.layers > 1 else 0.0  # else torch warns
         self.source_embedding = nn.Embedding(config.source_vocab, config.d_embedding)
         self.target_embedding = nn.Embedding(config.target_vocab, config.d_embedding)
         self.encoder = cell(
@@ -172,26 +172,26 @@ class RNNSeq2Seq(nn.Module):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens it can emit."""
+        """Number of tokens in the vocabulary of the target."""
         return self.config.target_vocab
 
     def forward(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t vocab"]:
-        """Logits of the token after each of the target, which begins with ``config.start``, given all before."""
+        """Logits of the next token at each position of the target, which begins with ``config.start``."""
         state = self.start(source)
         return self.output(self.dropout(self._advance(target, state)[0]))
 
     def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy, in nats a token, of every token of the target after the first; padding does not count."""
+        """Mean cross-entropy, in nats per token, of all tokens of the target after the first; padding is ignored."""
         check_ids("target", target, self.config.target_vocab)
         if not (target[:, 1:] != self.config.pad).any():
-            raise InputError("target has no token after the first but padding, expected at least one to predict")
+            raise InputError("target has only padding after its first token, expected at least one token to predict")
         logits = self(source, target[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=self.config.pad)
 
     def alignments(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t s"]:
-        """Weights on the source with which the token after each of the target is predicted; of heads, their mean."""
+        """Weights on the source when the token after each token of the target is predicted; the mean over heads."""
         if self.attention is None:
-            raise InputError("alignments: the model has attention='none', expected one with attention")
+            raise InputError("attention is 'none', expected a model with attention")
         weights = self._advance(target, self.start(source), return_weights=True)[1]
         assert weights is not None
         return weights
@@ -199,7 +199,7 @@ class RNNSeq2Seq(nn.Module):
     # --- step by step -----------------------------------------------------------------------------------------------
 
     def start(self, source: Int[Tensor, "b s"]) -> RNNState:
-        """The decoder before its first token, with the source encoded."""
+        """Encode the source; return the state of the decoder before its first token."""
         lengths = self._lengths(source)
         embedded = self.dropout(self.source_embedding(source))
         packed = pack_padded_sequence(embedded, lengths.cpu(), batch_first=True, enforce_sorted=False)
@@ -215,11 +215,11 @@ class RNNSeq2Seq(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: RNNState) -> Float[Tensor, "b vocab"]:
-        """Logits after the last of `tokens`, which follow those the state has seen; changes the state."""
+        """Logits of the next token after `tokens`, which follow the tokens in `state`; changes the state."""
         return self.output(self.dropout(self._advance(tokens, state)[0][:, -1]))
 
     def _prepare(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """What the attention needs of the memory at every step."""
+        """Projections of the memory that the attention needs at every step."""
         if self.attention is None:
             return ()
         if isinstance(self.attention, MultiHeadAttention):
@@ -227,14 +227,14 @@ class RNNSeq2Seq(nn.Module):
         return (self.attention.project(memory),)
 
     def _advance(self, tokens: Tensor, state: RNNState, *, return_weights: bool = False) -> Found:
-        """What the output is made of after each of `tokens`, and weights if asked for; changes the state."""
+        """Input of the output layer after each of `tokens`, and the weights if requested; changes the state."""
         check_ids("tokens", tokens, self.config.target_vocab)
         if len(tokens) != len(state.memory):
-            raise InputError(f"tokens have batch size {len(tokens)}, but the source has {len(state.memory)}")
+            raise InputError(f"tokens has {len(tokens)} items, expected {len(state.memory)}, as the source has")
         embedded = self.dropout(self.target_embedding(tokens))
         if self.config.attention != "bahdanau" and not self.config.input_feeding:
             return self._attended(self._recur(embedded, state), state, return_weights)
-        # What attention gives is an input of the recurrence: one step after another.
+        # The output of the attention is an input of the recurrence, so the steps must run one after another.
         found = []
         for x in embedded.split(1, dim=1):
             if isinstance(self.attention, AdditiveAttention):
@@ -250,14 +250,14 @@ class RNNSeq2Seq(nn.Module):
         return torch.cat(features, 1), torch.cat(rows, 1) if return_weights else None
 
     def _recur(self, x: Tensor, state: RNNState) -> Float[Tensor, "b n d"]:
-        """Run the decoder over inputs; the state keeps its last."""
+        """Run the decoder over inputs, and store its last hidden state."""
         out, last = self.decoder(x, state.hidden if self.config.cell == "lstm" else state.hidden[0])
         state.hidden = last if isinstance(last, tuple) else (last,)
         state.seen += x.shape[1]
         return out
 
     def _context(self, attention: AdditiveAttention, state: RNNState, return_weights: bool) -> Found:
-        """What the last state of the decoder, of the top layer, finds in the memory."""
+        """Attention of the decoder's previous top-layer state to the memory."""
         found = attention(
             state.hidden[0][-1][:, None], state.memory, projected=state.prepared[0], mask=state.mask,
             return_weights=return_weights,
@@ -265,7 +265,7 @@ class RNNSeq2Seq(nn.Module):
         return found if isinstance(found, tuple) else (found, None)
 
     def _attended(self, h: Float[Tensor, "b n d"], state: RNNState, return_weights: bool) -> Found:
-        """h~ of the states h, the last of which is where the decoder stands; h itself without attention."""
+        """h~ of the states h, the last of which belongs to the newest token; h itself without attention."""
         if isinstance(self.attention, LuongAttention):
             found = self.attention(
                 h, state.memory, projected=state.prepared[0], step=state.seen - h.shape[1], lengths=state.lengths,
@@ -281,12 +281,14 @@ class RNNSeq2Seq(nn.Module):
         return h, None
 
     def _lengths(self, source: Tensor) -> Int[Tensor, " b"]:
-        """Real tokens of each source."""
+        """Number of tokens of each source, without padding."""
         check_ids("source", source, self.config.source_vocab)
         real = source != self.config.pad
         lengths = real.sum(1)
         if not (real == (torch.arange(source.shape[1], device=source.device) < lengths[:, None])).all():
-            raise InputError(f"source has padding (token {self.config.pad}) before a real token, expected it last")
+            raise InputError(
+                f"source has padding (token {self.config.pad}) before a real token, expected it at the end"
+            )
         if not lengths.all():
-            raise InputError("source has an item of nothing but padding, expected at least one real token in each")
+            raise InputError("source has an item of padding only, expected at least one token in each")
         return lengths

@@ -1,4 +1,4 @@
-"""Language models by name, each with the tokenizer it reads and writes text through: `load_text_model`."""
+"""Load a language model by name, together with its tokenizer: `load_text_model`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from qkv.errors import InputError
 from qkv.models import bundled, checkpoint, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderLM
+from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-TOKENIZER = "tokenizer.json"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
-BEFORE = 16  # tokens of a prompt that are enough to see how what follows them reads
+CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """What `qkv.models.generation.text_stream` needs of a tokenizer, whoever wrote it."""
+    """The two functions of a tokenizer that `qkv.models.generation.text_stream` needs."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
     def after(self, prompt: Sequence[int]) -> TextTokenizer:
-        """The same, but tokens decode as they read behind `prompt`: some tokenizers drop the space a text begins with.
+        """A tokenizer that decodes tokens as the continuation of `prompt`: some drop a space at the start of a text.
 
         >>> words = TextTokenizer(str.split, lambda ids: "".join(f" {i}" for i in ids).lstrip())
         >>> words.decode([3]), words.after([1, 2]).decode([3])
         ('3', ' 3')
         """
-        tail = list(prompt[-BEFORE:])
+        tail = list(prompt[-CONTEXT_TOKENS:])
         before = self.decode(tail)
 
         def decode(ids: list[int]) -> str:
@@ -49,7 +49,7 @@ class TextTokenizer:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A language model and what turns text into its tokens; `end` are the tokens that end a text."""
+    """A language model and its tokenizer; `end` are the tokens that end a text."""
 
     model: DecoderLM
     tokenizer: TextTokenizer
@@ -57,19 +57,19 @@ class TextModel:
     end: tuple[int, ...] = ()
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; `InputError` if there are none, or one that the model does not know."""
+        """The tokens of a prompt; raises `InputError` if there are none, or one is outside the model's vocabulary."""
         if not prompt:
-            raise InputError("the prompt is empty, expected some text to continue")
+            raise InputError("prompt is empty, expected some text to continue")
         try:
             prompt.encode()
-        except UnicodeEncodeError as error:  # a command line that is no UTF-8 comes with surrogates
-            raise InputError("the prompt is not UTF-8 text") from error
+        except UnicodeEncodeError as error:  # Python decodes a command line that is not UTF-8 to surrogates
+            raise InputError("prompt is not UTF-8 text") from error
         ids = self.tokenizer.encode(prompt)
         if not ids:
-            raise InputError(f"the prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
+            raise InputError(f"prompt {prompt[:40]!r} has no tokens in the vocabulary of {self.name}")
         if max(ids) >= self.model.vocabulary:
             raise InputError(
-                f"the tokenizer of {self.name} says token {max(ids)}, but the model has {self.model.vocabulary} tokens"
+                f"prompt: the tokenizer of {self.name} gives token {max(ids)}, expected below {self.model.vocabulary}"
             )
         return ids
 
@@ -78,13 +78,13 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     """Load a `DecoderLM` and its tokenizer.
 
     Args:
-        name: ``"qkv-mini"``, which comes with the package; a folder that `qkv.models.checkpoint.save` wrote (text goes
-            through its tokenizer.json if there is one, and is bytes if there is none and the vocabulary is 256), a
-            folder with a GPT-2 or Llama of Hugging Face, or the name of one on the Hugging Face hub.
-        dtype: of the weights: float32, bfloat16, float16 or float64.
+        name: ``"qkv-mini"``, which comes with the package; a folder that `qkv.models.checkpoint.save` wrote (its
+            tokenizer is tokenizer.json, or bytes if that file is missing and the vocabulary is 256); a folder with a
+            GPT-2 or Llama model of Hugging Face; or the name of such a model on the Hugging Face hub.
+        dtype: number format of the weights: float32, bfloat16, float16 or float64.
 
     Raises:
-        InputError: if there is no such model, it is of another kind, or has no tokenizer.
+        InputError: if the model does not exist, is of another kind, or has no tokenizer.
 
     >>> import tempfile
     >>> from qkv.models.decoder import DecoderConfig
@@ -106,8 +106,8 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     config = checkpoint.read_config(folder)
     try:
         loaded = _hugging_face(folder, name, config) if "model_type" in config else _own(folder, name, config)
-    except (KeyError, TypeError, AttributeError) as error:  # from sizes that are not there, or are no numbers
-        raise InputError(f"{folder / checkpoint.CONFIG}: cannot be understood ({error!r})") from error
+    except (KeyError, TypeError, AttributeError) as error:  # from sizes that are missing or not numbers
+        raise InputError(f"{checkpoint.CONFIG} in {folder} is not a valid configuration ({error!r})") from error
     loaded.model.to(DTYPES[dtype])
     return loaded
 
@@ -118,7 +118,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
 def _own(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
     kind = config.get("model")
     if kind in checkpoint.KINDS and kind != "DecoderLM":
-        raise InputError(f"model: {name} is {kind}, expected a DecoderLM: text alone is continued by no other")
+        raise InputError(f"model: {name} is {kind}, expected a DecoderLM, the only kind that continues text")
     model = checkpoint.load(folder)
     if not isinstance(model, DecoderLM):
         raise InputError(f"model: {name} is {type(model).__name__}, expected a DecoderLM")
@@ -127,22 +127,15 @@ def _own(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
         return TextModel(model, _from_file(file), name)
     if model.vocabulary != ByteTokenizer.vocab_size:
         raise InputError(
-            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}; "
-            f"expected that file, or {ByteTokenizer.vocab_size} tokens, which are bytes"
+            f"model: no {TOKENIZER} in {name}, and its vocabulary is {model.vocabulary}, "
+            f"expected that file, or a vocabulary of {ByteTokenizer.vocab_size} bytes"
         )
     return TextModel(model, TextTokenizer(ByteTokenizer().encode, ByteTokenizer().decode), name)
 
 
 def _from_file(file: Path) -> TextTokenizer:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise InputError(f"{file} needs tokenizers: pip install 'qkv[hf]'")
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # it raises no narrower kind
-        raise InputError(f"{file}: not a tokenizer ({_first_line(error)})") from error
-    return TextTokenizer(lambda text: list(tokenizer.encode(text).ids), tokenizer.decode)
+    found = FileTokenizer(file)
+    return TextTokenizer(found.encode, partial(found.decode, skip_special_tokens=True))
 
 
 # --- of Hugging Face --------------------------------------------------------------------------------------------------
@@ -151,7 +144,7 @@ def _from_file(file: Path) -> TextTokenizer:
 def _hugging_face(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
     _known(config, name)
     if importlib.util.find_spec("transformers") is None:
-        raise InputError("the tokenizer of this model needs transformers: pip install 'qkv[hf]'")
+        raise InputError("model: its tokenizer needs transformers: pip install 'qkv[hf]'")
     tokenizer = _tokenizer(folder, name)
     model = pretrained.from_hugging_face(folder)
     return TextModel(model, tokenizer, name, _ends(folder, config, model.vocabulary))
@@ -174,15 +167,15 @@ def _tokenizer(folder: Path, name: str) -> TextTokenizer:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises no narrower kind
         raise InputError(f"model: cannot read the tokenizer of {name} ({_first_line(error)})") from error
-    if len(found) <= len(found.all_special_tokens):  # made of nothing, as for a folder without tokenizer files
-        raise InputError(f"model: no tokenizer in {name}, expected {TOKENIZER} or the files it is made of")
+    if len(found) <= len(found.all_special_tokens):  # empty: transformers found no files
+        raise InputError(f"model: no tokenizer in {name}, expected {TOKENIZER} or the files that it is built from")
     return TextTokenizer(
         found.encode, partial(found.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
 
 
 def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
-    """What generation_config.json says ends a text, else what config.json says; tokens that the model has."""
+    """The end tokens in generation_config.json, else those in config.json, that are in the vocabulary."""
     found = config.get("eos_token_id")
     file = folder / "generation_config.json"
     if file.exists():
@@ -190,7 +183,7 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
             generation = json.loads(file.read_text(encoding="utf-8"))
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
         except (ValueError, AttributeError) as error:
-            raise InputError(f"{file}: not a JSON object") from error
+            raise InputError(f"{file.name} in {folder} is not a JSON object") from error
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):
         raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
@@ -198,7 +191,7 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
 
 
 def _of_hub(name: str) -> Path:
-    """The folder of a model of the hub: its configuration first, so that no other kind is ever downloaded."""
+    """Download a model from the hub; its configuration comes first, so that no other kind is ever downloaded."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(f"model: no folder {name}, and the Hugging Face hub needs pip install 'qkv[hf]'")
     import huggingface_hub
@@ -212,7 +205,7 @@ def _of_hub(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
     except InputError:
         raise
-    except Exception as error:  # the transport underneath has errors of its own kinds
+    except Exception as error:  # the HTTP library raises its own exceptions
         raise InputError(
             f"model: cannot load {name!r} ({_first_line(error)}); expected a folder with a model, or the name of a "
             "GPT-2 or Llama on the Hugging Face hub that is reachable or cached"

@@ -1,4 +1,4 @@
-"""How surprised a language model is by every token of a text when it reads through caches that let keys go."""
+"""The loss of a language model at every token of a text that it reads through caches that evict keys."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def token_loss(
     begin: int = 0,
     on_chunk: Callable[[int], None] = lambda tokens: None,
 ) -> Float[Tensor, "b positions"]:
-    """−ln p of the next token at each of n − 1 positions, in nats, float64.
+    """The token loss −ln p of the next token at each of n − 1 positions, in nats, float64.
 
-    The texts pass through the caches in pieces; with `Full` that is the model's own loss.
+    The model reads the texts in chunks through the caches. With the cache `Full` this is the usual loss of the model.
 
     Args:
-        model: of rotary, ALiBi or no positions, where texts are longer than those it was trained on.
+        model: a language model. For texts longer than those of its training, it should have rotary positions, ALiBi
+            or none.
         ids: texts of at least 2 tokens.
-        make_cache: makes the cache of a layer.
-        chunk: tokens a step. Memory, not numbers, depends on it, but for `HeavyHitters`, which lets keys go only
-            between steps: there 1 is its definition.
-        begin: tokens of the first step, if more than `chunk`: as many as the cache holds, all of which stay.
-        on_chunk: hears how many tokens were read.
+        make_cache: makes the cache of one layer.
+        chunk: tokens per step. It changes the memory needed, but not the result, except for `HeavyHitters`, which
+            evicts keys only between steps: its definition is that of chunks of 1 token.
+        begin: tokens of the first step, if more than `chunk`: as many as the cache keeps without evicting any.
+        on_chunk: called with the number of tokens after every chunk.
 
     Raises:
-        InputError: for ids or a chunk that cannot be.
+        InputError: for ids of another shape, or a chunk below 1.
 
     >>> from qkv.cache import Sliding
     >>> from qkv.models import DecoderConfig
@@ -51,10 +52,10 @@ def token_loss(
     if chunk < 1:
         raise InputError(f"chunk is {chunk}, expected at least 1 token")
     ids = ids.to(model.embedding.weight.device)
-    state, left = model.start(len(ids), cache=make_cache), []
+    state, outputs = model.start(len(ids), cache=make_cache), []
     weight = model.embedding.weight if model.output is None else model.output.weight
-    # A step gives logits of its last token; what the last layer leaves says the rest.
-    handle = model.blocks[-1].register_forward_hook(lambda _, __, x: left.append(x))
+    # `step` returns the logits of the last token only: the hook keeps the last layer's output for all tokens.
+    handle = model.blocks[-1].register_forward_hook(lambda _, __, x: outputs.append(x))
     n = ids.shape[1] - 1
     stops = [*range(max(begin, chunk), n, chunk), n]
     found = []
@@ -62,7 +63,7 @@ def token_loss(
         for start, stop in zip([0, *stops], stops, strict=False):
             part, targets = ids[:, start:stop], ids[:, start + 1 : stop + 1]
             model.step(part, state)
-            logits = project(model.norm(left.pop()), weight).double()
+            logits = project(model.norm(outputs.pop()), weight).double()
             found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
             on_chunk(part.shape[1])
     finally:

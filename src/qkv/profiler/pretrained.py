@@ -40,8 +40,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
         head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
 
     Returns:
-        The model in evaluation mode and its tokenizer: a Hugging Face tokenizer, or a `qkv.models.ByteTokenizer`. The
-        tokenizer is None for a model that does not read text.
+        The model in evaluation mode and its tokenizer: a Hugging Face tokenizer, one with the same interface for models
+        of `qkv.models`, or a `qkv.models.ByteTokenizer`. The tokenizer is None for a model that does not read text.
 
     Raises:
         InputError: if there is no such model, or a package that it needs is not installed.

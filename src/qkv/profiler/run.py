@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import qkv
+from qkv._progress import bar
 from qkv.errors import InputError
 from qkv.profiler.capture import probes
 from qkv.profiler.capture.datasets import datasets
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import Observer, observe, unobserved
-from qkv.profiler.capture.progress import bar
 from qkv.profiler.capture.residual import Residuals, attention_modules, by_stack, observe_residual
 from qkv.profiler.capture.tokens import special_ids
 from qkv.profiler.data.frames import COLUMNS

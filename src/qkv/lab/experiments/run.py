@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from qkv._files import write_whole
+from qkv._progress import bar
 from qkv.errors import InputError
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
@@ -76,10 +76,10 @@ def conducted(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progre
         out.mkdir(parents=True, exist_ok=True)
         kept = _Kept(out / f"{made.name}.json.part", quick)
         todo = {key(s): s for rows in asked.values() for s in rows if key(s) not in kept.runs}
-        with _bar(progress, made.name, len(todo)) as step:
+        with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
             for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
                 kept.add(k, outcome)
-                step()
+                step(1)
         if kept.computed is None:
             kept.add_computed(_computed(made, quick))
         variants = {v: [Outcome(**kept.runs[k]) for k in rows] for v, rows in keys.items()}
@@ -308,30 +308,3 @@ def _machine() -> dict[str, Any]:
 
     found = machine(torch.get_num_threads())
     return {"cpu": found["cpu"], "threads": int(found["threads"]), "cores": os.cpu_count(), "python": found["python"]}
-
-
-@contextmanager
-def _bar(show: bool, name: str, runs: int) -> Iterator[Callable[[], None]]:
-    """A progress bar over runs on standard error, if it is a terminal."""
-    import sys
-
-    if not (show and runs and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=runs)
-        yield lambda: progress.update(task, advance=1)

@@ -34,6 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv._files import write_whole
+from qkv._progress import Step, bar
 from qkv.errors import InputError
 from qkv.masks import Mask, Predicate
 from qkv.profiler.analyses.eviction_run import nats_of, retained, run_mode
@@ -41,7 +42,6 @@ from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
-from qkv.profiler.capture.progress import Step, bar
 from qkv.statistics.measure import row_state, sweep
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from torch import nn
 from qkv.errors import InputError
 from qkv.models import bundled, checkpoint
 from qkv.models.byte_tokenizer import ByteTokenizer
+from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENIZER = "tokenizer.json"
 LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -116,22 +116,10 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     model = checkpoint.load(folder).to(dtype)
     file = folder / TOKENIZER
     if file.exists():
-        return Loaded(name, model, _tokenizer_of(file))
+        known = importlib.util.find_spec("tokenizers") is not None
+        return Loaded(name, model, FileTokenizer(file) if known else None)
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
-
-
-def _tokenizer_of(file: Path) -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    from transformers import PreTrainedTokenizerFast
-
-    _quiet()
-    try:
-        return PreTrainedTokenizerFast(tokenizer_file=str(file))
-    except Exception as error:  # tokenizers raises no narrower exception
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"model: {file} is not a tokenizer ({reason})") from error
 
 
 def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:

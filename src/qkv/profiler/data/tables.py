@@ -25,32 +25,15 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     """One row per layer and head; `Profile.heads` documents the columns."""
     import pandas as pd
 
-    valid = valid_queries(data)
-    visible = data["visible"].values
-    later = valid & (np.arange(valid.shape[1]) >= 1)
-    from_second = later if data.attrs["causal"] else valid
-
-    values = {
-        name: OF_WEIGHTS[name].by_head(data[name].values, from_second if OF_WEIGHTS[name].from_second else valid)
-        for name in OF_HEADS
-        if name in data
-    }
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(visible >= 2, data["entropy"].values / np.log(visible), np.nan)
-    values["entropy_ratio"] = mean_over_queries(ratio, valid)
-    sink = data["sink"].values
-    above = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
-    values["sink_share"] = mean_over_queries(above, later)
-
+    names = (*(name for name in OF_HEADS if name in data), "entropy_ratio", "sink_share")
     table = pd.DataFrame(
         {
             "layer": np.repeat(data["layer"].values, data.sizes["head"]),
             "head": np.tile(data["head"].values, data.sizes["layer"]),
             "module": np.repeat(data["module"].values, data.sizes["head"]),
+            **{name: mean_of_heads(data, name).ravel() for name in names},
         }
     )
-    for name, value in values.items():
-        table[name] = over_texts(value).ravel()
     top = _top_keys(data)
     table["top_key"], table["top_key_token"], table["top_key_share"] = top
     table["target"], table["target_share"] = _targets(data, table)
@@ -61,6 +44,24 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
     for name in custom_variables(data):
         table[name] = over_texts(data[name + BY_HEAD].values).ravel()
     return table
+
+
+def mean_of_heads(data: xr.Dataset, name: str) -> np.ndarray:
+    """One column of `head_table` as (layer, head): the mean over the queries of each text, then over texts."""
+    valid = valid_queries(data)
+    later = valid & (np.arange(valid.shape[1]) >= 1)
+    if name == "entropy_ratio":
+        seen = data["visible"].values
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(seen >= 2, data["entropy"].values / np.log(seen), np.nan)
+        return over_texts(mean_over_queries(ratio, valid))
+    if name == "sink_share":
+        sink = data["sink"].values
+        caught = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
+        return over_texts(mean_over_queries(caught, later))
+    statistic = OF_WEIGHTS[name]
+    chosen = later if statistic.from_second and data.attrs["causal"] else valid
+    return over_texts(statistic.by_head(data[name].values, chosen))
 
 
 def token_table(data: xr.Dataset) -> pd.DataFrame:

@@ -30,11 +30,7 @@ def _variable(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
 
 
 def _column(name: str) -> Callable[[xr.Dataset], np.ndarray | None]:
-    def score(data: xr.Dataset) -> np.ndarray:
-        column = tables.head_table(data)[name].to_numpy(np.float64)
-        return column.reshape(data.sizes["layer"], data.sizes["head"])
-
-    return score
+    return lambda data: np.asarray(tables.mean_of_heads(data, name), np.float64)
 
 
 def prefix_sink_scores(data: xr.Dataset) -> np.ndarray | None:

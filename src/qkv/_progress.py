@@ -1,0 +1,91 @@
+"""Progress bars and spinners of everything slow: on standard error, and only if it is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Step(Protocol):
+    """Progress callback: `done` more units are finished; `of` sets their total, `note` the text behind the bar.
+
+    It may be called from any thread.
+    """
+
+    def __call__(self, done: float, /, *, of: float | None = None, note: str | None = None) -> None: ...
+
+
+class Bar:
+    """A progress bar, called as a `Step`. Without a terminal it shows nothing."""
+
+    def __init__(self, progress: Any = None, task: Any = None) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, done: float, /, *, of: float | None = None, note: str | None = None) -> None:
+        if self._progress is None:
+            return
+        changed: dict[str, Any] = {} if note is None else {"note": note}
+        if of is not None:
+            changed |= {"total": of, "of": _total(of)}
+        self._progress.update(self._task, advance=done, **changed)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._progress is not None:
+            self._progress.console.print(line, style="dim", markup=False)
+
+
+@contextmanager
+def bar(name: str, unit: str = "", total: float | None = None, *, done: float = 0, show: bool = True) -> Iterator[Bar]:
+    """A progress bar that disappears when it is closed.
+
+    Args:
+        name: what is being done, printed before the bar.
+        unit: what is counted; no numbers are printed if it is empty.
+        total: how many units there are, if that is known; the bar tells the time left from it.
+        done: units that were finished earlier.
+        show: False for no bar.
+
+    >>> with bar("profiling", "layers", 6) as step:
+    ...     step(1)
+    """
+    if not (show and sys.stderr.isatty()):
+        yield Bar()
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    texts = ["{task.description}", "{task.completed:,.0f} {task.fields[of]}" + unit, "{task.fields[note]}"]
+    description, count, note = (TextColumn(text, markup=False) for text in texts)
+    columns = (description, BarColumn(), *([count] if unit else []), note, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_console(), transient=True) as progress:
+        yield Bar(progress, progress.add_task(name, total=total, completed=int(done), of=_total(total), note=""))
+
+
+@contextmanager
+def spinner(name: str) -> Iterator[None]:
+    """A spinner, for work that cannot tell how far it has come."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.markup import escape
+
+    with _console().status(escape(name)):
+        yield
+
+
+def say(line: str) -> None:
+    """Print a remark on standard error, if it is a terminal."""
+    if sys.stderr.isatty():
+        _console().print(line, style="dim", markup=False)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _total(total: float | None) -> str:
+    return "" if total is None else f"of {total:,.0f} "

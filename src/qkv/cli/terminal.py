@@ -1,0 +1,41 @@
+"""The lines with which commands end: which files they wrote, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def print_line(label: str, text: str | Path, *, main: bool = False) -> None:
+    """Print a label and a text that is never wrapped, so that paths can be copied; dim, unless it is the `main` one."""
+    from rich.console import Console
+    from rich.text import Text
+
+    label = f"{label:<8} "
+    line = Text.assemble((label, "bold"), str(text)) if main else Text(f"{label}{text}", "dim")
+    Console(highlight=False).print(line, soft_wrap=True)
+
+
+class Stopwatch:
+    """Wall-clock seconds of the parts of a command, each from the end of the part before.
+
+    >>> watch = Stopwatch()
+    >>> watch.lap("loading")
+    >>> watch.lap("measuring")
+    >>> print(watch)
+    0.0 s: loading 0.0, measuring 0.0
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Add the seconds since the last call to `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s: {parts}"

@@ -1,0 +1,75 @@
+"""A tokenizer.json as a tokenizer: what `qkv.load` returns with a model of this package. It needs no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv.errors import InputError
+
+TOKENIZER = "tokenizer.json"
+
+
+class FileTokenizer:
+    """The tokenizer in a tokenizer.json, called as transformers' ``PreTrainedTokenizerFast`` is.
+
+    transformers' own class does the same, but takes two seconds to import.
+
+    Raises:
+        InputError: the file is missing or is not a tokenizer, or the tokenizers package is not installed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise InputError(f"{file} needs the tokenizers package: pip install 'qkv[hf]'") from error
+        try:
+            self.backend_tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises no narrower class
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            raise InputError(f"model: {file} is not a tokenizer ({reason})") from error
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+
+    def __len__(self) -> int:
+        """Size of the vocabulary, added tokens included."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary without added tokens."""
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=False))
+
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token."""
+        return dict(self.backend_tokenizer.get_vocab())
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_tensors: str | None = None
+    ) -> dict[str, Any]:
+        """``input_ids`` and ``attention_mask`` of a text: lists, or tensors (1, n) if `return_tensors` is ``"pt"``."""
+        ids = self.encode(text, add_special_tokens=add_special_tokens)
+        if return_tensors is None:
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        if return_tensors != "pt":
+            raise InputError(f"return_tensors is {return_tensors!r}, expected None or 'pt'")
+        tensor = torch.tensor([ids], dtype=torch.long)
+        return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: int | Sequence[int] | Tensor, *, skip_special_tokens: bool = False, **ignored: Any) -> str:
+        """The text of token ids; transformers' other settings are accepted and change nothing here."""
+        ids = torch.as_tensor(ids).reshape(-1).tolist()
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        """Tokens as the vocabulary writes them."""
+        return [self.backend_tokenizer.id_to_token(int(i)) for i in ids]
