@@ -137,7 +137,7 @@ def _show(task: Task, trained: Trained) -> None:
     from qkv.lab.log import scalars
     from qkv.lab.loop import FIGURES, MODEL
     from qkv.lab.settings import RUN
-    from qkv.models.text import TOKENIZER
+    from qkv.models.file_tokenizer import TOKENIZER
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{task.name} at step {trained.metrics[-1]['step']:,}", no_wrap=True)
