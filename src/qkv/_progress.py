@@ -38,7 +38,7 @@ class Bar:
 
 
 @contextmanager
-def bar(name: str, unit: str = "", total: float | None = None, *, done: float = 0, show: bool = True) -> Iterator[Bar]:
+def bar(name: str, unit: str = "", total: float | None = None, *, done: int = 0, show: bool = True) -> Iterator[Bar]:
     """A progress bar that disappears when it is closed.
 
     Args:

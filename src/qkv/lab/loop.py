@@ -215,12 +215,13 @@ class _Writer:
         training = model.training
         model.eval()
         try:
-            line: dict[str, Any] = {"step": step, "evaluation": self._task.evaluate(model), "check": self._task.check(model)}
+            found = self._task.evaluate(model)
+            line = {"step": step, "evaluation": found, "check": self._task.check(model)}
         finally:
             model.train(training)
         self._log.write(line)
-        found = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(line["evaluation"])[:4])
-        self._bar.say(f"step {step:>6}  {found}")
+        scores = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(found)[:4])
+        self._bar.say(f"step {step:>6}  {scores}")
         self._restart()
 
 

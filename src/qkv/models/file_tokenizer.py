@@ -1,4 +1,4 @@
-"""A tokenizer.json as a tokenizer: what `qkv.load` returns with a model of this package. It needs no transformers."""
+"""Tokenizers read from tokenizer.json, for models of this package. They need tokenizers, but not transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise InputError(f"{file} needs the tokenizers package: pip install 'qkv[hf]'") from error
+            raise InputError(f"model: {file} needs tokenizers: pip install 'qkv[hf]'") from error
         try:
             self.backend_tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises no narrower class
