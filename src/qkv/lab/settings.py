@@ -88,16 +88,16 @@ def read(path: Path) -> dict[str, Any]:
 
 def from_toml(path: Path) -> tuple[Task, Training]:
     """The settings a file holds; what it leaves out is as the task has it by default."""
-    from qkv.lab.tasks import names, task_class  # tasks read this module
+    from qkv.lab.tasks import names, task_class  # the modules of tasks import this one
 
     found = read(path)
     name = found.get("task")
-    if not isinstance(name, str) or name not in names():
-        raise InputError(f"{path}: task is {name!r}, expected one of {', '.join(names())}")
+    if not isinstance(name, str):
+        raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}")
+    cls = task_class(name)
     for key in found:
         if key not in ("task", name, "training"):
-            raise InputError(f"{path}: [{key}] is unknown, expected [{name}] and [training]")
-    cls = task_class(name)
+            raise InputError(f"{key} is an unknown table in {path}, expected [{name}] and [training]")
     task = changed(cls(), found.get(name, {}), f"{name}.")
     return task, changed(cls.training(), found.get("training", {}), "training.")
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +20,7 @@ from qkv._files import write_whole
 from qkv.errors import InputError
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
-from qkv.lab.experiments.registry import experiment, names
+from qkv.lab.experiments.registry import BUILT_IN, experiment
 
 RUNS = "runs"
 """The folder of trained models, which all experiments share."""
@@ -146,15 +146,22 @@ def table(out: str | Path) -> str:
         "Each was made by `qkv experiment NAME`. Verdicts are computed from the numbers in NAME.json by the criterion "
         "that their text states; they hold for the small models trained here.",
     ]
-    for name in names():
-        file = Path(out) / f"{name}.json"
-        if not file.exists():
-            continue
-        found = load(file)
+    for name, found in _results(Path(out)):
         lines += ["", f"## {name}", "", f"*{found['question']}*", "", found["paragraph"], ""]
         lines += [f"- **{v['claim']} {v['holds']}**: {v['text']}" for v in found["verdicts"]]
         lines += ["", f"![{found['title']}]({name}.png)"]
     return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # else a browser strikes it all through
+
+
+def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The results in a folder by name: of built-in experiments in their order, then of all others."""
+    for name in BUILT_IN:
+        if (folder / f"{name}.json").exists():
+            yield name, load(folder / f"{name}.json")
+    for file in sorted(folder.glob("*.json")):
+        if file.stem not in BUILT_IN:
+            with suppress(InputError):  # a JSON file of something else
+                yield file.stem, load(file)
 
 
 def load(file: Path) -> dict[str, Any]:
