@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models import DecoderConfig, DecoderLM
 
@@ -35,7 +35,7 @@ class Counting:
         return Training(steps=12, batch=8, warmup=2, log_every=1, evaluate_every=6, save_every=4)
 
     def build(self) -> nn.Module:
-        return DecoderLM(fitted(self.model, vocab_size=self.modulo))
+        return DecoderLM(with_entries(self.model, vocab_size=self.modulo))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(1000 * seed + step)

@@ -49,11 +49,11 @@ def test_ordinary_tokens_follow_the_law_of_the_chain() -> None:
     task = Backcopy(symbols=13, triggers=2)
     chain = backcopy._chain(13, 2)
     made = np.concatenate([sequences(task, step=step, size=500).numpy() for step in range(8)])
-    assert np.allclose(chain.law.sum(1), 1)
+    assert np.allclose(chain.probabilities.sum(1), 1)
     before, after = made[:, :-1].ravel(), made[:, 1:].ravel()
     for token in (0, *range(3, 14)):
         counts = np.bincount(after[before == token], minlength=13)
-        expected = chain.law[token] * counts.sum()
+        expected = chain.probabilities[token] * counts.sum()
         possible = expected > 0
         assert counts[~possible].sum() == 0
         chi = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
@@ -67,9 +67,11 @@ def test_the_chain_is_that_of_the_standard_library() -> None:
     assert len(set(chain.bytes.tolist())) == 64
     assert pairs.sum() > 1_000_000
     counts = pairs[np.ix_(chain.bytes, chain.bytes)]
-    assert np.abs(chain.law[:64] - counts / counts.sum(1, keepdims=True)).max() < 0.01
-    assert chain.law[:64].min() >= 1 / backcopy.DRAWS
-    assert np.array_equal(np.stack([np.bincount(row, minlength=64) for row in chain.table]) / backcopy.DRAWS, chain.law)
+    assert np.abs(chain.probabilities[:64] - counts / counts.sum(1, keepdims=True)).max() < 0.01
+    assert chain.probabilities[:64].min() >= 1 / backcopy.DRAWS
+    assert np.array_equal(
+        np.stack([np.bincount(row, minlength=64) for row in chain.table]) / backcopy.DRAWS, chain.probabilities
+    )
 
 
 def test_batches_are_functions_of_their_arguments() -> None:
@@ -130,7 +132,7 @@ class Oracle(nn.Module):
         self.task, self.weight = task, nn.Parameter(torch.zeros(()))
 
     def forward(self, ids: Tensor) -> Tensor:
-        law = torch.as_tensor(backcopy._chain(self.task.symbols, self.task.triggers).law).float()
+        law = torch.as_tensor(backcopy._chain(self.task.symbols, self.task.triggers).probabilities).float()
         copied = nn.functional.one_hot(ids.roll(1, 1), self.task.symbols + 1).float() * 1e9
         drawn = nn.functional.pad(law.clamp(min=1e-30).log()[ids], (0, 1), value=-1e9)
         return torch.where(self.task.is_trigger(ids)[..., None], copied, drawn)
@@ -144,7 +146,7 @@ def test_one_who_knows_the_law_has_no_excess(first: Any) -> None:
     for name in ("excess", "bigram_excess", "backcopy_loss"):
         assert found[name] == pytest.approx(0, abs=1e-5)
     batch = task.held_out(backcopy.EVALUATED)
-    awake, law = task.is_trigger(batch["ids"]).numpy(), backcopy._chain(64, 3).law
+    awake, law = task.is_trigger(batch["ids"]).numpy(), backcopy._chain(64, 3).probabilities
     rows = -np.where(law > 0, law * np.log(np.where(law > 0, law, 1)), 0).sum(1)
     assert found["entropy"] == pytest.approx(np.where(awake, 0, rows[batch["ids"].numpy()]).mean(), rel=0.02)
 

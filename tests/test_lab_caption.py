@@ -14,7 +14,7 @@ from conftest import unchecked
 from qkv import InputError
 from qkv.lab import scenes, train
 from qkv.lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
-from qkv.lab.tasks.caption import Caption, looked
+from qkv.lab.tasks.caption import Caption, attention_to_objects
 from qkv.models import Captioner
 
 
@@ -150,14 +150,14 @@ def by_hand() -> tuple[Scenes, np.ndarray]:
 def test_attention_at_hand_made_weights() -> None:
     held, weights = by_hand()
     even = {"mass": 1 / 16, "mass_at_colours": 1 / 16, "mass_at_shapes": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
-    assert looked(weights, held) == even
+    assert attention_to_objects(weights, held) == even
     weights[0, :2] = 0
     weights[0, 0, 1, 2], weights[0, 0, 0, 0] = 0.75, 0.25  # what predicts "red"
     weights[0, 1, 3, 3], weights[0, 1, 1, 2] = 0.75, 0.25  # what predicts "circle"
     right = {"mass": 0.5, "mass_at_colours": 0.75, "mass_at_shapes": 0.25, "chance": 1 / 16, "strongest": 0.5}
-    assert looked(weights, held) == right
+    assert attention_to_objects(weights, held) == right
     weights[0, 2] = 0  # of the end
-    assert looked(weights, held) == right
+    assert attention_to_objects(weights, held) == right
 
 
 def test_a_cell_sees_where_it_is_said_to_be() -> None:
@@ -185,9 +185,9 @@ def test_a_model_that_looks_is_seen_to_look() -> None:
     for i, t in np.argwhere(held.objects[:, 1:] >= 0):
         cells = on[i, held.objects[i, t + 1]]
         weights[i, t] = cells / cells.sum()
-    assert looked(weights, held)["mass"] == pytest.approx(1)
+    assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
     for shift in (-1, 1):
-        assert looked(np.roll(weights, shift, 1), held)["mass"] < 0.7
+        assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
 
 
 # --- the task ---------------------------------------------------------------------------------------------------------

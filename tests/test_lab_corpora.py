@@ -165,14 +165,14 @@ def test_a_cache_that_cannot_be_written_is_said_so(cache: Path, monkeypatch: pyt
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpora.keep(tmp_path / "x", b"before")
+    corpora.write_cached(tmp_path / "x", b"before")
 
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        corpora.keep(tmp_path / "x", b"after")
+        corpora.write_cached(tmp_path / "x", b"after")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}
 
 

@@ -32,7 +32,7 @@ from qkv.lab.experiments.base import (
     Verdict,
     larger,
 )
-from qkv.lab.experiments.run import conducted, key, table
+from qkv.lab.experiments.run import key, run_experiment, table
 from qkv.lab.experiments.sinks import TASK, Sweep
 from qkv.lab.task import Measured
 
@@ -97,7 +97,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_an_experiment_trains_equal_settings_once_and_tells_all(tmp_path: Path, trained: list[Path]) -> None:
-    result = conducted(Tiny(), tmp_path, quick=False)
+    result = run_experiment(Tiny(), tmp_path, quick=False)
     assert len(trained) == len(set(trained)) == 2  # of three settings
     assert [p.name for p in trained] == [key(s) for s in Tiny().settings(False)["plain"]]
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
@@ -128,35 +128,35 @@ def test_an_interrupted_experiment_repeats_nothing(
 
     monkeypatch.setattr(Tiny, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        conducted(Tiny(), tmp_path, quick=False)
+        run_experiment(Tiny(), tmp_path, quick=False)
     assert (tmp_path / "tiny.json.part").exists()
     assert not (tmp_path / "tiny.json").exists()
-    conducted(Tiny(), tmp_path, quick=False)
+    run_experiment(Tiny(), tmp_path, quick=False)
     assert measured == [0, 1, 1]
     assert trained[1:] == [trained[1]] * 2  # the second found its model finished; the first was never asked again
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
 
 
 def test_a_quick_form_says_so_and_shares_runs(tmp_path: Path, trained: list[Path]) -> None:
-    result = conducted(Tiny(), tmp_path, quick=True)
+    result = run_experiment(Tiny(), tmp_path, quick=True)
     assert result.verdicts[0].text == "quick form: seven is more"
     assert result.paragraph.startswith("Quick form")
     assert json.loads(result.json_path.read_text())["quick"] is True
-    conducted(Tiny(), tmp_path, quick=False)
+    run_experiment(Tiny(), tmp_path, quick=False)
     assert trained[0] == trained[1]  # the same folder: nothing was trained twice
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
-    found = json.loads(conducted(Poisoned(), tmp_path, quick=True).json_path.read_text())
+    found = json.loads(run_experiment(Poisoned(), tmp_path, quick=True).json_path.read_text())
     assert "the loss is nan at step 1" in found["variants"]["plain"]["results"][0]["diverged"]
     assert issubclass(Diverged, InputError)
 
 
 @pytest.mark.slow
 def test_processes_find_the_same(tmp_path: Path) -> None:
-    one = conducted(Tiny(), tmp_path / "one", quick=False).json_path
-    two = conducted(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
+    one = run_experiment(Tiny(), tmp_path / "one", quick=False).json_path
+    two = run_experiment(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
     assert json.loads(one.read_text())["variants"] == json.loads(two.read_text())["variants"]
 
 
@@ -167,11 +167,11 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         experiments.run("heads", tmp_path, jobs=0)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot write to .*file"):
-        conducted(Tiny(), tmp_path / "file", quick=True)
+        run_experiment(Tiny(), tmp_path / "file", quick=True)
 
 
 def test_conclusions_are_drawn_again_from_the_numbers_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = conducted(Tiny(), tmp_path, quick=False)
+    first = run_experiment(Tiny(), tmp_path, quick=False)
     before = json.loads(first.json_path.read_text())
     first.figure_path.unlink()
     monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "experiment", lambda name: Tiny())

@@ -12,7 +12,7 @@ from qkv.cache import Full, Sinks, Sliding
 from qkv.errors import InputError
 from qkv.lab.experiments import bottleneck, mini, overmixing, scaling, streaming
 from qkv.lab.experiments.base import FAILS, HOLDS, UNSEEN, Conclusion, Outcome, Results
-from qkv.lab.experiments.run import conducted
+from qkv.lab.experiments.run import run_experiment
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.lab.tasks.translation import Translation
 from qkv.models import DecoderConfig, DecoderLM
@@ -332,6 +332,6 @@ def test_figures_and_claims(made: object, results: Results) -> None:
     "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck(), mini.Mini()]
 )
 def test_quick_form(made: object, tmp_path: Path) -> None:
-    result = conducted(made, tmp_path, quick=True)  # type: ignore[arg-type]
+    result = run_experiment(made, tmp_path, quick=True)  # type: ignore[arg-type]
     assert [v.claim for v in result.verdicts] == list(made.claims)  # type: ignore[attr-defined]
     assert result.figure_path.exists()

@@ -74,7 +74,7 @@ def test_bpe_is_the_same_in_another_process() -> None:
 def test_transformers_reads_the_file(tokenizer: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    (tmp_path / "tokenizer.json").write_text(tokenizers.starting(tokenizer), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizers.with_bos(tokenizer), encoding="utf-8")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     bos = len(tokenizers.byte_lengths(tokenizer)) - 1
     text = "def the self.head é 🙂 . , ' s n't"
@@ -84,7 +84,7 @@ def test_transformers_reads_the_file(tokenizer: str, tmp_path: Path) -> None:
 
 
 def test_a_text_can_begin_with_bos() -> None:
-    started = tokenizers.from_json(tokenizers.starting(BPE))
+    started = tokenizers.from_json(tokenizers.with_bos(BPE))
     ids = started.encode("the <s>")
     assert ids == [269, *tokenizers.from_json(BPE).encode("the <s>")]
     assert started.decode(ids) == "the <s>"

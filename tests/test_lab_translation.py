@@ -319,7 +319,7 @@ def test_held_out_sentences_are_never_trained_on() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_architecture_is_built_measured_and_checked(architecture: str) -> None:
-    task = settings.changed(TINY, {"architecture": architecture})
+    task = settings.updated(TINY, {"architecture": architecture})
     model = task.build()
     batch = task.batch(0, 5, 0)
     assert torch.isfinite(task.loss(model, batch))
@@ -361,7 +361,7 @@ def test_alignment_error_of_weights_worked_out_by_hand() -> None:
 
 def test_weights_belong_to_the_word_they_predict() -> None:
     """The weights of row t must change nothing before the logits of row t, and do change those."""
-    task = settings.changed(TINY, {"architecture": "bahdanau"})
+    task = settings.updated(TINY, {"architecture": "bahdanau"})
     torch.manual_seed(0)
     model = task.build().eval()
     batch = task.batch(0, 1, 0)
@@ -373,7 +373,7 @@ def test_weights_belong_to_the_word_they_predict() -> None:
 
 @pytest.mark.parametrize("architecture", ["rnn", "bahdanau", "transformer"])
 def test_a_saved_model_translates_text(tmp_path, architecture: str) -> None:  # type: ignore[no-untyped-def]
-    task = settings.changed(TINY, {"architecture": architecture})
+    task = settings.updated(TINY, {"architecture": architecture})
     save(task.build(), tmp_path)
     for name, text in task.files().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -400,7 +400,7 @@ def test_a_saved_model_translates_text(tmp_path, architecture: str) -> None:  # 
 )
 def test_settings_out_of_range_are_refused(entries: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        settings.changed(Translation(), entries)
+        settings.updated(Translation(), entries)
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_a_real_run_and_the_same_folder_again(tmp_path: Path, capsys: pytest.Cap
     assert main(command) == 0
     assert capsys.readouterr().out == first
     assert main([*command, "--seed", "3"]) == 2
-    assert re.search(r"^qkv: .*training\.seed: 0 there, 3 asked for.*\n$", capsys.readouterr().err)
+    assert re.search(r"^qkv: .*training\.seed: 0, not 3.*\n$", capsys.readouterr().err)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The progress of a run on standard error."""
+"""The progress bar of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkv.lab.log import scalars
 
 
 class Bar:
-    """A progress bar with loss, tokens a second and the time left, if standard error is a terminal; else nothing."""
+    """A progress bar with loss, tokens per second and the time left; shows nothing if standard error is no terminal."""
 
     def __init__(self, show: bool, name: str, done: int, steps: int) -> None:
         self._progress: Any = None
@@ -36,13 +36,13 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, step: int, loss: float, rate: float) -> None:
-        """Where it stands."""
+    def update(self, step: int, loss: float, rate: float) -> None:
+        """Show the current step, loss and speed."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", rate=f"{rate:,.0f}")
 
-    def say(self, line: Mapping[str, Any]) -> None:
-        """An evaluation, above the bar."""
+    def print_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Print the first metrics of an evaluation above the bar."""
         if self._progress is not None:
             found = "  ".join(f"{name} {value:.4g}" for name, value in scalars(line["evaluation"])[:4])
             self._progress.console.print(f"[dim]step {line['step']:>6}  {found}[/dim]", highlight=False)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from qkv.lab.experiments.base import Conclusion, Results, Verdict, judged
-from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, listed, models
+from qkv.lab.experiments.base import Conclusion, Results, Verdict, holds_if
+from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, model_variants, summaries
 
 LIMIT = 14_000_000
 """Parameters of the smallest model in which the sources say sinks were seen."""
@@ -31,11 +31,13 @@ class Indifferent(Sweep):
         else:
             title = f"{self.what}: a sink appears in every run of every variant"
         text = (
-            f"Weight of the strongest head on the first token: {listed(found)}. The claim holds if every run of every "
-            f"variant has more than {SINK}, and cannot be seen if no variant has."
+            f"Weight of the strongest head on the first token: {summaries(found)}. The claim holds if every run of "
+            f"every variant has more than {SINK}, and cannot be seen if no variant has."
         )
         extra = f" Without: {', '.join(without)}." if without and seen else ""
-        return Conclusion([Verdict(self.claims[0], judged(not without, seen), text)], title, f"{title}. {text}{extra}")
+        return Conclusion(
+            [Verdict(self.claims[0], holds_if(not without, seen), text)], title, f"{title}. {text}{extra}"
+        )
 
 
 class Positions(Indifferent):
@@ -46,7 +48,7 @@ class Positions(Indifferent):
     claims = ("C085",)
     axis = "positions"
     what = "Position schemes"
-    variants: ClassVar[Mapping[str, Change]] = models(
+    variants: ClassVar[Mapping[str, Change]] = model_variants(
         positions=("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
     )
 
@@ -59,7 +61,7 @@ class NormPlace(Indifferent):
     claims = ("C086",)
     axis = "place of the norms"
     what = "Pre- and post-norm"
-    variants: ClassVar[Mapping[str, Change]] = models(place=("pre", "post"))
+    variants: ClassVar[Mapping[str, Change]] = model_variants(place=("pre", "post"))
 
 
 class Activation(Indifferent):
@@ -70,7 +72,7 @@ class Activation(Indifferent):
     claims = ("C087",)
     axis = "activation"
     what = "Feed-forward activations"
-    variants: ClassVar[Mapping[str, Change]] = models(activation=("relu", "gelu_tanh", "swiglu"))
+    variants: ClassVar[Mapping[str, Change]] = model_variants(activation=("relu", "gelu_tanh", "swiglu"))
 
 
 class Heads(Indifferent):
@@ -81,7 +83,7 @@ class Heads(Indifferent):
     claims = ("C088",)
     axis = "heads"
     what = "Numbers of heads"
-    variants: ClassVar[Mapping[str, Change]] = models(heads=(1, 2, 4, 8))
+    variants: ClassVar[Mapping[str, Change]] = model_variants(heads=(1, 2, 4, 8))
 
 
 class ModelSize(Sweep):
@@ -103,7 +105,7 @@ class ModelSize(Sweep):
         sizes = {v: replace(TASK, model=replace(TASK.model, **c.model)).build() for v, c in self.variants.items()}
         counts = {v: sum(p.numel() for p in model.parameters()) for v, model in sizes.items() if v in results.variants}
         text = (
-            f"Weight of the strongest head on the first token by layers × width: {listed(found)}. Parameters: "
+            f"Weight of the strongest head on the first token by layers × width: {summaries(found)}. Parameters: "
             f"{', '.join(f'{v} {n:,}' for v, n in counts.items())}. The claim, of 14 million, holds if a model no "
             f"larger than that has a sink (> {SINK}) in every run."
         )
@@ -113,5 +115,5 @@ class ModelSize(Sweep):
             if smallest is None
             else f"A model of {counts[smallest]:,} parameters has a sink in every run"
         )
-        holds = judged(smallest is not None and counts[smallest] <= LIMIT)
+        holds = holds_if(smallest is not None and counts[smallest] <= LIMIT)
         return Conclusion([Verdict("C066", holds, text)], title, f"{title}. {text}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.tasks.translation import ARCHITECTURES, Translation
 
 if TYPE_CHECKING:
@@ -43,16 +43,16 @@ class Bottleneck(Experiment):
         gain = with_it - none.mean(0)
         widest = larger(gain[:, -1].tolist(), gain[:, 0].tolist(), LEAST)
         helped = larger(with_it[:, -1].tolist(), none[:, -1].tolist(), LEAST)
-        ends = f"{said(none[:, 0].tolist())} of the shortest and {said(none[:, -1].tolist())} of the longest sentences"
+        ends = f"{summary(none[:, 0].tolist())} of the shortest and {summary(none[:, -1].tolist())} of the longest sentences"
         text1 = (
             f"Without attention {ends} come out word for word. It holds if at least {SHORT} of the shortest do, and "
             "fewer "
             f"of the longest by more than {LEAST} and the spread over seeds."
         )
         text370 = (
-            f"Bahdanau's attention adds {said(gain[:, 0].tolist())} to exact match on the shortest sentences and "
-            f"{said(gain[:, -1].tolist())} on the longest. It holds if the second is larger by more than {LEAST} and "
-            "the spread "
+            f"Bahdanau's attention adds {summary(gain[:, 0].tolist())} to exact match on the shortest sentences and "
+            f"{summary(gain[:, -1].tolist())} on the longest. It holds if the second is larger by more than {LEAST} "
+            "and the spread "
             f"over seeds; it cannot be seen unless attention helps on the longest."
         )
         right = results.values(BAHDANAU, "check.best_accuracy")
@@ -61,15 +61,15 @@ class Bottleneck(Experiment):
         aer = {name: results.values(name, "check.best_aer") for name in results.variants if name != NONE}
         text325 = (
             f"Trained on pairs of sentences alone, Bahdanau's attention is strongest on a true counterpart for "
-            f"{said(right)} of the words; even weights would be right about {even:.2f} of the time. It holds at "
+            f"{summary(right)} of the words; even weights would be right about {even:.2f} of the time. It holds at "
             f"{ACCURACY} "
             f"or more."
         )
         verdicts = [
-            Verdict("C001", judged(adequate and falls), text1),
-            Verdict("C325", judged(aligned), text325),
-            Verdict("C326", judged(aligned), f"No alignment was ever shown to the model. {text325}"),
-            Verdict("C370", judged(widest, seen=helped), text370),
+            Verdict("C001", holds_if(adequate and falls), text1),
+            Verdict("C325", holds_if(aligned), text325),
+            Verdict("C326", holds_if(aligned), f"No alignment was ever shown to the model. {text325}"),
+            Verdict("C370", holds_if(widest, seen=helped), text370),
         ]
         if falls and helped:
             title = "One vector carries short sentences and loses long ones; with attention length matters less"
@@ -77,7 +77,7 @@ class Bottleneck(Experiment):
             title = "Long sentences come out worse without attention, and attention does not repair it here"
         else:
             title = "At this scale one vector carries long sentences as well as short ones"
-        rates = "; ".join(f"{LABELS[name]} {said(values)}" for name, values in aer.items() if values)
+        rates = "; ".join(f"{LABELS[name]} {summary(values)}" for name, values in aer.items() if values)
         paragraph = f"{text1} {text370} {text325} Alignment error rates of the best head: {rates}."
         return Conclusion(verdicts, title, paragraph)
 

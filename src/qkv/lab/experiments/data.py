@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger, look, said
+from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, summary, value_of
 from qkv.lab.experiments.sinks import (
     ALPHA,
     PLAIN,
@@ -18,14 +18,14 @@ from qkv.lab.experiments.sinks import (
     TRAINING,
     Change,
     Sweep,
+    argmax_head,
+    decoder_and_task,
     has_sink,
-    headed,
-    listed,
-    most,
     note,
-    sinks,
-    trained,
-    turned,
+    panel_title,
+    plot_sinks,
+    rotate_labels,
+    summaries,
 )
 from qkv.lab.task import Measured
 
@@ -65,10 +65,10 @@ class DataAmount(Sweep):
         by_size, by_diversity = (float(np.mean(x) - np.mean(short)) if compared else 0.0 for x in (long, diverse))
         moved = compared and (larger(long, short) or larger(diverse, short))
         more = moved and larger(diverse, long)
-        values = f"Weight of the strongest head on the first token: {listed(found)}."
+        values = f"Weight of the strongest head on the first token: {summaries(found)}."
         first = (
             f"The claim holds if no run with {UNIQUE[0]} distinct sequences has more than {SINK} and every run without "
-            f"a limit has ({said(fewest) if fewest else 'none'} against {said(most) if most else 'none'})."
+            f"a limit has ({summary(fewest) if fewest else 'none'} against {summary(most) if most else 'none'})."
         )
         second = (
             f"From {FEW} distinct sequences and half the steps, {MANY // FEW} times as many distinct ones change it by "
@@ -85,8 +85,8 @@ class DataAmount(Sweep):
             else "No sink appears, however much data there is"
         )
         verdicts = [
-            Verdict("C080", judged(needs, seen), f"{values} {first}"),
-            Verdict("C081", judged(more, moved), second),
+            Verdict("C080", holds_if(needs, seen), f"{values} {first}"),
+            Verdict("C081", holds_if(more, moved), second),
         ]
         return Conclusion(verdicts, title, f"{values} {first} {second}")
 
@@ -105,10 +105,10 @@ class FirstToken(Sweep):
         ``replaced``: with each symbol in place of the first token; ``random_tokens``: with all tokens but the first
         drawn uniformly; ``all_random``: with all.
         """
-        model, task = trained(model, setting)
+        model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
         first = track.weights(model, ids)["first"][..., 1:].mean((0, 3))
-        layer, head = most(first)
+        layer, head = argmax_head(first)
 
         def weight(texts: torch.Tensor) -> np.ndarray:
             return np.asarray(track.weights(model, texts)["first"][:, layer, head, 1:].mean(1))
@@ -129,24 +129,24 @@ class FirstToken(Sweep):
         found = results.by_variant(ALPHA)
         plain, other = found.get(PLAIN, []), found.get(RANDOM, [])
         seen = has_sink(plain)
-        replaced = [look(o, "measured.replaced") for o in results.finished(PLAIN)]
+        replaced = [value_of(o, "measured.replaced") for o in results.finished(PLAIN)]
         means = [float(np.mean(x)) for x in replaced]
         random = results.values(PLAIN, "measured.random_tokens")
         symbols = (
             f"With <s> replaced by each of the {len(replaced[0])} symbols in turn the weight on the first token is "
-            f"{said(means)}, between {min(map(min, replaced)):.2f} and {max(map(max, replaced)):.2f} for single "
-            f"symbols (with <s>: {said(plain)}). A model trained on sequences that begin with any symbol has "
-            f"{said(other)}. The claim holds if every mean with replaced tokens is above {SINK}."
+            f"{summary(means)}, between {min(map(min, replaced)):.2f} and {max(map(max, replaced)):.2f} for single "
+            f"symbols (with <s>: {summary(plain)}). A model trained on sequences that begin with any symbol has "
+            f"{summary(other)}. The claim holds if every mean with replaced tokens is above {SINK}."
             if replaced and other
             else "No run was finished."
         )
         noise = (
-            f"On <s> and then uniformly random symbols it is {said(random)}; the claim holds if every run has more "
+            f"On <s> and then uniformly random symbols it is {summary(random)}; the claim holds if every run has more "
             f"than {SINK}."
         )
         verdicts = [
-            Verdict("C062", judged(has_sink(means), seen), symbols),
-            Verdict("C065", judged(has_sink(random), seen), noise),
+            Verdict("C062", holds_if(has_sink(means), seen), symbols),
+            Verdict("C065", holds_if(has_sink(random), seen), noise),
         ]
         title = (
             "No sink appears with a fixed first token"
@@ -169,12 +169,12 @@ class FirstToken(Sweep):
             runs = results.finished(variant)
             values = {
                 "as trained": results.values(variant, ALPHA),
-                "first replaced": [float(np.mean(look(o, "measured.replaced"))) for o in runs],
+                "first replaced": [float(np.mean(value_of(o, "measured.replaced"))) for o in runs],
                 "random tokens after it": results.values(variant, "measured.random_tokens"),
                 "all tokens random": results.values(variant, "measured.all_random"),
             }
-            sinks(axes, values)
-            headed(axes, f"Trained with {names[variant]} first")
+            plot_sinks(axes, values)
+            panel_title(axes, f"Trained with {names[variant]} first")
             axes.set_xlabel("sequences the model reads")
-            turned(axes)
+            rotate_labels(axes)
         return figure

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from qkv.lab.experiments.base import Conclusion, Results, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Results, Verdict, holds_if, larger, summary
 from qkv.lab.experiments.sinks import (
     ACCURACY,
     EXCESS,
@@ -20,8 +20,8 @@ from qkv.lab.experiments.sinks import (
     Sweep,
     alpha_over_steps,
     has_sink,
-    headed,
     note,
+    panel_title,
 )
 
 if TYPE_CHECKING:
@@ -49,17 +49,19 @@ class Emergence(Sweep):
         steps, alpha = alpha_over_steps(results, PLAIN)
         start, half, end = (alpha[:, at].tolist() for at in (0, len(steps) // 2, -1))
         seen = has_sink(end)
-        numbers = f"{said(start)} at step 0, {said(half)} at step {steps[len(steps) // 2]}, {said(end)} at the end"
+        numbers = (
+            f"{summary(start)} at step 0, {summary(half)} at step {steps[len(steps) // 2]}, {summary(end)} at the end"
+        )
         verdicts = [
-            Verdict("C061", judged(larger(end, start) and seen), f"Weight on the first token is {numbers}. It holds if "
-                    f"the end is above the start by more than the spread over seeds, and above {SINK} in every run."),
-            Verdict("C063", judged(seen), f"At {length} tokens it ends at {said(end)}; it holds if every run is above "
-                    f"{SINK}."),
-            Verdict("C064", judged(max(abs(x - floor) for x in start) < NEAR, seen), f"Uniform rows have {floor:.3f}; "
-                    f"the runs start with {said(start, 3)}. It holds if they are within {NEAR} of that, and cannot be "
-                    "seen if no sink comes of it."),
-            Verdict("C079", judged(larger(end, half), seen), f"It is {said(half)} half-way and {said(end)} at the end; "
-                    "it holds if that is more, by more than the spread over seeds."),
+            Verdict("C061", holds_if(larger(end, start) and seen), f"Weight on the first token is {numbers}. It holds "
+                    f"if the end is above the start by more than the spread over seeds, and above {SINK} in every run."),
+            Verdict("C063", holds_if(seen), f"At {length} tokens it ends at {summary(end)}; it holds if every run is "
+                    f"above {SINK}."),
+            Verdict("C064", holds_if(max(abs(x - floor) for x in start) < NEAR, seen), f"Uniform rows have "
+                    f"{floor:.3f}; the runs start with {summary(start, 3)}. It holds if they are within {NEAR} of "
+                    "that, and cannot be seen if no sink comes of it."),
+            Verdict("C079", holds_if(larger(end, half), seen), f"It is {summary(half)} half-way and {summary(end)} at "
+                    "the end; it holds if that is more, by more than the spread over seeds."),
         ]  # fmt: skip
         title = (
             f"The sink is learnt: weight on the first token rises from {np.mean(start):.2f} to {np.mean(end):.2f}"
@@ -72,7 +74,7 @@ class Emergence(Sweep):
             f"The weight of the strongest head on the first token is {numbers} (uniform rows: {floor:.3f}). Means over "
             f"seeds: copies are right at {LEARNT:.0%} {_passing(steps, able, LEARNT)}, the weight is above {SINK} "
             f"{_passing(steps, alpha.mean(0), SINK)}. The norm of the most drained first value, over that of the "
-            f"others, is {said(drain[:, 0].tolist())} at step 0 and {said(drain[:, -1].tolist())} at the end."
+            f"others, is {summary(drain[:, 0].tolist())} at step 0 and {summary(drain[:, -1].tolist())} at the end."
         )
         return Conclusion(verdicts, title, paragraph)
 
@@ -98,7 +100,7 @@ class Emergence(Sweep):
         }
         draw.curves(looks, steps, weights)
         looks.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        headed(looks, "Where the head looks")
+        panel_title(looks, "Where the head looks")
         looks.set(ylabel="mean weight", ylim=(0, 1))
         looks.legend(fontsize=7, frameon=False)
         draw.curves(
@@ -106,13 +108,13 @@ class Emergence(Sweep):
             steps,
             {"copies right (share)": curve(ACCURACY), "loss over the chain's (nats)": curve(EXCESS)},
         )
-        headed(able, "What the model can do")
+        panel_title(able, "What the model can do")
         able.set(ylabel="share, nats a token", ylim=(0, 1.05))
         able.legend(fontsize=7, frameon=False)
         norms = results.curve(PLAIN, "check.value_drain")[1].reshape(results.seeds, len(steps), -1).min(2)
         draw.curves(drain, steps, {"": norms})
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        headed(drain, "Norm of the first value, over others'")
+        panel_title(drain, "Norm of the first value, over others'")
         drain.set(ylim=(0, None), ylabel="ratio")
         for axes in (looks, able, drain):
             axes.set_xlabel("step")

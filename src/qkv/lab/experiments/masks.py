@@ -9,8 +9,18 @@ import numpy as np
 from torch import nn
 
 from qkv.lab import heads
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger, look
-from qkv.lab.experiments.sinks import PLAIN, SINK, Change, Sweep, has_sink, listed, most, note, trained
+from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, value_of
+from qkv.lab.experiments.sinks import (
+    PLAIN,
+    SINK,
+    Change,
+    Sweep,
+    argmax_head,
+    decoder_and_task,
+    has_sink,
+    note,
+    summaries,
+)
 from qkv.lab.task import Measured
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ class Masked(Sweep):
         first key, and on all others of the prefix. ``oldest``: on the oldest key in the window, over the queries that
         do not see the first any more; 0 if there are none.
         """
-        model, task = trained(model, setting)
+        model, task = decoder_and_task(model, setting)
         config = task.model
         w = heads.maps(model, task.held_out(TEXTS)["ids"])
         n = w.shape[-1]
@@ -41,7 +51,7 @@ class Masked(Sweep):
         mass = w.mean(0)
         by_key = (mass * visible).sum(-2) / np.maximum(visible.sum(0), 1)
         by_key = by_key[..., visible.sum(0) >= LEAST]
-        layer, head = most(by_key.max(-1))
+        layer, head = argmax_head(by_key.max(-1))
         own, late = mass[layer, head], range(config.window or n, n)
         inside = own[max(config.prefix, 1) :, : config.prefix].mean(0) if config.prefix else np.zeros(1)
         return {
@@ -59,7 +69,7 @@ class Masked(Sweep):
         figure, (axes,) = draw.panels(
             self.conclude(results).title, note(results, "Lines: mean; bands: range over seeds"), width=7.2, height=2.9
         )
-        by_key = {v: np.array([look(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
+        by_key = {v: np.array([value_of(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
         n = max(x.shape[-1] for x in by_key.values())
         draw.curves(axes, range(1, n + 1), by_key)
         axes.set_xscale("log", base=2)
@@ -90,8 +100,8 @@ class PrefixMask(Masked):
         resting = [v for v in prefixed if min(np.add(first[v], rest[v])) > SINK]
         moved = [v for v in resting if larger(rest[v], first[v])]
         text = (
-            f"Weight of the strongest head, by queries after the prefix, on its first key: {listed(first)}; on all its "
-            f"others: {listed(rest)}. The claim holds if in every variant with a sink in the prefix (together > "
+            f"Weight of the strongest head, by queries after the prefix, on its first key: {summaries(first)}; on all "
+            f"its others: {summaries(rest)}. The claim holds if in every variant with a sink in the prefix (together > "
             f"{SINK}) the others have more than the first, by more than the spread over seeds; it cannot be seen if "
             "none has one."
         )
@@ -104,7 +114,7 @@ class PrefixMask(Masked):
             if moved
             else "The sink stays on the first token of the prefix"
         )
-        holds = judged(moved == resting, bool(resting))
+        holds = holds_if(moved == resting, bool(resting))
         return Conclusion([Verdict("C083", holds, text)], title, f"{title}. {text}")
 
 
@@ -127,10 +137,10 @@ class WindowMask(Masked):
         absolute = [v for v in windows if has_sink(first[v]) and larger(first[v], oldest[v])]
         resting = [v for v in windows if has_sink(first[v]) or has_sink(oldest[v])]
         text = (
-            f"Weight of the strongest head on the absolutely first token, by the queries that see it: {listed(first)}; "
-            f"on the oldest key of the window, by those that do not: {listed(oldest)}. The claim holds if in every "
-            f"variant that has a sink on either (> {SINK} in every run) it is the first token, by more than the spread "
-            "over seeds, and cannot be seen if none has."
+            f"Weight of the strongest head on the absolutely first token, by the queries that see it: "
+            f"{summaries(first)}; on the oldest key of the window, by those that do not: {summaries(oldest)}. The "
+            f"claim holds if in every variant that has a sink on either (> {SINK} in every run) it is the first token, "
+            "by more than the spread over seeds, and cannot be seen if none has."
         )
         title = (
             "No sink appears in a window"
@@ -141,5 +151,5 @@ class WindowMask(Masked):
         )
         without = [v for v in windows if v not in resting]
         extra = f" No sink with {', '.join(without)}." if without and resting else ""
-        verdict = Verdict("C084", judged(absolute == resting, bool(resting)), f"{text}{extra}")
+        verdict = Verdict("C084", holds_if(absolute == resting, bool(resting)), f"{text}{extra}")
         return Conclusion([verdict], title, f"{title}. {text}{extra}")

@@ -10,20 +10,20 @@ import numpy as np
 from torch import Tensor, nn
 
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger
+from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger
 from qkv.lab.experiments.sinks import (
     ALPHA,
     SINK,
     Change,
     Sweep,
-    at_sink,
+    argmax_head,
+    at_strongest_head,
+    decoder_and_task,
     has_sink,
-    headed,
-    listed,
-    most,
     note,
-    trained,
-    turned,
+    panel_title,
+    rotate_labels,
+    summaries,
 )
 from qkv.lab.task import Measured
 
@@ -54,10 +54,10 @@ class Mechanism(Sweep):
         0.8 on the first key and on all others (0 if there are none). ``peaks``: how many dimensions of what comes in
         are peaks at the first token; ``without_peaks``: the head's weight on the first token when these are 0 there.
         """
-        model, task = trained(model, setting)
+        model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
         first = track.weights(model, ids)["first"]
-        layer, head = most(first[..., 1:].mean((0, 3)))
+        layer, head = argmax_head(first[..., 1:].mean((0, 3)))
         block = model.blocks[layer]
         with _passing(block) as seen:
             model.hidden(ids)
@@ -94,32 +94,32 @@ class Mechanism(Sweep):
         def all_of(criterion: Any) -> bool:
             return seen and all(criterion(v) for v in resting)
 
-        drain, near = at_sink(results, "check.value_drain"), at_sink(results, "check.key_cosine")
-        others = at_sink(results, "check.key_cosine_others")
+        drain, near = at_strongest_head(results, "check.value_drain"), at_strongest_head(results, "check.key_cosine")
+        others = at_strongest_head(results, "check.key_cosine_others")
         massive, peaks = results.by_variant("check.massive"), results.by_variant("measured.peaks")
         zeroed, heavy = results.by_variant("measured.without_peaks"), results.by_variant("measured.heavy_rows")
         added, busy = results.by_variant("measured.resting"), results.by_variant("measured.busy")
         high = [v for v in resting if min(massive[v]) > PEAK]
         from_peak = [v for v in resting if min(peaks[v]) > 0]
         verdicts = [
-            Verdict("C067", judged(bool(high), bool(high)), "Largest magnitude at the first token over the median of "
-                    f"the text: {listed(massive, 1)}. It holds where every run has more than {PEAK:g} (massive is "
+            Verdict("C067", holds_if(bool(high), bool(high)), "Largest magnitude at the first token over the median of "
+                    f"the text: {summaries(massive, 1)}. It holds where every run has more than {PEAK:g} (massive is "
                     "1,000, and more than 100), and cannot be seen if there is no such peak."),
-            Verdict("C068", judged(all_of(lambda v: max(drain[v]) < DRAINED), seen), "Norm of the first value over "
-                    f"the mean of the others: {listed(drain)}. It holds if it is below {DRAINED} in every run that has "
-                    "a sink."),
-            Verdict("C069", judged(all_of(lambda v: larger(near[v], others[v])), seen), "Mean cosine of queries with "
-                    f"the first key: {listed(near)}; with the others: {listed(others)}. It holds if the first is "
+            Verdict("C068", holds_if(all_of(lambda v: max(drain[v]) < DRAINED), seen), "Norm of the first value over "
+                    f"the mean of the others: {summaries(drain)}. It holds if it is below {DRAINED} in every run that "
+                    "has a sink."),
+            Verdict("C069", holds_if(all_of(lambda v: larger(near[v], others[v])), seen), "Mean cosine of queries with "
+                    f"the first key: {summaries(near)}; with the others: {summaries(others)}. It holds if the first is "
                     "larger by more than the spread over seeds."),
-            Verdict("C073", judged(bool(from_peak) and all(max(zeroed[v]) <= SINK for v in from_peak), bool(from_peak)),
-                    f"Dimensions of the head's input that are peaks at the first token: {listed(peaks, 0)}; weight on "
-                    f"it when they are 0 there: {listed(zeroed)} (with them {listed(alpha)}). It holds if no sink (> "
-                    f"{SINK}) is left, and cannot be seen without peaks."),
+            Verdict("C073", holds_if(bool(from_peak) and all(max(zeroed[v]) <= SINK for v in from_peak), bool(from_peak)),
+                    f"Dimensions of the head's input that are peaks at the first token: {summaries(peaks, 0)}; weight "
+                    f"on it when they are 0 there: {summaries(zeroed)} (with them {summaries(alpha)}). It holds if no "
+                    f"sink (> {SINK}) is left, and cannot be seen without peaks."),
         ]  # fmt: skip
         drained = verdicts[1].holds == "holds"
         adds = (
-            f"What attention adds has, of the residual's norm, {listed(added)} on rows with more than {HEAVY} on the "
-            f"first token ({listed(heavy)} of all rows) and {listed(busy)} on the others."
+            f"What attention adds has, of the residual's norm, {summaries(added)} on rows with more than {HEAVY} on "
+            f"the first token ({summaries(heavy)} of all rows) and {summaries(busy)} on the others."
         )
         title = (
             "No sink, so nothing to take apart"
@@ -138,24 +138,24 @@ class Mechanism(Sweep):
         figure, (drain, angle, added) = draw.panels(
             self.conclude(results).title, note(results), columns=3, width=9.4, height=2.7
         )
-        draw.by_seed(drain, at_sink(results, "check.value_drain"))
+        draw.by_seed(drain, at_strongest_head(results, "check.value_drain"))
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        headed(drain, "Norm of the first value, over others'")
+        panel_title(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, 1.1))
         pairs: dict[str, list[float]] = {}
         for name, what in (("first", "check.key_cosine"), ("others", "check.key_cosine_others")):
-            pairs |= {f"{variant}, {name}": values for variant, values in at_sink(results, what).items()}
+            pairs |= {f"{variant}, {name}": values for variant, values in at_strongest_head(results, what).items()}
         draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2])
-        headed(angle, "Cosine of queries with keys")
+        panel_title(angle, "Cosine of queries with keys")
         angle.set(ylabel="mean cosine")
         pairs = {}
         for name in ("resting", "busy"):
             pairs |= {f"{v}, {name} rows": values for v, values in results.by_variant(f"measured.{name}").items()}
         draw.by_seed(added, dict(sorted(pairs.items())), colour=draw.COLOURS[1])
-        headed(added, "What attention adds to the residual")
+        panel_title(added, "What attention adds to the residual")
         added.set(ylabel="ratio of norms", ylim=(0, None))
         for axes in (drain, angle, added):
-            turned(axes)
+            rotate_labels(axes)
         return figure
 
 

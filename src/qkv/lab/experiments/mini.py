@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.lab import settings, track
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, judged, said
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, holds_if, summary
 from qkv.lab.experiments.streaming import perplexity_by_position
 from qkv.lab.task import Measured
 from qkv.lab.tasks.language import Language
@@ -68,27 +68,27 @@ class Mini(Experiment):
         has = heads > 0
         text = (
             f"On the first {SHORT} tokens of held-out Python {heads} of {alpha[0].size} heads put more than {SINK} on "
-            f"the first token in every group of texts; head {layer}.{head} puts {said(strongest)}. It holds if one "
+            f"the first token in every group of texts; head {layer}.{head} puts {summary(strongest)}. It holds if one "
             "head does."
         )
         cost = {name: self._cost(results, name) for name in _caches(1)}
         spared = np.array([np.subtract(cost[f"last {budget}"], cost[_kept(budget)]) for budget in BUDGETS])
         pays = bool(spared.min() > 0 and spared.mean(1).min() > LEAST)  # the same texts: group by group
         rises = "; ".join(
-            f"{budget} keys: {said(cost[f'last {budget}'], 3)} (window), {said(cost[_kept(budget)], 3)} (with the "
-            f"first {KEPT})"
+            f"{budget} keys: {summary(cost[f'last {budget}'], 3)} (window), {summary(cost[_kept(budget)], 3)} (with "
+            f"the first {KEPT})"
             for budget in BUDGETS
         )
         verdicts = [
-            Verdict("C061", judged(has), text),
-            Verdict("C063", judged(has), text),
-            Verdict("C067", UNSEEN if max(peak) < 100 else judged(min(peak) >= 1000), (
-                f"The largest magnitude at the first token is {said(peak, 0)} times the median. It holds from 1000 on, "
-                "and cannot be seen below 100."
+            Verdict("C061", holds_if(has), text),
+            Verdict("C063", holds_if(has), text),
+            Verdict("C067", UNSEEN if max(peak) < 100 else holds_if(min(peak) >= 1000), (
+                f"The largest magnitude at the first token is {summary(peak, 0)} times the median. It holds from 1000 "
+                "on, and cannot be seen below 100."
             )),
-            Verdict("C068", judged(max(drained) < DRAINED, seen=has), (
-                f"The first value's norm at head {layer}.{head} is {said(drained)} of the others' mean. It holds below "
-                f"{DRAINED}, and cannot be seen without a sink."
+            Verdict("C068", holds_if(max(drained) < DRAINED, seen=has), (
+                f"The first value's norm at head {layer}.{head} is {summary(drained)} of the others' mean. It holds "
+                f"below {DRAINED}, and cannot be seen without a sink."
             )),
         ]  # fmt: skip
         title = (
@@ -111,7 +111,7 @@ class Mini(Experiment):
         )  # fmt: skip
         alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)]).mean(0)
         layers, heads = (list(map(str, range(n))) for n in alpha.shape)
-        image = draw.heatmap(left, alpha, rows=layers, columns=heads, most=1)
+        image = draw.heatmap(left, alpha, rows=layers, columns=heads, vmax=1)
         for (row, column), value in np.ndenumerate(alpha):
             colour = "white" if value > 0.5 else draw.COLOURS[0]
             left.text(column, row, f"{value:.2f}", ha="center", va="center", size=7, color=colour)

@@ -10,23 +10,23 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv.lab import heads
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.experiments.sinks import (
     ALPHA,
     EXCESS,
     SINK,
     Change,
     Sweep,
-    at_sink,
+    argmax_head,
+    at_strongest_head,
+    decoder_and_task,
     has_sink,
-    headed,
-    listed,
-    models,
-    most,
+    model_variants,
     note,
-    sinks,
-    trained,
-    turned,
+    panel_title,
+    plot_sinks,
+    rotate_labels,
+    summaries,
 )
 from qkv.lab.task import Measured
 from qkv.models import DecoderLM
@@ -57,7 +57,7 @@ class Normalizers(Sweep):
         OFF: Change(model={"normalizer": "off_by_one"}),
         LEARNED: Change(model={"sink": True}),
         KEY: Change(model={"key_bias": True}),
-        **models(normalizer=UNNORMALISED),
+        **model_variants(normalizer=UNNORMALISED),
         ELEMENT: Change(model={"gate": "elementwise"}),
         HEAD: Change(model={"gate": "head"}),
     }
@@ -67,11 +67,11 @@ class Normalizers(Sweep):
 
         The weights are of the head with most on the first key, means over the queries from the third on.
         """
-        model, task = trained(model, setting)
+        model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
         with hidden_states(model) as states:
             w = heads.maps(model, ids)[..., 2:, :2].mean((0, 3))
-        layer, head = most(w[..., 0])
+        layer, head = argmax_head(w[..., 0])
         first, second = w[layer, head]
         return {
             "int8_error": max(int8_error(x) for x in states),
@@ -94,7 +94,7 @@ class Normalizers(Sweep):
             return bool(alpha.get(variant)) and max(alpha[variant]) <= SINK
 
         def shown(*variants: str) -> str:
-            return listed({v: alpha[v] for v in (SOFTMAX, *variants) if v in alpha})
+            return summaries({v: alpha[v] for v in (SOFTMAX, *variants) if v in alpha})
 
         values = "Weight of the strongest head on the first token (rows that are not normalised: divided by their sum)"
         unnormalised = all(gone(v) for v in UNNORMALISED)
@@ -108,29 +108,29 @@ class Normalizers(Sweep):
         at_token = bool(token[SOFTMAX] and second and larger(token[SOFTMAX], second))
         rule = "The claim holds if no run has more than 0.3, and cannot be seen if softmax has no sink."
         verdicts = [
-            Verdict("C089", judged(unnormalised, seen),
+            Verdict("C089", holds_if(unnormalised, seen),
                     f"{values}: {shown(*UNNORMALISED)}. The claim holds if no run without normalisation has more than "
                     f"{SINK}, and cannot be seen if softmax has no sink."),
-            Verdict("C090", judged(gone("sigmoid"), seen), f"{values}: {shown('sigmoid')}. {rule}"),
-            Verdict("C094", judged(gone("sigmoid") and gone("elu"), seen), f"{values}: {shown('sigmoid', 'elu')}. "
+            Verdict("C090", holds_if(gone("sigmoid"), seen), f"{values}: {shown('sigmoid')}. {rule}"),
+            Verdict("C094", holds_if(gone("sigmoid") and gone("elu"), seen), f"{values}: {shown('sigmoid', 'elu')}. "
                     f"{rule} Only models of this size were trained."),
-            Verdict("C098", judged(less(KEY, massive) or less(LEARNED, massive), peaks), "Largest magnitude at the "
-                    f"first token over the median: {listed(rest, 1)}. The claim holds if a learned sink or key makes "
-                    f"it less, by more than the spread over seeds; it cannot be seen if softmax has no peak "
+            Verdict("C098", holds_if(less(KEY, massive) or less(LEARNED, massive), peaks), "Largest magnitude at the "
+                    f"first token over the median: {summaries(rest, 1)}. The claim holds if a learned sink or key "
+                    f"makes it less, by more than the spread over seeds; it cannot be seen if softmax has no peak "
                     f"(> {PEAK:g})."),
-            Verdict("C099", judged(eased, peaks), "Relative error of what the layers leave, as int8 by the largest "
-                    f"magnitude: {listed({v: error[v] for v in rest if v in error}, 4)}. The claim holds if a learned "
-                    "sink or key makes it less, by more than the spread over seeds; it cannot be seen if softmax has "
-                    f"no peak (> {PEAK:g}) to spoil the scale."),
-            Verdict("C103", judged(less(OFF), seen), f"{values}: {shown(OFF)}. The claim holds if it is less with the "
-                    "extra column, by more than the spread over seeds, and cannot be seen if softmax has no sink."),
-            Verdict("C105", judged(all(gone(v) for v in GATES), seen), f"{values}: {shown(*GATES)}; largest magnitude "
-                    f"over the median: {listed({v: massive[v] for v in GATES if v in massive}, 1)}. Only that sinks "
-                    "are gone is judged: no run of either gate may have more than 0.3."),
-            Verdict("C134", judged(less(KEY), seen), f"{values}: {shown(KEY)}. The claim holds if the learned key "
+            Verdict("C099", holds_if(eased, peaks), "Relative error of what the layers leave, as int8 by the largest "
+                    f"magnitude: {summaries({v: error[v] for v in rest if v in error}, 4)}. The claim holds if a "
+                    "learned sink or key makes it less, by more than the spread over seeds; it cannot be seen if "
+                    f"softmax has no peak (> {PEAK:g}) to spoil the scale."),
+            Verdict("C103", holds_if(less(OFF), seen), f"{values}: {shown(OFF)}. The claim holds if it is less with "
+                    "the extra column, by more than the spread over seeds, and cannot be seen if softmax has no sink."),
+            Verdict("C105", holds_if(all(gone(v) for v in GATES), seen), f"{values}: {shown(*GATES)}; largest "
+                    f"magnitude over the median: {summaries({v: massive[v] for v in GATES if v in massive}, 1)}. Only "
+                    "that sinks are gone is judged: no run of either gate may have more than 0.3."),
+            Verdict("C134", holds_if(less(KEY), seen), f"{values}: {shown(KEY)}. The claim holds if the learned key "
                     "makes it less, by more than the spread over seeds."),
-            Verdict("C135", judged(less(OFF), seen), f"{values}: {shown(OFF)}. As C103."),
-            Verdict("C140", judged(at_token, bool(token[SOFTMAX]) and min(token[SOFTMAX]) > SINK), "With a learned "
+            Verdict("C135", holds_if(less(OFF), seen), f"{values}: {shown(OFF)}. As C103."),
+            Verdict("C140", holds_if(at_token, bool(token[SOFTMAX]) and min(token[SOFTMAX]) > SINK), "With a learned "
                     f"token <s> before the text it has {_or(token[SOFTMAX])} and the first real token {_or(second)}; "
                     f"without <s> the first real token has {_or(token[BARE])}. The claim holds if <s> has more, by "
                     f"more than the spread over seeds; it cannot be seen if <s> has no sink (> {SINK})."),
@@ -144,10 +144,10 @@ class Normalizers(Sweep):
             else "Plain softmax has no sink here: nothing to remove"
         )
         loss = results.by_variant(EXCESS)
-        drain = at_sink(results, "check.value_drain")
+        drain = at_strongest_head(results, "check.value_drain")
         paragraph = (
-            f"{values}: {listed(alpha)}. Norm of the first value over the others': {listed(drain)}. Loss over the "
-            f"chain's own: {listed(loss, 3)} nats."
+            f"{values}: {summaries(alpha)}. Norm of the first value over the others': {summaries(drain)}. Loss over "
+            f"the chain's own: {summaries(loss, 3)} nats."
         )
         return Conclusion(verdicts, title, paragraph)
 
@@ -158,24 +158,24 @@ class Normalizers(Sweep):
         figure, (sink, drain, peak, error) = draw.panels(
             self.conclude(results).title, note(results), columns=2, rows=2, width=8.6, height=2.8
         )
-        sinks(sink, results.by_variant(ALPHA))
-        draw.by_seed(drain, at_sink(results, "check.value_drain"), colour=draw.COLOURS[2])
+        plot_sinks(sink, results.by_variant(ALPHA))
+        draw.by_seed(drain, at_strongest_head(results, "check.value_drain"), colour=draw.COLOURS[2])
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
-        headed(drain, "Norm of the first value, over others'")
+        panel_title(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, None))
         draw.by_seed(peak, results.by_variant("measured.int8_error"), colour=draw.COLOURS[4])
-        headed(peak, "Error of hidden states as int8 (absmax)")
+        panel_title(peak, "Error of hidden states as int8 (absmax)")
         peak.set(ylabel="relative error (RMS)", ylim=(0, None))
         draw.by_seed(error, results.by_variant(EXCESS), colour=draw.COLOURS[1])
-        headed(error, "Loss over that of the chain itself")
+        panel_title(error, "Loss over that of the chain itself")
         error.set_ylabel("excess loss (nats a token)")
         for axes in (sink, drain, peak, error):
-            turned(axes)
+            rotate_labels(axes)
         return figure
 
 
 def _or(values: Sequence[float]) -> str:
-    return said(values) if values else "no run"
+    return summary(values) if values else "no run"
 
 
 def int8_error(x: Float[Tensor, "b n d"]) -> float:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, judged, said
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Holds, Outcome, Results, Verdict, holds_if, summary
 from qkv.lab.experiments.sinks import (
     ACCURACY,
     ALPHA,
@@ -16,9 +16,9 @@ from qkv.lab.experiments.sinks import (
     TRAINING,
     Change,
     Sweep,
-    learnt,
-    listed,
-    trainings,
+    learnt_variants,
+    summaries,
+    training_variants,
 )
 
 RATES, UNSTEADY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (1e-2, 3e-2)
@@ -37,7 +37,7 @@ class LearningRate(Sweep):
     curves = ("loss",)
     axis = "peak learning rate"
     variants: ClassVar[Mapping[str, Change]] = {
-        **trainings(lr=RATES),
+        **training_variants(lr=RATES),
         **{f"{KEY}{rate:g}": Change(model={"key_bias": True}, training={"lr": rate}) for rate in UNSTEADY},
     }
 
@@ -74,8 +74,8 @@ def encouraged(results: Results, order: list[str], what: str) -> tuple[Holds, st
     The least is compared with the most of those at which the task is learnt: a model that fails has no use for a head.
     """
     found = {name: values for name, values in results.by_variant(ALPHA).items() if name in order}
-    able = [name for name in order if name in learnt(results)]
-    values = f"Weight of the strongest head on the first token by {what}: {listed(found)}."
+    able = [name for name in order if name in learnt_variants(results)]
+    values = f"Weight of the strongest head on the first token by {what}: {summaries(found)}."
     rule = (
         f"The claim holds if it is larger at the largest {what} at which the task is learnt (≥ {LEARNT:.0%} of copies "
         "right) than at the smallest for every seed, which stands for the same initial weights and data in both, and "
@@ -94,7 +94,7 @@ def encouraged(results: Results, order: list[str], what: str) -> tuple[Holds, st
         else f"A larger {what} makes no stronger sink: {np.mean(found[first]):.2f} at {first}, "
         f"{np.mean(found[most]):.2f} at {most}"
     )
-    return judged(yes), title, f"{values} {rule} Compared are {first} and {most}."
+    return holds_if(yes), title, f"{values} {rule} Compared are {first} and {most}."
 
 
 def _steadier(results: Results) -> tuple[Holds, str]:
@@ -106,9 +106,9 @@ def _steadier(results: Results) -> tuple[Holds, str]:
         f"At rates {' and '.join(f'{rate:g}' for rate in UNSTEADY)} the loss jumps in {counts[0]} of {len(plain)} runs "
         f"without and {counts[1]} of {len(biased)} with a key bias (more than {SPIKE} nats above its least before, "
         f"after step {SETTLED}, or to no number). The claim holds if fewer jump with it, and cannot be seen if none "
-        f"jumps without. Copies right with it: {said(_accuracies(biased))}, without: {said(_accuracies(plain))}."
+        f"jumps without. Copies right with it: {summary(_accuracies(biased))}, without: {summary(_accuracies(plain))}."
     )
-    return judged(counts[1] < counts[0], seen=counts[0] > 0), text
+    return holds_if(counts[1] < counts[0], seen=counts[0] > 0), text
 
 
 def _accuracies(runs: list[Outcome]) -> list[float]:

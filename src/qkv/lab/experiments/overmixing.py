@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.masks import Dense
@@ -91,31 +91,31 @@ class Overmixing(Experiment):
         heavy = [x for x in results.values("trained", "measured.added_heavy") if x]
         light = [x for x in results.values("trained", "measured.added_light") if x]
         movement_text = (
-            f"A changed token moves tokens that have no use for it by {said(kept, 3)} of their norm at the last "
-            f"layer, and by {said(hidden, 3)}, {ratio:.1f} times as much, with the first key hidden and rows "
+            f"A changed token moves tokens that have no use for it by {summary(kept, 3)} of their norm at the last "
+            f"layer, and by {summary(hidden, 3)}, {ratio:.1f} times as much, with the first key hidden and rows "
             "renormalised"
         )
-        sink_text = f"the layer with the greatest sink has {said(sink)} of its weight on the first key"
+        sink_text = f"the layer with the greatest sink has {summary(sink)} of its weight on the first key"
         added_text = "No row has that much weight on the first key."
         if heavy:
             added_text = (
-                f"On rows with more than {HEAVY} of their weight on the first key attention adds {said(heavy, 3)} of "
-                "the residual's norm"
-                + (f", on those with less than {LIGHT} {said(light, 3)}" if light else "")
+                f"On rows with more than {HEAVY} of their weight on the first key attention adds {summary(heavy, 3)} "
+                "of the residual's norm"
+                + (f", on those with less than {LIGHT} {summary(light, 3)}" if light else "")
                 + f". It holds at {LITTLE} or less, for every seed."
             )
         verdicts = [
             Verdict(
                 "C074",
-                judged(prevents, seen=seen),
+                holds_if(prevents, seen=seen),
                 f"{movement_text}. It holds if hiding makes it more than {TIMES} times as much, beyond the spread over "
                 f"seeds; {sink_text}, and without more than {track.THRESHOLD} it could not be seen.",
             ),
-            Verdict("C076", judged(bool(heavy) and max(heavy) <= LITTLE, seen=seen and bool(heavy)), added_text),
+            Verdict("C076", holds_if(bool(heavy) and max(heavy) <= LITTLE, seen=seen and bool(heavy)), added_text),
             Verdict(
                 "C077",
-                judged(max(kept) <= BARELY and prevents, seen=seen),
-                f"{movement_text}; in the untrained model by {said(far['untrained'], 3)}. It holds if it is at most "
+                holds_if(max(kept) <= BARELY and prevents, seen=seen),
+                f"{movement_text}; in the untrained model by {summary(far['untrained'], 3)}. It holds if it is at most "
                 f"{BARELY} with the sink, and more than {TIMES} times as much without.",
             ),
         ]

@@ -20,9 +20,9 @@ from qkv.lab.experiments.base import (
     Results,
     Setting,
     Verdict,
-    judged,
+    holds_if,
     larger,
-    said,
+    summary,
 )
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
@@ -246,72 +246,72 @@ def _of_scores(results: Results) -> list[Verdict]:
     is_d = f"The variance of q·k is d within {off:.1%} at d = {DIMS[0]} … {DIMS[-1]}; it holds within 5 %."
     fell = f"the mean norm of the Jacobian is {norm[at]:.3f} unscaled at d = 64 and {start:.3f} with 1/√d ({KEYS} keys)"
     return [
-        Verdict("C014", judged(off < 0.05), is_d),
+        Verdict("C014", holds_if(off < 0.05), is_d),
         Verdict(
             "C015",
-            judged(abs(slope - 0.5) < 0.02),
+            holds_if(abs(slope - 0.5) < 0.02),
             f"The slope of ln deviation by ln d is {slope:.3f}; it holds within 0.02 of 0.5.",
         ),
         Verdict(
             "C016",
-            judged(bool((np.diff(top) > 0).all())),
+            holds_if(bool((np.diff(top) > 0).all())),
             f"The mean top weight of {KEYS} grows from {top[0]:.2f} at d = {DIMS[0]} to {top[-1]:.2f} at d = "
             f"{DIMS[-1]}; it holds if it grows with every d.",
         ),
         Verdict(
             "C017",
-            judged(near_zero < 0.05 * start),
+            holds_if(near_zero < 0.05 * start),
             f"Rows with a top weight above {SATURATED} have a Jacobian of norm {near_zero:.4f}; it holds below 5 % of "
             f"{start:.3f}, that of scaled scores. It is of such rows alone: {fell}.",
         ),
-        Verdict("C019", judged(one < 0.05), back.capitalize()),
+        Verdict("C019", holds_if(one < 0.05), back.capitalize()),
         Verdict(
             "C022",
-            judged(cooled["0.5"] < cooled["1.0"] < cooled["2.0"]),
+            holds_if(cooled["0.5"] < cooled["1.0"] < cooled["2.0"]),
             f"Entropy of 16 weights at temperatures 0.5, 1 and 2 is {cooled['0.5']:.2f}, {cooled['1.0']:.2f} and "
             f"{cooled['2.0']:.2f} nats; it holds if it rises.",
         ),
         Verdict(
             "C023",
-            judged(crossing < 0),
+            holds_if(crossing < 0),
             f"The greatest entry off the diagonal of the Jacobian, −pᵢpⱼ, is {crossing:.1e}; it holds if it is "
             "negative.",
         ),
         Verdict(
             "C157",
-            judged(half and hidden == 0),
+            holds_if(half and hidden == 0),
             f"Half precision {'takes' if half else 'refuses'} −1e9 as a score, and a row of nothing but −1e9 has "
             f"weights of {hidden:.2f}; it holds if it can be written and hides such a row.",
         ),
-        Verdict("C172", judged(norm[at] < 0.05 * start), f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
-        Verdict("C184", judged(off < 0.05 and one < 0.05), f"{is_d} Then {back}"),
+        Verdict("C172", holds_if(norm[at] < 0.05 * start), f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
+        Verdict("C184", holds_if(off < 0.05 and one < 0.05), f"{is_d} Then {back}"),
         Verdict(
             "C185",
-            judged(inside >= 0.99),
+            holds_if(inside >= 0.99),
             f"{inside:.1%} of scores lie within ±30 at d = 512, where their deviation is {math.sqrt(512):.1f}; it "
             "holds at 99 % or more.",
         ),
         Verdict(
             "C186",
-            judged(min(tops512.values()) >= 0.85),
+            holds_if(min(tops512.values()) >= 0.85),
             f"At d = 512 the mean top weight of {sizes} keys is {listed512}; it holds at 0.85 or more.",
         ),
         Verdict(
             "C250",
-            judged(bool(best[at] >= mean("slope", ROOT)[at])),
+            holds_if(bool(best[at] >= mean("slope", ROOT)[at])),
             f"The slope of the greatest weight by its own score, p(1 − p), falls from {mean('slope', ROOT)[at]:.3f} "
             f"scaled to {best[at]:.3f} unscaled at d = 64; it holds if it does not fall.",
         ),
-        Verdict("C252", judged(one < 0.05), back.capitalize()),
+        Verdict("C252", holds_if(one < 0.05), back.capitalize()),
         Verdict(
             "C253",
-            judged(bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even),
+            holds_if(bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even),
             f"Scores / d have variance 1/d within {np.abs(whole * dims - 1).max():.1%}, and a mean top weight of "
             f"{flat:.3f} at d = 64, where even weights are {even:.3f}; it holds within 5 % and 1.5 times.",
         ),
         Verdict(
             "C321",
-            judged(min(tops64.values()) >= 0.95),
+            holds_if(min(tops64.values()) >= 0.95),
             f"At d = 64 the mean top weight of {sizes} keys is {listed64}; it holds at 0.95 or more.",
         ),
     ]
@@ -327,7 +327,9 @@ def _of_training(results: Results) -> list[Verdict]:
     losses = "; ".join(
         f"{kind}: " + ", ".join(f"{s} {_loss(results, s, d, kind)}" for s in SCALES) for kind in (SMALL, UNIT)
     )
-    spreads = "; ".join(f"{kind}: {said(sharp[kind])} unscaled, {said(soft[kind])} with 1/√d" for kind in (SMALL, UNIT))
+    spreads = "; ".join(
+        f"{kind}: {summary(sharp[kind])} unscaled, {summary(soft[kind])} with 1/√d" for kind in (SMALL, UNIT)
+    )
     excess = f"Excess losses (nats) at d = {d} are, with {losses}."
     both = "It holds if it does from both starts"
     collapsed = all(sharp[k] and max(sharp[k]) < SHARP for k in (SMALL, UNIT))
@@ -344,36 +346,38 @@ def _of_training(results: Results) -> list[Verdict]:
     able = {kind: _values(results, ROOT, d, kind, "backcopy_accuracy") for kind in (SMALL, UNIT)}
     fails = [k for k, values in accuracy.items() if not values or min(values) < 0.5 or _diverged(results, d, k)]
     stuck = [k for k in fails if able[k] and min(able[k]) >= 0.5]
-    copied = "; ".join(f"{kind} {said(v)}" for kind, v in accuracy.items() if v)
-    root_copied = "; ".join(f"{kind} {said(v)}" for kind, v in able.items() if v)
+    copied = "; ".join(f"{kind} {summary(v)}" for kind, v in accuracy.items() if v)
+    root_copied = "; ".join(f"{kind} {summary(v)}" for kind, v in able.items() if v)
     flat_copied = "; ".join(
-        f"{kind} {said(_values(results, WHOLE, d, kind, 'backcopy_accuracy'))}" for kind in (SMALL, UNIT)
+        f"{kind} {summary(_values(results, WHOLE, d, kind, 'backcopy_accuracy'))}" for kind in (SMALL, UNIT)
     )
     entropy = f"Entropy over that of even weights, after training at d = {d}, is, with {spreads}."
     return [
-        Verdict("C018", judged(collapsed), f"{entropy} {both} below {SHARP} unscaled for every seed."),
+        Verdict("C018", holds_if(collapsed), f"{entropy} {both} below {SHARP} unscaled for every seed."),
         Verdict(
-            "C236", judged(collapsed and len(worse) == 2), f"{entropy} {excess} {both} below {SHARP} and trains worse."
+            "C236",
+            holds_if(collapsed and len(worse) == 2),
+            f"{entropy} {excess} {both} below {SHARP} and trains worse.",
         ),
         Verdict(
             "C251",
-            judged(collapsed and len(worse) == 2),
+            holds_if(collapsed and len(worse) == 2),
             f"{entropy} {excess} {which} {both} below {SHARP} and trains worse or diverges.",
         ),
         Verdict(
             "C254",
-            judged(len(flat) == 2),
+            holds_if(len(flat) == 2),
             f"With 1/d triggers are copied at a rate of: {flat_copied}. {excess} {both} below 0.9 in some run and "
             f"loses more than {LEAST} nats and the spread over seeds against 1/√d.",
         ),
         Verdict(
             "C322",
-            judged(len(worse) == 2),
+            holds_if(len(worse) == 2),
             f"{excess} {which} {both} worse by more than {LEAST} nats and the spread over seeds, or diverges.",
         ),
         Verdict(
             "C337",
-            judged(len(grows) == 2),
+            holds_if(len(grows) == 2),
             f"{excess} {which} At d = {least_d} the difference of means is {small[SMALL][1]:.3f} and "
             f"{small[UNIT][1]:.3f}, at d = {d} {harm[SMALL][1]:.3f} and {harm[UNIT][1]:.3f}. {both} worse, and by "
             f"{LEAST} more than at the smaller d.",
@@ -398,7 +402,7 @@ def _values(results: Results, scale: str, d: int, kind: str, entry: str = "exces
 
 def _loss(results: Results, scale: str, d: int, kind: str) -> str:
     values = _values(results, scale, d, kind)
-    return said(values, 3) if values else "diverged"
+    return summary(values, 3) if values else "diverged"
 
 
 def _entropies(results: Results, scale: str, d: int, kind: str) -> list[float]:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig, DecoderLM
@@ -73,17 +73,17 @@ class Streaming(Experiment):
         saved = lost and larger(plain, kept, LEAST)
         helped = lost and any(larger(plain, own, LEAST) for own in (sink, key))
         text = (
-            f"When the first token leaves a cache of {BUDGET} keys the loss rises by {said(plain, 3)} nats without a "
-            "sink "
-            f"of the model's own, by {said(sink, 3)} with a learned sink and by {said(key, 3)} with a learned key of "
-            "value "
+            f"When the first token leaves a cache of {BUDGET} keys the loss rises by {summary(plain, 3)} nats without "
+            "a sink "
+            f"of the model's own, by {summary(sink, 3)} with a learned sink and by {summary(key, 3)} with a learned "
+            "key of value "
             f"0. It holds if one of these two rises less than the first, by more than {LEAST} nats and the spread over "
             f"seeds; it cannot be seen unless the first rises by as much."
         )
-        far = {name: said(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
+        far = {name: summary(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
         paragraph = (
-            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {said(kept, 3)}. From the {TRAINED} "
-            "tokens "
+            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {summary(kept, 3)}. From the "
+            f"{TRAINED} tokens "
             f"of training up to {LENGTH} the first model's loss is {far[ALL]} nats with all keys, {far[WINDOW]} with "
             "the "
             f"last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} (StreamingLLM, Xiao et al. "
@@ -96,7 +96,7 @@ class Streaming(Experiment):
             title = f"The model pays when its first token leaves the cache; keeping it{own} avoids that"
         else:
             title = "The model pays when its first token leaves the cache, and keeping it does not help"
-        return Conclusion([Verdict("C101", judged(helped, seen=lost), text)], title, paragraph)
+        return Conclusion([Verdict("C101", holds_if(helped, seen=lost), text)], title, paragraph)
 
     def figure(self, results: Results) -> Figure:
         """What each cache costs by position, a panel for each kind of model."""
