@@ -1,4 +1,4 @@
-"""Why scores are divided by √d_k, and the interview questions about it."""
+"""Checks on the scale √d_k, and on the interview questions about it."""
 
 from __future__ import annotations
 

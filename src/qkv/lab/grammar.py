@@ -3,9 +3,9 @@
 Phrases are composed by rules: agreement, word order, elision, contraction, negation. `qkv.lab.sentences` draws them.
 
 Alignment: determiners, nouns, adjectives, adverbs, prepositions, conjunctions and pronouns are aligned to their
-translations; "ne" and "pas" both to "not"; both words of "était assis" to "sat"; "du" (de + le) to "of" and "the". "do",
-"does" and "did" have no translation. The articles that only French has ("i love music", "j' aime la musique") are the
-only French words without an alignment.
+translations; "ne" and "pas" both to "not"; both words of "était assis" to "sat"; "du" (de + le) to "of" and "the".
+"do", "does" and "did" have no translation. The articles that only French has ("i love music", "j' aime la musique")
+are the only French words without an alignment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Renders scenes of coloured shapes with captions and a ground truth: the object that each word names, and its pixels."""
+"""Renders scenes of coloured shapes with captions and their ground truth: the object and pixels of each word."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
     """
     one_of("tokenizer", tokenizer, tokenizers.KINDS)
     found = corpora.load(corpus)
-    size = tokenizers.SMALLEST if tokenizer == "bytes" else vocab_size
+    size = tokenizers.MIN_VOCAB_SIZE if tokenizer == "bytes" else vocab_size
     described = {"version": VERSION, "corpus": found.fingerprint, "tokenizer": tokenizer, "vocab_size": size}
     settings = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     folder = corpora.cache_folder() / "tokens" / settings[:20]

@@ -87,7 +87,7 @@ class Translation(NamedTuple):
     source: list[str]
     target: list[str]
     weights: Float[Tensor, "target source"] | None
-    """The weights on the source with which each target word was predicted, averaged over heads; None without attention."""
+    """The weights on the source words with which each target word was predicted: a mean over heads, or None."""
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:

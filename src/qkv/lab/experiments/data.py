@@ -1,4 +1,4 @@
-"""What a sink needs of the data: enough of it, and a first token that is known (Gu et al. 2025, §5)."""
+"""Experiments on how sinks depend on the training data: its amount, and the first token (Gu et al. 2025, §5)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,10 @@ RANDOM = "random first"
 
 
 class DataAmount(Sweep):
-    """So many distinct sequences, seen as often as it takes to fill the same number of steps."""
+    """Different numbers of distinct training sequences, repeated to fill the same number of steps."""
 
     name = "data_amount"
-    question = (
-        "How many distinct sequences does a sink need, and is their number more important than how many are seen?"
-    )
+    question = "How many distinct sequences does a sink need, and does diversity matter more than the number of steps?"
     claims = ("C080", "C081")
     axis = "distinct sequences in training"
     variants: ClassVar[Mapping[str, Change]] = {
@@ -55,7 +53,7 @@ class DataAmount(Sweep):
     }
 
     def conclude(self, results: Results) -> Conclusion:
-        """C080 by the fewest against no limit; C081 by what four times the diversity and twice the size add."""
+        """C080 by the fewest sequences against no limit; C081 by four times the diversity against twice the steps."""
         found = results.by_variant(ALPHA)
         fewest, most = found.get(f"{UNIQUE[0]}", []), found.get("no limit", [])
         seen = has_sink(most)
@@ -76,13 +74,13 @@ class DataAmount(Sweep):
             "than the spread over seeds, and cannot be seen if neither adds more than that."
         )
         title = (
-            f"A sink needs data: none with {UNIQUE[0]} distinct sequences, {np.mean(most):.2f} without a limit"
+            f"A sink needs diverse data: none with {UNIQUE[0]} distinct sequences, {np.mean(most):.2f} without a limit"
             if seen and needs
-            else f"Even {UNIQUE[0]} distinct sequences make a sink"
+            else f"Even {UNIQUE[0]} distinct sequences are enough for a sink"
             if seen and has_sink(fewest)
-            else "Some runs with few distinct sequences have a sink and some have none"
+            else "With few distinct sequences some runs form a sink and others do not"
             if seen
-            else "No sink appears, however much data there is"
+            else "No sink forms with any amount of data"
         )
         verdicts = [
             Verdict("C080", holds_if(needs, seen), f"{values} {first}"),
@@ -92,18 +90,18 @@ class DataAmount(Sweep):
 
 
 class FirstToken(Sweep):
-    """Sequences that begin with the same token, or with any; and strange sequences for both models."""
+    """Training sequences with a fixed or a random first token, tested on changed and random sequences."""
 
     name = "first_token"
-    question = "Does a sink depend on what the first token is, and does it appear on random tokens?"
+    question = "Does a sink depend on which token is first, and does it form on random tokens?"
     claims = ("C062", "C065")
     variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change(), RANDOM: Change(task={"first": "random"})}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
-        """Weights on the first token, of the head with most on held-out sequences.
+        """Mean weights on the first token, for the head that has the largest on held-out sequences.
 
-        ``replaced``: with each symbol in place of the first token; ``random_tokens``: with all tokens but the first
-        drawn uniformly; ``all_random``: with all.
+        ``replaced``: with the first token replaced by each symbol; ``random_tokens``: with all tokens but the first
+        drawn uniformly; ``all_random``: with all tokens drawn uniformly.
         """
         model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
@@ -125,7 +123,7 @@ class FirstToken(Sweep):
         }
 
     def conclude(self, results: Results) -> Conclusion:
-        """C062 by the model that knows its first token, when it is replaced; C065 by the same on random tokens."""
+        """By the model with a fixed first token: C062 when that token is replaced, C065 on random tokens."""
         found = results.by_variant(ALPHA)
         plain, other = found.get(PLAIN, []), found.get(RANDOM, [])
         seen = has_sink(plain)
@@ -149,16 +147,16 @@ class FirstToken(Sweep):
             Verdict("C065", holds_if(has_sink(random), seen), noise),
         ]
         title = (
-            "No sink appears with a fixed first token"
+            "No sink forms with a fixed first token"
             if not seen
-            else "The sink stays on the first token whatever stands there"
+            else "The sink stays on the first token, whichever token that is"
             if has_sink(means)
-            else "The sink belongs to <s>: another first token does not take its place"
+            else "The sink is specific to <s>: another first token does not replace it"
         )
         return Conclusion(verdicts, title, f"{symbols} {noise}")
 
     def figure(self, results: Results) -> Figure:
-        """The weight on the first token: as trained, replaced, on random tokens."""
+        """The weight on the first token: on held-out sequences, with another first token, and on random tokens."""
         from qkv.lab import draw
 
         figure, (left, right) = draw.panels(

@@ -1,4 +1,4 @@
-"""The sinks of the language model that comes with the package, and what it loses when they leave its cache."""
+"""Experiment on the bundled language model qkv-mini: its sinks, and its loss when they are evicted from the cache."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "qkv-mini"
-GROUPS, TEXTS = 3, 16  # texts are measured in groups, whose spread tells noise from findings
-SHORT = 64  # tokens of a text on which sinks are measured (T of Gu et al. 2025)
-KEPT = 4  # first keys that StreamingLLM keeps
-BUDGETS = (16, 32, 64, 128)  # keys a cache holds
+GROUPS, TEXTS = 3, 16  # groups of texts, whose range shows the noise; texts per group
+SHORT = 64  # tokens per text for the sink measures (T of Gu et al. 2025)
+KEPT = 4  # first keys that are never evicted (StreamingLLM)
+BUDGETS = (16, 32, 64, 128)  # cache sizes in keys
 SINK, DRAINED = track.THRESHOLD, 0.5
-LEAST = 0.02  # nats: a smaller rise is none
+LEAST = 0.02  # nats; smaller rises of the loss are ignored
 MODEL = "model"
 
 
 class Mini(Experiment):
-    """No training: qkv-mini reads held-out Python through caches of several kinds and sizes."""
+    """Evaluates qkv-mini on held-out Python with full, sliding and StreamingLLM caches; nothing is trained."""
 
     name = "mini"
-    question = "Does a language model of Python have sinks, and what does it lose when they leave its cache?"
+    question = "Does a language model of Python have sinks, and how much does evicting them from the cache cost?"
     claims = ("C061", "C063", "C067", "C068")
 
     def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """Of each group of texts: what the heads do, and nats by position for each cache."""
+        """For each group of texts: attention statistics, and the mean loss at late positions with each cache."""
         folder = bundled.folder_of(NAME)
         assert folder is not None
         model = load(folder)
@@ -47,18 +47,18 @@ class Mini(Experiment):
         rows = []
         for group in range(groups):
             ids = task.unseen[group::groups][:texts]
-            looks = track.attention(model, ids[:, :SHORT])
+            statistics = track.attention(model, ids[:, :SHORT])
             nats = {
                 name: np.log(perplexity_by_position(model, ids, make)) for name, make in _caches(ids.shape[1]).items()
             }
             rows.append({
-                **{name: looks[name] for name in ("sink", "sink_score", "value_drain", "massive")},
+                **{name: statistics[name] for name in ("sink", "sink_score", "value_drain", "massive")},
                 "late": {name: float(x[max(BUDGETS) :].mean()) for name, x in nats.items()},
             })  # fmt: skip
         return {MODEL: rows}
 
     def conclude(self, results: Results) -> Conclusion:
-        """Sinks by their weight, values and magnitudes; the cost of a window by the loss past all budgets."""
+        """Sinks by their weight, values and magnitudes; the cost of a window by the loss beyond all cache sizes."""
         alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)])
         drain = np.array([o.measured["value_drain"] for o in results.finished(MODEL)])
         peak = results.values(MODEL, "measured.massive")
@@ -72,11 +72,11 @@ class Mini(Experiment):
             "head does."
         )
         cost = {name: self._cost(results, name) for name in _caches(1)}
-        spared = np.array([np.subtract(cost[f"last {budget}"], cost[_kept(budget)]) for budget in BUDGETS])
+        spared = np.array([np.subtract(cost[f"last {budget}"], cost[_sinks_name(budget)]) for budget in BUDGETS])
         pays = bool(spared.min() > 0 and spared.mean(1).min() > LEAST)  # the same texts: group by group
         rises = "; ".join(
-            f"{budget} keys: {summary(cost[f'last {budget}'], 3)} (window), {summary(cost[_kept(budget)], 3)} (with "
-            f"the first {KEPT})"
+            f"{budget} keys: {summary(cost[f'last {budget}'], 3)} (window), {summary(cost[_sinks_name(budget)], 3)} "
+            f"(with the first {KEPT})"
             for budget in BUDGETS
         )
         verdicts = [
@@ -92,7 +92,7 @@ class Mini(Experiment):
             )),
         ]  # fmt: skip
         title = (
-            "qkv-mini needs the tokens it rests on: a window without them costs more than one with them"
+            "qkv-mini needs its sink tokens: a window without them has a higher loss than one with them"
             if pays
             else "qkv-mini does not need its first tokens more than any others"
         )
@@ -100,7 +100,7 @@ class Mini(Experiment):
         return Conclusion(verdicts, title, paragraph)
 
     def figure(self, results: Results) -> Figure:
-        """Weight on the first token of every head, and the loss through each kind of cache by its size."""
+        """The weight on the first token in every head, and the loss by type and size of the cache."""
         from qkv.lab import draw
 
         figure, (left, right) = draw.panels(
@@ -119,7 +119,7 @@ class Mini(Experiment):
         figure.colorbar(image, ax=left, shrink=0.8).set_label("weight on the first token", size=8)
         by_kind = {
             "the last keys": [self._cost(results, f"last {b}") for b in BUDGETS],
-            f"the first {KEPT} and the last": [self._cost(results, _kept(b)) for b in BUDGETS],
+            f"the first {KEPT} and the last": [self._cost(results, _sinks_name(b)) for b in BUDGETS],
         }
         draw.curves(right, BUDGETS, {name: np.array(values).T for name, values in by_kind.items()}, markers=True)
         right.set_xscale("log", base=2)
@@ -131,19 +131,19 @@ class Mini(Experiment):
 
     @staticmethod
     def _cost(results: Results, cache: str) -> list[float]:
-        """Nats above those of all keys, of each group."""
+        """The rise of the loss over that of the full cache, in nats, for each group."""
         found: list[Any] = [o.measured["late"] for o in results.finished(MODEL)]
         return [late[cache] - late["all keys"] for late in found]
 
 
-def _kept(budget: int) -> str:
+def _sinks_name(budget: int) -> str:
     return f"first {KEPT} + last {budget - KEPT}"
 
 
 def _caches(length: int) -> dict[str, Callable[[], Cache]]:
-    """All keys, and for each budget the last ones, or the first few and the last ones."""
+    """The caches by name: full, and for each size a sliding window and StreamingLLM (first keys and window)."""
     made: dict[str, Callable[[], Cache]] = {"all keys": lambda: Full(length)}
     for budget in BUDGETS:
         made[f"last {budget}"] = lambda b=budget: Sliding(b)  # type: ignore[misc]
-        made[_kept(budget)] = lambda b=budget: Sinks(KEPT, b - KEPT)  # type: ignore[misc]
+        made[_sinks_name(budget)] = lambda b=budget: Sinks(KEPT, b - KEPT)  # type: ignore[misc]
     return made

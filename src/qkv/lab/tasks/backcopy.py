@@ -37,8 +37,8 @@ class Backcopy:
 
     A sequence is ``<s>`` followed by bytes. After an ordinary byte the next is drawn by the bigram counts of the
     top-level modules of Python's standard library. After a trigger the next byte is the one before the trigger,
-    xᵢ₊₁ = xᵢ₋₁. The first byte is drawn by frequency and is not a trigger, so triggers never follow each other. Attention
-    is useful only at triggers: elsewhere the copying head must be inactive, and it then attends to ``<s>``.
+    xᵢ₊₁ = xᵢ₋₁. The first byte is drawn by frequency and is not a trigger, so triggers never follow each other.
+    Attention is useful only at triggers: elsewhere the copying head must be inactive, and it then attends to ``<s>``.
 
     Tokens are the ranks of bytes by frequency, from 0; ``<s>`` is the last token. Triggers are ranks 1 … `triggers`;
     rank 0, the space, is left out because it would make every other token a copy. One sequence in 8 is held out, by a
@@ -107,9 +107,9 @@ class Backcopy:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Losses on held-out sequences, outside of the prefix.
 
-        ``bigram_excess`` is the loss after ordinary tokens (``<s>`` included) minus the loss of the true chain, in nats;
-        0 is optimal. ``backcopy_accuracy`` and ``backcopy_loss`` are measured after triggers. ``excess`` is over all
-        tokens, and ``entropy`` is the true chain's loss. The chain's losses are measured on the same tokens.
+        ``bigram_excess`` is the loss after ordinary tokens (``<s>`` included) minus the loss of the true chain, in
+        nats; 0 is optimal. ``backcopy_accuracy`` and ``backcopy_loss`` are measured after triggers. ``excess`` is over
+        all tokens, and ``entropy`` is the true chain's loss. The chain's losses are measured on the same tokens.
         """
         batch = self.held_out(EVALUATED)
         device = next(model.parameters()).device
@@ -131,11 +131,11 @@ class Backcopy:
         }
 
     def check(self, model: nn.Module) -> dict[str, Any]:
-        """`qkv.lab.track.attention`, and mean weights (layer, head) that show whether heads are active at triggers only.
+        """`qkv.lab.track.attention`, and mean weights (layer, head) that show which heads are active at triggers only.
 
         ``trigger_previous`` and ``trigger_first`` are the mean weights of trigger queries on the previous and on the
         first token; ``other_first`` is the mean weight of all other queries (from the second on) on the first token.
-        For a head that is active at triggers and dormant elsewhere, ``trigger_previous`` and ``other_first`` are near 1.
+        If a head is active at triggers and dormant elsewhere, ``trigger_previous`` and ``other_first`` are near 1.
         """
         ids = self.held_out(CHECKED)["ids"]
         return {**track.attention(model, ids), **self._by_query(track.weights(model, ids), ids)}  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class Backcopy:
         }
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """``weights``: the attention map of the head with the strongest sink. ``sink``: its mean weights and value norms."""
+        """``weights``: attention map of the head with the strongest sink; ``sink``: its mean weights and norms."""
         return {"weights": _map_figure(self, model), "sink": _sink_figure(self, model)}  # type: ignore[arg-type]
 
     def files(self) -> Mapping[str, str]:

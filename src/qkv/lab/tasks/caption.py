@@ -89,7 +89,7 @@ class Caption:
         return int((batch["captions"][:, 1:] != PAD).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The captioner's loss. For hard attention in training mode it is a REINFORCE surrogate, not a cross-entropy."""
+        """The captioner's loss. With hard attention in training it is a REINFORCE surrogate, not a cross-entropy."""
         return model.loss(batch["images"], batch["captions"])  # type: ignore[operator]
 
     def evaluate(self, model: nn.Module) -> Measured:
@@ -188,9 +188,9 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
         f"{found['mass'] / found['chance']:.1f} times chance"
     )
     note = (
-        "Held-out scenes with generated captions. Brightness shows the attention with which the word was predicted; the "
-        "outline shows the object that the word names, and the number is its share of the attention. Mean share over "
-        "all words of the held-out captions: "
+        "Held-out scenes with generated captions. Brightness shows the attention with which the word was predicted; "
+        "the outline shows the object that the word names, and the number is its share of the attention. Mean share "
+        "over all words of the held-out captions: "
         f"{found['mass_at_colours']:.0%} at colours, {found['mass_at_shapes']:.0%} at shapes."
     )
     figure, axes = panels(title, note, columns=COLUMNS, rows=sum(rows), height=1.05)

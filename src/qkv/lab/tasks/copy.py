@@ -95,7 +95,7 @@ class Copy:
         """The accuracy of greedy copies of held-out sequences.
 
         Returns:
-            ``token_accuracy`` and ``sequence_accuracy``, averaged over the trained lengths; ``token_accuracy_by_length``
+            ``token_accuracy`` and ``sequence_accuracy``, over the trained lengths; ``token_accuracy_by_length``
             and ``sequence_accuracy_by_length`` for each of ``lengths``, min_length … longest.
         """
         lengths = list(range(self.min_length, self.longest + 1))

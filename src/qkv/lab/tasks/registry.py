@@ -24,12 +24,13 @@ _METHODS = ("training", "build", "batch", "count", "loss", "evaluate", "check", 
 def _problem(cls: Any) -> str | None:
     """Why a class that an installed package registers cannot be used as a task."""
     if not is_dataclass(cls):
-        return "is not a dataclass, as qkv.lab.Task asks for"
+        return "is not a dataclass, as qkv.lab.Task requires"
     missing = [name for name in _METHODS if not callable(getattr(cls, name, None))]
     missing += ["model"] * ("model" not in {field.name for field in fields(cls)})
     missing += ["name"] * (not hasattr(cls, "name"))
-    if not missing and cls.name in ("task", "training"):
-        return f"has the name {cls.name!r}, which is a key of run.toml"
+    name: str = getattr(cls, "name", "")
+    if not missing and name in ("task", "training"):
+        return f"has the name {name!r}, which is a key of run.toml"
     return f"does not define {', '.join(missing)}" if missing else None
 
 

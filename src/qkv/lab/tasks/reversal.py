@@ -86,7 +86,7 @@ class Reversal:
         return self.sequences(np.random.default_rng(0), UNSEEN, unseen=True)
 
     def evaluate(self, model: Any) -> Measured:
-        """On held-out sequences: token and sequence accuracy of greedy generation, and the teacher-forced loss (nats)."""
+        """On held-out sequences: token and sequence accuracy of greedy generation; teacher-forced loss (nats)."""
         ids = self.unseen()
         right = self._right(model, ids)
         device = next(model.parameters()).device

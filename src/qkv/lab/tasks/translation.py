@@ -146,7 +146,7 @@ class Translation:
         """Metrics of greedy translations of held-out sentences.
 
         Returns:
-            ``exact_match``: the share of sentences that are translated without error; ``bleu`` (0 … 100); ``loss`` (nats
+            ``exact_match``: the share of sentences translated without error; ``bleu`` (0 … 100); ``loss`` (nats
             per word, teacher-forced). The first two also as ``…_by_length``, in the order of `groups`.
 
         Raises:
@@ -230,7 +230,7 @@ class Translation:
         layer, head = np.unravel_index(np.argmax(checked["accuracy"]), np.shape(checked["accuracy"]))
         which = "" if weights.shape[:2] == (1, 1) else f" Layer {layer}, head {head}, the best of all heads."
         figure, axes = draw.panels(
-            f"For {checked['best_accuracy']:.0%} of French words the strongest weight is on an English word they translate",
+            f"For {checked['best_accuracy']:.0%} of French words the strongest weight is on a word they translate",
             f"{self._described()}, held-out sentences.{which} Rows: the weights with which a word is predicted. "
             "Outlined: the true alignment, which the model was not trained on.",
             columns=len(pairs), width=3.3 * len(pairs), height=3.5,
