@@ -122,7 +122,7 @@ def redraw(name: str, out: str | Path) -> Result:
     found = _mark_quick(made.conclude(results), results.quick)
     try:
         save_figure(made.figure(results), picture)
-        write_whole(target, _json(described | _conclusion_fields(found)))
+        write_whole(target, _json(described | {"question": made.question} | _conclusion_fields(found)))
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
     return Result(target, picture, tuple(found.verdicts), found.paragraph)
