@@ -1,8 +1,8 @@
-"""The ledger of claims: every claim of the five sources, with the check that settles it.
+"""The ledger of claims: every claim of the five sources, with the code that checks it.
 
-A check is a function that computes; its verdict is what it computed, and a check whose condition no longer holds stops
-the making of the page. `python -m ledger` runs all checks and writes docs/claims; `python -m ledger C014` runs one and
-prints it; `python -m ledger.trials NAME` trains the small models behind a verdict again.
+A check is a function that computes a verdict. If the condition of a verdict no longer holds, the check raises `Drifted`
+and the pages are not written. `python -m ledger` runs all checks and writes docs/claims; `python -m ledger C014` runs
+one and prints its verdict; `python -m ledger.trials NAME` trains the small models behind a verdict again.
 """
 
 from ledger.claim import CLAIMS, Claim, Drifted, Verdict, claim

@@ -1,4 +1,4 @@
-"""``python -m ledger``: run all checks and write docs/claims. ``python -m ledger C014 …``: run these and print them."""
+"""``python -m ledger`` runs all checks and writes docs/claims; ``python -m ledger C014 …`` prints single verdicts."""
 
 from __future__ import annotations
 

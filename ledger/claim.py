@@ -1,4 +1,4 @@
-"""A claim, its verdict, and the decorator that puts both into the ledger."""
+"""Claims, verdicts, and the decorator that registers a check for a claim."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ KINDS = {
 }
 
 
-class Drifted(AssertionError):  # noqa: N818  # what happened
-    """A check no longer finds what its verdict says."""
+class Drifted(AssertionError):  # noqa: N818  # a name without "Error"
+    """The computed result of a check contradicts its verdict."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found."""
+    """The result of a check."""
 
     kind: str
     """One of `KINDS`."""
     text: str
-    """The numbers found; of a false claim the right value, of a conditional one the condition. Markdown."""
+    """The computed numbers. For a false claim also the correct value, for a conditional one the condition. Markdown."""
     by: tuple[str, ...] = field(default=())
-    """What else settles it: Markdown links to experiments, trials, publications. The check is always shown."""
+    """Markdown links to further evidence: experiments, trials, publications. The code of the check is always shown."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a source, in our words."""
+    """A statement of a source, paraphrased."""
 
     id: str
     source: str
@@ -53,19 +53,19 @@ CLAIMS: dict[str, Claim] = {}
 
 
 def claim(id_: str, source: str, section: str, text: str) -> Callable[[Callable[[], Verdict]], Callable[[], Verdict]]:
-    """Enter a check into the ledger under its claim.
+    """Register the decorated function as the check of a claim.
 
     Args:
-        id_: as C014.
+        id_: the number of the claim, such as C014.
         source: a key of `SOURCES`.
-        section: where in the source.
-        text: what is claimed, in our words, one sentence. Markdown.
+        section: the section of the source.
+        text: the claim in one sentence, paraphrased. Markdown.
     """
     if source not in SOURCES or id_ in CLAIMS:
         raise InputError(f"claim {id_}: source is {source!r}, expected one of {', '.join(SOURCES)}, each id once")
 
-    def enter(check: Callable[[], Verdict]) -> Callable[[], Verdict]:
+    def register(check: Callable[[], Verdict]) -> Callable[[], Verdict]:
         CLAIMS[id_] = Claim(id_, source, section, text, check)
         return check
 
-    return enter
+    return register

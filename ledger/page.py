@@ -1,4 +1,4 @@
-"""docs/claims: the ledger as pages, one a source, written from the verdicts."""
+"""Writes docs/claims from the verdicts: an index, one page per source, and verdicts.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PAGES = Path(__file__).parents[1] / "docs" / "claims"
 SENTENCE = re.compile(r"(?<=[.)])\s+(?=[A-Z“])")
 MADE = "<!-- Made by `make claims`; do not edit. -->"
 SMALL = ("[experiment ", "trial ", "the trial ", "the bundled model ")
-"""How `by` names what was trained here."""
+"""The prefixes of entries in `Verdict.by` that refer to models trained in this project."""
 
 
 def pages(found: Mapping[str, Verdict]) -> dict[str, str]:
-    """File name: text, of all pages and of verdicts.json."""
+    """The texts of all pages and of verdicts.json, by file name."""
     texts = {f"{_slug(source)}.md": _page(source, found) for source in SOURCES}
     kinds = {id_: verdict.kind for id_, verdict in sorted(found.items())}
     return texts | {"index.md": _index(found), "verdicts.json": json.dumps(kinds, indent=0) + "\n"}
@@ -43,7 +43,7 @@ def _mark(kind: str) -> str:
 
 
 def _part(section: str) -> str:
-    """The heading under which a section's claims stand: 4.2 under Section 4, an exercise under its lab."""
+    """The heading for the claims of a section: 4.2 is under Section 4, an exercise under its lab."""
     if found := re.match(r"(\d+)(?: (.+))?", section):
         number, name = found.groups()
         return f"Section {number}: {name}" if name else f"Section {number}"
@@ -66,7 +66,7 @@ def _anchor(heading: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Claims named in a text, as C014, become links."""
+    """Replace the numbers of claims in a text, such as C014, by links."""
     return re.sub(r"(?<![\[\w`])C\d{3}\b", lambda m: _link(CLAIMS[m[0]]) if m[0] in CLAIMS else m[0], text)
 
 
@@ -80,7 +80,7 @@ def _counts(claims: Iterable[Claim], found: Mapping[str, Verdict]) -> str:
 
 
 def _trained(verdict: Verdict) -> bool:
-    """Whether it rests on small models."""
+    """True if the verdict depends on models trained in this project."""
     return any(by.startswith(SMALL) for by in verdict.by)
 
 
@@ -98,11 +98,11 @@ def _index(found: Mapping[str, Verdict]) -> str:
         "",
         MADE,
         "",
-        "Five course documents taught us attention, and this package is what they describe. They also make",
-        f"{len(found)} claims that can be checked, and here each one is: by a computation, an experiment of the",
-        "[lab](../experiments/README.md), a trial of a minute, or, where it is about publications, by reading them.",
-        "Verdicts are computed. A check that no longer finds what its verdict says stops this page from being made,",
-        "and fails a test. Nobody needs to trust a sentence: under each claim is the code that settled it.",
+        "This package implements the attention mechanisms that five course documents describe. The documents also make",
+        f"{len(found)} claims that can be checked. Each is checked here: by a computation, an experiment of the",
+        "[lab](../experiments/README.md), a short trial, or, if it is about publications, by reading them. Verdicts",
+        "are computed: if the result of a check contradicts its verdict, this page cannot be written and a test fails.",
+        "The code of each check is below its claim.",
         "",
         "| source | " + " | ".join(KINDS.values()) + " | all |",
         "|---|" + "---:|" * (len(KINDS) + 1),
@@ -116,18 +116,19 @@ def _index(found: Mapping[str, Verdict]) -> str:
     lines += [
         "",
         "An experiment or a trial (`ledger/trials`) trains small models, of thousands to a few million parameters: its",
-        "verdict holds for these. *Cannot be settled here* means that nothing at hand decides it, and says what would.",
+        "verdict holds for these. *Cannot be settled here* means that neither can decide the claim; the text says what",
+        "would.",
         "",
-        "## The errors, all in one place",
+        "## All errors",
         "",
-        "To find these took a computer and patience; to have written the documents took more. Most are slips of",
-        "rounding, of a name, or of a word such as *only* or *never*. None changes what attention is.",
+        "Most errors are about rounding, a name, or a word such as *only* or *never*. None changes the definition of",
+        "attention.",
         "",
         *_wrong(found, trained=False),
         "## What small models contradict",
         "",
-        "Here the verdict rests on models trained for the purpose. They contradict the claim as it stands, which is",
-        "general; that it is so in large models too, or is not, they cannot show.",
+        "These verdicts depend on small models that were trained for the purpose. They contradict the claim in its",
+        "general form, but do not show whether it holds for large models.",
         "",
         *_wrong(found, trained=True),
     ]
@@ -136,7 +137,7 @@ def _index(found: Mapping[str, Verdict]) -> str:
 
 
 def _wrong(found: Mapping[str, Verdict], *, trained: bool) -> list[str]:
-    """The false claims, by source, each with the first sentence of its verdict."""
+    """List the false claims by source, each with the first sentence of its verdict."""
     lines = []
     for source in SOURCES:
         wrong = [c for c in _of(source) if found[c.id].kind == "false" and _trained(found[c.id]) == trained]
@@ -165,6 +166,6 @@ def _page(source: str, found: Mapping[str, Verdict]) -> str:
 
 
 def _code(c: Claim) -> str:
-    """The check without its decorator."""
+    """The source code of the check, without its decorator."""
     text = textwrap.dedent(inspect.getsource(c.check))
     return text[text.index("def ") :].rstrip()

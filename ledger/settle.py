@@ -1,4 +1,4 @@
-"""The ways in which a claim is settled. Each verdict but `cited` and `unseen` needs a condition that was computed."""
+"""Functions that make verdicts. All except `cited` and `unseen` need a condition that the check computed."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from ledger.claim import Drifted, Verdict
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "docs" / "experiments"
 RESULTS = Path(__file__).parent / "results"
-SAID = {"holds": "holds", "does not hold": "false", "cannot be seen here": "unseen"}
+KIND_OF = {"holds": "holds", "does not hold": "false", "cannot be seen here": "unseen"}
 
 
-def _found(condition: bool, kind: str, text: str, by: tuple[str, ...]) -> Verdict:
+def _verdict(condition: bool, kind: str, text: str, by: tuple[str, ...]) -> Verdict:
     if not condition:
         raise Drifted(f"the check no longer finds that: {text}")
     return Verdict(kind, text, by)
 
 
 def holds(condition: bool, text: str, *by: str) -> Verdict:
-    """The claim holds; `text` has the numbers that show it."""
-    return _found(bool(condition), "holds", text, by)
+    """The claim holds; `text` states the numbers."""
+    return _verdict(bool(condition), "holds", text, by)
 
 
 def false(condition: bool, text: str, *by: str) -> Verdict:
-    """The claim is wrong; `condition` is what contradicts it, `text` the right value and, kindly, why."""
-    return _found(bool(condition), "false", text, by)
+    """The claim is false; `condition` is the computed contradiction, `text` the correct value and the likely reason."""
+    return _verdict(bool(condition), "false", text, by)
 
 
 def only_when(condition: bool, text: str, *by: str) -> Verdict:
-    """The claim holds under a condition that it leaves out; `condition` covers both sides of it."""
-    return _found(bool(condition), "only when", text, by)
+    """The claim holds only under a condition that it does not state; `condition` tests it with and without that."""
+    return _verdict(bool(condition), "only when", text, by)
 
 
 def unseen(text: str, *by: str, unless: bool = False) -> Verdict:
-    """What is at hand here cannot decide it; `text` says why, and what would. `unless`: something was seen."""
+    """The claim cannot be decided here; `text` says why, and what would decide it. Raises `Drifted` if `unless`."""
     if unless:
-        raise Drifted(f"something can be seen where the check says: {text}")
+        raise Drifted(f"the claim can be decided now, but the check says: {text}")
     return Verdict("unseen", text, by)
 
 
 def cited(kind: str, text: str, *links: str) -> Verdict:
-    """A fact about publications: there is nothing to compute, `links` are where to read it."""
+    """A verdict on a fact about publications, which needs no computation; `links` are the sources."""
     if not links or not all("](http" in link for link in links):
         raise Drifted("a cited verdict needs Markdown links")
     return Verdict(kind, text, links)
@@ -52,20 +52,20 @@ def cited(kind: str, text: str, *links: str) -> Verdict:
 def experiment(id_: str, name: str, wording: str | None = None) -> Verdict:
     """The computed verdict of `qkv experiment NAME` on a claim, from docs/experiments/NAME.json.
 
-    Where several experiments speak, call this for each and put them together in the check.
+    If several experiments cover a claim, the check calls this for each and combines the verdicts.
 
     Args:
-        id_: the claim's.
-        name: of the experiment.
-        wording: a sentence that comes before the experiment's own text, if it needs one.
+        id_: the number of the claim.
+        name: the name of the experiment.
+        wording: a sentence to put before the experiment's own text, or None.
     """
     result: dict[str, Any] = json.loads((EXPERIMENTS / f"{name}.json").read_text(encoding="utf-8"))
-    (said,) = [v for v in result["verdicts"] if v["claim"] == id_]
-    text = (said["text"] if wording is None else f"{wording} {said['text']}").replace("<s>", "`<s>`")
-    return Verdict(SAID[said["holds"]], text, (f"[experiment `{name}`](../experiments/README.md#{name})",))
+    (verdict,) = [v for v in result["verdicts"] if v["claim"] == id_]
+    text = (verdict["text"] if wording is None else f"{wording} {verdict['text']}").replace("<s>", "`<s>`")
+    return Verdict(KIND_OF[verdict["holds"]], text, (f"[experiment `{name}`](../experiments/README.md#{name})",))
 
 
 def trial(name: str) -> dict[str, Any]:
-    """The numbers of a trial, as `python -m ledger.trials NAME` left them in ledger/results/NAME.json."""
+    """The results of a trial, from ledger/results/NAME.json."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found

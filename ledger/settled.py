@@ -1,4 +1,4 @@
-"""All checks: a package a source, a file a subject. Importing them enters them into the ledger."""
+"""Imports all checks (one package per source), which registers them in the ledger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOURCES = ("chapter", "notebook", "lesson", "deep_dive", "overview")
 
 
 def load() -> None:
-    """Enter all claims."""
+    """Import all checks."""
     for source in SOURCES:
         package = importlib.import_module(f"ledger.{source}")
         for module in pkgutil.iter_modules(package.__path__):

@@ -1,4 +1,4 @@
-"""A task small enough to train in a test, with dropout and parts of unequal weight."""
+"""A task that trains within a test, with dropout and with micro-batches of unequal numbers of targets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models import DecoderConfig, DecoderLM
 
 
 @dataclass(frozen=True)
 class Counting:
-    """Say the next number, modulo some."""
+    """Predict the next number, modulo `modulo`."""
 
     name: ClassVar[str] = "counting"
     modulo: int = 7
     length: int = 9
     poison: int | None = None
-    """Before this step all is well; from it on something is NaN."""
-    spoilt: str = "loss"
-    """Or ``"gradient"``: the loss stays a number."""
+    """The first step with NaN; none if None."""
+    poisoned: str = "loss"
+    """What is NaN: ``"loss"``, or ``"gradient"`` with a finite loss."""
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(d_model=16, layers=2, heads=2, context=32, dropout=0.1)
     )
@@ -35,14 +35,14 @@ class Counting:
         return Training(steps=12, batch=8, warmup=2, log_every=1, evaluate_every=6, save_every=4)
 
     def build(self) -> nn.Module:
-        return DecoderLM(fitted(self.model, vocab_size=self.modulo))
+        return DecoderLM(with_entries(self.model, vocab_size=self.modulo))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(1000 * seed + step)
         first = torch.randint(self.modulo, (size, 1), generator=generator)
         ids = (first + torch.arange(self.length)) % self.modulo
-        hidden = torch.arange(self.length - 1) >= torch.randint(2, self.length, (size, 1), generator=generator)
-        return {"ids": ids[:, :-1], "targets": ids[:, 1:].masked_fill(hidden, -100), "step": torch.full((size,), step)}
+        ignored = torch.arange(self.length - 1) >= torch.randint(2, self.length, (size, 1), generator=generator)
+        return {"ids": ids[:, :-1], "targets": ids[:, 1:].masked_fill(ignored, -100), "step": torch.full((size,), step)}
 
     def count(self, batch: Batch) -> int:
         return int((batch["targets"] != -100).sum())
@@ -52,9 +52,9 @@ class Counting:
         loss = model.loss(batch["ids"], batch["targets"])
         if self.poison is None or int(batch["step"][0]) < self.poison:
             return loss
-        if self.spoilt == "loss":
+        if self.poisoned == "loss":
             return loss * float("nan")
-        return loss + (0 * model.embedding.weight.sum()).sqrt()  # 0, and its slope is 0 / 0
+        return loss + (0 * model.embedding.weight.sum()).sqrt()  # 0, but its gradient is 0 / 0
 
     def evaluate(self, model: nn.Module) -> Measured:
         return {"loss": float(self.loss(model, {**self.batch(-1, 16, 99)}))}
@@ -70,7 +70,7 @@ class Counting:
 
 
 def weights(folder: Any) -> dict[str, Tensor]:
-    """What a finished run came to."""
+    """The weights of a finished run."""
     from safetensors.torch import load_file
 
     return load_file(folder / "model" / "model.safetensors")

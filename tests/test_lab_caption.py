@@ -1,4 +1,4 @@
-"""The caption task: scenes are what captions say, held-out ones are new, and the look at the attention is right."""
+"""The caption task: scenes and captions agree, held-out scenes are new, and attention metrics are correct."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import unchecked
-from qkv import InputError
+from conftest import refused, unchecked
 from qkv.lab import scenes, train
 from qkv.lab.scenes import COLOURS, PAD, RADIUS, SHAPES, VOCABULARY, Scenes
-from qkv.lab.tasks.caption import Caption, looked
+from qkv.lab.tasks.caption import Caption, attention_to_objects
 from qkv.models import Captioner
 
 
@@ -23,7 +22,7 @@ def drawn(n: int = 200, seed: int = 0, *, held_out: bool = False) -> Scenes:
 
 
 def named(tokens: np.ndarray) -> list[tuple[str, str]]:
-    """The objects of a caption, read from its text: colour and shape."""
+    """The objects (colour, shape) that the text of a caption names."""
     words = scenes.text(tokens).split()
     found = list(zip(words[::2], words[1::2], strict=True))
     assert all(colour in COLOURS and shape in SHAPES for colour, shape in found), words
@@ -39,13 +38,13 @@ def box(mask: np.ndarray) -> tuple[int, int, int, int]:
 # --- scenes -----------------------------------------------------------------------------------------------------------
 
 
-def test_scenes_depend_on_the_generator_alone() -> None:
+def test_scenes_depend_on_the_generator_only() -> None:
     for name in ("images", "captions", "objects", "masks"):
         assert np.array_equal(getattr(drawn(9), name), getattr(drawn(9), name))
         assert not np.array_equal(getattr(drawn(9), name), getattr(drawn(9, 1), name))
 
 
-def test_batches_are_functions_of_seed_and_step() -> None:
+def test_batches_depend_on_seed_and_step_only() -> None:
     task = Caption()
     one = task.batch(3, 8, 5)
     task.batch(4, 8, 5)
@@ -69,7 +68,7 @@ def test_an_eighth_of_all_descriptions_is_held_out() -> None:
         assert share == pytest.approx(1 / 8, abs=0.025)
 
 
-def test_captions_are_whole() -> None:
+def test_captions_name_every_object_once() -> None:
     found = drawn()
     assert {len(named(c)) for c in found.captions} == {1, 2, 3, 4}
     for tokens, objects in zip(found.captions, found.objects, strict=True):
@@ -78,8 +77,8 @@ def test_captions_are_whole() -> None:
         assert (tokens[end + 1 :] == PAD).all()
         assert (tokens[:end] != PAD).all()
         things = named(tokens)
-        said = [[VOCABULARY[t] for t in tokens[objects == i]] for i in range(len(things))]
-        assert said == [list(x) for x in things]
+        words = [[VOCABULARY[t] for t in tokens[objects == i]] for i in range(len(things))]
+        assert words == [list(x) for x in things]
         assert (objects < len(things)).all()
         assert len({x[0] for x in things}) == len({x[1] for x in things}) == len(things)
 
@@ -90,8 +89,7 @@ def test_objects_are_named_in_the_order_of_their_colours() -> None:
         assert order == sorted(order)
 
 
-def test_masks_hold_the_pixels_of_their_colours() -> None:
-    """And no others."""
+def test_masks_are_exactly_the_pixels_of_their_colours() -> None:
     found = drawn(100)
     for image, tokens, masks in zip(found.images, found.captions, found.masks, strict=True):
         for (colour, _), mask in zip(named(tokens), masks, strict=False):
@@ -114,8 +112,8 @@ def test_masks_have_the_shapes_of_their_names() -> None:
                 assert (cut.mean() > 0.7) == (shape == "circle")
 
 
-def test_objects_are_anywhere() -> None:
-    """As often in each ninth of the image, and up to its edges."""
+def test_objects_are_spread_over_the_image() -> None:
+    """Equally often in each ninth of the image, and up to its edges."""
     middles = np.array([np.argwhere(m).mean(0) for masks in drawn(1500).masks for m in masks if m.any()])
     assert middles.min() < RADIUS + 1
     assert middles.max() > 39 - RADIUS - 2
@@ -124,7 +122,7 @@ def test_objects_are_anywhere() -> None:
 
 
 @pytest.mark.parametrize(("size", "stride"), [(48, 4), (36, 4), (41, 8)])
-def test_cells_are_covered_by_pixels_counted_one_by_one(size: int, stride: int) -> None:
+def test_on_grid_counts_the_pixels_of_each_cell(size: int, stride: int) -> None:
     mask = drawn(1).masks[0].any(0)[:size, :size]
     mask = np.pad(mask, ((0, size - len(mask)), (0, size - mask.shape[1])))
     got, half = scenes.on_grid(mask, stride), stride // 2
@@ -135,10 +133,10 @@ def test_cells_are_covered_by_pixels_counted_one_by_one(size: int, stride: int) 
         assert got[i, j] == pytest.approx(np.mean(around))
 
 
-# --- the look at the attention ----------------------------------------------------------------------------------------
+# --- attention metrics ------------------------------------------------------------------------------------------------
 
 
-def by_hand() -> tuple[Scenes, np.ndarray]:
+def hand_made() -> tuple[Scenes, np.ndarray]:
     """One image of 16 × 16 with one cell of 16 on the object; two words after the start: red circle."""
     tokens = [VOCABULARY.index(w) for w in ("<start>", "red", "circle", "<end>")]
     masks = np.zeros((1, 4, 16, 16), bool)
@@ -147,21 +145,21 @@ def by_hand() -> tuple[Scenes, np.ndarray]:
     return held, np.full((1, 3, 4, 4), 1 / 16)
 
 
-def test_attention_at_hand_made_weights() -> None:
-    held, weights = by_hand()
+def test_attention_metrics_of_hand_made_weights() -> None:
+    held, weights = hand_made()
     even = {"mass": 1 / 16, "mass_at_colours": 1 / 16, "mass_at_shapes": 1 / 16, "chance": 1 / 16, "strongest": 0.0}
-    assert looked(weights, held) == even
+    assert attention_to_objects(weights, held) == even
     weights[0, :2] = 0
-    weights[0, 0, 1, 2], weights[0, 0, 0, 0] = 0.75, 0.25  # what predicts "red"
-    weights[0, 1, 3, 3], weights[0, 1, 1, 2] = 0.75, 0.25  # what predicts "circle"
+    weights[0, 0, 1, 2], weights[0, 0, 0, 0] = 0.75, 0.25  # predicts "red"
+    weights[0, 1, 3, 3], weights[0, 1, 1, 2] = 0.75, 0.25  # predicts "circle"
     right = {"mass": 0.5, "mass_at_colours": 0.75, "mass_at_shapes": 0.25, "chance": 1 / 16, "strongest": 0.5}
-    assert looked(weights, held) == right
-    weights[0, 2] = 0  # of the end
-    assert looked(weights, held) == right
+    assert attention_to_objects(weights, held) == right
+    weights[0, 2] = 0  # predicts the end token
+    assert attention_to_objects(weights, held) == right
 
 
-def test_a_cell_sees_where_it_is_said_to_be() -> None:
-    """What a cell of the convolutions depends on most is the square of pixels that `on_grid` counts for it."""
+def test_receptive_field_of_a_cell_is_centred_as_in_on_grid() -> None:
+    """A cell of the convolutions depends on the pixels around its centre."""
     torch.manual_seed(0)
     model = Caption().build()
     for conv in model.features:
@@ -177,23 +175,23 @@ def test_a_cell_sees_where_it_is_said_to_be() -> None:
             assert (axis.min(), axis.max()) == (max(at - 3, 0), min(at + 3, 39))
 
 
-def test_a_model_that_looks_is_seen_to_look() -> None:
-    """Weights by hand: all on cells of the object that the next token names. Any shift of one token loses it."""
+def test_attention_on_the_named_object_has_mass_one() -> None:
+    """Hand-made weights on the object that the next token names; shifted by one token the mass is smaller."""
     held = drawn(50, held_out=True)
     on = scenes.on_grid(held.masks, 4) > 0
     weights = np.full((*held.captions[:, 1:].shape, 10, 10), 1 / 100)
     for i, t in np.argwhere(held.objects[:, 1:] >= 0):
         cells = on[i, held.objects[i, t + 1]]
         weights[i, t] = cells / cells.sum()
-    assert looked(weights, held)["mass"] == pytest.approx(1)
+    assert attention_to_objects(weights, held)["mass"] == pytest.approx(1)
     for shift in (-1, 1):
-        assert looked(np.roll(weights, shift, 1), held)["mass"] < 0.7
+        assert attention_to_objects(np.roll(weights, shift, 1), held)["mass"] < 0.7
 
 
 # --- the task ---------------------------------------------------------------------------------------------------------
 
 
-def test_loss_is_the_mean_over_the_count() -> None:
+def test_loss_averages_over_the_count() -> None:
     task = Caption()
     model, batch = task.build().eval(), task.batch(0, 6, 0)
     parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 2), slice(2, 6))]
@@ -202,50 +200,46 @@ def test_loss_is_the_mean_over_the_count() -> None:
         assert total / task.count(batch) == pytest.approx(task.loss(model, batch).item(), rel=1e-5)
 
 
-def test_an_untrained_model_is_measured_and_drawn() -> None:
+def test_untrained_model_has_chance_metrics_and_figures() -> None:
     task = Caption(held_out=24)
     torch.manual_seed(0)
     model = task.build().eval()
     with torch.no_grad(), unchecked():
-        found, there = task.evaluate(model), task.check(model)
+        found, checked = task.evaluate(model), task.check(model)
         assert found == task.evaluate(model)
         figures = task.figures(model)
     assert found["exact_match"] == 0
     assert found["loss"] == pytest.approx(np.log(len(VOCABULARY)), abs=0.5)
-    assert there["mass"] == pytest.approx(there["chance"], abs=0.05)
+    assert checked["mass"] == pytest.approx(checked["chance"], abs=0.05)
     assert list(figures) == ["attention"]
     assert json.loads(task.files()["vocabulary.json"]) == list(VOCABULARY)
 
 
-def test_hard_attention_is_the_same_task() -> None:
+def test_hard_attention_can_be_trained() -> None:
     task = Caption(held_out=8, model=replace(Caption().model, attention="hard"))
     model = task.build()
     assert isinstance(model, Captioner)
     task.loss(model.train(), task.batch(0, 4, 0)).backward()
     slopes = [p.grad for p in model.attention.parameters()]
     assert all(g is not None and g.isfinite().all() for g in slopes)
-    assert any(g.any() for g in slopes if g is not None)  # where to look is learnt, too
+    assert any(g.any() for g in slopes if g is not None)  # the attention gets gradients
     with torch.no_grad():
         assert 0 <= task.check(model.eval())["mass"] <= 1
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"size": 29}, "caption.size is 29, expected at least 30"),
-    ({"objects": 5}, "caption.objects is 5, expected 1 to 4"),
-    ({"held_out": 0}, "caption.held_out is 0, expected at least 1"),
-])  # fmt: skip
-def test_bad_settings(change: dict[str, int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Caption(**change)
+@pytest.mark.parametrize(("name", "value"), [("size", 29), ("objects", 5), ("held_out", 0)])
+def test_settings_out_of_range_are_rejected(name: str, value: int) -> None:
+    with refused(name):
+        Caption(**{name: value})
 
 
-def test_the_task_decides_the_vocabulary() -> None:
-    with pytest.raises(InputError, match=r"model.vocab_size is 7, but the task decides it: 13"):
+def test_another_vocabulary_size_is_rejected() -> None:
+    with refused("model.vocab_size"):
         Caption(model=replace(Caption().model, vocab_size=7)).build()
 
 
 @pytest.mark.slow
-def test_learning_is_looking(tmp_path: Path) -> None:
+def test_trained_model_attends_to_the_named_object(tmp_path: Path) -> None:
     task = Caption(held_out=128)
     chosen = replace(task.training(), steps=300, batch=32, evaluate_every=300)
     trained = train(task, chosen, tmp_path / "run", progress=False)

@@ -1,4 +1,4 @@
-"""Checks of the labs: a right answer passes, and each typical mistake fails with the hint that is meant for it."""
+"""Checks of the labs' exercises: correct answers pass, and each typical mistake fails with its own hint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv.errors import InputError
+from conftest import refused
 from qkv.lab import check
 
 Answer = Callable[..., Any]
@@ -89,8 +89,8 @@ wrong("attention", "out, which is weights @ v")(
 wrong("attention", "the mask is ignored")(lambda q, k, v, mask=None: _attend(q, k, v))
 wrong("attention", "wrong way round")(lambda q, k, v, mask=None: _attend(q, k, v, mask, flip=True))
 wrong("attention", "score 0, whose weight is not 0")(lambda q, k, v, mask=None: _attend(q, k, v, mask, fill=0.0))
-wrong("attention", "attends to all keys alike")(lambda q, k, v, mask=None: _attend(q, k, v, mask, fill=-1e9))
-wrong("attention", "weights of a query that sees no key is NaN")(lambda q, k, v, mask=None: _attend(q, k, v, mask))
+wrong("attention", "attends to all keys equally")(lambda q, k, v, mask=None: _attend(q, k, v, mask, fill=-1e9))
+wrong("attention", "weights of a query with no visible key is NaN")(lambda q, k, v, mask=None: _attend(q, k, v, mask))
 
 
 @wrong("attention", "comes after the softmax")
@@ -110,7 +110,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
 
 @wrong("attention", "gradient of q is NaN.*finite scores before the softmax")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """−inf is added; the NaN weights are mended after the softmax."""
+    """−inf is added, and NaN weights are replaced after the softmax."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if mask is not None:
         scores = scores + torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
@@ -118,9 +118,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
     return weights @ v, weights
 
 
-@wrong("attention", "gradient of v is NaN.*mend the weights")
+@wrong("attention", "gradient of v is NaN.*replace NaN in the weights")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
-    """The output is made of NaN weights, and mended; so are the weights that are returned."""
+    """NaN is replaced in the output and in the returned weights, not before the product."""
     out, weights = _attend(q, k, v, mask)
     return out.nan_to_num(0), weights.nan_to_num(0)
 
@@ -175,7 +175,7 @@ wrong("causal_mask", "is torch.float32, expected torch.bool")(lambda n: torch.on
 wrong("causal_mask", "has shape")(lambda n: torch.ones(1, 1, n, n).tril().bool())
 wrong("causal_mask", "the lower triangle")(lambda n: torch.ones(n, n).triu().bool())
 wrong("causal_mask", "must see itself")(lambda n: torch.ones(n, n).tril(-1).bool())
-wrong("causal_mask", "True stands where a key is hidden")(lambda n: torch.ones(n, n).triu(1).bool())
+wrong("causal_mask", "True marks masked keys")(lambda n: torch.ones(n, n).triu(1).bool())
 wrong("causal_mask", "one key too many")(lambda n: torch.ones(n, n).tril(1).bool())
 wrong("causal_mask", "expected a tensor")(lambda n: None)
 
@@ -215,7 +215,7 @@ wrong("multi_head", "interleaved")(_multi(_interleaved))
 wrong("multi_head", "heads attend to heads")(
     _multi(lambda x, h: x.unflatten(-1, (h, -1)) if h > 1 else _split(x, 1), lambda x: x.reshape(len(x), 5, -1))
 )
-wrong("multi_head", "without bringing them back")(_multi(merge=lambda x: x.reshape(len(x), x.shape[2], -1)))
+wrong("multi_head", "without moving them back")(_multi(merge=lambda x: x.reshape(len(x), x.shape[2], -1)))
 wrong("multi_head", "the mask is ignored")(_multi(masked=False))
 wrong("multi_head", "wrong way round")(_multi(flip=True))
 
@@ -254,7 +254,7 @@ right("dropout")(_dropped(lambda w, p, t: w * _bernoulli(w, p) / (1 - p) if t el
 wrong("dropout", "dropped in evaluation, too")(_dropped(lambda w, p, t: F.dropout(w, p)))
 wrong("dropout", "dropped in evaluation, too")(_dropped(lambda w, p, t: w * _bernoulli(w, p) if t else w * (1 - p)))
 wrong("dropout", "not scaled up")(_dropped(lambda w, p, t: w * _bernoulli(w, p) if t else w))
-wrong("dropout", "p is what is lost")(_dropped(lambda w, p, t: F.dropout(w, 1 - p, t)))
+wrong("dropout", "p is the share that is dropped")(_dropped(lambda w, p, t: F.dropout(w, 1 - p, t)))
 wrong("dropout", "whole keys are dropped")(
     _dropped(lambda w, p, t: w * _bernoulli(w, p, (2, 1, 50)) / (1 - p) if t else w)
 )
@@ -283,7 +283,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, p: float, training: bool) -> Any:
     return F.dropout(out, p, training), weights
 
 
-@wrong("dropout", "out is made of the plain weights")
+@wrong("dropout", "out uses the plain weights")
 def _(q: Tensor, k: Tensor, v: Tensor, p: float, training: bool) -> Any:
     out, weights = _attend(q, k, v)
     return out, F.dropout(weights, p, training)
@@ -302,11 +302,11 @@ def _crossed(queries: str = "x", keys: str = "c", values: str = "c", *, causal: 
 
 right("cross_attention")(_crossed())
 wrong("cross_attention", "this is self-attention")(_crossed("x", "x", "x"))
-wrong("cross_attention", "keys are made of x")(_crossed("x", "x", "c"))
-wrong("cross_attention", "values are made of x")(_crossed("x", "c", "x"))
-wrong("cross_attention", "the sides are swapped")(_crossed("c", "x", "x"))
-wrong("cross_attention", "queries are made of the context")(_crossed("c", "c", "c"))
-wrong("cross_attention", "a causal mask hides part")(_crossed(causal=True))
+wrong("cross_attention", "keys come from x")(_crossed("x", "x", "c"))
+wrong("cross_attention", "values come from x")(_crossed("x", "c", "x"))
+wrong("cross_attention", "the sequences are swapped")(_crossed("c", "x", "x"))
+wrong("cross_attention", "queries come from the context")(_crossed("c", "c", "c"))
+wrong("cross_attention", "a causal mask masks part")(_crossed(causal=True))
 
 
 @wrong("cross_attention", "7 tokens and 5 queries")
@@ -323,8 +323,8 @@ def _(x: Tensor, context: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, he
 
 right("first_token")(lambda w: w[..., 1:, 0].mean((1, 2)))
 right("first_token")(lambda w: torch.stack([layer[:, 1:, 0].mean() for layer in w]))
-wrong("first_token", "the first query counts")(lambda w: w[..., 0].mean((1, 2)))
-wrong("first_token", "the first row, where the first token looks")(lambda w: w[..., 0, :].mean((1, 2)))
+wrong("first_token", "the first query is included")(lambda w: w[..., 0].mean((1, 2)))
+wrong("first_token", "the first row, the weights of the first query")(lambda w: w[..., 0, :].mean((1, 2)))
 wrong("first_token", "the first row without")(lambda w: w[..., 0, 1:].mean((1, 2)))
 wrong("first_token", "the largest weight")(lambda w: w[..., 1:, 0].amax((1, 2)))
 wrong("first_token", "expected one for each layer")(lambda w: w[..., 1:, 0].mean())
@@ -350,7 +350,7 @@ wrong("sink_rate", "expected a number")(lambda w, t=0.3: None)
 def _keyed(
     *, scaled: bool = True, cut: bool = True, renormalised: bool = False,
     value: Callable[[Tensor], Tensor] | None = None,
-    hidden: bool = False, detached: bool = False, zero: bool = False, masked: bool = True,
+    key_masked: bool = False, detached: bool = False, zero: bool = False, masked: bool = True,
 ) -> Answer:  # fmt: skip
     def answer(q: Tensor, k: Tensor, v: Tensor, key: Tensor, mask: Tensor | None = None) -> Any:
         key = key.detach() if detached else key
@@ -359,7 +359,7 @@ def _keyed(
         extra = torch.zeros_like(extra) if zero else extra
         if mask is not None and masked:
             scores = scores.masked_fill(~mask, -torch.inf)
-            extra = torch.full_like(extra, -torch.inf) if hidden else extra
+            extra = torch.full_like(extra, -torch.inf) if key_masked else extra
         whole = torch.cat([scores, extra], -1).softmax(-1)
         weights = whole[..., :-1]
         out = weights @ v if value is None else weights @ v + whole[..., -1:] * value(key)
@@ -376,10 +376,10 @@ wrong("key_bias", "takes no weight")(_keyed(renormalised=True))
 wrong("key_bias", "still have the column")(_keyed(cut=False))
 wrong("key_bias", "not divided by √d")(_keyed(scaled=False))
 wrong("key_bias", "softmax off by one")(_keyed(zero=True))
-wrong("key_bias", "has a value, itself")(_keyed(value=lambda key: key))
+wrong("key_bias", "value is the key itself")(_keyed(value=lambda key: key))
 wrong("key_bias", "a value of ones")(_keyed(value=torch.ones_like))
 wrong("key_bias", "the mask is ignored")(_keyed(masked=False))
-wrong("key_bias", "hidden by the mask")(_keyed(hidden=True))
+wrong("key_bias", "is masked: it must be visible")(_keyed(key_masked=True))
 wrong("key_bias", "does not depend on the key for autograd")(_keyed(detached=True))
 wrong("key_bias", "takes no weight")(lambda q, k, v, key, mask=None: _attend(q, k + key, v, mask))
 
@@ -397,7 +397,7 @@ wrong("off_by_one", "plain softmax")(lambda s: s.softmax(-1))
 wrong("off_by_one", "column of zeros is still there")(lambda s: F.pad(s, (0, 1)).softmax(-1))
 wrong("off_by_one", "overflows")(lambda s: s.exp() / (1 + s.exp().sum(-1, keepdim=True)))
 wrong("off_by_one", "after they are normalised")(lambda s: s.softmax(-1) / (1 + s.softmax(-1).sum(-1, keepdim=True)))
-wrong("off_by_one", "put in as a score")(lambda s: F.pad(s, (0, 1), value=1.0).softmax(-1)[..., :-1])
+wrong("off_by_one", "the additional score is 1")(lambda s: F.pad(s, (0, 1), value=1.0).softmax(-1)[..., :-1])
 
 
 @wrong("off_by_one", "the 1 is not: 1 becomes")
@@ -481,7 +481,7 @@ class _Drawn(nn.Module):
         return torch.cat([self.token.repeat(len(x), 1, 1), x], 1)
 
 
-@wrong("sink_token", "behind the text")
+@wrong("sink_token", "comes after the text")
 class _Behind(_Token):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, self.token.expand(len(x), 1, -1)], 1)
@@ -499,14 +499,14 @@ class _Shortened(_Token):
         return super().forward(x)[:, :-1]
 
 
-@wrong("sink_token", "0 numbers to learn.*a plain tensor, or a buffer")
+@wrong("sink_token", "0 parameters.*a plain tensor, or a buffer")
 class _Buffer(_Token):
     def __init__(self, d_model: int) -> None:
         nn.Module.__init__(self)
         self.register_buffer("token", torch.zeros(d_model))
 
 
-@wrong("sink_token", "24 numbers to learn")
+@wrong("sink_token", "24 parameters")
 class _OneEach(_Token):
     def __init__(self, d_model: int) -> None:
         nn.Module.__init__(self)
@@ -551,63 +551,63 @@ NAMES = (
 )  # fmt: skip
 
 
-def judged(name: str, answer: Answer, capsys: pytest.CaptureFixture[str]) -> tuple[bool, list[str]]:
+def run_check(name: str, answer: Answer, capsys: pytest.CaptureFixture[str]) -> tuple[bool, list[str]]:
     """The verdict, and what was printed, line by line."""
     verdict = getattr(check, name)(answer)
     return verdict, capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_right_answer_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_answers_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert RIGHT[name]
     for answer in RIGHT[name]:
-        verdict, lines = judged(name, answer, capsys)
+        verdict, lines = run_check(name, answer, capsys)
         assert verdict is True, lines
         assert len(lines) >= 2
         assert all(line.startswith("✓ ") for line in lines)
 
 
 @pytest.mark.parametrize(("name", "hint", "answer"), WRONG, ids=[f"{name}: {hint}" for name, hint, _ in WRONG])
-def test_a_mistake_fails_with_its_hint(
+def test_each_mistake_fails_with_its_own_hint(
     name: str, hint: str, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict, lines = judged(name, answer, capsys)
+    verdict, lines = run_check(name, answer, capsys)
     assert verdict is False
     assert lines[-1].startswith("✗ ")
     assert re.search(hint, lines[-1]), lines[-1]
-    assert all(line.startswith("✓ ") for line in lines[:-1])  # it stops at the first that fails
+    assert all(line.startswith("✓ ") for line in lines[:-1])  # it stops at the first failing trial
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_check_knows_at_least_three_mistakes(name: str) -> None:
+def test_every_check_is_tested_with_at_least_three_mistakes(name: str) -> None:
     assert len({hint for exercise, hint, _ in WRONG if exercise == name}) >= 3
     assert name in check.__all__
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_answer_and_an_answer_that_raises(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_return_none_or_raise_fail_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def unfinished(*_: object) -> None:
         return None
 
     def breaks(*_: object) -> None:
         raise KeyError("no such thing")
 
-    verdict, lines = judged(name, unfinished, capsys)
+    verdict, lines = run_check(name, unfinished, capsys)
     assert verdict is False
     assert "NoneType" in lines[0]
-    verdict, lines = judged(name, breaks, capsys)
+    verdict, lines = run_check(name, breaks, capsys)
     assert verdict is False
     assert "raises KeyError: 'no such thing'" in lines[0]
-    with pytest.raises(InputError, match="expected a function or class"):
+    with refused("answer"):
         getattr(check, name)(torch.zeros(3))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_check_leaves_torch_s_generator_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else a page would go on with other numbers after an exercise."""
+def test_checks_do_not_change_the_global_random_state(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the code of a page would print other numbers after an exercise."""
     torch.manual_seed(5)
     want = torch.rand(1)
     for answer in RIGHT[name]:
         torch.manual_seed(5)
-        judged(name, answer, capsys)
+        run_check(name, answer, capsys)
         assert torch.equal(torch.rand(1), want)

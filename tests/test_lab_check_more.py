@@ -1,4 +1,4 @@
-"""The checks of the further labs: a right answer passes, a typical wrong one gets the hint meant for it."""
+"""Checks of the NumPy, Bahdanau and reversal labs: correct answers pass, each typical mistake gets its own hint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _online(
     *, total: bool = True, out: bool = True, lse: Callable[[Any, Any], Any] = lambda top, s: top + np.log(s),
     skip: bool = True, follow: bool = True,
 ) -> Callable[[Any], Any]:  # fmt: skip
-    """A running softmax; what is False is forgotten."""
+    """An online softmax; arguments that are False leave out a step."""
 
     def answer(blocks: Any) -> Any:
         top, powers_sum, sums = -np.inf, 0.0, 0.0
@@ -76,17 +76,17 @@ def _einsum(
     mask_of: Callable[[Any], Any] = lambda mask: mask, fill: float = -torch.inf, axis: int = -1, after: bool = False,
     last: str = "bhqk,bhkd,hdm->bqm",
 ) -> Callable[..., Any]:  # fmt: skip
-    """Multi-head attention, with one thing wrong if asked for."""
+    """Multi-head attention; each argument introduces one mistake."""
 
     def answer(x: Any, w_q: Any, w_k: Any, w_v: Any, w_o: Any, mask: Any) -> Any:
         q, k, v = (torch.einsum("bnm,mhd->bhnd", x, w) for w in (w_q, w_k, w_v))
         scores = q @ k.mT / scale(w_q, x)
-        seen = None if mask is None else mask_of(mask)
-        if seen is not None and not after:
-            scores = scores.masked_fill(~seen, fill)
+        visible = None if mask is None else mask_of(mask)
+        if visible is not None and not after:
+            scores = scores.masked_fill(~visible, fill)
         weights = scores.softmax(axis)
-        if seen is not None and after:
-            weights = weights.masked_fill(~seen, 0)
+        if visible is not None and after:
+            weights = weights.masked_fill(~visible, 0)
         return torch.einsum(last, weights, v, w_o), weights
 
     return answer
@@ -104,7 +104,7 @@ def _mirrored(weights: Any, length: int, late: int = 0) -> Any:
 
 
 def _lesson(weights: Any, length: int) -> Any:
-    """The count of the source: it looks one query too late, and divides by all positions."""
+    """The lesson's count, which uses one query too late and divides by all positions."""
     counts = torch.zeros(weights.shape[1])
     for p in range(length):
         if length + 1 + p < weights.shape[2]:
@@ -130,7 +130,7 @@ WRONG: list[tuple[Any, Any, str | None]] = [
     (check.stable_softmax, lambda s: _softmax(s, -2), "down the columns"),
     (check.stable_softmax, lambda s: np.exp(s) / np.exp(s).sum(), "all weights together"),
     (check.stable_softmax, lambda s: np.exp(s - s.max(-1, keepdims=True)), "divided by its sum"),
-    (check.stable_softmax, lambda s: np.exp(s - s.max()) / np.exp(s - s.max()).sum(-1, keepdims=True), "no numbers"),
+    (check.stable_softmax, lambda s: np.exp(s - s.max()) / np.exp(s - s.max()).sum(-1, keepdims=True), "is NaN"),
     (check.stable_softmax, _in_place, "changes the scores"),
     (check.stable_softmax, lambda s: None, "NoneType, expected an array"),
     (check.soft_lookup, _lookup(lambda q, k, v: 1.0), "not scaled"),
@@ -138,31 +138,31 @@ WRONG: list[tuple[Any, Any, str | None]] = [
     (check.soft_lookup, _lookup(lambda q, k, v: v.shape[-1] ** -0.5), "a value's size"),
     (check.soft_lookup, _lookup(lambda q, k, v: len(k) ** -0.5), "number of keys"),
     (check.soft_lookup, _lookup(lambda q, k, v: q.shape[-1] ** -0.5, 0), "over the queries"),
-    (check.soft_lookup, lambda q, k, v: q @ k.T / 2 @ v, "taken for weights"),
+    (check.soft_lookup, lambda q, k, v: q @ k.T / 2 @ v, "used as weights"),
     (check.soft_lookup, lambda q, k, v: _softmax(q @ k.T / 2), "these are the weights"),
     (check.soft_lookup, _plain_lookup, "overflow"),
-    (check.online_softmax, _online(out=False), "sum of the values so far has to shrink"),
-    (check.online_softmax, _online(total=False), "sum of the powers does not"),
-    (check.online_softmax, _online(total=False, out=False), "added as they are"),
+    (check.online_softmax, _online(out=False), "sum of values must be rescaled"),
+    (check.online_softmax, _online(total=False), "sum of powers is not"),
+    (check.online_softmax, _online(total=False, out=False), "added without rescaling"),
     (check.online_softmax, _averaged, "log-sum-exp is off"),
     (check.online_softmax, _online(lse=lambda top, s: np.log(s)), "lacks the largest score"),
-    (check.online_softmax, _online(lse=lambda top, s: s), "expected the largest score and its logarithm"),
+    (check.online_softmax, _online(lse=lambda top, s: s), "expected its logarithm plus the largest score"),
     (check.online_softmax, _online(skip=False), "skip such a block"),
-    (check.online_softmax, _online(follow=False), "follow it as it rises"),
+    (check.online_softmax, _online(follow=False), "update it as it rises"),
     (check.online_softmax, lambda blocks: _online()(blocks)[0], "two results"),
     (check.additive_score, lambda q, k, a, b, v: _sum(q, k, a, b) @ v, "no tanh"),
     (check.additive_score, lambda q, k, a, b, v: torch.tanh(_sum(q, k, a, b) @ v), "before the product with v"),
-    (check.additive_score, lambda q, k, a, b, v: torch.tanh(_sum(q, k, a, b)).sum(-1), "v weighs them"),
+    (check.additive_score, lambda q, k, a, b, v: torch.tanh(_sum(q, k, a, b)).sum(-1), "v weights them"),
     (check.additive_score, lambda *x: _additive(*x).softmax(-1), "before the softmax"),
     (check.additive_score, lambda q, k, a, b, v: _additive(k, q, b, a, v), "queries are rows"),
     (check.additive_score, lambda *x: _additive(*x) / len(x[-1]) ** 0.5, "no such factor"),
     (
         check.additive_score,
         lambda q, k, a, b, v: torch.tanh((q @ a.T)[:, :, None] * (k @ b.T)[:, None]) @ v,
-        "gave this score its name",
+        "this is the additive score",
     ),
     (check.additive_score, lambda q, k, a, b, v: _additive(q, k, b, a, v), "raises RuntimeError"),
-    (check.alignment_accuracy, lambda w, t: _accuracy(w, t) * len(w), "how many words are right"),
+    (check.alignment_accuracy, lambda w, t: _accuracy(w, t) * len(w), "the number of correct words"),
     (
         check.alignment_accuracy,
         lambda w, t: sum(int(i) in p for i, p in zip(w.argmax(0), t, strict=False)) / len(t),
@@ -195,9 +195,9 @@ WRONG: list[tuple[Any, Any, str | None]] = [
     (check.einsum_attention, _einsum(mask_of=lambda mask: None), "ignored"),
     (check.einsum_attention, _einsum(mask_of=lambda mask: ~mask), "the wrong way round"),
     (check.einsum_attention, _einsum(mask_of=lambda mask: mask | mask.mT & ~mask), "the mask is ignored"),
-    (check.einsum_attention, _einsum(fill=0.0), "not nothing"),
+    (check.einsum_attention, _einsum(fill=0.0), "is not 0"),
     (check.einsum_attention, _einsum(after=True), "after the softmax"),
-    (check.einsum_attention, _einsum(last="bhqk,bhkd,hdm->bhqm"), "each head stands alone"),
+    (check.einsum_attention, _einsum(last="bhqk,bhkd,hdm->bhqm"), "the heads are not summed"),
     (check.einsum_attention, _unprojected, "project them by w_o, and sum over h and d"),
     (check.einsum_attention, lambda *x: _einsum()(*x)[0], "pair"),
     (check.reversal_score, _lesson, "one too late"),
@@ -217,30 +217,30 @@ WRONG: list[tuple[Any, Any, str | None]] = [
 
 
 @pytest.fixture(autouse=True)
-def as_a_learner() -> Any:
+def without_shape_checks() -> Any:
     with unchecked():
         yield
 
 
 @pytest.mark.parametrize(("judge", "answer"), RIGHT)
-def test_right_answers_pass(judge: Any, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_answers_pass(judge: Any, answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert judge(answer)
     assert "✗" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("judge", "answer", "hint"), WRONG)
-def test_wrong_answers_get_their_hint(
+def test_each_mistake_gets_its_own_hint(
     judge: Any, answer: Any, hint: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not judge(answer)
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].startswith("✗")
-    assert all(line.startswith("✓") for line in said[:-1])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("✗")
+    assert all(line.startswith("✓") for line in lines[:-1])
     if hint is not None:
-        assert hint in said[-1]
+        assert hint in lines[-1]
 
 
-def test_random_numbers_of_a_learner_are_left_alone() -> None:
+def test_checks_do_not_change_the_global_random_state() -> None:
     before = torch.random.get_rng_state()
     for judge, answer in RIGHT:
         judge(answer)

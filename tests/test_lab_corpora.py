@@ -1,4 +1,4 @@
-"""Corpora: the same documents in the same order everywhere, held-out text apart, and clear refusals."""
+"""Corpora: deterministic documents, held-out splits, downloads, datasets, and errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import corpora
 from qkv.lab.corpora import Corpus, load
 
-COPY = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"  # beside the repository, if it is there
+COPY = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"  # beside the repository, if it exists
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- the library ------------------------------------------------------------------------------------------------------
 
 
-def test_the_library_is_python_without_tests_and_without_what_others_installed() -> None:
+def test_library_excludes_tests_and_installed_packages() -> None:
     library = load("library")
     assert library.skipped == 0
     assert 8e6 < sum(map(len, library.documents)) < 20e6
@@ -41,7 +42,7 @@ def test_the_library_is_python_without_tests_and_without_what_others_installed()
     assert load("library") == library
 
 
-def test_documents_are_mixed_and_the_order_does_not_depend_on_the_disk(tmp_path: Path) -> None:
+def test_documents_are_shuffled_independently_of_the_file_system(tmp_path: Path) -> None:
     names = [f"{i:02}.txt" for i in range(30)]
     orders = []
     for at, order in enumerate((names, names[::-1])):
@@ -56,7 +57,7 @@ def test_documents_are_mixed_and_the_order_does_not_depend_on_the_disk(tmp_path:
 # --- files and folders ------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_its_text_files_with_the_others_counted(tmp_path: Path) -> None:
+def test_folder_gives_its_text_files_and_counts_the_skipped_ones(tmp_path: Path) -> None:
     for name, data in {
         "a.py": b"one\r\n", "b.md": "zwei\u00e9".encode(), "copy.py": b"one\r\n", "blank.txt": b" \n",
         "c.bin": b"\0\1text", "latin.txt": b"\xe9t\xe9", ".hidden/x.txt": b"hidden", "__pycache__/y.txt": b"cached",
@@ -65,39 +66,39 @@ def test_a_folder_is_its_text_files_with_the_others_counted(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     found = load(str(tmp_path))
-    assert sorted(found.documents) == ["one\r\n", "zwei\u00e9"]  # line ends as they are, copies once
+    assert sorted(found.documents) == ["one\r\n", "zwei\u00e9"]  # line ends unchanged, duplicates once
     assert found.skipped == 2
 
 
-def test_a_file_is_one_document(tmp_path: Path) -> None:
+def test_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes("à\r\nb".encode())
     assert load(str(tmp_path / "book.txt")).documents == ("à\r\nb",)
 
 
-def test_what_is_no_corpus_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_empty_and_binary_corpora_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "empty.txt").write_bytes(b"\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.bin").write_bytes(b"\0")
-    for name, says in {
+    for name, message in {
         "libary": r"no file or folder 'libary', expected 'library', .*did you mean 'library'",
-        str(tmp_path / "latin.txt"): "is no UTF-8 text",
+        str(tmp_path / "latin.txt"): "is not UTF-8 text",
         str(tmp_path / "empty.txt"): "is empty, expected some text",
-        str(tmp_path / "folder"): r"is empty \(files that are no UTF-8 text: 1\)",
+        str(tmp_path / "folder"): r"is empty \(files that are not UTF-8 text: 1\)",
     }.items():
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=f"^corpus: .*{message}"):
             load(name)
     monkeypatch.setattr(
         Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
     )
-    with pytest.raises(InputError, match=r"cannot read .*latin.txt \(Permission denied\)"):
+    with refused("corpus"):
         load(str(tmp_path / "latin.txt"))
 
 
-# --- what is held out -------------------------------------------------------------------------------------------------
+# --- held-out text ----------------------------------------------------------------------------------------------------
 
 
-def test_whole_documents_are_held_out_about_a_twentieth_of_the_text() -> None:
+def test_whole_documents_of_about_five_percent_of_the_text_are_held_out() -> None:
     library = load("library")
     train, held_out = library.split()
     assert sorted(train + held_out) == sorted(library.documents)
@@ -108,14 +109,14 @@ def test_whole_documents_are_held_out_about_a_twentieth_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1000], [600, 400], [960, 10, 30]])
-def test_of_few_documents_the_end_is_held_out_or_a_small_one(sizes: list[int]) -> None:
+def test_of_few_documents_a_small_one_or_the_end_of_each_is_held_out(sizes: list[int]) -> None:
     texts = tuple(chr(97 + i) * n for i, n in enumerate(sizes))
     train, held_out = Corpus("few", texts).split()
     assert "".join(sorted("".join(train + held_out))) == "".join(texts)
     assert sum(map(len, held_out)) in (40, 50)
 
 
-def test_a_tiny_document_is_not_all_that_is_held_out() -> None:
+def test_tiny_document_alone_is_not_enough_to_hold_out() -> None:
     _, held_out = Corpus("uneven", ("a" * 1000, "b")).split()
     assert len(held_out[0]) == 50
 
@@ -123,56 +124,56 @@ def test_a_tiny_document_is_not_all_that_is_held_out() -> None:
 # --- Tiny Shakespeare -------------------------------------------------------------------------------------------------
 
 
-def test_shakespeare_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shakespeare_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if COPY.exists():
         text = COPY.read_bytes()
         assert len(text) == 1_115_394
     else:
         text = b"First Citizen:\nBefore we proceed any further, hear me speak.\n" * 99
         monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
-    asked = []
-    monkeypatch.setattr(corpora, "fetch", lambda address: asked.append(address) or text)
+    fetched = []
+    monkeypatch.setattr(corpora, "fetch", lambda address: fetched.append(address) or text)
     first, again = load("shakespeare"), load("shakespeare")
     assert first == again
     assert first.documents[0].startswith("First Citizen:\nBefore we proceed any further")
-    assert asked == ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"]
+    assert fetched == ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"]
     assert [x.name for x in (cache / "corpora").iterdir()] == ["tinyshakespeare.txt"]
 
 
-def test_another_text_than_shakespeare_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shakespeare_with_a_wrong_checksum_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "fetch", lambda address: b"<html>not found</html>")
-    with pytest.raises(InputError, match=r"the SHA-256 is [0-9a-f]{64}, expected 86c4e6aa.*, of https://"):
+    with pytest.raises(InputError, match=r"the SHA-256 is [0-9a-f]{64}, expected 86c4e6aa.*, for https://"):
         load("shakespeare")
     assert not cache.exists()
     (cache / "corpora").mkdir(parents=True)
     (cache / "corpora" / "tinyshakespeare.txt").write_bytes(b"First Cit")
-    with pytest.raises(InputError, match=r"tinyshakespeare.txt: delete it"):
+    with pytest.raises(InputError, match=r"tinyshakespeare.txt; delete this file"):
         load("shakespeare")
 
 
-def test_without_network_a_local_copy_is_proposed(cache: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot fetch .*no network in tests.* the path of a copy"):
+def test_download_error_suggests_a_local_copy(cache: Path) -> None:
+    with pytest.raises(InputError, match=r"^corpus: cannot download .*no network in tests.* the path of a copy"):
         load("shakespeare")
     assert not cache.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_said_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("a file where a folder should be")
     monkeypatch.setattr(corpora, "SHAKESPEARE_SHA256", hashlib.sha256(b"x").hexdigest())
     monkeypatch.setattr(corpora, "fetch", lambda address: b"x")
-    with pytest.raises(InputError, match=r"cannot write .*QKV_CACHE names another"):
+    with refused("QKV_CACHE"):
         load("shakespeare")
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpora.keep(tmp_path / "x", b"before")
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpora.write_cached(tmp_path / "x", b"before")
 
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        corpora.keep(tmp_path / "x", b"after")
+        corpora.write_cached(tmp_path / "x", b"after")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"before"}
 
 
@@ -180,7 +181,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 class Rows(dict[str, list[object]]):
-    """As much of a dataset as is used."""
+    """The part of a dataset's interface that corpora use."""
 
     @property
     def column_names(self) -> list[str]:
@@ -188,7 +189,7 @@ class Rows(dict[str, list[object]]):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "4.1.0") -> list[tuple[object, ...]]:
-    """A package `datasets` with one dataset; returns the calls it gets."""
+    """Install a fake package `datasets` with one dataset; returns the list of its calls."""
     calls: list[tuple[object, ...]] = []
 
     def load_dataset(name: str, **options: object) -> Rows:
@@ -205,11 +206,11 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "4.1.0") -> list[tup
     return calls
 
 
-def test_a_dataset_is_the_texts_of_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_gives_the_texts_of_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = install(monkeypatch)
     assert sorted(load("hf:tiny/stories").documents) == ["Once", "upon"]
     assert sorted(load("hf:tiny/stories:title").documents) == ["a", "b", "c", "d"]
-    assert calls == 2 * [("tiny/stories", {"split": "train"})]  # and no code of the dataset's is trusted
+    assert calls == 2 * [("tiny/stories", {"split": "train"})]  # without trust_remote_code
 
 
 @pytest.mark.parametrize(
@@ -222,13 +223,13 @@ def test_a_dataset_is_the_texts_of_a_column(monkeypatch: pytest.MonkeyPatch) -> 
         ("hf:a:b:c", "expected 'hf:NAME' or 'hf:NAME:COLUMN'"),
     ],
 )
-def test_datasets_that_do_not_serve(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_datasets_are_rejected(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(InputError, match=says):
         load(name)
 
 
-def test_datasets_must_be_there_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_must_be_installed_and_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "2.18.0")
     with pytest.raises(InputError, match=r"needs datasets 4 or newer.*2\.18\.0"):
         load("hf:tiny/stories")

@@ -1,4 +1,4 @@
-"""Experiments: runs shared and never repeated, verdicts that follow from numbers, files that say all."""
+"""Experiments: shared runs, resumption, result files, and verdicts from made-up numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from conftest import refused
 from lab_tasks import Counting
 from qkv.errors import InputError
 from qkv.lab import Diverged, experiments
@@ -32,7 +33,7 @@ from qkv.lab.experiments.base import (
     Verdict,
     larger,
 )
-from qkv.lab.experiments.run import conducted, key, table
+from qkv.lab.experiments.run import key, run_experiment, table
 from qkv.lab.experiments.sinks import TASK, Sweep
 from qkv.lab.task import Measured
 
@@ -40,7 +41,7 @@ TRAINING = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
 
 
 class Tiny(Experiment):
-    """Two variants; the one called same asks for the first run of the other."""
+    """Two variants; ``same`` shares the first run of ``plain``."""
 
     name = "tiny"
     question = "Does it count?"
@@ -70,19 +71,19 @@ class Tiny(Experiment):
 
 
 class Poisoned(Tiny):
-    """Whose loss is NaN at once."""
+    """An experiment whose runs all diverge."""
 
     name = "poisoned"
     task = Counting(poison=0)
 
     def conclude(self, results: Results) -> Conclusion:
-        assert results.by_variant("measured.x") == {"computed": [0.5]}  # and neither of the others
+        assert results.by_variant("measured.x") == {"computed": [0.5]}  # but no trained variant
         return Conclusion([Verdict("C900", UNSEEN, "no run was finished")], "Nothing", "Nothing.")
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders of runs as they are trained in this process."""
+    """The folders of the runs that this process trains, in order."""
     from qkv.lab import loop
 
     began: list[Path] = []
@@ -96,8 +97,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return began
 
 
-def test_an_experiment_trains_equal_settings_once_and_tells_all(tmp_path: Path, trained: list[Path]) -> None:
-    result = conducted(Tiny(), tmp_path, quick=False)
+def test_experiment_trains_equal_settings_once_and_writes_its_results(tmp_path: Path, trained: list[Path]) -> None:
+    result = run_experiment(Tiny(), tmp_path, quick=False)
     assert len(trained) == len(set(trained)) == 2  # of three settings
     assert [p.name for p in trained] == [key(s) for s in Tiny().settings(False)["plain"]]
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
@@ -115,7 +116,7 @@ def test_an_experiment_trains_equal_settings_once_and_tells_all(tmp_path: Path, 
     assert {"question", "created", "versions", "machine", "paragraph", "title"} <= found.keys()
 
 
-def test_an_interrupted_experiment_repeats_nothing(
+def test_interrupted_experiment_does_not_repeat_finished_runs(
     tmp_path: Path, trained: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, measured = Tiny.measure, []
@@ -128,50 +129,50 @@ def test_an_interrupted_experiment_repeats_nothing(
 
     monkeypatch.setattr(Tiny, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        conducted(Tiny(), tmp_path, quick=False)
+        run_experiment(Tiny(), tmp_path, quick=False)
     assert (tmp_path / "tiny.json.part").exists()
     assert not (tmp_path / "tiny.json").exists()
-    conducted(Tiny(), tmp_path, quick=False)
+    run_experiment(Tiny(), tmp_path, quick=False)
     assert measured == [0, 1, 1]
-    assert trained[1:] == [trained[1]] * 2  # the second found its model finished; the first was never asked again
+    assert trained[1:] == [trained[1]] * 2  # the second model was loaded, not trained; the first was skipped
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
 
 
-def test_a_quick_form_says_so_and_shares_runs(tmp_path: Path, trained: list[Path]) -> None:
-    result = conducted(Tiny(), tmp_path, quick=True)
+def test_quick_form_is_marked_and_shares_runs_with_the_full_form(tmp_path: Path, trained: list[Path]) -> None:
+    result = run_experiment(Tiny(), tmp_path, quick=True)
     assert result.verdicts[0].text == "quick form: seven is more"
     assert result.paragraph.startswith("Quick form")
     assert json.loads(result.json_path.read_text())["quick"] is True
-    conducted(Tiny(), tmp_path, quick=False)
-    assert trained[0] == trained[1]  # the same folder: nothing was trained twice
+    run_experiment(Tiny(), tmp_path, quick=False)
+    assert trained[0] == trained[1]  # the same folder: the run is reused
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
-    found = json.loads(conducted(Poisoned(), tmp_path, quick=True).json_path.read_text())
+def test_diverged_run_is_recorded(tmp_path: Path) -> None:
+    found = json.loads(run_experiment(Poisoned(), tmp_path, quick=True).json_path.read_text())
     assert "the loss is nan at step 1" in found["variants"]["plain"]["results"][0]["diverged"]
     assert issubclass(Diverged, InputError)
 
 
 @pytest.mark.slow
-def test_processes_find_the_same(tmp_path: Path) -> None:
-    one = conducted(Tiny(), tmp_path / "one", quick=False).json_path
-    two = conducted(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
+def test_several_processes_give_the_same_results(tmp_path: Path) -> None:
+    one = run_experiment(Tiny(), tmp_path / "one", quick=False).json_path
+    two = run_experiment(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
     assert json.loads(one.read_text())["variants"] == json.loads(two.read_text())["variants"]
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_run_rejects_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"experiment is 'learning_rat', expected one of .* mean 'learning_rate'\?"):
         experiments.run("learning_rat", tmp_path)
-    with pytest.raises(InputError, match="jobs is 0, expected at least 1"):
+    with refused("jobs"):
         experiments.run("heads", tmp_path, jobs=0)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"cannot write to .*file"):
-        conducted(Tiny(), tmp_path / "file", quick=True)
+    with refused("out"):
+        run_experiment(Tiny(), tmp_path / "file", quick=True)
 
 
-def test_conclusions_are_drawn_again_from_the_numbers_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = conducted(Tiny(), tmp_path, quick=False)
+def test_redraw_uses_the_saved_numbers_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_experiment(Tiny(), tmp_path, quick=False)
     before = json.loads(first.json_path.read_text())
     first.figure_path.unlink()
     monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "experiment", lambda name: Tiny())
@@ -180,11 +181,11 @@ def test_conclusions_are_drawn_again_from_the_numbers_kept(tmp_path: Path, monke
     assert again.verdicts == first.verdicts
     assert json.loads(again.json_path.read_text()) == before
     assert again.figure_path.exists()
-    with pytest.raises(InputError, match="no result of an experiment"):
+    with refused("out"):
         experiments.redraw("tiny", tmp_path / "elsewhere")
 
 
-def test_every_experiment_is_complete() -> None:
+def test_every_experiment_has_name_question_and_claims() -> None:
     every = [experiment(name) for name in names()]
     assert [e.name for e in every] == list(names())
     claims = [claim for e in every for claim in e.claims]
@@ -194,7 +195,7 @@ def test_every_experiment_is_complete() -> None:
         assert e.question.endswith("?")
 
 
-def test_sweeps_change_what_they_say_and_share_the_plain_run() -> None:
+def test_sweeps_have_distinct_settings_and_share_the_plain_run() -> None:
     sweeps = [e for e in map(experiment, names()) if isinstance(e, Sweep)]
     runs = {s.name: [key(row) for rows in s.settings(False).values() for row in rows] for s in sweeps}
     plain = {key(change) for change in experiment("emergence").settings(False)["plain"]}
@@ -219,7 +220,7 @@ def outcomes(
     check: Mapping[str, Any] | None = None,
     **measured: Any,
 ) -> list[Outcome]:
-    """Runs of one layer with two heads, the second the stronger."""
+    """Outcomes of one layer with two heads, of which the second has the stronger sink."""
     return [
         Outcome(
             seed,
@@ -233,7 +234,7 @@ def outcomes(
 
 
 def verdicts(name: str, variants: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
-    """What an experiment concludes; its figure must be drawn, too, from the same numbers."""
+    """The verdicts of an experiment. Its figure is drawn from the same numbers, too."""
     made = experiment(name)
     results = Results(variants)
     assert isinstance(made.figure(results), Figure)
@@ -242,7 +243,7 @@ def verdicts(name: str, variants: Mapping[str, Sequence[Outcome]]) -> dict[str, 
     return {v.claim: v.holds for v in found.verdicts}
 
 
-def test_larger_needs_more_than_the_spread() -> None:
+def test_larger_needs_a_difference_above_the_range_over_seeds() -> None:
     assert larger([0.8, 0.9], [0.5, 0.6])
     assert not larger([0.8, 0.5], [0.5, 0.6])
     assert not larger([0.5], [0.8])
@@ -253,22 +254,22 @@ def test_larger_needs_more_than_the_spread() -> None:
     ("pre", "post", "expected"),
     [((0.5, 0.6), (0.4, 0.7), HOLDS), ((0.5, 0.6), (0.2, 0.7), FAILS), ((0.1, 0.2), (0.1, 0.4), UNSEEN)],
 )
-def test_what_does_not_matter(pre: tuple[float, ...], post: tuple[float, ...], expected: str) -> None:
+def test_norm_place_criterion(pre: tuple[float, ...], post: tuple[float, ...], expected: str) -> None:
     assert verdicts("norm_place", {"pre": outcomes(*pre), "post": outcomes(*post)}) == {"C086": expected}
 
 
-def test_weight_decay_compares_what_learns() -> None:
+def test_weight_decay_compares_only_runs_that_learn_the_task() -> None:
     def found(alphas: Mapping[str, float], failing: tuple[str, ...] = ()) -> str:
         rows = {v: outcomes(a, a + 0.01, accuracy=0.5 if v in failing else 1) for v, a in alphas.items()}
         return verdicts("weight_decay", rows)["C082"]
 
     rising = {"0": 0.3, "0.1": 0.4, "0.5": 0.5, "1": 0.6, "2": 0.1}
     assert found(rising) == FAILS
-    assert found(rising, failing=("2",)) == HOLDS  # then 1 is the strongest that learns
+    assert found(rising, failing=("2",)) == HOLDS  # then 1 is the strongest decay that learns
     assert found(rising, failing=tuple(rising)) == UNSEEN
 
 
-def test_spikes_and_divergence_are_counted() -> None:
+def test_learning_rate_counts_loss_spikes_and_divergence() -> None:
     calm = {"loss": {"steps": [100, 200, 300], "values": [2.0, 1.9, 2.1]}}
     jump = {"loss": {"steps": [100, 200, 300], "values": [2.0, 1.9, 2.6]}}
     early = {"loss": {"steps": [10, 50, 200], "values": [2.0, 4.0, 2.1]}}
@@ -288,7 +289,7 @@ def test_spikes_and_divergence_are_counted() -> None:
     assert verdicts("learning_rate", rows) == {"C078": FAILS, "C100": HOLDS}
 
 
-def test_data_amount_tells_diversity_from_size() -> None:
+def test_data_amount_separates_diversity_from_steps() -> None:
     def found(few: float, short: float, long: float, diverse: float, most: float = 0.6) -> dict[str, str]:
         alphas = {"16": few, "64": 0.3, "256": long, "1024": 0.5, "no limit": most}
         alphas |= {"256, half the steps": short, "1024, half the steps": diverse}
@@ -299,7 +300,7 @@ def test_data_amount_tells_diversity_from_size() -> None:
     assert found(0.1, 0.2, 0.2, 0.2, most=0.2) == {"C080": UNSEEN, "C081": UNSEEN}
 
 
-def test_first_token_follows_replacements() -> None:
+def test_first_token_criterion() -> None:
     def found(plain: float, replaced: list[float], noise: float) -> dict[str, str]:
         rows = {
             "plain": outcomes(plain, replaced=replaced, random_tokens=noise, all_random=0.1),
@@ -312,7 +313,7 @@ def test_first_token_follows_replacements() -> None:
     assert found(0.2, [0.1, 0.4], 0.6) == {"C062": UNSEEN, "C065": UNSEEN}
 
 
-def test_where_a_sink_is_behind_a_mask() -> None:
+def test_prefix_and_window_criteria() -> None:
     def prefix(first: float, rest: float) -> str:
         row = outcomes(0.5, prefix_first=first, prefix_rest=rest, by_key=[0.1] * 8)
         return verdicts("prefix", {"plain": row, "prefix 4": row, "prefix 8": row})["C083"]
@@ -325,7 +326,7 @@ def test_where_a_sink_is_behind_a_mask() -> None:
     assert [window(0.6, 0.1), window(0.1, 0.6), window(0.1, 0.1)] == [HOLDS, FAILS, UNSEEN]
 
 
-def test_what_removes_a_sink() -> None:
+def test_normalizers_criteria() -> None:
     def found(plain: float, other: float, peak: float = 4.0, error: float = 0.01) -> dict[str, str]:
         made = experiment("normalizers")
         assert isinstance(made, Sweep)
@@ -343,7 +344,7 @@ def test_what_removes_a_sink() -> None:
     assert set(none.values()) == {UNSEEN}
 
 
-def test_emergence_needs_a_start_from_uniform_rows() -> None:
+def test_emergence_criteria() -> None:
     def found(*alpha: float) -> dict[str, str]:
         steps = [0, 100, 200]
         head = {"steps": steps, "values": [[[0.01, a]] for a in alpha]}
@@ -358,7 +359,7 @@ def test_emergence_needs_a_start_from_uniform_rows() -> None:
     assert found(0.06, 0.1, 0.2) == {"C061": FAILS, "C063": FAILS, "C064": UNSEEN, "C079": UNSEEN}
 
 
-def test_mechanism_takes_the_strongest_head() -> None:
+def test_mechanism_uses_the_strongest_head() -> None:
     def found(alpha: float, **check: Any) -> dict[str, str]:
         heads = {"value_drain": [[0.9, 0.1]], "key_cosine": [[0.0, 0.5]], "key_cosine_others": [[0.9, 0.1]]}
         measured = {"peaks": 2, "without_peaks": 0.1, "resting": 0.05, "busy": 0.3, "heavy_rows": 0.5}
@@ -374,7 +375,7 @@ def test_mechanism_takes_the_strongest_head() -> None:
 # --- real ones --------------------------------------------------------------------------------------------------------
 
 
-def test_quick_forms_run_and_share(tmp_path: Path, trained: list[Path]) -> None:
+def test_quick_forms_run_and_share_runs(tmp_path: Path, trained: list[Path]) -> None:
     for name in ("emergence", "norm_place"):
         result = experiments.run(name, tmp_path, quick=True)
         assert result.figure_path.stat().st_size > 10_000
@@ -387,13 +388,13 @@ def test_quick_forms_run_and_share(tmp_path: Path, trained: list[Path]) -> None:
     assert "![" in page
     assert "**C086 " in page
     (tmp_path / "heads.json").write_text("{}")
-    with pytest.raises(InputError, match="no result of an experiment"):
+    with refused("out"):
         table(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mechanism", "first_token", "prefix", "window", "normalizers"])
-def test_quick_forms_measure(tmp_path: Path, name: str) -> None:
+def test_quick_forms_measure_finite_numbers(tmp_path: Path, name: str) -> None:
     result = experiments.run(name, tmp_path, quick=True)
     found = json.loads(result.json_path.read_text())
     for variant in found["variants"].values():

@@ -1,4 +1,4 @@
-"""Language modelling: batches are pure, held-out text is unseen, the loss is right, and what is saved can be used."""
+"""Language modelling: deterministic batches, held-out text, losses, and saved models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import qkv
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import tokenizers, track
 from qkv.lab.tasks.language import Language
@@ -25,7 +26,7 @@ SMALL = DecoderConfig.llama(d_model=32, layers=2, heads=2)
 
 @pytest.fixture(autouse=True)
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sums, written out: 60 documents in which much can be guessed."""
+    """60 documents of written-out sums, which are partly predictable."""
     monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
     (tmp_path / "texts").mkdir()
     generator = np.random.default_rng(0)
@@ -44,7 +45,9 @@ def task(texts: Path, **changes: object) -> Language:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("first", ["fixed", "random"])
-def test_a_batch_isunseen_of_the_text_whatever_came_before(tokenizer: str, first: str, texts: Path) -> None:
+def test_batches_are_windows_of_the_text_and_depend_on_their_arguments_only(
+    tokenizer: str, first: str, texts: Path
+) -> None:
     made = task(texts, tokenizer=tokenizer, first=first)
     ids = made.batch(7, 5, 3)["ids"]
     assert ids.shape == (5, 25)
@@ -64,26 +67,26 @@ def test_a_batch_isunseen_of_the_text_whatever_came_before(tokenizer: str, first
     assert piece in whole
 
 
-def testunseen_reach_both_ends_of_the_text(texts: Path) -> None:
+def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
     made = task(texts, tokens=26)
     found = {tuple(row) for step in range(20) for row in made.batch(step, 4, 0)["ids"][:, 1:].tolist()}
     data = made._data.train[:26].tolist()
     assert found == {tuple(data[i : i + 24]) for i in range(3)}
 
 
-def test_held_out_text_is_in_no_batch(texts: Path) -> None:
+def test_held_out_text_is_not_in_the_training_text(texts: Path) -> None:
     made = task(texts)
-    seen = made._data.train.astype("u1").tobytes()
+    train = made._data.train.astype("u1").tobytes()
     held_out = [bytes(row) for row in made.unseen[:, 1:].tolist()]
     assert len(held_out) == len(set(held_out)) > 40
-    assert sum(row in seen for row in held_out) == 0
+    assert sum(row in train for row in held_out) == 0
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_an_even_guess_costs_what_it_must(tokenizer: str, texts: Path) -> None:
+def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str, texts: Path) -> None:
     made = task(texts, tokenizer=tokenizer)
     model = made.build()
     with torch.no_grad():
@@ -99,7 +102,7 @@ def test_an_even_guess_costs_what_it_must(tokenizer: str, texts: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_loss_is_the_models_own(texts: Path) -> None:
+def test_loss_is_the_mean_cross_entropy(texts: Path) -> None:
     made = task(texts)
     model, batch = made.build(), made.batch(0, 3, 0)
     ids = batch["ids"]
@@ -110,7 +113,7 @@ def test_the_loss_is_the_models_own(texts: Path) -> None:
     assert made.evaluate(model)["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_some_steps_beat_counting_tokens(texts: Path) -> None:
+def test_a_few_steps_beat_token_frequencies(texts: Path) -> None:
     made = task(texts)
     torch.manual_seed(0)
     model = made.build()
@@ -121,8 +124,8 @@ def test_some_steps_beat_counting_tokens(texts: Path) -> None:
         optimizer.zero_grad()
     with torch.no_grad():
         found = made.evaluate(model)
-    there = Counter(made._data.held_out.tolist())
-    unigram = -sum(n / there.total() * log(n / there.total()) for n in there.values())  # the best that counts can do
+    counts = Counter(made._data.held_out.tolist())
+    unigram = -sum(n / counts.total() * log(n / counts.total()) for n in counts.values())
     assert found["loss"] < 0.7 * unigram
 
 
@@ -130,8 +133,8 @@ def test_some_steps_beat_counting_tokens(texts: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_check_reads_what_the_model_reads(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = task(texts, model=replace(SMALL, positions="learned"))  # has positions for the context and no more
+def test_check_uses_texts_of_the_context_length(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(texts, model=replace(SMALL, positions="learned"))  # which cannot read more than the context
     model, read = made.build().eval(), []
     whole = track.attention
     monkeypatch.setattr(track, "attention", lambda model, ids: read.append(ids) or whole(model, ids))
@@ -148,7 +151,9 @@ def test_the_check_reads_what_the_model_reads(texts: Path, monkeypatch: pytest.M
         ([0] * 4, "in none of 4 heads"),
     ],
 )
-def test_the_figure_counts_sinks(weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_title_counts_sinks(
+    weights: list[float], says: str, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(track, "attention", lambda model, ids: {"sink": np.reshape(weights, (2, 2)).tolist()})
     made = task(texts)
     figure = made.figures(made.build())["first_token"]
@@ -161,7 +166,7 @@ def test_the_figure_counts_sinks(weights: list[float], says: str, texts: Path, m
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 @pytest.mark.parametrize("first", ["fixed", "random"])
-def test_a_saved_model_generates_and_is_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
+def test_saved_model_generates_and_can_be_profiled(tokenizer: str, first: str, texts: Path, tmp_path: Path) -> None:
     made = task(texts, tokenizer=tokenizer, first=first)
     model = made.build()
     checkpoint.save(model, tmp_path / "model")
@@ -186,18 +191,12 @@ def test_a_saved_model_generates_and_is_profiled(tokenizer: str, first: str, tex
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"tokenizer": "words"}, "tokenizer is 'words', expected one of 'bytes', 'bpe'"),
-        ({"first": "last"}, "first is 'last', expected one of 'fixed', 'random'"),
-        ({"vocab_size": 256}, "vocab_size is 256, expected at least 257"),
-        ({"context": 1}, "context is 1, expected at least 2"),
-        ({"tokens": 24}, "tokens is 24, expected more than the context, 24"),
-    ],
+    ("name", "value"),
+    [("tokenizer", "words"), ("first", "last"), ("vocab_size", 256), ("context", 1), ("tokens", 24)],
 )
-def test_settings_out_of_range(changes: dict[str, object], says: str, texts: Path) -> None:
-    with pytest.raises(InputError, match=says):
-        task(texts, **changes)
+def test_settings_out_of_range_are_rejected(name: str, value: object, texts: Path) -> None:
+    with refused(name):
+        task(texts, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -207,10 +206,10 @@ def test_settings_out_of_range(changes: dict[str, object], says: str, texts: Pat
         ({"context": 10**6}, "tokens to train on, expected a context of 1,000,000"),
         ({"tokens": 10**6}, r"tokens is 1,000,000, but .* has [\d,]+ to train on"),
         ({"corpus": "/nowhere.txt"}, "no file or folder '/nowhere.txt'"),
-        ({"model": replace(SMALL, vocab_size=99)}, "model.vocab_size is 99, but the task decides it: 257"),
+        ({"model": replace(SMALL, vocab_size=99)}, "model.vocab_size is 99, but the task sets it to 257"),
     ],
 )
-def test_a_corpus_that_does_not_serve_is_refused_before_training(
+def test_build_rejects_corpora_that_are_missing_or_too_small(
     changes: dict[str, object], says: str, texts: Path
 ) -> None:
     with pytest.raises(InputError, match=says):

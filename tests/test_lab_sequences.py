@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import heads
 from qkv.lab.task import Training
@@ -31,7 +32,7 @@ def of(task: Any) -> str:
 
 
 def blocks(task: Any, ids: Tensor) -> Tensor:
-    """What the hash that splits the data is of: all that comes before it repeats."""
+    """The part of a sequence that decides whether it is held out: the symbols before the repetition."""
     return ids[:, : ids.shape[1] // 2]
 
 
@@ -42,7 +43,7 @@ def held(task: Any) -> Tensor:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_sequences_are_reversed_copied_and_repeated() -> None:
+def test_sequences_are_reversed_copied_or_repeated() -> None:
     ids = Reversal(length=6).batch(0, 50, 0)["ids"]
     assert ids.shape == (50, 13)
     assert (ids[:, 6] == 1).all()
@@ -58,7 +59,7 @@ def test_sequences_are_reversed_copied_and_repeated() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=of)
-def test_symbols_are_all_drawn_and_reserved_tokens_never(task: Any) -> None:
+def test_all_symbols_but_no_special_tokens_are_drawn(task: Any) -> None:
     drawn = torch.cat([blocks(task, task.batch(step, 64, 0)["ids"]).flatten() for step in range(20)])
     assert drawn.dtype == torch.int64
     assert set(drawn.tolist()) == set(range(2, 2 + task.symbols))
@@ -67,7 +68,7 @@ def test_symbols_are_all_drawn_and_reserved_tokens_never(task: Any) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=of)
-def test_a_batch_depends_on_its_arguments_only(task: Any) -> None:
+def test_batches_depend_on_their_arguments_only(task: Any) -> None:
     first = task.batch(3, 8, 1)["ids"]
     task.batch(0, 8, 1)
     assert torch.equal(task.batch(3, 8, 1)["ids"], first)
@@ -81,7 +82,7 @@ def test_batches_have_all_lengths(task: Any) -> None:
 
 
 def test_unseen_sequences_are_never_trained_on() -> None:
-    task = Reversal(length=3, symbols=10)  # so few that training sees them all
+    task = Reversal(length=3, symbols=10)  # so few that training covers them all
     trained = {tuple(row) for step in range(100) for row in task.batch(step, 256, 0)["ids"].tolist()}
     unseen = {tuple(row) for row in task.unseen().tolist()}
     assert unseen
@@ -91,17 +92,17 @@ def test_unseen_sequences_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=of)
-def test_what_is_held_out_is_so_by_the_sequence_alone(task: Any) -> None:
+def test_held_out_split_depends_on_the_sequence_only(task: Any) -> None:
     for step in range(5):
         assert not heads.held_out(blocks(task, task.batch(step, 64, 7)["ids"]).numpy()).any()
     assert heads.held_out(blocks(task, held(task)).numpy()).all()
     assert torch.equal(held(task), held(replace(task))), "fixed"
 
 
-def test_a_tenth_is_held_out_however_sequences_differ() -> None:
+def test_a_tenth_is_held_out_for_every_value_of_each_symbol() -> None:
     grid = np.stack(np.meshgrid(*[np.arange(2, 34)] * 3, indexing="ij"), -1).reshape(-1, 3)
     held_out = heads.held_out(grid).reshape(32, 32, 32)
-    for axes in ((1, 2), (0, 2), (0, 1)):  # whatever one of the symbols is
+    for axes in ((1, 2), (0, 2), (0, 1)):  # for each value of one symbol
         shares = held_out.mean(axes)
         assert 0.05 < shares.min() < shares.max() < 0.15
     longer = heads.held_out(np.concatenate([grid, grid[:, :1]], 1))
@@ -112,7 +113,7 @@ def test_a_tenth_is_held_out_however_sequences_differ() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=of)
-def test_the_loss_is_the_mean_over_what_can_be_known(task: Any) -> None:
+def test_loss_averages_over_the_predictable_tokens(task: Any) -> None:
     model, batch = task.build().double(), task.batch(0, 3, 0)
     ids = batch["ids"]
     n = ids.shape[1] // 2
@@ -125,11 +126,11 @@ def test_the_loss_is_the_mean_over_what_can_be_known(task: Any) -> None:
     assert task.loss(model, batch).item() == pytest.approx(total / count)
 
 
-# --- where heads look -------------------------------------------------------------------------------------------------
+# --- attention scores -------------------------------------------------------------------------------------------------
 
 
-def looking(pairs: heads.Pairs, n: int, *, weight: float = 1.0) -> np.ndarray:
-    """Weights of one head in one sequence: each query on its key with `weight`, the rest on itself; others on key 0."""
+def head_weights(pairs: heads.Pairs, n: int, *, weight: float = 1.0) -> np.ndarray:
+    """Weights of one head: each query of `pairs` on its key with `weight`, the rest on itself; all others on key 0."""
     w = np.zeros((n, n))
     w[:, 0] = 1
     for query, key in zip(*pairs, strict=True):
@@ -139,10 +140,12 @@ def looking(pairs: heads.Pairs, n: int, *, weight: float = 1.0) -> np.ndarray:
     return w
 
 
-def test_scores_of_heads_that_look_right_half_right_and_wrong() -> None:
+def test_scores_of_correct_half_correct_and_wrong_heads() -> None:
     pairs = Reversal(length=4).mirror()
     half = (pairs[0], np.where(np.arange(4) < 2, pairs[1], pairs[1] + 1))
-    weights = np.stack([looking(pairs, 8, weight=0.75), looking(half, 8), looking((pairs[0], pairs[1] + 1), 8)])
+    weights = np.stack(
+        [head_weights(pairs, 8, weight=0.75), head_weights(half, 8), head_weights((pairs[0], pairs[1] + 1), 8)]
+    )
     weights = weights.reshape(1, 3, 1, 8, 8)
     assert heads.share_of_strongest(weights, pairs).tolist() == [[1.0], [0.5], [0.0]]
     assert heads.mean_weight(weights, pairs).tolist() == [[0.75], [0.5], [0.0]]
@@ -151,7 +154,7 @@ def test_scores_of_heads_that_look_right_half_right_and_wrong() -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5])
-def test_the_pairs_are_where_the_predicted_token_is_or_what_it_followed(n: int) -> None:
+def test_pairs_point_at_the_token_to_predict_or_its_earlier_occurrence(n: int) -> None:
     reversal = Reversal(length=n).batch(0, 9, 0)["ids"]
     queries, keys = Reversal(length=n).mirror()
     assert torch.equal(reversal[:, queries + 1], reversal[:, keys])
@@ -171,16 +174,16 @@ def test_the_pairs_are_where_the_predicted_token_is_or_what_it_followed(n: int) 
     assert kinds["previous"][0].tolist() == [1 + key for key in kinds["previous"][1]] == list(range(1, 2 * n - 1))
 
 
-def test_the_best_head_is_the_first_of_equals_or_the_one_with_more_weight() -> None:
+def test_best_head_breaks_ties_by_weight_then_by_order() -> None:
     scores = np.array([[0.1, 1.0, 0.2], [1.0, 0.0, 1.0]])
     assert heads.best(scores) == (0, 1)
     assert heads.best(scores, np.array([[9, 0.3, 9], [0.4, 9, 0.6]])) == (1, 2)
 
 
-def test_recall_names_heads_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_scores_each_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Recall(min_length=4, max_length=5)
     kinds = task.pairs(5)
-    weights = np.stack([looking(kinds[kind], 9) for kind in ("previous", "duplicate", "induction", "previous")])
+    weights = np.stack([head_weights(kinds[kind], 9) for kind in ("previous", "duplicate", "induction", "previous")])
     monkeypatch.setattr(heads, "maps", lambda model, ids: weights.reshape(1, 2, 2, 9, 9))
     found = task.check(None)
     assert found["duplicate"] == [[0, 1], [0, 0]]
@@ -190,7 +193,7 @@ def test_recall_names_heads_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_maps_are_the_weights_of_the_model() -> None:
-    """The output of a head whose values are the positions, one-hot, are its weights."""
+    """The hand-made model attends to the mirrored position."""
     model = mirror_model(Reversal(length=3, symbols=10))
     ids = Reversal(length=3, symbols=10).unseen()[:4, :-1]
     weights = heads.maps(model, ids)
@@ -205,7 +208,7 @@ def test_maps_are_the_weights_of_the_model() -> None:
 
 @torch.no_grad()
 def mirror_model(task: Reversal) -> DecoderLM:
-    """One head that sends query 2n − 1 − k to key k and brings back its token: tokens and positions are one-hot."""
+    """A model whose only head attends from query 2n − 1 − k to key k and copies its token; embeddings are one-hot."""
     kinds, places = 2 + task.symbols, 2 * task.length + 1
     width = kinds + places
     model = replace(task, model=DecoderConfig(d_model=width, layers=1, heads=1)).build().eval()
@@ -224,7 +227,7 @@ def mirror_model(task: Reversal) -> DecoderLM:
     return model
 
 
-def test_a_model_that_mirrors_is_found_to_and_fails_without_its_head() -> None:
+def test_hand_made_mirror_model_is_perfect_and_fails_without_its_head() -> None:
     task = Reversal(length=3, symbols=10)
     model = mirror_model(task)
     with torch.no_grad():
@@ -237,18 +240,18 @@ def test_a_model_that_mirrors_is_found_to_and_fails_without_its_head() -> None:
     assert task.evaluate(model)["token_accuracy"] == 1, "the model itself keeps its head"
 
 
-def test_accuracy_is_of_what_the_model_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_uses_generated_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Reversal(length=3, symbols=10)
-    said = task.unseen()[:, 4:].clone()  # 500 sequences
-    said[:, 2] = 0
-    said[:100, 1] = 0
-    monkeypatch.setattr(heads, "continued", lambda model, prompt, new: said)
+    generated = task.unseen()[:, 4:].clone()  # 500 sequences
+    generated[:, 2] = 0
+    generated[:100, 1] = 0
+    monkeypatch.setattr(heads, "continued", lambda model, prompt, new: generated)
     measured = task.evaluate(task.build())
     assert measured["token_accuracy"] == pytest.approx(900 / 1500)
     assert measured["sequence_accuracy"] == 0
 
 
-def test_continuations_are_greedy_and_feed_on_themselves() -> None:
+def test_continued_generates_greedily() -> None:
     torch.manual_seed(0)
     model = Copy().build().eval()
     for parameter in model.parameters():
@@ -262,7 +265,7 @@ def test_continuations_are_greedy_and_feed_on_themselves() -> None:
 
 
 @torch.no_grad()
-def test_without_heads_only_those_are_gone() -> None:
+def test_without_heads_ablates_only_the_given_heads() -> None:
     torch.manual_seed(0)
     task = Reversal(model=DecoderConfig(d_model=12, layers=2, heads=3))
     model, ids = task.build(), task.unseen()[:5]
@@ -279,7 +282,7 @@ def test_without_heads_only_those_are_gone() -> None:
 
 
 @pytest.mark.parametrize("task", [replace(task, model=SMALL) for task in TASKS], ids=of)
-def test_figures_of_a_model_that_has_learnt_nothing(task: Any) -> None:
+def test_figures_of_an_untrained_model(task: Any) -> None:
     with torch.no_grad():
         figures = task.figures(task.build().eval())
     assert figures
@@ -289,29 +292,35 @@ def test_figures_of_a_model_that_has_learnt_nothing(task: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "argument"),
     [
-        (lambda: Reversal(length=0), "length is 0"),
-        (lambda: Reversal(length=2), "symbols is 14 and length 2, which makes 196 different sequences"),
-        (lambda: Reversal(symbols=1), "symbols is 1 and length 6, which makes 1 different"),
-        (lambda: Copy(min_length=5, max_length=4), "min_length is 5, max_length 4, longest 16"),
-        (lambda: Copy(longest=9), "longest 9, expected 1 ≤ min_length ≤ max_length ≤ longest"),
-        (lambda: Copy(min_length=1), "symbols is 14 and min_length 1"),
-        (lambda: Recall(max_length=17), "max_length 17, symbols 16, expected 2"),
-        (lambda: Recall(min_length=2), "symbols is 16 and min_length 2, which makes 240 different"),
-        (lambda: Reversal(model=DecoderConfig(vocab_size=99)).build(), "model.vocab_size is 99"),
+        (lambda: Reversal(length=0), "length"),
+        (lambda: Reversal(symbols=1), "symbols"),
+        (lambda: Copy(min_length=5, max_length=4), "min_length"),
+        (lambda: Copy(longest=9), "min_length"),
+        (lambda: Copy(min_length=1), "symbols"),
+        (lambda: Recall(max_length=17), "min_length"),
+        (lambda: Reversal(model=DecoderConfig(vocab_size=99)).build(), "model.vocab_size"),
     ],
 )
-def test_bad_settings(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_settings_out_of_range_are_rejected(make: Any, argument: str) -> None:
+    with refused(argument):
         make()
 
 
-# --- they are learnt --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "number"), [(lambda: Reversal(length=2), 196), (lambda: Recall(min_length=2), 16 * 15)]
+)
+def test_too_few_different_sequences_are_rejected(make: Any, number: int) -> None:
+    with pytest.raises(InputError, match=f"makes {number} different sequences"):
+        make()
+
+
+# --- trained models ---------------------------------------------------------------------------------------------------
 
 
 def learnt(task: Any, training: Training) -> DecoderLM:
-    """A loop of few lines."""
+    """A minimal training loop."""
     torch.manual_seed(training.seed)
     model: DecoderLM = task.build()
     optimizer = torch.optim.AdamW(
@@ -329,14 +338,14 @@ def learnt(task: Any, training: Training) -> DecoderLM:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_reversal_is_learnt_by_heads_that_mirror() -> None:
+def test_reversal_is_learnt_by_mirror_heads() -> None:
     task = Reversal()
     with torch.enable_grad():
         model = learnt(task, task.training())
     measured, found = task.evaluate(model), task.check(model)
     assert measured["token_accuracy"] >= 0.99
     assert found["best"] >= 0.95
-    assert found["without_mirrors"] < 0.3, "no other way was learnt"
+    assert found["without_mirrors"] < 0.3, "without mirror heads the model must fail"
 
 
 @pytest.mark.slow
@@ -349,7 +358,7 @@ def test_recall_is_learnt_by_an_induction_head_of_the_second_layer() -> None:
     assert task.evaluate(model)["accuracy"] >= 0.98
     assert found["best"] > 0.5
     assert found["induction_layer"] == 1
-    assert max(found["induction"][0]) < 0.2, "the first layer cannot: nothing is noted down yet"
+    assert max(found["induction"][0]) < 0.2, "induction needs an earlier previous-token head"
     layer, head = found["induction_layer"], found["induction_head"]
     strong = [tuple(at) for at in np.argwhere(np.asarray(found["induction"]) > 0.2).tolist()]
     assert (layer, head) in strong
@@ -358,7 +367,7 @@ def test_recall_is_learnt_by_an_induction_head_of_the_second_layer() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_copying_is_learnt_by_a_head_that_looks_at_the_source() -> None:
+def test_copy_is_learnt_by_a_head_that_attends_to_the_source() -> None:
     task = replace(Copy(), min_length=4, max_length=6, longest=6)
     with torch.enable_grad():
         model = learnt(task, replace(task.training(), steps=800))

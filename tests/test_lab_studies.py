@@ -1,4 +1,4 @@
-"""Experiments on trained models: streaming, over-mixing, scaling, the bottleneck of one vector."""
+"""The experiments streaming, overmixing, scaling, bottleneck and mini."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import refused
 from qkv.cache import Full, Sinks, Sliding
-from qkv.errors import InputError
 from qkv.lab.experiments import bottleneck, mini, overmixing, scaling, streaming
 from qkv.lab.experiments.base import FAILS, HOLDS, UNSEEN, Conclusion, Outcome, Results
-from qkv.lab.experiments.run import conducted
+from qkv.lab.experiments.run import run_experiment
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.lab.tasks.translation import Translation
 from qkv.models import DecoderConfig, DecoderLM
 
 
 def model(seed: int = 0, **changes: object) -> DecoderLM:
-    """A small one whose attention has something to say."""
+    """A small model with large weights, so that its attention is not uniform."""
     torch.manual_seed(seed)
     made = DecoderLM(DecoderConfig(vocab_size=17, d_model=24, layers=3, heads=2, context=64, **changes))  # type: ignore[arg-type]
     with torch.no_grad():
@@ -41,17 +41,17 @@ def by_claim(conclusion: Conclusion) -> dict[str, str]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_full_cache_is_the_loss(tied: bool, chunk: int) -> None:
+def test_loss_with_a_full_cache_is_the_models_loss(tied: bool, chunk: int) -> None:
     lm, ids = model(positions="rotary", tied=tied), texts(23)
     found = streaming.perplexity_by_position(lm, ids, lambda: Full(23), chunk=chunk)
     assert found.shape == (22,)
     with torch.no_grad():
         assert np.log(found).mean() == pytest.approx(float(lm.loss(ids)), abs=1e-5)
-        first = lm.loss(ids[:, :2])  # each position by itself, too
+        first = lm.loss(ids[:, :2])  # also for a single position
     assert np.log(found)[0] == pytest.approx(float(first), abs=1e-5)
 
 
-def test_window_cache_is_a_window() -> None:
+def test_sliding_cache_agrees_with_a_window_mask() -> None:
     lm, ids = model(positions="rotary"), texts(29)
     narrow = model(positions="rotary", window=5)
     narrow.load_state_dict(lm.state_dict())
@@ -63,7 +63,7 @@ def test_window_cache_is_a_window() -> None:
     assert np.abs(found / every - 1).max() > 1e-3
 
 
-def test_caches_agree_until_they_are_full_whatever_the_chunk() -> None:
+def test_sinks_cache_agrees_with_a_full_one_until_it_evicts_for_any_chunk() -> None:
     lm, ids = model(positions="alibi"), texts(29)
     whole, parts = (streaming.perplexity_by_position(lm, ids, lambda: Sinks(2, 6), chunk=c) for c in (28, 3))
     every = streaming.perplexity_by_position(lm, ids, lambda: Full(29))
@@ -71,10 +71,10 @@ def test_caches_agree_until_they_are_full_whatever_the_chunk() -> None:
     np.testing.assert_allclose(whole[:8], every[:8], rtol=1e-5)
 
 
-def test_perplexity_of_bad_input() -> None:
-    with pytest.raises(InputError, match="ids has shape"):
+def test_perplexity_rejects_bad_input() -> None:
+    with refused("ids"):
         streaming.perplexity_by_position(model(), texts(1), lambda: Full(4))
-    with pytest.raises(InputError, match="chunk is 0"):
+    with refused("chunk"):
         streaming.perplexity_by_position(model(), texts(4), lambda: Full(4), chunk=0)
 
 
@@ -98,49 +98,49 @@ def test_streaming_criterion(plain: float, sink: float, key: float, expected: st
     results = streamed(plain=plain, sink=sink, key=key)
     found = streaming.Streaming().conclude(results)
     assert by_claim(found) == {"C101": expected}
-    assert ("pays when" in found.title) == (expected != UNSEEN)
+    assert ("loss rises" in found.title) == (expected != UNSEEN)
     assert streaming.rise(results, streaming.PLAIN, streaming.SINKS) == [0.0, 0.0, 0.0]
 
 
 # --- over-mixing ------------------------------------------------------------------------------------------------------
 
 
-def test_what_did_not_change_does_not_move() -> None:
+def test_unchanged_and_earlier_tokens_do_not_move() -> None:
     lm, ids = model(), texts(19)
     assert (overmixing.movement(lm, ids, ids) == 0).all()
     changed = ids.clone()
     changed[:, 6] = (changed[:, 6] + 1) % 17
-    for hide in (False, True):
-        moved = overmixing.movement(lm, ids, changed, hide_first=hide)
+    for mask_first in (False, True):
+        moved = overmixing.movement(lm, ids, changed, mask_first=mask_first)
         assert moved.shape == (4, 19)
         assert (moved[:, :6] == 0).all()  # the future cannot change the past
-        assert (moved[0, 7:] == 0).all()  # embeddings are each their own
+        assert (moved[0, 7:] == 0).all()  # embeddings do not depend on other tokens
         assert (moved[1:, 6:] > 1e-4).all()
-    with pytest.raises(InputError, match="changed has shape"):
+    with refused("changed"):
         overmixing.movement(lm, ids, changed[:, 1:])
 
 
-def test_hidden_first_token_says_nothing() -> None:
+def test_masked_first_token_moves_nothing() -> None:
     lm, ids = model(), texts(19)
     changed = ids.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 17
-    assert (overmixing.movement(lm, ids, changed, hide_first=True)[:, 1:] == 0).all()
-    assert (overmixing.movement(lm, ids, changed)[1:, 1:] > 1e-4).all()  # and the hooks are gone
+    assert (overmixing.movement(lm, ids, changed, mask_first=True)[:, 1:] == 0).all()
+    assert (overmixing.movement(lm, ids, changed)[1:, 1:] > 1e-4).all()  # the hooks were removed
 
 
-def test_states_are_those_of_the_model() -> None:
+def test_residual_stream_and_attention_output_are_the_models() -> None:
     lm, ids = model(), texts(11)
     with torch.no_grad():
-        torch.testing.assert_close(lm.norm(overmixing.states(lm, ids)[-1]), lm.hidden(ids))
-        before = overmixing.states(lm, ids)[0]
+        torch.testing.assert_close(lm.norm(overmixing.residual_stream(lm, ids)[-1]), lm.hidden(ids))
+        before = overmixing.residual_stream(lm, ids)[0]
         added = lm.blocks[0].attention(lm.blocks[0].attention_norm(before))  # type: ignore[operator,union-attr]
     expected = (added.norm(dim=-1) / before.norm(dim=-1)).numpy()
-    np.testing.assert_allclose(overmixing.shares(lm, ids)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(overmixing.output_ratio(lm, ids)[0], expected, rtol=1e-5)
 
 
-def test_changes_are_of_one_ordinary_byte() -> None:
+def test_changed_texts_differ_in_one_ordinary_byte() -> None:
     task = Backcopy()
-    ids, changed = overmixing.changes(task)
+    ids, changed = overmixing.changed_texts(task)
     assert len(ids) == overmixing.TEXTS
     differs = ids != changed
     assert differs[:, overmixing.CHANGED].all()
@@ -173,7 +173,7 @@ def mixed(kept: float, hidden: float, *, sink: float = 0.9, heavy: float = 0.05)
         (mixed(0.2, 0.5, heavy=0.3), {"C074": HOLDS, "C076": FAILS, "C077": FAILS}),
         (mixed(0.01, 0.011), {"C074": FAILS, "C076": HOLDS, "C077": FAILS}),
         (mixed(0.01, 0.05, sink=0.1), {"C074": UNSEEN, "C076": UNSEEN, "C077": UNSEEN}),
-        (mixed(0.01, 0.05, heavy=0.0), {"C074": HOLDS, "C076": UNSEEN, "C077": HOLDS}),  # no such row
+        (mixed(0.01, 0.05, heavy=0.0), {"C074": HOLDS, "C076": UNSEEN, "C077": HOLDS}),  # no resting rows
     ],
 )
 def test_overmixing_criterion(results: Results, expected: dict[str, str]) -> None:
@@ -183,7 +183,7 @@ def test_overmixing_criterion(results: Results, expected: dict[str, str]) -> Non
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
-def test_jacobian_norm_is_that_of_autograd() -> None:
+def test_jacobian_norm_agrees_with_autograd() -> None:
     scores = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
     for row, found in zip(scores, scaling.jacobian_norm(scores), strict=True):
         jacobian = torch.autograd.functional.jacobian(lambda s: s.softmax(-1), row)
@@ -191,7 +191,7 @@ def test_jacobian_norm_is_that_of_autograd() -> None:
 
 
 def excesses(**unit: float) -> Results:
-    """Random scores as they are, and made-up training: `unit` has the excess loss of the unscaled models."""
+    """Real random scores, and made-up training results; `unit` is the excess loss of the unscaled models."""
     scores = [Outcome(s, measured=scaling.random_scores(s, 2000)) for s in range(2)]
     variants: dict[str, list[Outcome]] = {}
     for kind in (scaling.SMALL, scaling.UNIT):
@@ -214,8 +214,8 @@ def excesses(**unit: float) -> Results:
     return Results({**variants, scaling.RANDOM: scores})
 
 
-def test_scores_as_the_sources_measured_them() -> None:
-    """Verdicts that arithmetic settles, as the project's list of claims has them."""
+def test_verdicts_on_random_scores() -> None:
+    """The verdicts that depend on random scores alone, as in the list of claims."""
     found = by_claim(scaling.Scaling().conclude(excesses(unit=0.01)))
     true = ("C014", "C015", "C016", "C017", "C019", "C022", "C023", "C184", "C186", "C252", "C253")
     assert {c for c in true if found[c] != HOLDS} == set()
@@ -273,14 +273,11 @@ def test_bottleneck_criterion(results: Results, expected: dict[str, str]) -> Non
     assert by_claim(bottleneck.Bottleneck().conclude(results)) == expected
 
 
-# --- all --------------------------------------------------------------------------------------------------------------
-
-
 # --- the language model that comes with the package -------------------------------------------------------------------
 
 
 def resting(alpha: float, drain: float = 0.2, massive: float = 12.0, window: float = 0.3) -> Results:
-    """Three groups of texts; head 1 of layer 1 rests on the first token, and windows cost something without it."""
+    """Three groups of texts: head 1 of layer 1 has a sink, and windows without it have a higher loss."""
     late = {name: 3.0 + (window if name.startswith("last") else 0.0) for name in mini._caches(1)}
     rows = [
         Outcome(
@@ -297,7 +294,7 @@ def resting(alpha: float, drain: float = 0.2, massive: float = 12.0, window: flo
     return Results({mini.MODEL: rows})
 
 
-def test_a_model_with_a_sink_and_one_without() -> None:
+def test_mini_criteria_with_and_without_a_sink() -> None:
     found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.8)).verdicts}
     assert found == {"C061": HOLDS, "C063": HOLDS, "C067": UNSEEN, "C068": HOLDS}
     found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.2, massive=2000.0)).verdicts}
@@ -305,7 +302,7 @@ def test_a_model_with_a_sink_and_one_without() -> None:
     assert mini.Mini().conclude(resting(0.8, drain=0.9)).verdicts[-1].holds == FAILS
 
 
-def test_what_a_window_costs_is_said() -> None:
+def test_mini_title_states_the_cost_of_a_window() -> None:
     assert "needs" in mini.Mini().conclude(resting(0.8)).title
     assert "does not need" in mini.Mini().conclude(resting(0.8, window=0.001)).title
 
@@ -320,7 +317,7 @@ def test_what_a_window_costs_is_said() -> None:
         (bottleneck.Bottleneck(), translated((0.95, 0.2), (0.97, 0.9))),
     ],
 )
-def test_figures_and_claims(made: object, results: Results) -> None:
+def test_conclusion_covers_all_claims_and_figure_has_labels(made: object, results: Results) -> None:
     found = made.conclude(results)  # type: ignore[attr-defined]
     assert [v.claim for v in found.verdicts] == list(made.claims)  # type: ignore[attr-defined]
     figure = made.figure(results)  # type: ignore[attr-defined]
@@ -331,7 +328,7 @@ def test_figures_and_claims(made: object, results: Results) -> None:
 @pytest.mark.parametrize(
     "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck(), mini.Mini()]
 )
-def test_quick_form(made: object, tmp_path: Path) -> None:
-    result = conducted(made, tmp_path, quick=True)  # type: ignore[arg-type]
+def test_quick_form_gives_all_verdicts(made: object, tmp_path: Path) -> None:
+    result = run_experiment(made, tmp_path, quick=True)  # type: ignore[arg-type]
     assert [v.claim for v in result.verdicts] == list(made.claims)  # type: ignore[attr-defined]
     assert result.figure_path.exists()

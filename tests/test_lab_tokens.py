@@ -1,4 +1,4 @@
-"""Tokenizers lose nothing; token files say the corpus, are made once, and are refused when damaged."""
+"""Tokenizers are lossless; token files match the corpus, are made once, and are rejected when damaged."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers
 from qkv.lab.corpora import Corpus
@@ -25,7 +26,7 @@ BPE = tokenizers.train_bpe(WORDS, 270)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of 60 small documents, and a cache of its own."""
+    """A folder of 60 small documents, and an empty cache."""
     monkeypatch.setenv("QKV_CACHE", str(tmp_path / "cache"))
     (tmp_path / "texts").mkdir()
     for i in range(60):
@@ -40,30 +41,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @given(
     text=st.text(st.characters(codec="utf-8")) | st.sampled_from(["", "<s>", " <s>a</s>", "\u0120\u010a", "a  \t\n"])
 )
-def test_any_text_comes_back_and_never_is_bos(tokenizer: str, text: str) -> None:
-    both = tokenizers.from_json(tokenizer)
-    ids = both.encode(text)
+def test_any_text_is_decoded_unchanged_and_never_contains_bos(tokenizer: str, text: str) -> None:
+    made = tokenizers.from_json(tokenizer)
+    ids = made.encode(text)
     lengths = tokenizers.byte_lengths(tokenizer)
-    assert both.decode(ids) == text
+    assert made.decode(ids) == text
     assert len(lengths) - 1 not in ids
     assert lengths[ids].sum() == len(text.encode())
     assert tokenizers.encode_all(tokenizer, [text, text]).tolist() == ids + ids
 
 
-def test_tokens_of_bytes_are_bytes() -> None:
+def test_byte_tokens_are_the_bytes() -> None:
     ids = tokenizers.from_json(tokenizers.byte_tokenizer()).encode("Añ\0\n~ \x7f")
     assert ids == list("Añ\0\n~ \x7f".encode())
     assert sorted(json.loads(tokenizers.byte_tokenizer())["model"]["vocab"].values()) == list(range(256))
 
 
-def test_bpe_learns_what_is_frequent() -> None:
+def test_bpe_merges_frequent_words() -> None:
     ids = tokenizers.from_json(BPE).encode(" the self")
     assert len(ids) < len(" the self")
     assert tokenizers.byte_lengths(BPE).shape == (270,)
 
 
 @pytest.mark.slow
-def test_bpe_is_the_same_in_another_process() -> None:
+def test_bpe_is_deterministic_across_processes() -> None:
     code = f"from qkv.lab import tokenizers; print(tokenizers.train_bpe({WORDS!r}, 270), end='')"
     environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -71,10 +72,10 @@ def test_bpe_is_the_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, tokenizers.byte_tokenizer()], ids=["bpe", "bytes"])
-def test_transformers_reads_the_file(tokenizer: str, tmp_path: Path) -> None:
+def test_transformers_reads_tokenizer_json(tokenizer: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    (tmp_path / "tokenizer.json").write_text(tokenizers.starting(tokenizer), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizers.with_bos(tokenizer), encoding="utf-8")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     bos = len(tokenizers.byte_lengths(tokenizer)) - 1
     text = "def the self.head é 🙂 . , ' s n't"
@@ -83,20 +84,20 @@ def test_transformers_reads_the_file(tokenizer: str, tmp_path: Path) -> None:
     assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
 
 
-def test_a_text_can_begin_with_bos() -> None:
-    started = tokenizers.from_json(tokenizers.starting(BPE))
+def test_with_bos_prepends_bos() -> None:
+    started = tokenizers.from_json(tokenizers.with_bos(BPE))
     ids = started.encode("the <s>")
     assert ids == [269, *tokenizers.from_json(BPE).encode("the <s>")]
     assert started.decode(ids) == "the <s>"
 
 
-def test_vocabularies_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="vocab_size is 256, expected at least 257"):
+def test_bpe_rejects_bad_vocabulary_sizes_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("vocab_size"):
         tokenizers.train_bpe(WORDS, 256)
-    with pytest.raises(InputError, match=r"vocab_size is 5000, but the text gives only \d+ tokens"):
+    with pytest.raises(InputError, match=r"vocab_size is 5000, but the text has only \d+ tokens"):
         tokenizers.train_bpe(WORDS, 5000)
     monkeypatch.setattr(tokenizers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="needs tokenizers: pip install"):
+    with refused("tokenizer"):
         tokenizers.train_bpe(WORDS, 270)
 
 
@@ -104,7 +105,7 @@ def test_vocabularies_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(257, 2), (65_536, 2), (65_537, 4)])
-def test_tokens_come_back(vocabulary: int, size: int, tmp_path: Path) -> None:
+def test_written_tokens_are_read_back_as_a_memory_map(vocabulary: int, size: int, tmp_path: Path) -> None:
     tokens = np.array([0, 1, vocabulary - 1, 7])
     write_tokens(tmp_path / "x.bin", tokens, vocabulary, "key")
     found = open_tokens(tmp_path / "x.bin", "key")
@@ -114,33 +115,33 @@ def test_tokens_come_back(vocabulary: int, size: int, tmp_path: Path) -> None:
     assert (tmp_path / "x.bin").read_bytes() == tokens.astype(f"<u{size}").tobytes()
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_token_files_are_rejected(tmp_path: Path) -> None:
     file, beside = tmp_path / "x.bin", tmp_path / "x.json"
 
-    def refused(says: str) -> None:
-        with pytest.raises(InputError, match=f"{says}.*delete .*, and it is made again"):
+    def check_rejected(message: str) -> None:
+        with pytest.raises(InputError, match=f"^corpus: {message}.*delete .* to make it again"):
             open_tokens(file, "key")
         write_tokens(file, np.arange(5), 257, "key")
         assert len(open_tokens(file, "key")) == 5
 
-    refused(r"cannot read .*x.json \(No such file")
+    check_rejected(r"cannot read .*x.json \(No such file")
     file.write_bytes(file.read_bytes()[:-1])
-    refused("x.bin has 9 bytes, expected 10")
+    check_rejected(".*x.bin has 9 bytes, expected 10")
     file.unlink()
-    refused("cannot read .*x.bin")
+    check_rejected("cannot read .*x.bin")
     beside.write_text('{"count": 5')
-    refused("x.json is damaged")
+    check_rejected(".*x.json is damaged")
     beside.write_text('{"count": 5}')
-    refused("x.json is damaged")
+    check_rejected(".*x.json is damaged")
     write_tokens(file, np.arange(5), 257, "another")
-    refused("x.json does not describe these tokens")
+    check_rejected(".*x.json does not describe these tokens")
 
 
 # --- corpora as tokens ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_prepared_tokens_say_the_corpus(tokenizer: str, folder: Path) -> None:
+def test_prepared_tokens_decode_to_the_corpus(tokenizer: str, folder: Path) -> None:
     prepared = prepare(str(folder), tokenizer, 300)
     assert prepared.vocab_size == (257 if tokenizer == "bytes" else 300)
     decode = tokenizers.from_json(prepared.tokenizer).decode
@@ -150,12 +151,12 @@ def test_prepared_tokens_say_the_corpus(tokenizer: str, folder: Path) -> None:
     assert prepared.bos not in prepared.train
 
 
-def test_bpe_does_not_know_what_is_held_out(folder: Path) -> None:
+def test_bpe_is_trained_without_the_held_out_text(folder: Path) -> None:
     train, _ = corpora.load(str(folder)).split()
     assert prepare(str(folder), "bpe", 300).tokenizer == tokenizers.train_bpe(train, 300)
 
 
-def test_tokens_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_cached_until_text_or_settings_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(str(folder), "bpe", 300)
 
     def never(*_: object) -> str:
@@ -175,14 +176,14 @@ def test_tokens_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert prepare(str(folder), "bpe", 300).train.tolist() != prepared.train.tolist()
 
 
-def test_an_interrupted_preparation_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_preparation_is_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tokenizers.encode_all
     with monkeypatch.context() as patch:
         calls = iter([whole])
         patch.setattr(
             tokenizers,
             "encode_all",
-            lambda *given: next(calls)(*given),  # noqa: PLW0108  (another each time)
+            lambda *given: next(calls)(*given),  # noqa: PLW0108  (a different function at each call)
         )
         with pytest.raises(StopIteration):
             prepare(str(folder))
@@ -191,7 +192,7 @@ def test_an_interrupted_preparation_is_made_again(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_several_processes_prepare_at_once(folder: Path) -> None:
+def test_several_processes_can_prepare_at_once(folder: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         lengths = pool.map(_length, 3 * [str(folder)])
     assert len(set(lengths)) == 1
@@ -204,17 +205,19 @@ def _length(name: str) -> int:
     return len(prepare(name, "bpe", 280).train)
 
 
-def test_a_corpus_of_which_nothing_can_be_held_out_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_prepare_rejects_a_tiny_corpus_and_an_unknown_tokenizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("QKV_CACHE", str(tmp_path))
     monkeypatch.setattr(corpora, "load", lambda name: Corpus(name, ("tiny",)))
-    with pytest.raises(InputError, match=r"tiny\.txt is too small to hold some of it out"):
+    with pytest.raises(InputError, match=r"^corpus: tiny\.txt is too small"):
         prepare("tiny.txt")
-    with pytest.raises(InputError, match="tokenizer is 'words', expected one of 'bytes', 'bpe'"):
+    with refused("tokenizer"):
         prepare("tiny.txt", "words")
 
 
 @pytest.mark.slow
-def test_the_library_as_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_tokenized_by_bpe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QKV_CACHE", str(tmp_path))
     prepared = prepare("library", "bpe", 2048)
     lengths = tokenizers.byte_lengths(prepared.tokenizer)

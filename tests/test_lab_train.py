@@ -1,4 +1,4 @@
-"""The training loop: exact resumption, many processes as one, and faults."""
+"""The training loop: exact resumption, several processes, and errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import refused
 from lab_tasks import Counting, weights
 from qkv import models
 from qkv.errors import InputError
@@ -27,25 +28,25 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run nobody disturbed."""
+    """The folder of an uninterrupted run."""
     return train(Counting(), TRAINING, tmp_path_factory.mktemp("whole"), progress=False).folder
 
 
-def same(a: Path, b: Path) -> None:
+def assert_same_weights(a: Path, b: Path) -> None:
     one, two = weights(a), weights(b)
     assert one.keys() == two.keys()
     for name, x in one.items():
         assert torch.equal(x, two[name]), name
 
 
-def test_a_run_leaves_its_settings_metrics_model_figures_and_result(whole: Path) -> None:
+def test_run_writes_settings_metrics_model_figures_and_result(whole: Path) -> None:
     assert {p.name for p in whole.iterdir()} == {
         "run.toml", "metrics.jsonl", "model", "figures", "result.json", "checkpoint-00000008", "checkpoint-00000012",
     }  # fmt: skip
     lines = log.read(whole / "metrics.jsonl")
     assert [x["step"] for x in lines if "loss" in x] == list(range(1, 13))
     assert [x["step"] for x in lines if "evaluation" in x] == [0, 6, 12]
-    assert lines[-1]["check"] == {"nothing": [[0.5, None]]}  # JSON knows no NaN
+    assert lines[-1]["check"] == {"nothing": [[0.5, None]]}  # JSON has no NaN
     assert {p.name for p in (whole / "figures").iterdir()} == {"loss.png", "empty.png"}
     assert (whole / "model" / "note.txt").read_text() == "seven"
     result = json.loads((whole / "result.json").read_text())
@@ -53,7 +54,7 @@ def test_a_run_leaves_its_settings_metrics_model_figures_and_result(whole: Path)
     assert result["parameters"] == sum(p.numel() for p in models.load(whole / "model").parameters())
 
 
-def test_a_finished_run_is_not_trained_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_run_is_loaded_and_not_trained_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv.lab.loop._step", None)
     again = train(Counting(), TRAINING, whole, progress=False)
     assert again.evaluation == json.loads((whole / "result.json").read_text())["evaluation"]
@@ -62,8 +63,8 @@ def test_a_finished_run_is_not_trained_again(whole: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_seeds_differ_and_repeat(whole: Path, tmp_path: Path) -> None:
-    same(whole, train(Counting(), TRAINING, tmp_path / "again", progress=False).folder)
+def test_same_seed_gives_same_weights_and_another_seed_others(whole: Path, tmp_path: Path) -> None:
+    assert_same_weights(whole, train(Counting(), TRAINING, tmp_path / "again", progress=False).folder)
     other = train(Counting(), replace(TRAINING, seed=1), tmp_path / "other", progress=False).folder
     assert any(not torch.equal(x, weights(other)[name]) for name, x in weights(whole).items())
 
@@ -94,12 +95,12 @@ def started(folder: Path, pause: float = 0.05) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    """What it said on standard error."""
+def standard_error(process: subprocess.Popen[str]) -> str:
+    """Wait for the end; returns standard error."""
     return process.communicate()[1]
 
 
-def after(process: subprocess.Popen[str], step: int) -> None:
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if int(line) == step:
@@ -110,39 +111,39 @@ def after(process: subprocess.Popen[str], step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 7])
-def test_a_run_killed_in_the_middle_ends_with_the_same_weights(whole: Path, tmp_path: Path, step: int) -> None:
+def test_killed_run_resumes_to_the_same_weights(whole: Path, tmp_path: Path, step: int) -> None:
     process = started(tmp_path)
-    after(process, step)
+    wait_for_step(process, step)
     process.kill()
-    ended(process)
+    standard_error(process)
     assert not (tmp_path / "result.json").exists()
     assert [p.name for p in resume.checkpoints(tmp_path)] == ([] if step < 4 else ["checkpoint-00000004"])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "los')  # a line the crash cut short
+        file.write('{"step": 8, "los')  # a line that was cut short
     train(Counting(), TRAINING, tmp_path, progress=False)
-    same(whole, tmp_path)
+    assert_same_weights(whole, tmp_path)
     steps = [x["step"] for x in log.read(tmp_path / "metrics.jsonl") if "loss" in x]
     assert steps == list(range(1, 13))
 
 
 @pytest.mark.slow
-def test_an_interrupt_keeps_the_step_and_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+def test_interrupt_saves_a_checkpoint_and_says_how_to_resume(whole: Path, tmp_path: Path) -> None:
     process = started(tmp_path, 0.1)
-    after(process, 5)
+    wait_for_step(process, 5)
     process.send_signal(signal.SIGINT)
-    errors = ended(process)
+    errors = standard_error(process)
     assert process.returncode != 0
-    assert "Interrupted: stopped at step 5, which is kept; the same command goes on from there" in errors
+    assert "Interrupted: stopped at step 5 after saving a checkpoint; run the same command again to resume" in errors
     assert resume.checkpoints(tmp_path)[-1].name == "checkpoint-00000005"
     train(Counting(), TRAINING, tmp_path, progress=False)
-    same(whole, tmp_path)
+    assert_same_weights(whole, tmp_path)
 
 
-def test_interrupted_is_a_keyboard_interrupt_not_an_error_of_input() -> None:
+def test_interrupted_is_a_keyboard_interrupt() -> None:
     assert issubclass(Interrupted, KeyboardInterrupt)
 
 
-def test_parts_of_a_batch_have_the_gradient_of_the_whole(whole: Path, tmp_path: Path) -> None:
+def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(whole: Path, tmp_path: Path) -> None:
     quiet = Counting(model=replace(Counting().model, dropout=0.0))
     one = train(quiet, TRAINING, tmp_path / "one", progress=False).folder
     four = train(quiet, replace(TRAINING, accumulate=4), tmp_path / "four", progress=False).folder
@@ -151,7 +152,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(whole: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_processes_agree_with_one(tmp_path: Path) -> None:
+def test_two_processes_train_the_same_weights_as_one(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "import sys, dataclasses\n"
@@ -178,53 +179,57 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
         torch.testing.assert_close(x, weights(together)[name], rtol=2e-4, atol=2e-5)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_what_was_good(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="the loss is nan at step 11; checkpoint-00000008 is the last checkpoint before"):
+def test_nan_loss_stops_the_run_and_keeps_earlier_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(
+        Diverged, match=r"^lr is .*: the loss is nan at step 11; checkpoint-00000008 is the last checkpoint"
+    ):
         train(Counting(poison=10), TRAINING, tmp_path, progress=False)
     assert resume.checkpoints(tmp_path)[-1].name == "checkpoint-00000008"
     assert not (tmp_path / "result.json").exists()
 
 
-def test_no_checkpoint_holds_weights_that_a_gradient_has_spoilt(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="the norm of the gradient is nan at step 8; checkpoint-00000004 is the last"):
-        train(Counting(poison=7, spoilt="gradient"), TRAINING, tmp_path, progress=False)
+def test_nan_gradient_stops_the_run_before_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(
+        Diverged, match=r"^lr is .*: the norm of the gradient is nan at step 8; checkpoint-00000004 is the last"
+    ):
+        train(Counting(poison=7, poisoned="gradient"), TRAINING, tmp_path, progress=False)
     assert [p.name for p in resume.checkpoints(tmp_path)] == ["checkpoint-00000004"]
 
 
-def test_other_settings_need_another_folder(whole: Path) -> None:
-    with pytest.raises(InputError, match=r"training\.lr: 0\.003 there, 0.1 asked for"):
+def test_folder_with_other_settings_is_rejected(whole: Path) -> None:
+    with pytest.raises(InputError, match=r"^folder: .*training\.lr: 0\.003, not 0\.1"):
         train(Counting(), replace(TRAINING, lr=0.1), whole, progress=False)
 
 
-def part_of_a_run(folder: Path) -> None:
-    """Eight steps, and two checkpoints."""
+def unfinished_run(folder: Path) -> None:
+    """A run with eight steps and two checkpoints."""
     with pytest.raises(Diverged):
         train(Counting(poison=8), TRAINING, folder, progress=False)
     settings = folder / "run.toml"
     settings.write_text(settings.read_text().replace("poison = 8\n", ""))
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(whole: Path, tmp_path: Path) -> None:
-    part_of_a_run(tmp_path)
+def test_damaged_checkpoint_is_rejected_and_an_earlier_one_resumes(whole: Path, tmp_path: Path) -> None:
+    unfinished_run(tmp_path)
     newest = resume.checkpoints(tmp_path)[-1]
     data = bytearray((newest / "state.safetensors").read_bytes())
     data[-5] ^= 1
     (newest / "state.safetensors").write_bytes(data)
     with pytest.raises(
-        InputError, match=r"checkpoint-00000008 is damaged.*remove it to go on from checkpoint-00000004"
+        InputError, match=r"checkpoint-00000008 is damaged.*remove it to resume from checkpoint-00000004"
     ):
         train(Counting(), TRAINING, tmp_path, progress=False)
     (newest / "state.safetensors").write_bytes(data[:100])
-    with pytest.raises(InputError, match="cannot be read"):
+    with refused("checkpoint"):
         train(Counting(), TRAINING, tmp_path, progress=False)
     for file in newest.iterdir():
         file.unlink()
     newest.rmdir()
-    same(whole, train(Counting(), TRAINING, tmp_path, progress=False).folder)
+    assert_same_weights(whole, train(Counting(), TRAINING, tmp_path, progress=False).folder)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    part_of_a_run(tmp_path)
+def test_checkpoint_of_another_model_is_rejected(tmp_path: Path) -> None:
+    unfinished_run(tmp_path)
     settings = tmp_path / "run.toml"
     settings.write_text(settings.read_text().replace("d_model = 16", "d_model = 32"))
     other = Counting(model=replace(Counting().model, d_model=32))
@@ -232,7 +237,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         train(other, TRAINING, tmp_path, progress=False)
 
 
-def test_a_full_disk_says_what_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_the_last_complete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors.torch
 
     write, calls = safetensors.torch.save_file, []
@@ -245,37 +250,37 @@ def test_a_full_disk_says_what_is_still_there(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(
-        InputError, match=r"step 8 .*No space left on device\); the last good one is checkpoint-00000004"
+        InputError, match=r"step 8 .*No space left on device\); the last complete one is checkpoint-00000004"
     ):
         train(Counting(), TRAINING, tmp_path, progress=False)
     assert not list(tmp_path.glob(".*part"))
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot write to .*file/run"):
+    with refused("folder"):
         train(Counting(), TRAINING, tmp_path / "file" / "run", progress=False)
 
 
-def test_batches_must_divide(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="batch is 8, expected a multiple of 3"):
+def test_batch_must_be_a_multiple_of_the_micro_batches(tmp_path: Path) -> None:
+    with refused("batch"):
         train(Counting(), replace(TRAINING, accumulate=3), tmp_path, progress=False)
 
 
-def test_bfloat16_trains_weights_of_float32(tmp_path: Path) -> None:
+def test_bfloat16_keeps_float32_weights(tmp_path: Path) -> None:
     trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False)
     assert {x.dtype for x in weights(trained.folder).values()} == {torch.float32}
     losses = [x["loss"] for x in trained.metrics if "loss" in x]
     assert losses[-1] < losses[0]
 
 
-def test_tensorboard_gets_the_scalars(tmp_path: Path) -> None:
+def test_tensorboard_files_are_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(Counting(), TRAINING, tmp_path, progress=False, tensorboard=True)
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_the_learning_rate_rises_and_falls() -> None:
+def test_learning_rate_follows_warmup_and_cosine() -> None:
     training = Training(steps=100, warmup=10, lr=1.0, floor=0.1)
     rates = [training.lr_at(i) for i in range(100)]
     assert rates[0] == pytest.approx(0.1)
@@ -286,6 +291,6 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 0), ("lr", -1.0), ("beta2", 1.5), ("lr", float("nan"))])
-def test_settings_out_of_range(name: str, value: float) -> None:
-    with pytest.raises(InputError, match=f"{name} is {value}, expected"):
+def test_training_settings_out_of_range_are_rejected(name: str, value: float) -> None:
+    with refused(name):
         replace(TRAINING, **{name: value})

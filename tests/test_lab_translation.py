@@ -1,4 +1,4 @@
-"""The English–French grammar, and the task that learns it."""
+"""The English–French grammar, and the translation task."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 
+from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import grammar, lexicon, settings
 from qkv.lab.grammar import (
@@ -153,7 +154,7 @@ def following(pair: Pair) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("phrase", "english", "french"), KNOWN, ids=[row[1] for row in KNOWN])
-def test_known_phrases_are_said_as_a_french_reader_would(phrase: Phrase, english: str, french: str) -> None:
+def test_known_phrases_are_translated_correctly(phrase: Phrase, english: str, french: str) -> None:
     found = finished(phrase)
     assert (" ".join(found.source), " ".join(found.target)) == (english, french)
 
@@ -168,33 +169,33 @@ def test_known_phrases_are_said_as_a_french_reader_would(phrase: Phrase, english
         (18, [(0,), (0,), (1,)]),
     ],
 )
-def test_alignments_worked_out_by_hand(row: int, links: list[tuple[int, ...]]) -> None:
+def test_alignments_of_known_phrases(row: int, links: list[tuple[int, ...]]) -> None:
     assert list(finished(KNOWN[row][0]).alignment) == links
 
 
-def test_a_contraction_is_aligned_to_both_of_its_words() -> None:
+def test_contraction_is_aligned_to_both_words() -> None:
     near = finished(prepositional("of", some("the", "cat")))
     assert near == Pair(("of", "the", "cat"), ("du", "chat"), ((0, 1), (2,)))
 
 
-def test_every_word_is_in_the_vocabulary_and_every_word_of_the_vocabulary_occurs() -> None:
-    rng, seen = Random(5), (set(), set())
+def test_vocabulary_is_exactly_the_words_of_random_sentences() -> None:
+    rng, used = Random(5), (set(), set())
     for _ in range(12_000):
         pair = sentence(rng, 30)
-        seen[0].update(pair.source)
-        seen[1].update(pair.target)
-    for found, words in zip(seen, vocabularies(), strict=True):
+        used[0].update(pair.source)
+        used[1].update(pair.target)
+    for found, words in zip(used, vocabularies(), strict=True):
         assert found == set(words)
         assert len(words) == len(set(words))
 
 
-def test_a_source_has_one_translation(pairs: list[Pair]) -> None:
+def test_every_source_has_one_translation(pairs: list[Pair]) -> None:
     rng, known = Random(6), {}
     for pair in [*pairs, *(sentence(rng, 5) for _ in range(8_000))]:
         assert known.setdefault(pair.source, pair.target) == pair.target
 
 
-def test_lengths_are_spread_up_to_the_most(pairs: list[Pair]) -> None:
+def test_lengths_are_spread_up_to_max_words(pairs: list[Pair]) -> None:
     lengths = [len(pair.source) for pair in pairs]
     assert max(lengths) == 30
     assert min(lengths) <= 4
@@ -202,7 +203,7 @@ def test_lengths_are_spread_up_to_the_most(pairs: list[Pair]) -> None:
         assert sum(low <= n < low + 5 for n in lengths) > 0.08 * len(lengths)
 
 
-def test_alignments_are_in_range_and_only_inserted_articles_have_none(pairs: list[Pair]) -> None:
+def test_only_inserted_articles_have_no_alignment(pairs: list[Pair]) -> None:
     for pair in pairs:
         assert len(pair.alignment) == len(pair.target)
         linked = {s for links in pair.alignment for s in links}
@@ -215,7 +216,7 @@ def test_alignments_are_in_range_and_only_inserted_articles_have_none(pairs: lis
         )
 
 
-def test_nothing_is_left_to_elide_or_contract(pairs: list[Pair]) -> None:
+def test_elisions_and_contractions_are_complete(pairs: list[Pair]) -> None:
     for pair in pairs:
         for word, after in following(pair):
             vowel = grammar.begins_with_vowel(after)
@@ -265,7 +266,7 @@ def test_articles_and_adjectives_agree_with_their_nouns(pairs: list[Pair]) -> No
     assert checked > 2000
 
 
-def test_adjectives_after_the_noun_change_places(pairs: list[Pair]) -> None:
+def test_adjectives_that_follow_the_noun_are_reordered(pairs: list[Pair]) -> None:
     before = {a.english for a in lexicon.ADJECTIVES if a.before}
     after = {a.english for a in lexicon.ADJECTIVES if not a.before}
     nouns = {n.english for n in lexicon.NOUNS} | {n.english_plural for n in lexicon.NOUNS}
@@ -276,16 +277,16 @@ def test_adjectives_after_the_noun_change_places(pairs: list[Pair]) -> None:
                 assert (at[s] < at[s + 1]) is (a in before), pair
 
 
-def test_unknown_words_and_moods_are_refused() -> None:
-    with pytest.raises(InputError, match="'dragon' is no word"):
+def test_grammar_rejects_unknown_words_and_past_tenses() -> None:
+    with refused("english"):
         noun("dragon")
-    with pytest.raises(InputError, match="past is True with 'eat'"):
+    with refused("past"):
         clause(subject("i"), verb("eat"), past=True)
-    with pytest.raises(InputError, match="max_words is 3"):
+    with refused("max_words"):
         sentence(Random(0), 3)
 
 
-# --- the task --------------------------------------------------------------------------------------------------------
+# --- the task ---------------------------------------------------------------------------------------------------------
 
 
 def sources(task: Translation, batch: dict[str, torch.Tensor]) -> list[tuple[str, ...]]:
@@ -293,7 +294,7 @@ def sources(task: Translation, batch: dict[str, torch.Tensor]) -> list[tuple[str
     return [tuple(words.text([i for i in row if i != PAD])) for row in batch["source"].tolist()]
 
 
-def test_batches_are_functions_of_their_arguments() -> None:
+def test_batches_depend_on_their_arguments_only() -> None:
     task = Translation()
     first, again, other, later = (task.batch(step, 6, seed) for step, seed in ((5, 1), (5, 1), (5, 2), (6, 1)))
     assert all(torch.equal(first[k], again[k]) for k in first)
@@ -318,8 +319,8 @@ def test_held_out_sentences_are_never_trained_on() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_each_architecture_is_built_measured_and_checked(architecture: str) -> None:
-    task = settings.changed(TINY, {"architecture": architecture})
+def test_every_architecture_is_built_evaluated_and_checked(architecture: str) -> None:
+    task = settings.updated(TINY, {"architecture": architecture})
     model = task.build()
     batch = task.batch(0, 5, 0)
     assert torch.isfinite(task.loss(model, batch))
@@ -344,7 +345,7 @@ def test_each_architecture_is_built_measured_and_checked(architecture: str) -> N
         assert set(task.figures(model)) == ({"length"} if architecture == "rnn" else {"length", "alignment"})
 
 
-def test_alignment_error_of_weights_worked_out_by_hand() -> None:
+def test_alignment_metrics_of_hand_made_weights() -> None:
     pair = Pair(("of", "the", "black", "cat"), ("du", "chat", "noir"), ((0, 1), (3,), (2,)))
     right = torch.tensor([[[0.1, 0.9, 0, 0], [0, 0, 0, 1.0], [0, 0, 1.0, 0]]])
     found = alignment(right, [pair])
@@ -359,9 +360,9 @@ def test_alignment_error_of_weights_worked_out_by_hand() -> None:
     assert alignment(right, [unlinked])["aer"] == 0
 
 
-def test_weights_belong_to_the_word_they_predict() -> None:
-    """The weights of row t must change nothing before the logits of row t, and do change those."""
-    task = settings.changed(TINY, {"architecture": "bahdanau"})
+def test_cross_weights_do_not_depend_on_later_target_words() -> None:
+    """Row t has the weights with which word t + 1 is predicted."""
+    task = settings.updated(TINY, {"architecture": "bahdanau"})
     torch.manual_seed(0)
     model = task.build().eval()
     batch = task.batch(0, 1, 0)
@@ -372,8 +373,8 @@ def test_weights_belong_to_the_word_they_predict() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["rnn", "bahdanau", "transformer"])
-def test_a_saved_model_translates_text(tmp_path, architecture: str) -> None:  # type: ignore[no-untyped-def]
-    task = settings.changed(TINY, {"architecture": architecture})
+def test_saved_model_translates_text(tmp_path, architecture: str) -> None:  # type: ignore[no-untyped-def]
+    task = settings.updated(TINY, {"architecture": architecture})
     save(task.build(), tmp_path)
     for name, text in task.files().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -383,28 +384,21 @@ def test_a_saved_model_translates_text(tmp_path, architecture: str) -> None:  # 
     assert found.weights is None or found.weights.shape == (len(found.target), 3)
     with pytest.raises(InputError, match="'catt' is not in the vocabulary; did you mean 'cat'"):
         translate(tmp_path, "the catt")
-    with pytest.raises(InputError, match="expected at least one word"):
+    with refused("text"):
         translate(tmp_path, " . ")
     (tmp_path / "vocabulary.json").write_text("[]")
-    with pytest.raises(InputError, match="not a vocabulary"):
+    with refused("model"):
         translate(tmp_path, "the cat")
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"architecture": "gru"}, "architecture is 'gru'"),
-        ({"max_words": 31}, "max_words is 31"),
-        ({"held_out": 0}, "held_out is 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(entries: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        settings.changed(Translation(), entries)
+@pytest.mark.parametrize(("name", "value"), [("architecture", "gru"), ("max_words", 31), ("held_out", 0)])
+def test_settings_out_of_range_are_rejected(name: str, value: object) -> None:
+    with refused(name):
+        settings.updated(Translation(), {name: value})
 
 
 @pytest.mark.slow
-def test_a_small_model_learns_short_sentences() -> None:
+def test_small_model_learns_short_sentences() -> None:
     torch.manual_seed(0)
     task = Translation(architecture="transformer", d_model=48, layers=1, max_words=5, held_out=30)
     model = task.build()

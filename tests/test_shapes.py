@@ -14,7 +14,7 @@ GROUPS = {
     "attention": ("attend", "laws", "linear", "masks", "partial", "transforms", "measure", "maps", "statistics"),
     "models": ("cache", "nn", "decoder", "seq2seq", "captioner", "alignment", "encoder_decoder"),
 }
-SLOW = "learn or memory or random or gradcheck or differences or command or heart or list_alone or compositions"
+SLOW = "learn or memory or random or gradcheck or differences or command or overfit or compositions"
 
 
 @pytest.mark.slow

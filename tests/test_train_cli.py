@@ -226,7 +226,7 @@ def test_repeated_run_in_the_same_folder_prints_the_same(tmp_path: Path, capsys:
     assert main(command) == 0
     assert capsys.readouterr().out == first
     assert main([*command, "--seed", "3"]) == 2
-    assert re.search(r"^qkv: .*training\.seed: 0 there, 3 asked for.*\n$", capsys.readouterr().err)
+    assert re.search(r"^qkv: .*training\.seed: 0, not 3.*\n$", capsys.readouterr().err)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Section 8.5: when sinks emerge."""
+"""Checks for section 8.5: when sinks emerge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 7: cost, attention as a primitive, depth."""
+"""Checks for section 7: cost, attention as a primitive, depth."""
 
 from __future__ import annotations
 

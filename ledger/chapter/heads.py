@@ -1,4 +1,4 @@
-"""Section 5: several heads."""
+"""Checks for section 5: multi-head attention."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def c035() -> Verdict:
 
 @cache
 def untrained_mini() -> torch.Tensor:
-    """The causal weights of qkv-mini's architecture with random weights, on the same text."""
+    """The causal attention weights of an untrained model with qkv-mini's architecture, on the same text."""
     torch.manual_seed(0)
     seen = []
     with torch.no_grad(), kernels.watching(lambda call, _: seen.append((call.q[0], call.k[0]))):

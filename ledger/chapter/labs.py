@@ -1,4 +1,4 @@
-"""Labs 1 to 3 and 5: attention, heads, plots, a small Transformer."""
+"""Checks for labs 1 to 3 and 5: attention, heads, plots, a small Transformer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections 3 to 4.2: projections, scores, the formula, the scale."""
+"""Checks for sections 3 to 4.2: projections, scores, the formula, the scale."""
 
 from __future__ import annotations
 

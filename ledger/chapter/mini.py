@@ -1,4 +1,4 @@
-"""What several checks share: qkv-mini on the first 96 tokens of a program, its queries, keys, values and weights."""
+"""Shared by several checks: queries, keys, values and weights of qkv-mini on the first 96 tokens of a program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens_of_mini() -> list[str]:
 
 @cache
 def heads_of_mini() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values (layer, head, n, 32) as they are compared, and the causal weights (layer, head, n, n)."""
+    """Queries, keys (after rotation), values (layer, head, n, 32), and the causal weights (layer, head, n, n)."""
     seen = []
     with torch.no_grad(), kernels.watching(lambda call, _: seen.append((call.q[0], call.k[0], call.v[0]))):
         qkv.models.load("qkv-mini").eval()(ids_of_mini())

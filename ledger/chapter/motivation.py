@@ -1,4 +1,4 @@
-"""Sections 1 and 2: why attention."""
+"""Checks for sections 1 and 2: the motivation for attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections 8.6 and 8.7, and who wrote what: sigmoid, key biases, off by one, gates."""
+"""Checks for sections 8.6 and 8.7: alternatives to sinks (sigmoid, key biases, off by one, gates) and their authors."""
 
 from __future__ import annotations
 

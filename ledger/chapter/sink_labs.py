@@ -1,4 +1,4 @@
-"""Labs 4 and 5 and appendix A: measuring sinks, a small Transformer."""
+"""Checks for labs 4 and 5 and appendix A: measuring sinks, a small Transformer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qkv.normalizers import EluPlusOne, Sigmoid
 
 
 def lab_score(weights: torch.Tensor, threshold: float = 0.3) -> float:
-    """Lab 4's: of (head, n, n) weights, the share of column 0 above the threshold, the first row left out."""
+    """Lab 4's measure of (head, n, n) weights: the share of column 0, without its first row, above the threshold."""
     return (weights[:, 1:, 0] > threshold).double().mean().item()
 
 

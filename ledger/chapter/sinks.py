@@ -1,4 +1,4 @@
-"""Sections 8.1 to 8.4: what sinks are, how they come about, what they are for."""
+"""Checks for sections 8.1 to 8.4: what sinks are, how they form, and what they are for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qkv.models import DecoderConfig, DecoderLM
 
 
 def agreed(id_: str, *names: str) -> Verdict:
-    """The verdict of several experiments that say the same."""
+    """The common verdict of several experiments."""
     found = [experiment(id_, name) for name in names]
     (kind,) = {verdict.kind for verdict in found}
     return Verdict(kind, " ".join(v.text for v in found), tuple(link for v in found for link in v.by))

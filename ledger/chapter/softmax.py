@@ -1,4 +1,4 @@
-"""Sections 4.3 to 4.5: softmax, the sum of values, the worked example."""
+"""Checks for sections 4.3 to 4.5: softmax, the weighted sum of values, the worked example."""
 
 from __future__ import annotations
 

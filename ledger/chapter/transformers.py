@@ -1,4 +1,4 @@
-"""Section 6: attention in Transformers, masks, positions, the block."""
+"""Checks for section 6: attention in Transformers, masks, positions, the block."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def c049() -> Verdict:
 
 @cache
 def frequencies(seed: int) -> float:
-    """What the last 15 batches of a run of the trial cost one who knows how often each symbol occurs, and no more."""
+    """The unigram loss on the last 15 batches of a run of the trial."""
     targets = torch.cat([TASK.batch(step, 8, seed)["targets"] for step in range(135, 150)]).flatten()
     share = targets.bincount().double() / len(targets)
     return torch.special.entr(share).sum().item()

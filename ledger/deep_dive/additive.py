@@ -1,4 +1,4 @@
-"""Additive against multiplicative scores."""
+"""Checks on additive and multiplicative scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCORES = "the trial `dive_scores`"
 
 
 def learnt(score: str) -> dict[int, list[float]]:
-    """Questions answered by head size, one number a seed."""
+    """The accuracy by head dimension, one number per seed."""
     return {int(size): runs for size, runs in trial("dive_scores")["accuracy"][score].items()}
 
 

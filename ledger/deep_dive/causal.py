@@ -1,4 +1,4 @@
-"""Varieties of attention, and the causal mask."""
+"""Checks on the kinds of attention and the causal mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention costs: tables, numbers of pairs, memory, and recurrence beside it."""
+"""Checks on the cost of attention (operations, pairs, memory) compared with recurrence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def products(n: int, d_model: int, d: int) -> dict[str, int]:
 
 
 def path(edges: torch.Tensor, start: int, goal: int) -> int:
-    """How many steps information takes from one position to another; ``edges[i, j]``: j's state enters i's."""
+    """The number of steps from one position to another; ``edges[i, j]`` means that state i depends on state j."""
     reached, steps = torch.arange(len(edges)) == start, 0
     while not reached[goal]:
         reached, steps = reached | (edges & reached).any(1), steps + 1

@@ -1,4 +1,4 @@
-"""Sparse, linear and flash attention."""
+"""Checks on sparse, linear and flash attention."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BENCHMARKS = "[benchmarks](../benchmarks.md)"
 
 
 def pairs(mask: Mask, n: int) -> int:
-    """How many pairs of query and key a mask leaves."""
+    """The number of visible pairs of a mask."""
     return int(mask.dense(n, n)[0, 0].sum())
 
 
 def reached(mask: Mask, n: int, layers: int) -> float:
-    """Share of the pairs, of those a full causal mask allows, joined by a path of at most so many layers."""
+    """The share of causal pairs that a path through at most so many layers connects."""
     step = mask.dense(n, n)[0, 0].double()
     paths = torch.linalg.matrix_power(step, layers) > 0
     return (paths.sum() / pairs(Causal(), n)).item()
 
 
 def measured(mechanism: str, kind: str = "float32-8-forward") -> dict[str, dict]:
-    """What `make bench` measured of a mechanism, from benchmarks/results."""
+    """The benchmark of a mechanism, from benchmarks/results."""
     path = ROOT / "benchmarks" / "results" / "mechanisms" / f"{kind}.json"
     return json.loads(path.read_text(encoding="utf-8"))["mechanisms"][mechanism]
 

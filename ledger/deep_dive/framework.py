@@ -1,4 +1,4 @@
-"""Intuition, queries, keys and values, and the derivation of the formula."""
+"""Checks on the intuition, queries, keys and values, and the derivation of the formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qkv.lab import translate
     "A word being generated attends to its source word: “chat” to “cat”, “assis” to “sat”, “tapis” to “mat”.",
 )
 def c237() -> Verdict:
-    """The bundled translator, which was never shown an alignment, on that very sentence."""
+    """The bundled translator, which was trained without alignments, on the same sentence."""
     found = translate("qkv-translation", "the cat sat on the mat")
     looked = {
         french: found.weights[found.target.index(french), found.source.index(english)].item()

@@ -1,4 +1,4 @@
-"""Shared key heads, and what several heads are for."""
+"""Checks on shared key heads (grouped-query attention), and on the roles of heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLARK = "[Clark et al. 2019](https://arxiv.org/abs/1906.04341)"
 
 
 def kept(kv_heads: int, heads: int = 32) -> int:
-    """Numbers that a cache keeps for each token: keys and values of heads of 4."""
+    """The cache size per token in numbers: keys and values of heads of size 4."""
     layer = MultiHeadAttention(4 * heads, heads, kv_heads=kv_heads)
     return sum(x.numel() for x in layer.keys_values(torch.zeros(1, 1, 4 * heads)))
 
@@ -32,7 +32,7 @@ def mini() -> tuple[np.ndarray, list[str]]:
 
 
 def strongest(looks: np.ndarray) -> tuple[str, float, float]:
-    """For pairs (query, key): the head with most weight on them, that mean weight, and that of even weights."""
+    """For pairs (query, key): the head with the largest mean weight, this weight, and that of uniform weights."""
     weights, _ = mini()
     rows = looks.any(1)
     by_head = (weights * looks).sum(-1)[..., rows].mean(-1)
@@ -42,12 +42,12 @@ def strongest(looks: np.ndarray) -> tuple[str, float, float]:
 
 
 def previous() -> np.ndarray:
-    """Each query and the token before it."""
+    """Pairs of each query and the previous token."""
     return np.eye(len(mini()[1]), k=-1, dtype=bool)
 
 
 def after_earlier() -> np.ndarray:
-    """Each query and the tokens that came after earlier occurrences of its own: what induction looks at."""
+    """Pairs of each query and the tokens after earlier occurrences of its token, as induction heads attend to."""
     tokens = np.array(mini()[1])
     looks = np.zeros((len(tokens), len(tokens)), bool)
     looks[:, 1:] = (tokens[:, None] == tokens[None])[:, :-1]

@@ -1,4 +1,4 @@
-"""The PyTorch code: what it returns, what it counts, what it accepts."""
+"""Checks on the PyTorch code: return values, parameter counts, accepted arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTION = "Code"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What its function does, in our words: True hides, rows of NaN become 0, dropped weights are returned."""
+    """A reimplementation of its function: True masks, rows of NaN become 0, weights are returned after dropout."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
     weights = torch.nan_to_num(scores.softmax(-1), nan=0.0)

@@ -1,4 +1,4 @@
-"""Why scores are divided by √d_k, and the interview questions about it."""
+"""Checks on the scale √d_k, and on the interview questions about it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def c250() -> Verdict:
 def c251() -> Verdict:
     sharp, found = experiment("C018", "scaling"), experiment("C251", "scaling")
     return only_when(
-        sharp.kind == "holds" and found.kind == "false" and "worse from small initial weights." in found.text,
+        sharp.kind == "holds" and found.kind == "false" and "is higher with small initial weights." in found.text,
         "It does collapse to hard attention, from both starts that were tried. It trains worse, by more than the "
         f"spread over seeds, from small initial weights only. {found.text}",
         *found.by,

@@ -1,4 +1,4 @@
-"""The worked example of three tokens: "The", "cat", "sat"."""
+"""Checks on the worked example of three tokens: "The", "cat", "sat"."""
 
 from __future__ import annotations
 

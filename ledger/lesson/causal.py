@@ -1,4 +1,4 @@
-"""Causal masking: what it hides, why the diagonal stays, and what happens without it."""
+"""Checks on causal masking: which keys it masks, why the diagonal stays, training without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library analogy and scaled dot-product attention, in NumPy and in torch."""
+"""Checks on the library analogy, and on scaled dot-product attention in NumPy and torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def c189() -> Verdict:
 
 
 def masked(mask: torch.Tensor) -> torch.Tensor:
-    """Weights as the lesson's torch function makes them."""
+    """The weights of the lesson's torch function."""
     return torch.zeros(mask.shape).masked_fill(mask, -math.inf).softmax(-1)
 
 

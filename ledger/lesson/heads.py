@@ -1,4 +1,4 @@
-"""Several heads, where queries and keys come from, and the einsum layer of step 1 and the model of step 2."""
+"""Checks on multi-head attention, the sources of queries and keys, the einsum layer of step 1, the model of step 2."""
 
 from __future__ import annotations
 

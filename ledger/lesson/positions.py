@@ -1,4 +1,4 @@
-"""Positions, complexity, and the takeaways."""
+"""Checks on positions, complexity, and the takeaways."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def c226() -> Verdict:
 
 
 def rise(kind: str, places: str) -> list[float]:
-    """Nats a byte that models trained on 32 tokens lose at `places`, over those at places 17 to 32, by seed."""
+    """The rise of the loss (nats per byte) at `places` over positions 17 to 32, by seed; training has 32 tokens."""
     return [run[places] - run["17-32"] for run in trial("lesson_extrapolation")[kind].values()]
 
 

@@ -1,4 +1,4 @@
-"""Step 3: the sequences of the build-along, what the model is fed with, and what its numbers mean."""
+"""Checks on step 3 of the build-along: its sequences, the model's inputs, and the meaning of its metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIAL = "trial `lesson_reversal`"
 
 
 def drawn(size: int = 1000) -> torch.Tensor:
-    """Sequences as the lesson makes them, (size, 13)."""
+    """The lesson's random sequences, (size, 13)."""
     return sequences(size, torch.Generator().manual_seed(0))
 
 

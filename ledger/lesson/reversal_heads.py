@@ -1,4 +1,4 @@
-"""Steps 3 to 5: what the lesson's model learns, where its heads look, and the analysis of that."""
+"""Checks on steps 3 to 5 of the build-along: what the model learns, where its heads attend, and the analysis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def runs() -> list[dict[str, Any]]:
 
 @cache
 def bundled() -> dict[str, Any]:
-    """Where the heads of `qkv-reversal` look on 50 held-out sequences: shares of the queries that answer."""
+    """Scores of the heads of `qkv-reversal` on 50 held-out sequences: shares of the predicting queries."""
     task = Reversal()
     weights = heads.maps(load("qkv-reversal"), task.unseen()[:50, :-1])
     query = np.arange(LENGTH, N)
@@ -41,13 +41,13 @@ def bundled() -> dict[str, Any]:
 
 
 def spread(values: list[float], form: str = ".3f") -> str:
-    """One number, or the least and the largest."""
+    """One number as text, or the range if they differ."""
     low, high = f"{min(values):{form}}", f"{max(values):{form}}"
     return low if low == high else f"{low} to {high}"
 
 
 def lessons_analysis(strongest: torch.Tensor) -> float:
-    """The share of positions that step 5 reports, of the strongest key of each of the 12 queries of a head."""
+    """The share that step 5 reports, from the strongest key of each of a head's 12 queries."""
     right = 0
     for place in range(LENGTH):
         query, key = LENGTH + 1 + place, LENGTH - 1 - place

@@ -1,4 +1,4 @@
-"""Sections 8 and 9 and the reading list: scaling, rows that see nothing, dropout, speed."""
+"""Checks for sections 8 and 9 and the reading list: scaling, fully masked rows, dropout, speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections 5 to 7: several heads, their maps, and a sentence."""
+"""Checks for sections 5 to 7: multi-head attention, its maps, and an example sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ return sorted(seen, key=len)
 
 
 def untrained(seed: int, x: torch.Tensor) -> torch.Tensor:
-    """Causal weights (batch, 8, n, n) of 8 heads of 16 with initial weights, as in section 6."""
+    """Causal weights (batch, 8, n, n) of an untrained layer with 8 heads of size 16, as in section 6."""
     torch.manual_seed(seed)
     layer = MultiHeadAttention(128, 8, attention=qkv.Attention(mask=Causal()))
     with torch.no_grad():

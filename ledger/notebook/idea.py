@@ -1,4 +1,4 @@
-"""Sections 1 and 2: what attention is, and its formula."""
+"""Checks for sections 1 and 2: the idea of attention and its formula."""
 
 from __future__ import annotations
 

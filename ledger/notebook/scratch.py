@@ -1,4 +1,4 @@
-"""Sections 3 and 4: attention from scratch, its heatmap, and the causal mask."""
+"""Checks for sections 3 and 4: attention from scratch, its heatmap, and the causal mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from qkv.masks import Causal
 
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None, fill: float = -1e9):
-    """Attention of (batch, n, d) as the notebook does it; `hidden` is True where a key must not be seen."""
+    """The notebook's attention of (batch, n, d); `hidden` is True where a key is masked."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     weights = (scores if hidden is None else scores.masked_fill(hidden, fill)).softmax(-1)
     return weights @ v, weights
 
 
 def hidden(n: int) -> torch.Tensor:
-    """The notebook's causal mask: True where a key is hidden."""
+    """The notebook's causal mask: True where a key is masked."""
     return torch.ones(n, n, dtype=torch.bool).triu(1)
 
 

@@ -1,4 +1,4 @@
-"""Attention as alignment: what a trained translator looks at, and what an untrained one does."""
+"""Checks on attention as alignment: weights of a trained translator and of an untrained one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BOTTLENECK = "[experiment `bottleneck`](../experiments/README.md#bottleneck)"
 
 @cache
 def models() -> dict[str, dict]:
-    """What the experiment found of each architecture: one run each."""
+    """The results of the experiment for each architecture, one run each."""
     found = json.loads((EXPERIMENTS / "bottleneck.json").read_text(encoding="utf-8"))["variants"]
     return {name: variant["results"][0] for name, variant in found.items()}
 
 
 def bahdanau_demo() -> torch.Tensor:
-    """The weights that its demonstration prints: seed 42, untrained, factors of 0.01; a row for each target word."""
+    """The weights that its demonstration prints: untrained, seed 42, scaled by 0.01; one row per target word."""
     rng = np.random.RandomState(42)
     encoder = [rng.randn(8, 1) for _ in range(4)]
     on_keys, on_query, vector = rng.randn(8, 8) * 0.01, rng.randn(8, 8) * 0.01, rng.randn(8, 1) * 0.01
@@ -37,7 +37,7 @@ def bahdanau_demo() -> torch.Tensor:
 
 @cache
 def entropies() -> tuple[float, float]:
-    """Mean entropy over that of even weights: of the bundled translator, and of its weights before training."""
+    """Mean entropy divided by that of uniform weights, for the bundled translator and for an untrained one."""
     english, french = "the black cat sat on the mat", "le chat noir était assis sur le tapis"
     trained = load("qkv-translation")
     torch.manual_seed(0)

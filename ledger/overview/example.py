@@ -1,4 +1,4 @@
-"""Section 3: the example of "I love deep learning", and several heads."""
+"""Checks for section 3: the example "I love deep learning", and multi-head attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 2: scores, scaling, self-attention, heads, masks."""
+"""Checks for section 2: scores, scaling, self-attention, heads, masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Section 4: what the code prints, shapes, masks and counts."""
+"""Checks for section 4: printed results, shapes, masks and parameter counts of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SDPA, MHA, SEQ2SEQ = "4 SDPA", "4 MHA", "4 Seq2Seq"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What its functions do, in our words: −1e9 where the mask is 0; dropped weights are returned."""
+    """A reimplementation of its functions: scores are −1e9 where the mask is 0; weights are returned after dropout."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
     scores = scores if mask is None else scores.masked_fill(mask == 0, -1e9)
     weights = dropout(scores.softmax(-1), p=p)
@@ -24,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: fl
 
 
 class Seq2Seq(nn.Module):
-    """Its model by its parts: an LSTM reads, another writes, and looks at the first through four heads at each step."""
+    """A reimplementation of its model: an LSTM encoder, and an LSTM decoder with attention in four heads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Common pitfalls and tricks."""
+"""Checks on the common pitfalls and tricks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (16, 64, 256, 1024)
 
 
 def context_norms(*, softmax: bool) -> dict[int, float]:
-    """Mean length of the context by the number of keys: 20 standard normal queries, keys and values of size 16."""
+    """The mean norm of the output by number of keys, for 20 standard normal queries, keys and values of size 16."""
     found = {}
     for n in LENGTHS:
         generator = torch.Generator().manual_seed(n)

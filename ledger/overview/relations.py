@@ -1,4 +1,4 @@
-"""Sections 5 and 6: what attention is like, and the papers."""
+"""Checks for sections 5 and 6: relations of attention to other methods, and the papers."""
 
 from __future__ import annotations
 

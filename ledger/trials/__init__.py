@@ -1,6 +1,6 @@
-"""Trials: small trainings of seconds to minutes, for claims that no experiment of the lab speaks on.
+"""Trials: small trainings of seconds to minutes, for claims that no experiment of the lab covers.
 
-Each is a file here with a function ``run(quick=False) -> dict`` of plain numbers by variant and seed (``quick`` does a
-few steps, to see that it works, and its numbers mean nothing). `python -m ledger.trials NAME …` runs them and writes
-ledger/results/NAME.json; the checks of the ledger judge what is there.
+Each is a module with a function ``run(quick=False) -> dict`` that returns plain numbers by variant and seed. With
+``quick`` it takes a few steps, to test that it works; the numbers are then meaningless. `python -m ledger.trials
+NAME …` runs trials and writes ledger/results/NAME.json, which the checks of the ledger read.
 """

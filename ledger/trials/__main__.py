@@ -1,4 +1,4 @@
-"""``python -m ledger.trials``: what there is; with names, or ``all``: train, and keep the numbers."""
+"""``python -m ledger.trials`` lists the trials; with names, or ``all``, it runs them and writes their results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(ledger.trials.__path__) if not m.name.startswith("_"))
 
 
-def main(asked: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     known = names()
-    chosen = known if asked == ["all"] else asked
-    if not asked or set(chosen) - set(known):
+    chosen = known if arguments == ["all"] else arguments
+    if not arguments or set(chosen) - set(known):
         print(f"trials: {', '.join(known)}; or all")
-        return 0 if not asked else 2
+        return 0 if not arguments else 2
     torch.set_num_threads(1)
     for name in chosen:
         start = time.perf_counter()

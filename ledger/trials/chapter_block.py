@@ -1,4 +1,4 @@
-"""Language models without layer norms, or without residuals, at rising learning rates: which of them come down?"""
+"""Trial: language models without layer norms, or without residuals, at rising learning rates. Which of them train?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASK = Backcopy(length=32, model=DecoderConfig(layers=8, heads=2, d_model=32))
 
 
 class Chained(nn.Module):
-    """A block without its residuals."""
+    """A block without residual connections."""
 
     def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Chained(nn.Module):
 
 
 def trained(variant: str, rate: float, seed: int, steps: int) -> float | None:
-    """Mean loss of the last tenth of the steps, in nats; None if it is no number."""
+    """The mean loss over the last tenth of the steps, in nats; None if it is NaN."""
     torch.manual_seed(seed)
     model = TASK.build()
     if variant == "no norms":
@@ -52,7 +52,7 @@ def trained(variant: str, rate: float, seed: int, steps: int) -> float | None:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Loss by seed, for each variant and rate; and what guessing all symbols alike costs."""
+    """The loss by variant, learning rate and seed, and the loss of uniform predictions."""
     found: dict[str, Any] = {"guessing": math.log(TASK.symbols)}
     for variant in VARIANTS:
         found[variant] = {

@@ -1,4 +1,4 @@
-"""Does a head learn to look from a pronoun to the noun that it stands for? Nobody shows it the link."""
+"""Trial: does a head learn to attend from a pronoun to its antecedent, without supervision of the link?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IT, LENGTH, LAYERS, WIDTH, SEEDS = 40, 12, 2, 32, 3
 
 
 class Reader(nn.Module):
-    """A bidirectional Transformer of two layers; at the pronoun it says which noun is meant."""
+    """A bidirectional Transformer of two layers, which predicts the antecedent at the pronoun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +48,17 @@ def sentences(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor, Tens
     """
     ids = rng.choice(FILLERS, (size, LENGTH))
     row = np.arange(size)
-    places = np.argsort(rng.random((size, LENGTH - 3)), 1)[:, :2]  # of the animal and of the place, before `it`
+    places = np.argsort(rng.random((size, LENGTH - 3)), 1)[
+        :, :2
+    ]  # positions of the animal and of the place, before `it`
     ids[row, places[:, 0]], ids[row, places[:, 1]] = rng.choice(ANIMALS, size), rng.choice(PLACES, size)
-    fits = rng.integers(2, size=size)  # 0: the animal is meant, 1: the place
+    fits = rng.integers(2, size=size)  # the antecedent: 0 the animal, 1 the place
     ids[:, -3], ids[:, -1] = IT, np.where(fits == 0, rng.choice(TIRED, size), rng.choice(WIDE, size))
     return torch.from_numpy(ids), torch.from_numpy(places[row, fits]), torch.from_numpy(places[row, 1 - fits])
 
 
 def looks(model: nn.Module, ids: Tensor, antecedent: Tensor, other: Tensor) -> dict[str, float]:
-    """Accuracy, and of the head that looks most at the antecedent its mean weights from the pronoun."""
+    """Accuracy, and the mean weights from the pronoun in the head with the largest weight on the antecedent."""
     with torch.no_grad():
         right = model(ids)[:, -3].argmax(-1) == ids.gather(1, antecedent[:, None])[:, 0]
     from_it = torch.from_numpy(maps(model, ids))[:, :, :, -3].double()  # (b, layer, head, key)
@@ -71,7 +73,7 @@ def looks(model: nn.Module, ids: Tensor, antecedent: Tensor, other: Tensor) -> d
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Trained and untrained readers on unseen sentences."""
+    """Results of trained and untrained models on new sentences."""
     found: dict[str, Any] = {"trained": [], "untrained": []}
     for seed in range(SEEDS):
         torch.manual_seed(seed)

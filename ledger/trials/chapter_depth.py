@@ -1,4 +1,4 @@
-"""Pointer chasing: how many hops does a Transformer of 1, 2 or 3 layers follow?"""
+"""Trial: pointer chasing. How many hops can a Transformer of 1, 2 or 3 layers follow?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES, WIDTH, HOPS, DEPTHS, SEEDS = 8, 64, (2, 3, 4), (1, 2, 3), 3
 
 
 class Chaser(nn.Module):
-    """Reads a row of pointers; says of every place where one arrives from there after 2, 3 and 4 hops."""
+    """Reads a row of pointers; predicts for every position the target after 2, 3 and 4 hops."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Chaser(nn.Module):
 
 
 def pointers(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor]:
-    """Each place points at another, all permutations alike; and where one is after each number of hops."""
+    """Random permutations as pointers, and the targets after each number of hops."""
     first = torch.from_numpy(np.argsort(rng.random((size, PLACES)), 1))
     place, after = first, []
     for hop in range(2, max(HOPS) + 1):
@@ -43,7 +43,7 @@ def pointers(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(layers: int, seed: int, steps: int) -> list[float]:
-    """Accuracy by hops, on unseen rows."""
+    """The accuracy by number of hops, on new rows."""
     torch.manual_seed(seed)
     rng, model = np.random.default_rng([seed]), Chaser(layers)
     optimiser = torch.optim.Adam(model.parameters(), 2e-3)
@@ -60,6 +60,6 @@ def trained(layers: int, seed: int, steps: int) -> list[float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Depth: for each seed, accuracy after 2, 3 and 4 hops."""
+    """By depth and seed: the accuracy after 2, 3 and 4 hops."""
     steps = 5 if quick else 1500
     return {str(depth): [trained(depth, seed, steps) for seed in range(SEEDS)] for depth in DEPTHS}

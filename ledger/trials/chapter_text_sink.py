@@ -1,4 +1,4 @@
-"""The chapter's small Transformer, on text: does the lab's sink score rise above that of even rows, and when?"""
+"""Trial: the chapter's small Transformer on text. Does its sink score rise above that of uniform rows, and when?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
 
 
 def looks(model: DecoderLM, ids: torch.Tensor) -> dict[str, Any]:
-    """The lab's score (share of queries, from the second, with more than 0.3 on the first key), and by head."""
+    """The lab's sink score (share of queries from the second on with more than 0.3 on the first key), also by head."""
     data = qkv.profile(model, ids, probe=False, progress=False).data
     first = data["sink"].values[..., 1:]  # (text, layer, head, query)
     return {
@@ -43,7 +43,7 @@ def trained(first: str, seed: int, steps: int) -> list[dict[str, Any]]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """By what a sequence begins with: a fixed <s>, or any byte of the text. Python's library, byte by byte."""
+    """Results by first token: a fixed <s>, or any byte of the text. The corpus is Python's library, in bytes."""
     even = np.concatenate([1 / np.arange(2, CONTEXT + 1)])
     return {
         "even rows": {"score": float((even > 0.3).mean()), "head": float(even.mean())},

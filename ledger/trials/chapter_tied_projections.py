@@ -1,4 +1,4 @@
-"""Projections of their own for queries, keys and values, or the same for several: a relation that has a direction."""
+"""Trial: separate or shared projections of queries, keys and values, on a task with a directed relation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIANTS = ("x itself", "one for all", "one for q and k", "one for q and k, twic
 
 
 class Layer(nn.Module):
-    """Tokens are pairs of a symbol and a colour. At each: which colour has the symbol that comes after its own?"""
+    """Tokens are pairs of a symbol and a colour. The target of a token is the colour of the next symbol's token."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 def tokens(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """All symbols in some order, each with any colour; and the colour of every token's next symbol."""
+    """All symbols in random order with random colours, and the target colour of every token."""
     symbols = torch.from_numpy(np.argsort(rng.random((size, SYMBOLS)), 1))
     colours = torch.from_numpy(rng.integers(SYMBOLS, size=(size, SYMBOLS)))
     where = symbols.argsort(1).gather(1, (symbols + 1) % SYMBOLS)
@@ -45,7 +45,7 @@ def tokens(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def trained(variant: str, seed: int, steps: int) -> float:
-    """Accuracy on unseen rows."""
+    """The accuracy on new rows."""
     torch.manual_seed(seed)
     rng, model = np.random.default_rng([seed]), Layer(variant)
     optimiser = torch.optim.Adam(model.parameters(), 3e-3)
@@ -61,5 +61,5 @@ def trained(variant: str, seed: int, steps: int) -> float:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Accuracy of each variant and seed."""
+    """The accuracy by variant and seed."""
     return {v: [trained(v, seed, 5 if quick else 1000) for seed in range(SEEDS)] for v in VARIANTS}

@@ -1,4 +1,4 @@
-"""Two look-ups at once: one head of 32 numbers against two of 16, which have as many parameters."""
+"""Trial: two look-ups at once, with one head of dimension 32 or two of dimension 16 (equally many parameters)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYMBOLS, LENGTH, WIDTH, BACK, SEEDS = 16, 12, 32, (1, 4), 3
 
 
 class Layer(nn.Module):
-    """One layer of attention; two answers a position, of the symbols 1 and 4 places before."""
+    """One attention layer with two predictions per position: the symbols 1 and 4 positions before."""
 
     def __init__(self, heads: int, feed_forward: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def trained(heads: int, feed_forward: bool, seed: int, steps: int) -> dict[str, 
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How often both symbols are right at once."""
+    """The share of positions at which both symbols are correct."""
     steps = 5 if quick else 800
     return {
         f"{heads} heads, {'with' if feed_forward else 'without'} feed-forward": [

@@ -1,4 +1,4 @@
-"""Each query needs four keys at once: eight heads, their grouped and shared variants, and one head of full width."""
+"""Trial: queries that need four keys at once, with eight heads, grouped or shared key heads, and one wide head."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batch(size: int, generator: torch.Generator) -> tuple[tuple[Tensor, Tensor, 
 
 
 def learn(heads: int, kv_heads: int, seed: int, steps: int) -> tuple[float, int]:
-    """Share of values right on 1,000 new queries, and how many weights the model has."""
+    """The accuracy on 1,000 new queries, and the number of parameters."""
     torch.manual_seed(seed)
     model = FourQuestions(heads, kv_heads)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)

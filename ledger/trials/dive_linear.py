@@ -1,4 +1,4 @@
-"""Softmax and linear attention look up one of more and more pairs with heads of 16 dimensions."""
+"""Trial: softmax and linear attention look up one of many pairs, with head dimension 16."""
 
 from __future__ import annotations
 

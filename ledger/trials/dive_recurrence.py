@@ -1,4 +1,4 @@
-"""Attention alone and a recurrent network of about as many weights: recall of a block, and running parity."""
+"""Trial: attention and a recurrent network of similar size on recall of a block and on running parity."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def attention(vocabulary: int) -> DecoderLM:
 
 
 def recall(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, slice]:
-    """A block of different symbols and the same again: each of the second but the first is known."""
+    """A repeated block of different symbols: all symbols of the second copy but the first are predictable."""
     block = torch.rand(size, SYMBOLS, generator=generator).argsort(1)[:, :BLOCK]
     ids = torch.cat([block, block], 1)
     return ids[:, :-1], ids[:, 1:], slice(BLOCK, None)
 
 
 def parity(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, slice]:
-    """At every bit, whether the number of ones so far is odd; judged from the ninth bit on."""
+    """For every bit, whether the number of ones so far is odd; evaluated from the ninth bit on."""
     bits = torch.randint(2, (size, BITS), generator=generator)
     return bits, bits.cumsum(1) % 2, slice(8, None)
 
@@ -55,7 +55,7 @@ def learn(model: nn.Module, task: str, seed: int, steps: int) -> float:
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1, (step + 1) / 50, 2 * (1 - step / steps))
         ids, answer, judged = draw(32, generator)
-        first = 0 if task == "parity" else judged.start  # all bits teach parity
+        first = 0 if task == "parity" else judged.start  # for parity all bits are trained on
         loss = nn.functional.cross_entropy(model(ids)[:, first:].flatten(0, 1), answer[:, first:].flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""Additive, dot, scaled dot and general scores look up a value by its key, at small and large head sizes."""
+"""Trial: additive, dot, scaled dot and general scores look up a value by its key, at several head dimensions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYMBOLS, SIZES, SEEDS = 64, (16, 128, 512), (0, 1, 2)
 
 
 class Lookup(nn.Module):
-    """One query among `keys` pairs of key and value: say the value whose key the query asks for.
+    """Given `keys` pairs of key and value, predict the value whose key equals the query.
 
     Which query symbol asks for which key symbol is learnt: both have tables and projections of their own, made so
     that queries and keys start with variance 1 in each dimension.
@@ -29,8 +29,8 @@ class Lookup(nn.Module):
         self.w_q = nn.Parameter(torch.randn(size, size) / size**0.5)
         self.w_k = nn.Parameter(torch.randn(size, size) / size**0.5)
         self.values = nn.Embedding(SYMBOLS, 64)
-        self.vector = nn.Parameter(torch.randn(size) / size**0.5)  # of the additive score
-        self.between = nn.Parameter(torch.randn(size, size) / size**0.5)  # of the general one
+        self.vector = nn.Parameter(torch.randn(size) / size**0.5)  # for the additive score
+        self.between = nn.Parameter(torch.randn(size, size) / size**0.5)  # for the general score
         self.out = nn.Linear(64, SYMBOLS)
         self.score, self.normalizer = score, normalizer
 
@@ -44,7 +44,7 @@ class Lookup(nn.Module):
 
 
 def batch(size: int, keys: int, generator: torch.Generator) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Query (size,), different keys (size, keys), values (size, keys); and the value asked for."""
+    """Queries (size,), distinct keys (size, keys), values (size, keys), and the target values (size,)."""
     chosen = torch.rand(size, SYMBOLS, generator=generator).argsort(1)[:, :keys]
     values = torch.randint(SYMBOLS, (size, keys), generator=generator)
     at = torch.randint(keys, (size,), generator=generator)
@@ -53,7 +53,7 @@ def batch(size: int, keys: int, generator: torch.Generator) -> tuple[tuple[Tenso
 
 
 def learn(model: Lookup, seed: int, *, keys: int, steps: int, lr: float = 3e-3) -> float:
-    """Train it; the share of 2,000 new questions that it answers."""
+    """Train a model; returns its accuracy on 2,000 new queries."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):

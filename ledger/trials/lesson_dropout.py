@@ -1,4 +1,4 @@
-"""A small text and a model that can learn it by heart, with and without dropout of weights and outputs of attention."""
+"""Trial: a small text that the model can memorise, with and without dropout of attention weights and outputs."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def one(rate: float, seed: int, steps: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """By rate of dropout and seed: losses (nats a byte, without dropout) on the text learnt and on the rest of it."""
+    """Losses (nats per byte, dropout disabled) on training and held-out text, by dropout rate and seed."""
     steps, seeds = (2, 1) if quick else (400, 3)
     return {str(rate): {str(seed): one(rate, seed, steps) for seed in range(seeds)} for rate in RATES}

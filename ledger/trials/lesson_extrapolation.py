@@ -1,4 +1,4 @@
-"""Language models of bytes, trained on 32 tokens and read on 128, with three kinds of positions."""
+"""Trial: byte language models with three position schemes, trained on 32 tokens and evaluated on 128."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """By kind of positions and seed: nats a byte of held-out text at places within the training length and beyond."""
+    """Held-out loss (nats per byte) within and beyond the training length, by position scheme and seed."""
     steps, seeds = (3, 1) if quick else (600, 3)
     return {kind: {str(seed): one(kind, seed, steps) for seed in range(seeds)} for kind in KINDS}

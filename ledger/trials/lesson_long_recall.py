@@ -1,4 +1,4 @@
-"""One marked symbol, noise, and a question: recall over 4 to 64 tokens, by attention and by recurrent networks."""
+"""Trial: recall of one marked symbol after 4 to 64 tokens of noise, by attention and by recurrent networks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUESTION, VOCABULARY = 2 * KINDS, 2 * KINDS + 1
 
 
 class Recurrent(nn.Module):
-    """One recurrent layer; its last state answers."""
+    """One recurrent layer; the prediction is made from its last state."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 class Attentive(nn.Module):
-    """One causal layer of attention; the last position answers."""
+    """One causal attention layer; the prediction is made at the last position."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attentive(nn.Module):
 
 
 def sequences(size: int, lag: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The marked symbol at one of the first places, then noise, then the question; and the symbol."""
+    """Sequences with a marked symbol near the start, noise, and a query token; and the symbol to recall."""
     ids = torch.randint(KINDS, 2 * KINDS, (size, EARLY + lag), generator=generator)
     asked = torch.randint(KINDS, (size,), generator=generator)
     ids[torch.arange(size), torch.randint(EARLY, (size,), generator=generator)] = asked
@@ -75,7 +75,7 @@ def one(kind: str, lag: int, seed: int, steps: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """By kind of model, lag and seed: accuracy on new sequences after the same steps. Chance is 1/8."""
+    """The accuracy on new sequences by model, lag and seed, after equally many steps. Chance is 1/8."""
     steps, seeds = (2, 1) if quick else (250, 3)
     return {
         kind: {str(lag): {str(s): one(kind, lag, s, steps) for s in range(seeds)} for lag in LAGS}

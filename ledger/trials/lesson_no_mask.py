@@ -1,5 +1,5 @@
-"""Training without the causal mask, and with one that hides the query's own key: on reversal, and on a Markov chain,
-where the next symbol stands nowhere but in the future."""
+"""Trial: training without the causal mask, and with a mask that excludes the query's own key, on reversal and on a
+Markov chain, whose next symbol can only be known from the future."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEXT = (2 * torch.randn(STATES, STATES, generator=torch.Generator().manual_seed(
 
 
 def chains(size: int, generator: torch.Generator) -> Tensor:
-    """Sequences of 13 states, each drawn from the one before it."""
+    """Sequences of 13 states of a Markov chain."""
     ids = [torch.randint(STATES, (size, 1), generator=generator)]
     for _ in range(2 * LENGTH):
         ids.append(torch.multinomial(NEXT[ids[-1][:, 0]], 1, generator=generator))
@@ -30,7 +30,7 @@ def chains(size: int, generator: torch.Generator) -> Tensor:
 
 
 def chain_loss(model: Model, ids: Tensor, mask: Tensor) -> Tensor:
-    """Cross-entropy of each next state, (size, 12), with all states before the last one fed in at once."""
+    """The cross-entropy of each next state, (size, 12), from one teacher-forced forward pass."""
     logits = model(ids[:, :-1], mask)[0]
     return nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
 
@@ -38,7 +38,7 @@ def chain_loss(model: Model, ids: Tensor, mask: Tensor) -> Tensor:
 def trained(
     mask: Tensor, model: Model, draw: Callable[..., Tensor], loss_of: Callable[..., Tensor], steps: int, seed: int
 ) -> float:
-    """Train, and give the mean loss of the last tenth."""
+    """Train a model; returns the mean loss over the last tenth of the steps."""
     generator = torch.Generator().manual_seed(1000 + seed)
     adam, losses = torch.optim.Adam(model.parameters(), lr=2e-3), []
     for _ in range(steps):

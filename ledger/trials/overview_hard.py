@@ -1,4 +1,4 @@
-"""Hard attention learns to look up a value: by plain backpropagation, a straight-through gradient, or REINFORCE."""
+"""Trial: hard attention learns to look up a value, by backpropagation, a straight-through gradient, or REINFORCE."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def taken(model: Lookup, values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def plain(model: Lookup, asked: Hidden, answer: Tensor) -> Tensor:
-    """The best key alone; no gradient reaches the scores."""
+    """Only the best key; the scores get no gradient."""
     _, values, chosen = parts(model, asked)
     return nn.functional.cross_entropy(taken(model, values, chosen), answer)
 
 
 def straight_through(model: Lookup, asked: Hidden, answer: Tensor) -> Tensor:
-    """The best key alone, with the gradient that softmax would have."""
+    """Only the best key, with the gradient of softmax (straight-through)."""
     return nn.functional.cross_entropy(model(*asked), answer)
 
 
 def reinforce(model: Lookup, asked: Hidden, answer: Tensor) -> Tensor:
-    """A key drawn by the softmax of scores; log-probabilities move by how good the answer was (Xu et al. 2015)."""
+    """A key sampled from the softmax of scores, trained by REINFORCE (Xu et al. 2015)."""
     scores, values, _ = parts(model, asked)
     draw = torch.distributions.Categorical(logits=scores)
     chosen = draw.sample()

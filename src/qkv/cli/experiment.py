@@ -50,10 +50,10 @@ def experiment(
         return
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}, expected at least 1")
-    for name in names:
-        if name != "all":
-            experiments.experiment(name)  # raises for an unknown name before the first experiment runs
-    for name in experiments.names() if "all" in names else dict.fromkeys(names):
+    chosen = dict.fromkeys(x for name in names for x in (experiments.names() if name == "all" else [name]))
+    for name in chosen:
+        experiments.experiment(name)  # raises for an unknown name before the first experiment runs
+    for name in chosen:
         again = experiments.redraw(name, out) if redraw else None
         _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
         write_whole(out / "README.md", experiments.table(out))
@@ -70,8 +70,12 @@ def _list() -> None:
 
     table = Table("experiment", "question", "claims", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in experiments.names():
-        found = experiments.experiment(name)
-        table.add_row(Text(name, no_wrap=True), Text(found.question), Text(", ".join(found.claims)))
+        try:
+            found = experiments.experiment(name)
+        except InputError as error:  # a broken entry point of an installed package
+            table.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
+        else:
+            table.add_row(Text(name, no_wrap=True), Text(found.question), Text(", ".join(found.claims)))
     console = Console(highlight=False)
     console.print(table)
     console.print("usage: qkv experiment NAME … [--quick] [--jobs N] [--out DIR]", markup=False)

@@ -121,7 +121,11 @@ def _list() -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     for name in names():
-        table.add_row(name, Text(_about(task_class(name)).partition("\n")[0]))
+        try:
+            about = _about(task_class(name)).partition("\n")[0]
+        except InputError as error:  # a broken entry point of an installed package
+            about = str(error)
+        table.add_row(name, Text(about))
     console = Console(highlight=False)
     console.print("usage: qkv train TASK [--config FILE] [--out DIR] [OPTIONS]\n", markup=False)
     console.print(table)

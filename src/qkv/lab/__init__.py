@@ -1,4 +1,7 @@
-"""The lab: small models, trained on tasks whose truth is known, that show why attention does what it does."""
+"""Small models that are trained on tasks with a known ground truth, to test claims about attention.
+
+`train` trains the model of a task; `qkv.lab.experiments` compares variants; `qkv.lab.check` checks exercises.
+"""
 
 from __future__ import annotations
 

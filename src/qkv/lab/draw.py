@@ -1,4 +1,4 @@
-"""What the lab's figures share: size, type, colours. Pyplot and its global state stay out."""
+"""Shared parts of the lab's figures: panels, colours, curves, heatmaps. They do not use pyplot's global state."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
 ]
 
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
-"""For lines and points, in this order; told apart by colour-blind people and in grey by their markers."""
+"""Colours of lines and points, in this order. `MARKERS` tells them apart in grey and for colour-blind readers."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 WEIGHTS = LinearSegmentedColormap.from_list("qkv-weights", RAMP)
-"""From little weight (pale) to much (dark)."""
+"""The colour map of attention weights: pale for small, dark for large."""
 
 
 def panels(
     title: str, note: str = "", *, columns: int = 1, rows: int = 1, width: float = 7.0, height: float = 3.4
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `rows` × `columns` panels, each `height` inches high, all together `width` wide.
+    """A figure of `rows` × `columns` panels; `height` in inches is that of a panel, `width` that of the figure.
 
-    The title is the claim, in a sentence; the note, smaller, says what was done: model, data, seeds.
+    The title states the finding in a sentence. The note, in smaller type, describes model, data and seeds.
     """
     with mpl.rc_context({"font.size": 9, "axes.titlesize": 9}):
         lines = textwrap.wrap(title, int(width * 11.2)), textwrap.wrap(note, int(width * 16.5))
@@ -60,7 +60,7 @@ def panels(
 
 
 def plain(axes: Axes) -> None:
-    """Two axis lines, a faint horizontal grid."""
+    """Style axes with two spines and a faint horizontal grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=MUTED, labelsize=8)
@@ -71,7 +71,7 @@ def plain(axes: Axes) -> None:
 
 
 def by_seed(axes: Axes, values: Mapping[str, Sequence[float]], *, colour: str = COLOURS[0]) -> None:
-    """One place on the x axis for each name: a dot for every seed, a line at their mean."""
+    """Plot values by name along the x axis: a dot for every seed, and a line at their mean."""
     for at, found in enumerate(values.values()):
         spread = np.linspace(-0.12, 0.12, len(found)) if len(found) > 1 else [0.0]
         axes.scatter(at + np.asarray(spread), found, s=22, color=colour, alpha=0.75, linewidths=0, zorder=3)
@@ -81,7 +81,7 @@ def by_seed(axes: Axes, values: Mapping[str, Sequence[float]], *, colour: str = 
 
 
 def curves(axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False) -> None:
-    """Lines over x, one for each name: values (x,), or (seeds, x) as their mean with a band from least to most."""
+    """Plot one line per name over x. Values (seeds, x) become their mean, with a band over the range of seeds."""
     for at, (name, values) in enumerate(by_name.items()):
         y = np.atleast_2d(np.asarray(values, float))
         colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)] if markers else None
@@ -96,11 +96,11 @@ def heatmap(
     *,
     rows: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
-    most: float | None = None,
+    vmax: float | None = None,
 ) -> Any:
-    """Attention weights, queries downwards and keys to the right, pale to dark; returns the image, for a colour bar."""
+    """Plot attention weights with queries as rows and keys as columns; returns the image, for a colour bar."""
     w = np.asarray(weights, float)
-    image = axes.imshow(w, cmap=WEIGHTS, vmin=0, vmax=w.max() if most is None else most, aspect="equal")
+    image = axes.imshow(w, cmap=WEIGHTS, vmin=0, vmax=w.max() if vmax is None else vmax, aspect="equal")
     axes.grid(visible=False)
     if rows is not None:
         axes.set_yticks(range(len(rows)), list(rows))

@@ -1,11 +1,11 @@
-"""English sentences with their French and the words that translate one another, from a grammar.
+"""A grammar of English–French sentence pairs with their word alignments.
 
-Phrases are composed by rule: agreement, order, elision, contraction, negation. `qkv.lab.sentences` draws them.
+Phrases are composed by rules: agreement, word order, elision, contraction, negation. `qkv.lab.sentences` draws them.
 
-What translates what: a determiner, noun, adjective, adverb, preposition or conjunction the same in the other language;
-a pronoun its pronoun, wherever it stands; "ne" and "pas" both "not"; both words of "était assis" the one "sat"; "du"
-(de + le) both "of" and "the". "do", "does" and "did" are translated by nothing, and so are the articles French has and
-English has not ("i love music", "j' aime la musique"): those French words, and no others, are aligned to nothing.
+Alignment: determiners, nouns, adjectives, adverbs, prepositions, conjunctions and pronouns are aligned to their
+translations; "ne" and "pas" both to "not"; both words of "était assis" to "sat"; "du" (de + le) to "of" and "the".
+"do", "does" and "did" have no translation. The articles that only French has ("i love music", "j' aime la musique")
+are the only French words without an alignment.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ VERBS = (
     *lexicon.POSTURES,
 )  # fmt: skip
 SHORTEST = 4
-"""The least of `max_words`."""
+"""The smallest possible value of `max_words`."""
 
 
 class Pair(NamedTuple):
-    """A sentence, its translation, and of each word of the translation the places of the words it translates."""
+    """A sentence, its translation, and for each translated word the positions of its source words."""
 
     source: tuple[str, ...]
     target: tuple[str, ...]
@@ -68,7 +68,7 @@ class Pair(NamedTuple):
 
 
 class Word:
-    """A word of the source: this one, not any that is spelt so."""
+    """One occurrence of a source word; two occurrences of the same word are different objects."""
 
     __slots__ = ("text",)
 
@@ -77,23 +77,23 @@ class Word:
 
 
 Linked = tuple[str, tuple[Word, ...]]
-"""A word of the target, and the words of the source it translates."""
+"""A target word, and the source words that it translates."""
 
 
 class Phrase(NamedTuple):
-    """Words of both languages in their orders; of a noun phrase also what agrees with it."""
+    """The words of a phrase in both languages, with the person and gender for agreement."""
 
     source: tuple[Word, ...]
     target: tuple[Linked, ...]
     person: int = 1
-    """0 … 4, as the forms of a verb: i, one, we, you, many."""
+    """0 … 4, the index of the verb form: i, he, we, you, they."""
     gender: Gender = "m"
     clitic: bool = False
-    """Whether it is an object that stands before the verb."""
+    """True for object pronouns, which precede the verb in French."""
 
     @property
     def plural(self) -> bool:
-        """Whether what agrees is plural ("you" is vous, of one or many: nothing may agree with it)."""
+        """True if words that agree with it are plural. ("you" is vous, for one or many; nothing may agree with it.)"""
         return self.person in (2, 4)
 
 
@@ -101,7 +101,7 @@ class Phrase(NamedTuple):
 
 
 def finished(phrase: Phrase) -> Pair:
-    """The words as they are written: elided ("l' homme"), contracted ("du chat"), "a" or "an".
+    """The pair with its final spelling: elision ("l' homme"), contraction ("du chat"), "a" or "an".
 
     >>> cat, black = noun("cat"), adjective("black")
     >>> finished(noun_phrase("the", cat, adjectives=[black])).target
@@ -130,7 +130,7 @@ def finished(phrase: Phrase) -> Pair:
 
 
 def begins_with_vowel(french: str) -> bool:
-    """Whether words before it are elided: a vowel or a mute h.
+    """True if words before it are elided: it begins with a vowel or a mute h.
 
     >>> begins_with_vowel("homme"), begins_with_vowel("hibou")
     (True, False)
@@ -139,17 +139,17 @@ def begins_with_vowel(french: str) -> bool:
 
 
 def noun(english: str) -> Noun:
-    """The noun with this English singular."""
+    """The noun with an English singular; `InputError` if there is none."""
     return _by_english(lexicon.NOUNS, english)
 
 
 def adjective(english: str) -> Adjective:
-    """The adjective with this English."""
+    """The adjective with an English form; `InputError` if there is none."""
     return _by_english(lexicon.ADJECTIVES, english)
 
 
 def verb(english: str) -> Verb:
-    """The verb with this English base."""
+    """The verb with an English base form; `InputError` if there is none."""
     return _by_english(VERBS, english)
 
 
@@ -159,34 +159,43 @@ def noun_phrase(
     """A noun with its determiner and adjectives.
 
     Args:
-        determiner: its English: "the", "a" (of many and of mass nouns: "some"), "this", "my", …, "two"; "" for all of
-            a kind, which has an article in French alone.
-        noun: of `lexicon.NOUNS`.
-        plural: whether there are many.
-        adjectives: at most one before and one after the noun.
-        negated: whether it is the object of a negated verb, where "a" is "de" in French, and "some" is "any".
+        determiner: the English determiner: "the", "a" ("some" with plural and mass nouns), "this", "my", …, "two"; ""
+            for a generic noun phrase, which has an article in French only.
+        noun: a noun of the lexicon.
+        plural: True for the plural.
+        adjectives: at most one that precedes and one that follows the noun in French.
+        negated: True for the object of a negated verb, where "a" becomes "de" in French, and "some" becomes "any".
 
     >>> finished(noun_phrase("a", noun("friend"), adjectives=[adjective("old")]))[:2]
     (('an', 'old', 'friend'), ('un', 'vieil', 'ami'))
     """
     head = Word(noun.english_plural if plural else noun.english)
-    said = [(Word(a.english), a) for a in sorted(adjectives, key=lambda a: a.rank)]
-    before, after = ([(w, a) for w, a in said if a.before is side] for side in (True, False))
+    words = [(Word(a.english), a) for a in sorted(adjectives, key=lambda a: a.rank)]
+    before, after = ([(w, a) for w, a in words if a.before is side] for side in (True, False))
     french = noun.french_plural if plural else noun.french
     target: list[Linked] = []
     for w, a in before:
         special = noun.gender == "m" and not plural and begins_with_vowel(french)
         target.append((a.m_vowel if special else a.agree(noun.gender, plural), (w,)))
     target += [(french, (head,)), *((a.agree(noun.gender, plural), (w,)) for w, a in after)]
-    article, forms = _determined(determiner, noun, plural, negated, bool(before), begins_with_vowel(target[0][0]))
-    source = (*article, *(w for w, _ in said), head)
+    article, forms = _determiner(determiner, noun, plural, negated, bool(before), begins_with_vowel(target[0][0]))
+    source = (*article, *(w for w, _ in words), head)
     return Phrase(source, (*((f, article) for f in forms), *target), 4 if plural else 1, noun.gender)
 
 
-def _determined(
+def _determiner(
     determiner: str, noun: Noun, plural: bool, negated: bool, preceded: bool, vowel: bool
 ) -> tuple[tuple[Word, ...], tuple[str, ...]]:
-    """The determiner's English word and its French ones; `vowel`: whether one follows."""
+    """The English determiner and its French words.
+
+    Args:
+        determiner: as for `noun_phrase`.
+        noun: its noun.
+        plural: True for the plural.
+        negated: True for the object of a negated verb.
+        preceded: True if an adjective precedes the noun in French.
+        vowel: True if the next French word begins with a vowel.
+    """
     many = plural or noun.mass
     if determiner == "":
         return (), ("les" if plural else "le" if noun.gender == "m" else "la",)
@@ -220,19 +229,19 @@ def pronoun_object(english: str) -> Phrase:
 
 
 def joined(*phrases: Phrase) -> Phrase:
-    """One after the other; what agrees does so with the first."""
+    """Concatenate phrases; agreement follows the first."""
     source = tuple(word for p in phrases for word in p.source)
     return phrases[0]._replace(source=source, target=tuple(x for p in phrases for x in p.target))
 
 
 def both(first: Phrase, second: Phrase) -> Phrase:
-    """Two noun phrases with "and": many, masculine unless both are feminine."""
+    """Two noun phrases joined by "and": plural, and masculine unless both are feminine."""
     gender: Gender = "f" if first.gender == second.gender == "f" else "m"
     return joined(first, conjunction("and"), second)._replace(person=4, gender=gender)
 
 
 def prepositional(english: str, object: Phrase) -> Phrase:
-    """A preposition and what it governs."""
+    """A preposition with its object."""
     return joined(_translated(english, lexicon.PREPOSITIONS[english]), object)
 
 
@@ -247,7 +256,7 @@ def late_adverb(english: str) -> Phrase:
 
 
 def predicate(adjective: Adjective, subject: Phrase, *, very: bool = False) -> Phrase:
-    """What someone is: an adjective that agrees with the subject."""
+    """A predicative adjective that agrees with the subject."""
     word = Word(adjective.english)
     said = Phrase((word,), ((adjective.agree(subject.gender, subject.plural), (word,)),))
     return joined(_translated("very", ("très",)), said) if very else said
@@ -256,15 +265,15 @@ def predicate(adjective: Adjective, subject: Phrase, *, very: bool = False) -> P
 def clause(
     subject: Phrase, verb: Verb | None, *rest: Phrase, negation: str = "", adverb: str = "", past: bool = False
 ) -> Phrase:
-    """A subject, what it does, and the rest: object, place, …
+    """A clause: subject, verb, and the rest (objects, places, …).
 
     Args:
-        subject: a noun phrase, or a pronoun.
-        verb: to be, if None.
-        rest: what follows, in order; a pronoun as object comes first and stands before the verb in French.
+        subject: a noun phrase or a pronoun.
+        verb: the verb; None for "to be".
+        rest: the phrases after the verb, in order. An object pronoun comes first; it precedes the verb in French.
         negation: "not" or "never".
-        adverb: "often", …, instead of a negation.
-        past: of "to be" and postures alone.
+        adverb: "often", …; not together with a negation.
+        past: past tense; only for "to be" and posture verbs.
 
     >>> he, bread = subject("he"), noun_phrase("a", noun("bread"), negated=True)
     >>> finished(clause(he, verb("eat"), bread, negation="not"))[:2]
@@ -274,7 +283,7 @@ def clause(
     middle = tuple(Word(x) for x in (negation or adverb,) if x)
     posture = verb is None or verb.participle is not None
     if past and not posture:
-        raise InputError(f"past is True with {verb and verb.english!r}, expected a posture or None (to be)")
+        raise InputError(f"past is True with {verb and verb.english!r}, expected a posture verb or None (to be)")
     if verb is None:
         finite = Word((lexicon.BE_PAST if past else lexicon.BE)[person])
         english = (finite, *middle)
@@ -300,20 +309,20 @@ def clause(
 
 
 def relative_subject(antecedent: Phrase, human: bool) -> Phrase:
-    """The subject of a relative clause: "who" or "that", which agrees as the noun before it does."""
+    """The subject of a relative clause, "who" or "that", which agrees with its antecedent."""
     return _translated("who" if human else "that", ("qui",))._replace(
         person=antecedent.person, gender=antecedent.gender
     )
 
 
 def that() -> Phrase:
-    """ "that" before an object's relative clause, or before what is said."""
+    """The word "that" before a relative clause about an object, or before reported speech."""
     return _translated("that", ("que",))
 
 
 @cache
 def vocabularies() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """All words of the source, and all of the target, in alphabetical order."""
+    """All English words and all French words, in alphabetical order."""
     english = {"an", "any", "do", "does", "did", "not", "never", "very", "who", "that"}
     french = {"ne", "pas", "jamais", "très", "qui", "que", "de", *ELIDED.values(), *CONTRACTED.values()}
     for n in lexicon.NOUNS:
@@ -350,5 +359,5 @@ def _translated(english: str, french: Iterable[str]) -> Phrase:
 def _by_english(entries: Iterable[T], english: str) -> T:
     found = next((x for x in entries if x.english == english), None)  # type: ignore[attr-defined]
     if found is None:
-        raise InputError(f"{english!r} is no word of that class in the lexicon")
+        raise InputError(f"english is {english!r}, expected a word of that class in the lexicon")
     return found

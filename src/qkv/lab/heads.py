@@ -1,4 +1,4 @@
-"""What the tasks on random tokens share: sequences that are kept for tests, greedy continuations, where heads look."""
+"""Shared parts of the tasks on random symbols: held-out sequences, greedy generation, attention scores of heads."""
 
 from __future__ import annotations
 
@@ -46,26 +46,28 @@ def __dir__() -> list[str]:
 
 
 PAD, SEPARATOR, FIRST_SYMBOL = 0, 1, 2
-"""Tokens with a meaning of their own, and the first that has none."""
+"""The special tokens, and the number of the first symbol."""
 Pairs = tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]
-"""Queries, and for each of them a key."""
+"""Queries, and one key for each of them."""
 HELD_OUT = 10
-"""One of so many sequences is held out."""
+"""One in this many sequences is held out."""
 ENOUGH = 1000
-"""So many sequences must there be that some are held out: the chance of none is 0.9¹⁰⁰⁰."""
+"""The smallest number of different sequences of a task; the chance that none is held out is then 0.9¹⁰⁰⁰."""
 
 
 def held_out(sequences: Int[np.ndarray, "n length"]) -> Bool[np.ndarray, " n"]:
-    """Which sequences no model is trained on: a tenth of them, by a hash of their tokens."""
+    """True for the sequences that are held out: a tenth of them, by a hash of their tokens."""
     state = np.zeros(len(sequences), np.uint64)
     for tokens in sequences.T.astype(np.uint64):
-        state = (state ^ (tokens + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / golden ratio: mixes upwards
-        state ^= state >> np.uint64(32)  # and back down
+        state = (state ^ (tokens + np.uint64(1))) * np.uint64(
+            0x9E3779B97F4A7C15
+        )  # 2⁶⁴ / golden ratio: spreads low bits upwards
+        state ^= state >> np.uint64(32)  # and high bits back down
     return np.asarray(state % np.uint64(HELD_OUT) == 0)
 
 
 def drawn(draw: Callable[[int], Int[np.ndarray, "n length"]], size: int, *, unseen: bool) -> Int[Tensor, "size length"]:
-    """Sequences that `draw(n)` draws, n at a time: only those that are held out, or only the others."""
+    """Sequences from `draw(n)`, filtered: only held-out ones if `unseen`, else only training ones."""
     found: list[np.ndarray] = []
     while sum(map(len, found)) < size:
         rows = draw(size)
@@ -76,7 +78,7 @@ def drawn(draw: Callable[[int], Int[np.ndarray, "n length"]], size: int, *, unse
 def symbols(
     generator: np.random.Generator, size: int, length: int, kinds: int, *, unseen: bool
 ) -> Int[Tensor, "size length"]:
-    """Sequences of independent symbols, each one of `kinds`.
+    """Random sequences of independent symbols out of `kinds` different ones.
 
     >>> symbols(np.random.default_rng(0), 2, 4, 14, unseen=False).shape
     torch.Size([2, 4])
@@ -85,43 +87,43 @@ def symbols(
 
 
 def check_enough(sequences: int, settings: str) -> None:
-    """Raise `InputError` unless there are enough different sequences, with these settings, to hold some out."""
+    """Raise `InputError` if the settings make too few different sequences to hold some out."""
     if sequences < ENOUGH:
-        raise InputError(f"{settings}, which makes {sequences} different sequences, expected at least {ENOUGH:,}")
+        raise InputError(f"{settings}: this makes {sequences} different sequences, expected at least {ENOUGH:,}")
 
 
 def loss_after(model: DecoderLM, ids: Int[Tensor, "b n"], start: int) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats of the tokens from position `start` on, each after those before it."""
+    """The mean cross-entropy in nats of the tokens from position `start` on, given the true tokens before them."""
     targets = ids[:, 1:].clone()
     targets[:, : start - 1] = -100
     return model.loss(ids[:, :-1], targets)
 
 
 def continued(model: DecoderLM, prompt: Int[Tensor, "b n"], new: int) -> Int[Tensor, "b new"]:
-    """The tokens a model adds to each prompt, the likeliest at every step, each made of its own earlier ones."""
+    """Greedy generation: the `new` tokens with which the model continues each prompt."""
     prompt = prompt.to(next(model.parameters()).device)
     rows = generate(model, model.start(len(prompt)), prompt, max_new_tokens=new, sampling=Sampler(temperature=0))
     return torch.tensor(rows)
 
 
 def maps(model: nn.Module, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "b layer head n n"]:
-    """The exact attention weights of every head, queries in the last but one dimension, by the profiler."""
+    """The exact attention weights of every head, (text, layer, head, query, key), from the profiler."""
     ids = ids.to(next(model.parameters()).device)
     found = qkv.profile(model, ids, map_tokens=ids.shape[1], probe=False, progress=False)
     return np.asarray(found.data["weights"].values)
 
 
 def share_of_strongest(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
-    """How often the key with the most weight is the right one, for each head: 0 to 1 of (sequence, query) pairs.
+    """The share of (sequence, query) pairs whose strongest key is the given one, for each head.
 
-    The first key counts where several have the most weight.
+    Of equally strong keys the first counts.
     """
     queries, keys = pairs
     return np.asarray((weights[..., queries, :].argmax(-1) == keys).mean((0, -1)))
 
 
 def mean_weight(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
-    """The weight of the queries on their keys, for each head, averaged over pairs and sequences."""
+    """The mean weight of the queries on the given keys, over pairs and sequences, for each head."""
     queries, keys = pairs
     return np.asarray(weights[..., queries, keys].mean((0, -1)))
 
@@ -129,7 +131,7 @@ def mean_weight(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) ->
 def best(
     scores: Float[np.ndarray, "layer head"], weights: Float[np.ndarray, "layer head"] | None = None
 ) -> tuple[int, int]:
-    """Layer and head of the highest score; of equals, the one with more weight, or else the first.
+    """The layer and head with the highest score; ties go to the larger weight, then to the first head.
 
     >>> best(np.array([[0.1, 0.9], [0.9, 0.3]]), np.array([[0.1, 0.5], [0.6, 0.3]]))
     (1, 0)
@@ -140,7 +142,7 @@ def best(
 
 
 def without_heads(model: DecoderLM, cut: Iterable[tuple[int, int]]) -> DecoderLM:
-    """A copy of a model in which some heads (layer, head) add nothing: their columns of the output projection are 0."""
+    """A copy of the model with some heads (layer, head) ablated: their columns of the output projection are zero."""
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for layer, head in cut:
@@ -151,7 +153,7 @@ def without_heads(model: DecoderLM, cut: Iterable[tuple[int, int]]) -> DecoderLM
 
 
 def head_names(scores: Float[np.ndarray, "layer head"]) -> list[str]:
-    """Names of all heads, layer by layer, as figures show them; both count from 0.
+    """The names of all heads for figures, layer by layer; both numbers count from 0.
 
     >>> head_names(np.zeros((2, 2)))
     ['L0H0', 'L0H1', 'L1H0', 'L1H1']
@@ -161,7 +163,7 @@ def head_names(scores: Float[np.ndarray, "layer head"]) -> list[str]:
 
 
 def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> None:
-    """Scores from 0 to 1 of all heads, each layer in its colour, and a line at the score that is asked for."""
+    """Plot a score from 0 to 1 for every head, coloured by layer, with a line at the threshold `bar`."""
     from qkv.lab.draw import COLOURS
 
     layers, each = scores.shape
@@ -173,15 +175,15 @@ def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> Non
 
 
 def show_map(axes: Axes, weights: Float[np.ndarray, "n n"], ids: Int[Tensor, " n"], pairs: Pairs) -> None:
-    """One head's attention in one sequence, tokens as labels, with squares where queries should look."""
+    """Plot one head's attention map of one sequence; squares mark the key that each query should attend to."""
     from qkv.lab.draw import COLOURS, heatmap
 
     names = ["SEP" if token == SEPARATOR else str(token) for token in ids.tolist()]
-    image = heatmap(axes, weights, rows=names, columns=names, most=1)
+    image = heatmap(axes, weights, rows=names, columns=names, vmax=1)
     side = min(90.0, 1.6e4 / len(names) ** 2)
     queries, keys = pairs
     axes.scatter(keys, queries, s=side, marker="s", facecolors="none", edgecolors=COLOURS[1], linewidths=1.4)
-    axes.set_xlabel("key: token looked at")
+    axes.set_xlabel("key: token attended to")
     axes.set_ylabel("query: token before the predicted one")
     axes.tick_params(labelsize=7)
     axes.tick_params(axis="x", labelrotation=90)

@@ -1,4 +1,4 @@
-"""The figure of a run: loss over steps."""
+"""The figure of a training run: the loss over steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qkv.lab.draw import COLOURS, panels
 
 
 def loss_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    """Training loss, and held-out loss where the task evaluates one."""
+    """Plot the training loss, and the held-out loss if the task evaluates it."""
     lines = [(m["step"], m["loss"]) for m in metrics if m.get("loss") is not None]
     held = [(m["step"], m["evaluation"]["loss"]) for m in metrics if m.get("evaluation", {}).get("loss") is not None]
     first, last = (lines[0][1], lines[-1][1]) if lines else (float("nan"), float("nan"))
@@ -23,7 +23,7 @@ def loss_figure(name: str, metrics: Sequence[Mapping[str, Any]]) -> Figure:
             *zip(*held, strict=True), color=COLOURS[1], marker="o", markersize=3.5, linewidth=1.4, label="held out"
         )
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a prediction)")
+    axes.set_ylabel("loss (nats per prediction)")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     return figure

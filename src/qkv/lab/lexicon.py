@@ -1,4 +1,4 @@
-"""The words of the English–French grammar, written by hand: every form that can occur, and what may stand with what."""
+"""The hand-written lexicon of the English–French grammar: all word forms, and which words may be combined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Gender = Literal["m", "f"]
 
 
 class Noun(NamedTuple):
-    """A noun in both languages. Those without an English plural are mass nouns."""
+    """A noun in both languages. A noun without an English plural is a mass noun."""
 
     english: str
     english_plural: str
@@ -16,16 +16,16 @@ class Noun(NamedTuple):
     french_plural: str
     gender: Gender
     kinds: frozenset[str]
-    """What it is: person, animal, food, thing, …"""
+    """Its semantic classes: person, animal, food, thing, …"""
 
     @property
     def mass(self) -> bool:
-        """Whether it is not counted."""
+        """True for mass nouns, such as "water"."""
         return not self.english_plural
 
 
 class Adjective(NamedTuple):
-    """An adjective: four French forms, and a fifth before a masculine singular that begins with a vowel."""
+    """An adjective with its four French forms, and a fifth before a masculine singular that begins with a vowel."""
 
     english: str
     m: str
@@ -34,20 +34,20 @@ class Adjective(NamedTuple):
     f_plural: str
     m_vowel: str
     before: bool
-    """Whether it stands before its noun in French."""
+    """True if it precedes its noun in French."""
     rank: int
-    """Its place among English adjectives: 0 opinion, 1 size, 2 age, 3 colour, 4 origin."""
+    """Its rank in the order of English adjectives: 0 opinion, 1 size, 2 age, 3 colour, 4 origin."""
     kinds: frozenset[str]
 
     def agree(self, gender: Gender, plural: bool) -> str:
-        """The form that goes with a gender and number."""
+        """The form for a gender and number."""
         return (self.m_plural if gender == "m" else self.f_plural) if plural else self.m if gender == "m" else self.f
 
 
 class Verb(NamedTuple):
-    """A verb in the present: French forms for je, il, nous, vous, ils.
+    """A verb in the present tense, with the French forms for je, il, nous, vous, ils.
 
-    A posture ("sit", être assis) has être for its finite verb and a participle that agrees, and a past as well.
+    Posture verbs ("sit", être assis) use être as the finite verb and a participle that agrees; they also have a past.
     """
 
     english: str
@@ -56,13 +56,13 @@ class Verb(NamedTuple):
     subjects: frozenset[str]
     objects: frozenset[str] = frozenset()
     preposition: str = ""
-    """English, between verb and object."""
+    """The English preposition between verb and object, if any."""
     english_past: str = ""
     participle: Adjective | None = None
 
 
 class Determiner(NamedTuple):
-    """A determiner: no English singular or no plural where it has none."""
+    """A determiner with its French forms; the English singular or plural is empty if there is none."""
 
     english: str
     english_plural: str
@@ -143,7 +143,7 @@ NOUNS = tuple(
     """)
 )
 ASPIRATED = frozenset({"héros", "hibou", "hiboux", "haricot", "haricots"})
-"""Words before which nothing is elided, although they begin with h."""
+"""Words with an aspirated h, before which there is no elision."""
 
 ADJECTIVES = tuple(
     _adjective(row)
@@ -262,10 +262,10 @@ POSTURES = tuple(
 
 SUBJECTS = (("i", "je", 0, "m"), ("he", "il", 1, "m"), ("she", "elle", 1, "f"), ("we", "nous", 2, "m"),
             ("you", "vous", 3, "m"), ("they", "ils", 4, "m"))  # fmt: skip
-"""Pronouns: English, French, person (0 … 4 as the forms of a verb), gender."""
+"""Subject pronouns: English, French, person (0 … 4, the index of the verb form), gender."""
 OBJECTS = (("me", "me", 0), ("him", "le", 1), ("her", "la", 1), ("us", "nous", 2), ("you", "vous", 3),
            ("them", "les", 4))  # fmt: skip
-"""Pronouns that stand before the verb in French: English, French, person."""
+"""Object pronouns, which precede the verb in French: English, French, person."""
 PREPOSITIONS = {
     "on": ("sur",), "under": ("sous",), "in": ("dans",), "with": ("avec",), "behind": ("derrière",),
     "near": ("près", "de"), "of": ("de",), "to": ("à",),
@@ -274,6 +274,6 @@ CONJUNCTIONS = {
     "and": ("et",), "but": ("mais",), "because": ("parce", "que"), "when": ("quand",), "while": ("pendant", "que"),
 }  # fmt: skip
 ADVERBS = {"often": "souvent", "always": "toujours", "sometimes": "parfois"}
-"""Before an English verb, behind a French one."""
+"""Adverbs that precede the verb in English and follow it in French."""
 LATE_ADVERBS = {"today": "aujourd'hui", "here": "ici"}
-"""At the end of a clause."""
+"""Adverbs at the end of a clause."""

@@ -1,4 +1,4 @@
-"""The metrics of a run: one line of JSON for each, appended as they come."""
+"""Appends the metrics of a run to a file with one JSON object per line, and optionally to TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.errors import InputError
 
 
 class Log:
-    """Lines of a file, each an object with a ``step``; with a folder for TensorBoard, its scalars go there, too.
+    """A file of metrics: each line is a JSON object with a ``step``. Scalars can also go to TensorBoard.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -26,33 +26,33 @@ class Log:
 
     def __init__(self, path: Path, *, resume_at: int = 0, tensorboard: Path | None = None) -> None:
         self.path = path
-        _keep(path, resume_at)
+        _drop_after(path, resume_at)
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise InputError(f"cannot write {path} ({error.strerror})") from error
-        self._board = None if tensorboard is None else _board(tensorboard, resume_at)
+            raise InputError(f"path: cannot write {path} ({error.strerror})") from error
+        self._board = None if tensorboard is None else _tensorboard_writer(tensorboard, resume_at)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One more line, on the disk when this returns to a crash of this program."""
+        """Append one line and flush it, so that it survives a crash of this process."""
         try:
             self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise InputError(f"cannot write {self.path} ({error.strerror})") from error
+            raise InputError(f"path: cannot write {self.path} ({error.strerror})") from error
         if self._board is not None:
             for name, value in scalars(line):
                 self._board.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file and the TensorBoard writer."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines; one that was cut short by a crash ends them."""
+    """All lines up to the first that is not valid JSON, which a crash may have cut short."""
     found: list[dict[str, Any]] = []
     if not path.exists():
         return found
@@ -65,7 +65,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def scalars(entries: Mapping[str, Any], where: str = "") -> list[tuple[str, float]]:
-    """Numbers by dotted name, those of nested mappings too; lists are left out."""
+    """The numbers in nested mappings, by name with slashes; lists are left out."""
     out: list[tuple[str, float]] = []
     for name, value in entries.items():
         if isinstance(value, Mapping):
@@ -76,7 +76,7 @@ def scalars(entries: Mapping[str, Any], where: str = "") -> list[tuple[str, floa
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which knows no NaN and no infinity: None."""
+    """The value with NaN and infinity replaced by None, because JSON cannot express them."""
     if isinstance(value, Mapping):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -84,17 +84,17 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep(path: Path, step: int) -> None:
-    """Drop what was written after `step`, by a run that went on from there once before."""
+def _drop_after(path: Path, step: int) -> None:
+    """Delete the lines after `step`, because the run resumes there and writes them again."""
     lines = [line for line in read(path) if line["step"] <= step] if step else []
     if not path.exists():
         return
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _board(folder: Path, step: int) -> Any:
+def _tensorboard_writer(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise InputError("--tensorboard needs tensorboard: pip install 'qkv[train]'") from error
+        raise InputError("tensorboard is not installed: pip install 'qkv[train]'") from error
     return SummaryWriter(str(folder), purge_step=step or None)

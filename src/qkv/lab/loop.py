@@ -1,4 +1,4 @@
-"""The training loop: one for every task, on one process or many."""
+"""The training loop of all tasks, on one process or several, with exact resumption."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figu
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a run."""
+    """The model, the folder and the metrics of a finished run."""
 
     model: nn.Module
     """In evaluation mode."""
     folder: Path
     metrics: list[dict[str, Any]]
-    """Lines of metrics.jsonl."""
+    """The lines of metrics.jsonl."""
 
     @property
     def evaluation(self) -> dict[str, Any]:
@@ -50,15 +50,15 @@ class Trained:
 
     @property
     def check(self) -> dict[str, Any]:
-        """Attention against the truth, at the end."""
+        """The attention check at the end."""
         return dict(self.metrics[-1]["check"])
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was asked to stop; its message says how to go on."""
+    """A run was interrupted; the message says how to resume it."""
 
 
-class Diverged(InputError):  # noqa: N818  # as StopIteration: what happened
+class Diverged(InputError):  # noqa: N818  # a name without "Error", as StopIteration
     """The loss, or its gradient, became NaN or infinite."""
 
 
@@ -71,28 +71,28 @@ def train(
     tensorboard: bool = False,
     figures: bool = True,
 ) -> Trained:
-    """Train the model of a task, or go on where a run in the same folder stopped.
+    """Train the model of a task, or resume a run in the same folder.
 
-    A run that was interrupted, even killed, ends with the very weights of one that was not. Under ``torchrun`` or
-    ``accelerate launch`` each process takes its share of every batch, and weights agree with those of one process to
-    rounding.
+    A run that was interrupted or killed ends with exactly the same weights as an uninterrupted one. Under ``torchrun``
+    or ``accelerate launch`` each process takes its share of every batch; the weights then agree with those of one
+    process to rounding.
 
     Args:
-        task: what to learn: see `qkv.lab.tasks`.
-        training: how.
-        folder: gets run.toml (all settings), metrics.jsonl, checkpoints, and at the end model/ (`qkv.models.load`
-            reads it), figures/ and result.json.
-        progress: show a bar on standard error if it is a terminal.
-        tensorboard: write scalars to ``tensorboard/`` in the folder, too.
-        figures: draw them at the end.
+        task: the task, see `qkv.lab.tasks`.
+        training: the training settings.
+        folder: the run's folder. It gets run.toml (all settings), metrics.jsonl and checkpoints, and at the end model/
+            (for `qkv.models.load`), figures/ and result.json.
+        progress: show a progress bar if standard error is a terminal.
+        tensorboard: also write scalars to ``tensorboard/`` in the folder.
+        figures: draw the task's figures at the end.
 
     Returns:
-        `Trained`; of a run that had finished before, what it came to.
+        The trained model and its metrics. A finished run is loaded, not trained again.
 
     Raises:
-        InputError: if the folder cannot be written to or holds a run with other settings; for a damaged checkpoint.
-        Diverged: when the loss or its gradient is no longer a number; checkpoints before that stay.
-        Interrupted: after the checkpoint that an interrupt (SIGINT, SIGTERM) asked for.
+        InputError: if the folder cannot be written or holds a run with other settings; for a damaged checkpoint.
+        Diverged: if the loss or its gradient becomes NaN or infinite; earlier checkpoints stay.
+        Interrupted: on SIGINT or SIGTERM, after a checkpoint was saved.
 
     >>> import tempfile
     >>> from qkv.lab.tasks import Reversal
@@ -103,7 +103,9 @@ def train(
     """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # or it would not see the processes of torchrun
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available()
+    )  # without cpu=True it ignores torchrun's processes on a machine without GPUs
     folder = Path(folder)
     parts = accelerator.num_processes * training.accumulate
     if training.batch % parts:
@@ -112,20 +114,20 @@ def train(
             f"accumulate={training.accumulate}"
         )
     if accelerator.is_main_process:
-        _open(folder, task, training)
+        _claim_folder(folder, task, training)
     accelerator.wait_for_everyone()
     if (folder / RESULT).exists():
         finished = checkpoint.load(folder / MODEL).to(accelerator.device)
         return Trained(finished, folder, log.read(folder / METRICS))
 
     torch.manual_seed(training.seed)
-    objective, optimizer = _prepared(accelerator, task, training)
+    objective, optimizer = _prepare(accelerator, task, training)
     model: nn.Module = accelerator.unwrap_model(objective).model
     found = resume.checkpoints(folder)
     done = resume.load(found[-1], model, optimizer.optimizer) if found else 0
     main = accelerator.is_main_process
     with ExitStack() as stack:
-        stopped = stack.enter_context(_stop_requests())
+        requests = stack.enter_context(_stop_requests())
         shown = stack.enter_context(bar(task.name, "steps", training.steps, done=done, show=progress and main))
         writer = stack.enter_context(_Writer(folder, task, training, done, shown, tensorboard)) if main else None
         if writer is not None and done == 0:
@@ -135,7 +137,7 @@ def train(
             loss, norm = _step(accelerator, objective, optimizer, task, training, batch, step)
             now = step + 1
             _check_finite(loss, norm, now, training, folder)
-            stop = stopped.asked(accelerator) and now < training.steps
+            stop = requests.pending(accelerator) and now < training.steps
             if writer is not None:
                 writer.step(now, loss, norm, task.count(batch))
                 if now % training.evaluate_every == 0 or now == training.steps:
@@ -143,7 +145,9 @@ def train(
                 if now % training.save_every == 0 or now == training.steps or stop:
                     resume.save(folder, now, model, optimizer.optimizer)
             if stop:
-                raise Interrupted(f"stopped at step {now}, which is kept; the same command goes on from there")
+                raise Interrupted(
+                    f"stopped at step {now} after saving a checkpoint; run the same command again to resume"
+                )
     if main:
         _finish(folder, task, model, accelerator.num_processes, figures)
     accelerator.wait_for_everyone()
@@ -151,7 +155,7 @@ def train(
 
 
 class _Objective(nn.Module):
-    """The loss as a module's forward: what distributed training synchronises the gradients of."""
+    """The loss as the forward of a module, because distributed training synchronises gradients of modules."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -162,7 +166,7 @@ class _Objective(nn.Module):
         return self._task.loss(self.model, batch)
 
 
-def _prepared(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
+def _prepare(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
     """The objective and its optimizer, on this process's device."""
     objective = _Objective(task)
     prepared: tuple[nn.Module, Any] = accelerator.prepare(objective, _optimizer(objective, training))
@@ -170,17 +174,17 @@ def _prepared(accelerator: Any, task: Task, training: Training) -> tuple[nn.Modu
 
 
 def _check_finite(loss: float, norm: float, step: int, training: Training, folder: Path) -> None:
-    """A gradient that is no number has spoilt the weights, whatever the loss was: no checkpoint may hold them."""
+    """Raise `Diverged` if the loss or the gradient's norm is not finite: the weights are NaN and must not be saved."""
     if math.isfinite(loss) and math.isfinite(norm):
         return
     good = resume.checkpoints(folder)
     kept = f"{good[-1].name} is the last checkpoint before it" if good else "there is no checkpoint before it"
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
-    raise Diverged(f"{what} at step {step}; {kept}; expected a lower lr than {training.lr}")
+    raise Diverged(f"lr is {training.lr}, expected a lower one: {what} at step {step}; {kept}")
 
 
 class _Writer:
-    """Metrics to the file and to the terminal, with predictions a second between evaluations."""
+    """Writes metrics to the file and the progress bar, and measures predictions per second between evaluations."""
 
     def __init__(self, folder: Path, task: Task, training: Training, done: int, shown: Bar, tensorboard: bool) -> None:
         self._task, self._training = task, training
@@ -188,7 +192,7 @@ class _Writer:
             folder / METRICS, resume_at=done, tensorboard=folder / "tensorboard" if tensorboard else None
         )
         self._bar, self._shown = shown, done
-        self._restart()
+        self._restart_clock()
 
     def __enter__(self) -> _Writer:
         return self
@@ -196,7 +200,7 @@ class _Writer:
     def __exit__(self, *error: object) -> None:
         self._log.close()
 
-    def _restart(self) -> None:
+    def _restart_clock(self) -> None:
         self._predictions, self._began = 0, time.perf_counter()
 
     def step(self, step: int, loss: float, norm: float, predictions: int) -> None:
@@ -208,7 +212,7 @@ class _Writer:
         self._log.write({**line, "gradient_norm": norm, "tokens_per_second": rate})
         self._bar(step - self._shown, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
         self._shown = step
-        self._restart()
+        self._restart_clock()
 
     @torch.no_grad()
     def evaluation(self, model: nn.Module, step: int) -> None:
@@ -222,11 +226,11 @@ class _Writer:
         self._log.write(line)
         scores = "  ".join(f"{name} {value:.4g}" for name, value in log.scalars(found)[:4])
         self._bar.say(f"step {step:>6}  {scores}")
-        self._restart()
+        self._restart_clock()
 
 
 def _optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); vectors do not decay."""
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101); vectors are not decayed."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
@@ -238,60 +242,60 @@ def _optimizer(module: nn.Module, training: Training) -> torch.optim.AdamW:
 def _step(
     accelerator: Any, objective: nn.Module, optimizer: Any, task: Task, training: Training, batch: Batch, step: int
 ) -> tuple[float, float]:
-    """One optimizer step: the loss over the whole batch, and the norm of its gradient.
+    """One optimizer step; returns the loss over the whole batch and the norm of its gradient.
 
-    Each part's loss is weighed by its share of the predictions, so that any number of processes and parts has the same
-    gradient. What a step draws (dropout) depends on the seed, the step and the process alone.
+    Each micro-batch's loss is weighted by its share of the predictions, so that the gradient does not depend on the
+    number of processes and micro-batches. Dropout depends on the seed, the step and the process alone.
     """
     processes, rank = accelerator.num_processes, accelerator.process_index
     for group in optimizer.param_groups:
         group["lr"] = training.lr_at(step)
     torch.manual_seed(((training.seed * 1_000_003 + step) * 4099 + rank) % 2**63)
     objective.train()
-    whole, mine = task.count(batch), torch.zeros((), device=accelerator.device)
-    parts = [_part(batch, rank + processes * i, processes * training.accumulate) for i in range(training.accumulate)]
-    narrow = training.precision == "bfloat16"
-    for at, part in enumerate(parts):
-        share = task.count(part) / whole
-        here = {name: x.to(accelerator.device) for name, x in part.items()}
-        waits = at < len(parts) - 1
-        with accelerator.no_sync(objective) if waits else nullcontext():
-            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=narrow):
-                loss = objective(here) * share
+    total, local_loss = task.count(batch), torch.zeros((), device=accelerator.device)
+    count = processes * training.accumulate
+    parts = [_micro_batch(batch, rank + processes * i, count) for i in range(training.accumulate)]
+    bfloat16 = training.precision == "bfloat16"
+    for i, part in enumerate(parts):
+        share = task.count(part) / total
+        on_device = {name: x.to(accelerator.device) for name, x in part.items()}
+        last = i == len(parts) - 1
+        with nullcontext() if last else accelerator.no_sync(objective):
+            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bfloat16):
+                loss = objective(on_device) * share
             accelerator.backward(loss * processes)  # distributed training takes the mean over processes
-        mine += loss.detach()
+        local_loss += loss.detach()
     norm = accelerator.clip_grad_norm_(objective.parameters(), training.clip or math.inf)
     optimizer.step()
     optimizer.zero_grad()
-    return float(accelerator.reduce(mine)), float(norm)
+    return float(accelerator.reduce(local_loss)), float(norm)
 
 
-def _part(batch: Batch, which: int, of: int) -> Batch:
-    return {name: x.tensor_split(of)[which] for name, x in batch.items()}
+def _micro_batch(batch: Batch, index: int, count: int) -> Batch:
+    return {name: x.tensor_split(count)[index] for name, x in batch.items()}
 
 
-def _open(folder: Path, task: Task, training: Training) -> None:
-    """A folder that is this run's; `InputError` if it is another's."""
+def _claim_folder(folder: Path, task: Task, training: Training) -> None:
+    """Write run.toml; `InputError` if the folder holds a run with other settings."""
     try:
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
         if file.exists():
-            there, asked = settings.read(file), settings.parsed(text)
-            differs = settings.difference(there, asked)
+            differs = settings.difference(settings.read_toml(file), settings.parse_toml(text))
             if differs:
                 raise InputError(
-                    f"{folder} holds a run with other settings ({'; '.join(differs)}), expected another folder"
+                    f"folder: {folder} holds a run with other settings ({'; '.join(differs)}), expected another folder"
                 )
             return
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, text)
     except OSError as error:
-        raise InputError(f"cannot write to {folder} ({error.strerror})") from error
+        raise InputError(f"folder: cannot write to {folder} ({error.strerror})") from error
 
 
 @torch.no_grad()
 def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures: bool) -> None:
-    """The model, its figures, and last the result, which says that all is there."""
+    """Save the model and its figures, and last result.json, which marks the run as finished."""
     from qkv.lab.draw import save_figure
     from qkv.lab.history import loss_figure
 
@@ -313,21 +317,24 @@ def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures:
         result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
         write_whole(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
     except OSError as error:
-        raise InputError(f"cannot write to {folder} ({error.strerror}); the checkpoints are there") from error
+        raise InputError(
+            f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"
+        ) from error
 
 
-class _Requests:
-    """Whether this process, or any of them, was asked to stop."""
+class _StopRequests:
+    """Counts SIGINT and SIGTERM; the second one interrupts at once."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def note(self, number: int, frame: Any) -> None:
+    def handle(self, number: int, frame: Any) -> None:
         self.count += 1
         if self.count > 1:
             raise KeyboardInterrupt
 
-    def asked(self, accelerator: Any) -> bool:
+    def pending(self, accelerator: Any) -> bool:
+        """True if any process received a signal."""
         if accelerator.num_processes == 1:
             return self.count > 0
         flag = torch.tensor(float(self.count > 0), device=accelerator.device)
@@ -335,13 +342,13 @@ class _Requests:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[_Requests]:
-    """Interrupts wait for the end of a step, where everything is whole; a second one does not."""
-    requests = _Requests()
+def _stop_requests() -> Iterator[_StopRequests]:
+    """Defer the first SIGINT or SIGTERM to the end of the step; a second one interrupts at once."""
+    requests = _StopRequests()
     signals = (signal.SIGINT, signal.SIGTERM)
     try:
-        before = {s: signal.signal(s, requests.note) for s in signals}
-    except ValueError:  # not the main thread: nobody can interrupt it
+        before = {s: signal.signal(s, requests.handle) for s in signals}
+    except ValueError:  # signals reach the main thread only
         before = {}
     try:
         yield requests

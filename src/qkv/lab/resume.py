@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders with all that training needs to go on exactly, each whole or not there at all."""
+"""Checkpoints of a run: folders, written atomically, from which training resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qkv.errors import InputError
 STATE, TENSORS = "state.json", "state.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 KEPT = 2
-"""The newest and the one before."""
+"""The number of checkpoints to keep: the newest and the one before."""
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    """Write ``checkpoint-<step>``: weights and AdamW's moments as safetensors, the rest as JSON; older ones go.
+    """Write ``checkpoint-<step>``: weights and AdamW's moments as safetensors, the rest as JSON. Delete older ones.
 
-    There is no state of random generators: whatever a step draws follows from the seed and its number.
+    Checkpoints hold no state of random generators, because every step seeds them from the seed and its number.
     """
     from safetensors.torch import save_file
 
@@ -36,46 +36,48 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         described = {"step": step, "sha256": _digest(unfinished / TENSORS), "torch": torch.__version__}
         (unfinished / STATE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         for file in unfinished.iterdir():
-            _to_disk(file)
+            _fsync(file)
         if target.exists():
             shutil.rmtree(target)
         unfinished.replace(target)
-    except Exception as error:  # safetensors has errors of its own for a full disk
+    except Exception as error:  # for a full disk safetensors raises its own type of error
         shutil.rmtree(unfinished, ignore_errors=True)
         good = checkpoints(folder)
-        kept = f"the last good one is {good[-1].name}" if good else "there is none before it"
+        kept = f"the last complete one is {good[-1].name}" if good else "there is none before it"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot write the checkpoint of step {step} to {folder} ({reason}); {kept}") from error
+        raise InputError(
+            f"folder: cannot write the checkpoint of step {step} to {folder} ({reason}); {kept}"
+        ) from error
     for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those that are whole, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     return sorted(p for p in folder.glob("checkpoint-*") if (p / STATE).exists())
 
 
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer; returns how many steps were done.
+    """Load the state of model and optimizer in place; returns the number of steps done.
 
     Raises:
-        InputError: for a checkpoint that was changed or cut short, or is of another model.
+        InputError: if the checkpoint is damaged or belongs to another model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     before = [p for p in checkpoints(checkpoint.parent) if p < checkpoint]
-    way = f"; remove it to go on from {before[-1].name}" if before else "; remove it to start anew"
+    hint = f"; remove it to resume from {before[-1].name}" if before else "; remove it to start again"
     try:
         described = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         step, digest = int(described["step"]), described["sha256"]
         found = _digest(checkpoint / TENSORS)
         tensors = load_file(checkpoint / TENSORS)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"checkpoint {checkpoint} cannot be read ({error}){way}") from error
+        raise InputError(f"checkpoint {checkpoint} cannot be read ({error}){hint}") from error
     if found != digest:
-        raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{way}")
+        raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{hint}")
     own = model.state_dict(keep_vars=True)
     for name, x in own.items():
         kept = tensors.get(f"model/{name}")
@@ -87,12 +89,12 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     with torch.no_grad():
         for name, x in own.items():
             x.copy_(tensors[f"model/{name}"])
-    _fill(optimizer, model, tensors)
+    _load_moments(optimizer, model, tensors)
     return step
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything by name. Tied parameters are written twice: safetensors holds no aliases."""
+    """All tensors by name. Tied parameters are written twice, because safetensors cannot store aliases."""
     out = {f"model/{name}": x.detach().clone().contiguous() for name, x in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -100,8 +102,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return out
 
 
-def _fill(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """AdamW's moments, where a parameter has had a gradient."""
+def _load_moments(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load AdamW's moments of the parameters that have had a gradient."""
     for name, parameter in model.named_parameters():
         found: dict[str, Any] = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
         if found:
@@ -114,6 +116,6 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _to_disk(file: Path) -> None:
+def _fsync(file: Path) -> None:
     with file.open("rb") as opened:
         os.fsync(opened.fileno())

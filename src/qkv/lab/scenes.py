@@ -1,4 +1,4 @@
-"""Rendered scenes of shapes, with captions, and with the truth: which words name which object, and where it is."""
+"""Renders scenes of coloured shapes with captions and their ground truth: the object and pixels of each word."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ COLOURS = {
     "purple": (0.8, 0.2, 0.9),
     "white": (1.0, 1.0, 1.0),
 }
-"""In the order in which a caption names objects."""
+"""The colours, in the order in which a caption names its objects."""
 GROUND, PATCH, NOISE = 0.5, 8, 0.03
-"""Largest value in a colour of the ground, pixels of a patch of it, and the deviation of the noise on every pixel."""
+"""The background: its largest colour value, its patch size in pixels, and the standard deviation of the pixel noise."""
 SHAPES = ("circle", "square", "triangle", "cross")
 RADIUS = 4
-"""Pixels from the middle of an object to where it ends: it is 2 · 4 + 1 high and wide."""
+"""The radius of an object in pixels: it is 2 · 4 + 1 high and wide."""
 SPECIAL = ("<pad>", "<start>", "<end>")
 VOCABULARY = (*SPECIAL, *COLOURS, *SHAPES)
 TOKEN = {word: token for token, word in enumerate(VOCABULARY)}
 PAD, START, END = range(3)
 MOST = len(SHAPES)
-"""Objects in a scene, at most: no two have the same shape."""
+"""The largest number of objects in a scene, because no two have the same shape."""
 PLACES = 3
-"""A scene has 3 × 3 places, and in each at most one object."""
+"""A scene is a grid of 3 × 3 places with at most one object each."""
 LEAST_SIZE = PLACES * (2 * RADIUS + 2)
-"""Pixels that three objects need beside each other, with one between them."""
+"""The smallest image size in pixels: three objects side by side, with a gap of one pixel."""
 ONE_IN = 8
-"""Of this many descriptions one is held out."""
+"""One in this many descriptions is held out."""
 
 
 class Descriptions(NamedTuple):
-    """What is in n scenes, in the order of the colours: all that a caption says. 0 for objects that are not there."""
+    """The contents of n scenes, ordered by colour, as captions name them. Unused entries are 0."""
 
     number: Int[np.ndarray, " n"]
-    """Of objects."""
+    """The number of objects."""
     colours: Int[np.ndarray, "n 4"]
     shapes: Int[np.ndarray, "n 4"]
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """n images with captions of t tokens, and the truth about them.
+    """n images with captions of t tokens and their ground truth.
 
     >>> scenes = draw(np.random.default_rng(4), 1, held_out=True)
     >>> text(scenes.captions[0])
@@ -82,29 +82,29 @@ class Scenes:
     """
 
     images: Float32[np.ndarray, "n 3 size size"]
-    """Red, green and blue from 0 to 1."""
+    """Red, green and blue values from 0 to 1."""
     captions: Int[np.ndarray, "n t"]
-    """Start, words, end, then padding."""
+    """Token numbers: start, words, end, then padding."""
     objects: Int[np.ndarray, "n t"]
-    """Which object each token of the caption names, by its colour or shape; −1 for none."""
+    """The number of the object that each token names (by its colour or shape), or −1."""
     masks: Bool[np.ndarray, "n 4 size size"]
-    """Which pixels each object covers; none, if it is not there."""
+    """The pixels that each object covers; all False for unused entries."""
 
 
 def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 40, most: int = MOST) -> Scenes:
-    """n scenes of one to `most` objects, all of different colours and shapes, anywhere on a ground of dark patches.
+    """Draw n scenes of one to `most` objects, of different colours and shapes, on a background of dark patches.
 
-    A caption names all of them, in the order of `COLOURS`. So what is in a scene says which colours and which shapes
-    there will be, and in what order the colours, but not which shape has which colour: for that one must look. The
-    patches differ, so that a look at all of the image shows little. There is no word between those that name: a model
-    may use it to look ahead, and then look at nothing when it names.
+    A caption names all objects in the order of `COLOURS`. The set of colours and shapes therefore determines the order
+    of the colours, but not which shape has which colour: the model has to attend to the object to know. The patches are
+    random, so that the mean over the image tells little. Captions have no filler words, because a model could attend to
+    the next object while it predicts one, and would then not need to attend when it names the object.
 
     Args:
-        rng: what is drawn depends on nothing else.
-        n: how many.
-        held_out: scenes with descriptions (so with captions) of a fixed eighth of all, or of the rest.
-        size: pixels, in height and width.
-        most: objects in a scene, from 1 to 4; each number is as frequent.
+        rng: the only source of randomness.
+        n: the number of scenes.
+        held_out: if True, only scenes whose descriptions are held out (a fixed eighth); else only the others.
+        size: height and width in pixels.
+        most: the largest number of objects, 1 to 4; all numbers from 1 on are equally frequent.
     """
     if size < LEAST_SIZE:
         raise InputError(f"size is {size}, expected at least {LEAST_SIZE} pixels")
@@ -120,12 +120,12 @@ def draw(rng: np.random.Generator, n: int, *, held_out: bool, size: int = 40, mo
 
 
 def longest(objects: int) -> int:
-    """Tokens of a caption of so many objects, with start and end."""
+    """The number of tokens of a caption of so many objects, start and end included."""
     return 2 * objects + 2
 
 
 def held(what: Descriptions) -> Bool[np.ndarray, " n"]:
-    """Whether each description is among those kept for evaluation, by its hash."""
+    """True for the descriptions that are held out, by a hash."""
     code = what.number.astype(np.uint64)
     for values, base in ((what.colours, len(COLOURS)), (what.shapes, len(SHAPES))):
         for column in values.T.astype(np.uint64):
@@ -137,29 +137,29 @@ def held(what: Descriptions) -> Bool[np.ndarray, " n"]:
 
 
 def caption(what: Descriptions) -> tuple[Int[np.ndarray, "n t"], Int[np.ndarray, "n t"]]:
-    """Tokens, and which object each names."""
+    """The captions of descriptions, and the object that each token names (−1 for none)."""
     n = len(what.number)
     tokens, objects = np.full((n, longest(MOST)), PAD), np.full((n, longest(MOST)), -1)
     tokens[:, 0] = START
     for i in range(MOST):
-        there = what.number > i
+        exists = what.number > i
         for j, word in enumerate((what.colours + TOKEN["red"], what.shapes + TOKEN["circle"]), start=2 * i + 1):
-            tokens[there, j], objects[there, j] = word[there, i], i
+            tokens[exists, j], objects[exists, j] = word[exists, i], i
     tokens[np.arange(n), 2 * what.number + 1] = END
     return tokens, objects
 
 
 def text(tokens: Int[np.ndarray, " t"]) -> str:
-    """The words of a caption, up to its end."""
+    """The words of a caption, up to the end token."""
     words = [VOCABULARY[token] for token in tokens]
     return " ".join(word for word in words[: words.index("<end>") if "<end>" in words else None] if word[0] != "<")
 
 
 def on_grid(masks: Bool[np.ndarray, "*n height width"], stride: int) -> Float[np.ndarray, "*n gh gw"]:
-    """The share of each cell of a grid that a mask covers.
+    """The share of each cell of a feature grid that a mask covers.
 
-    A cell of k convolutions (3 × 3, stride 2, padding 1) is centred on the pixel 2ᵏ · its index, so the cell taken here
-    is the square of 2ᵏ + 1 pixels around that, without what is outside the image.
+    A cell of k convolutions (3 × 3, stride 2, padding 1) is centred on the pixel 2ᵏ · its index. The cell is the square
+    of 2ᵏ + 1 pixels around this centre, clipped to the image.
 
     >>> on_grid(np.arange(6)[None] < np.array([[2], [2], [0], [0], [0], [0]]), 4).round(2).tolist()
     [[0.44, 0.0], [0.0, 0.0]]
@@ -177,14 +177,14 @@ def on_grid(masks: Bool[np.ndarray, "*n height width"], stride: int) -> Float[np
 
 
 def _described(rng: np.random.Generator, number: Int[np.ndarray, " n"]) -> Descriptions:
-    n, there = len(number), np.arange(MOST) < number[:, None]
+    n, exists = len(number), np.arange(MOST) < number[:, None]
     colours, shapes = (rng.random((n, len(x))).argsort(1)[:, :MOST] for x in (COLOURS, SHAPES))
-    colours = np.sort(np.where(there, colours, len(COLOURS)), 1)  # those that are not there last
-    return Descriptions(number, colours * there, shapes * there)
+    colours = np.sort(np.where(exists, colours, len(COLOURS)), 1)  # unused entries last
+    return Descriptions(number, colours * exists, shapes * exists)
 
 
 def _drawn(rng: np.random.Generator, what: Descriptions, size: int) -> Bool[np.ndarray, "n 4 size size"]:
-    """The pixels of every object: each in a place of its own, and there anywhere."""
+    """The pixels of every object. Each object has its own place of the grid, at a random position inside it."""
     n, width = len(what.number), size // PLACES
     places = rng.random((n, PLACES**2)).argsort(1)[:, :MOST]
     free = rng.integers(RADIUS, width - RADIUS, size=(2, n, MOST))

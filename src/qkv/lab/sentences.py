@@ -1,4 +1,4 @@
-"""Sentences drawn at random from the grammar."""
+"""Draws random sentence pairs from the English–French grammar."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 def sentence(rng: Random, max_words: int = 30) -> Pair:
-    """A sentence of at most `max_words` English words, all lengths about equally often, or a noun phrase.
+    """A random sentence, or a noun phrase, of at most `max_words` English words; lengths are about equally frequent.
 
     >>> print(*sentence(Random(3), 8).target)
     j' habite dans ce jardin
@@ -62,21 +62,21 @@ PLACES = {
     "with": frozenset({"person", "animal"}),
 }  # fmt: skip
 EVERYONE, GENDERED = tuple(row[0] for row in lexicon.SUBJECTS), ("he", "she", "they")
-"""Pronouns: all, and those whose gender shows."""
+"""Subject pronouns: all, and those with a definite gender."""
 AROUND = ("behind", "near")
-"""Where a place may be."""
+"""Prepositions for the location of a place."""
 OWNED = frozenset({"thing", "animal", "place", "text"})
 OWNERS = ("the", "the", "the", "the", "this", "that", "my", "his", "her", "our", "your", "their")
-"""Determiners that are definite, the most frequent repeated."""
+"""Definite determiners; repeated entries are drawn more often."""
 PLAIN = tuple(a.english for a in lexicon.ADJECTIVES if a.rank >= 3)
-"""Adjectives without "very"."""
+"""Adjectives that "very" does not modify."""
 
 
 class _Draw:
-    """Phrases drawn at random; each method is told about how many English words there may be."""
+    """Draws random phrases; `words` is the approximate number of English words of a phrase."""
 
     def __init__(self, rng: Random) -> None:
-        self.random = rng.random  # its sequence, unlike that of choice, is promised to stay the same
+        self.random = rng.random  # unlike `choice`, guaranteed to be the same in all versions of Python
 
     def below(self, n: int) -> int:
         return int(self.random() * n)
@@ -88,7 +88,7 @@ class _Draw:
         return values[int(self.random() * len(values))]
 
     def sentence(self, words: int) -> Phrase:
-        """One clause, or several."""
+        """One clause, or several joined by conjunctions or reported speech."""
         if words >= 9 and self.chance(min(0.85, words / 20)):
             if self.chance(0.2):
                 who = self.subject(3, PERSONS)
@@ -102,7 +102,7 @@ class _Draw:
         return self.clause(words)
 
     def clause(self, words: int) -> Phrase:
-        """A subject and what it does."""
+        """A subject with a predicate."""
         late = words >= 6 and self.chance(0.08)
         if late:
             words -= 1
@@ -114,16 +114,16 @@ class _Draw:
                 lexicon.INTRANSITIVE if what < 0.34 else lexicon.PREPOSITIONAL if what < 0.44 else lexicon.TRANSITIVE
             )
             verb = lexicon.GIVE if what > 0.96 and words >= 7 else self.pick(verbs)
-            who = self.subject(self.share(words - 1), verb.subjects)
+            who = self.subject(self.subject_words(words - 1), verb.subjects)
             said = self.doing(who, verb, words - len(who.source))
         return joined(said, late_adverb(self.pick(tuple(lexicon.LATE_ADVERBS)))) if late else said
 
     def state(self, words: int) -> Phrase:
-        """Someone or something is so, or sits there. Only where the subject tells its gender."""
+        """A clause with an adjective ("she is happy") or a posture verb; its subject must have a definite gender."""
         if self.chance(0.4):
             posture = self.pick(lexicon.POSTURES)
             among = GENDERED if posture.participle and posture.participle.m != posture.participle.f else EVERYONE
-            who = self.subject(self.share(words - 1), BEINGS, among)
+            who = self.subject(self.subject_words(words - 1), BEINGS, among)
             return self.posture(who, posture, words - len(who.source))
         adjective = self.pick(lexicon.ADJECTIVES)
         if adjective.kinds & BEINGS and self.chance(0.3):
@@ -134,20 +134,20 @@ class _Draw:
         return self.being(who, adjective, words - len(who.source))
 
     def posture(self, who: Phrase, verb: Verb, words: int) -> Phrase:
-        """A subject given, sitting somewhere."""
+        """The given subject with a posture verb and a place."""
         place = self.place(words - 2)
         said = {"negation": "not"} if self.chance(0.15) and words > 4 else {"adverb": self.adverb()}
         return clause(who, verb, place, past=self.chance(0.6), **said)
 
     def being(self, who: Phrase, adjective: Adjective, words: int) -> Phrase:
-        """A subject given, being so."""
+        """The given subject with "to be" and an adjective."""
         negation = self.negation() if words >= 3 else ""
         very = words >= 3 and adjective.english not in PLAIN and self.chance(0.25)
         said = predicate(adjective, who, very=very)
         return clause(who, None, said, negation=negation, past=self.chance(0.3))
 
     def doing(self, who: Phrase, verb: Verb, words: int) -> Phrase:
-        """A subject given, and what it does in about so many words, the verb among them."""
+        """The given subject with a verb and its objects; `words` counts the verb."""
         negation = self.negation() if words >= 4 else ""
         adverb = "" if negation or words < 3 else self.adverb()
         left = words - 1 - (2 if negation == "not" else bool(negation or adverb))
@@ -169,7 +169,7 @@ class _Draw:
         return clause(who, verb, *rest, negation=negation, adverb=adverb)
 
     def object(self, who: Phrase, verb: Verb, words: int, negated: bool) -> Phrase:
-        """What someone loves, eats, …: a pronoun where that makes sense."""
+        """The object of a transitive verb: a noun phrase, or a pronoun if the verb takes persons."""
         if verb.objects >= {"person", "animal"} and (words < 2 or self.chance(0.2)):
             others = [english for english, _, person in lexicon.OBJECTS if person != who.person or person in (1, 4)]
             return pronoun_object(self.pick(others))
@@ -180,10 +180,10 @@ class _Draw:
         return self.nouns(max(2, words), verb.objects, negated=negated)
 
     def generic(self, words: int, kinds: frozenset[str]) -> Phrase:
-        """All of a kind."""
+        """A generic noun phrase without determiner in English ("music", "cats")."""
         noun = self.pick(_nouns(kinds))
-        fitting = self.fitting(noun) if words >= 2 and self.chance(0.5) else []
-        return noun_phrase("", noun, plural=not noun.mass, adjectives=fitting)
+        adjectives = self.adjectives(noun) if words >= 2 and self.chance(0.5) else []
+        return noun_phrase("", noun, plural=not noun.mass, adjectives=adjectives)
 
     def place(self, words: int, among: tuple[str, ...] = tuple(PLACES)) -> Phrase:
         english = self.pick(among)
@@ -191,7 +191,7 @@ class _Draw:
         return prepositional(english, self.nouns(max(2, words - 1), PLACES[english], definite=near, single=near))
 
     def subject(self, words: int, kinds: frozenset[str], among: tuple[str, ...] = EVERYONE) -> Phrase:
-        """One of some pronouns, or a noun phrase."""
+        """A subject: one of the pronouns in `among`, or a noun phrase."""
         if words < 2 or (self.chance(0.4) and words < 5):
             return subject(self.pick(among))
         return self.nouns(words, kinds)
@@ -206,12 +206,12 @@ class _Draw:
         bare: bool = False,
         single: bool = False,
     ) -> Phrase:
-        """A noun phrase; unless `single` perhaps two with "and"; unless `bare` perhaps one with more said of it.
+        """A noun phrase. Unless `single`, it may be two phrases joined by "and"; unless `bare`, it may have a modifier.
 
-        After "de" and "à", which French repeats before each, they are single.
+        After "de" and "à" only single phrases are drawn, because French repeats these prepositions.
         """
         if words >= 5 and not (negated or single) and self.chance(0.15):
-            # Nothing is said of the first: in "the queens near the man and the boy", the man and the boy are together.
+            # The first phrase has no modifier: "the queens near the man and the boy" would be ambiguous.
             first = self.nouns(2 + self.below(min(3, words - 4)), kinds, definite=definite, bare=True, single=True)
             return both(first, self.nouns(words - 1 - len(first.source), kinds, definite=definite))
         noun = self.pick(_nouns(kinds))
@@ -220,11 +220,11 @@ class _Draw:
             determiner = self.pick(OWNERS)
         else:
             determiner = self.pick(("two", "three", "a", "a")) if plural else "a"
-        fitting = self.fitting(noun) if words >= 3 and self.chance(0.6) else []
-        found = noun_phrase(determiner, noun, plural=plural, adjectives=fitting[: words - 2], negated=negated)
+        adjectives = self.adjectives(noun) if words >= 3 and self.chance(0.6) else []
+        found = noun_phrase(determiner, noun, plural=plural, adjectives=adjectives[: words - 2], negated=negated)
         left = words - len(found.source)
         if left >= 3 and not bare and self.chance(0.7):
-            # A noun has either: which of two a clause belongs to would decide how its words agree.
+            # A noun has one modifier only: with two, the agreement of a relative clause would be ambiguous.
             if left >= 4 and self.chance(0.5):
                 relative = self.relative(found, noun, left)
                 return found if relative is None else joined(found, relative)
@@ -234,7 +234,7 @@ class _Draw:
         return found
 
     def relative(self, found: Phrase, noun: Noun, words: int) -> Phrase | None:
-        """What is said of a noun in a clause of its own; none for what does nothing and is done to by none."""
+        """The noun phrase with a relative clause; None if no verb or adjective fits the noun."""
         human = "person" in noun.kinds
         verbs = [v for v in lexicon.TRANSITIVE if v.objects & noun.kinds]
         if verbs and self.chance(0.4):
@@ -251,15 +251,15 @@ class _Draw:
         verbs = [v for v in (*lexicon.TRANSITIVE, *lexicon.INTRANSITIVE) if v.subjects & noun.kinds]
         return self.doing(who, self.pick(verbs), words - 1)
 
-    def fitting(self, noun: Noun) -> list[Adjective]:
-        """An adjective of the noun, and perhaps one of the other side."""
+    def adjectives(self, noun: Noun) -> list[Adjective]:
+        """An adjective that fits the noun, and sometimes a second one on the other side of it in French."""
         possible = _adjectives(noun)
         first = self.pick(possible)
         others = [a for a in possible if a.before is not first.before]
         return [first, self.pick(others)] if others and self.chance(0.3) else [first]
 
-    def share(self, words: int) -> int:
-        """How many of the words the subject takes."""
+    def subject_words(self, words: int) -> int:
+        """Draw the number of words of the subject."""
         return 1 + self.below(max(1, words - 2))
 
     def negation(self) -> str:

@@ -1,4 +1,4 @@
-"""Settings of a run as TOML, and back: what stands beside every run, and what `qkv train --config` reads."""
+"""Reads and writes the settings of a run as TOML: run.toml in every run's folder, and `qkv train --config`."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ C = TypeVar("C")
 RUN = "run.toml"
 
 
-def fitted(config: C, **needed: Any) -> C:
-    """A model's configuration with the entries that the task decides.
+def with_entries(config: C, **needed: Any) -> C:
+    """A model's configuration with the entries that the task determines, such as the vocabulary size.
 
     Raises:
-        InputError: if the configuration asks for another value, and not just for its class's default.
+        InputError: if the configuration sets such an entry to another value that is not its default.
 
     >>> from qkv.models import DecoderConfig
-    >>> fitted(DecoderConfig(layers=2), vocab_size=17).vocab_size
+    >>> with_entries(DecoderConfig(layers=2), vocab_size=17).vocab_size
     17
     """
     defaults = {f.name: f.default for f in fields(config)}  # type: ignore[arg-type]
     for name, value in needed.items():
-        asked = getattr(config, name)
-        if asked not in (defaults[name], value):
-            raise InputError(f"model.{name} is {asked!r}, but the task decides it: {value!r}")
+        given = getattr(config, name)
+        if given not in (defaults[name], value):
+            raise InputError(f"model.{name} is {given!r}, but the task sets it to {value!r}")
     return replace(config, **needed)  # type: ignore[type-var]
 
 
-def changed(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
-    """Settings with some entries changed; nested ones as nested mappings.
+def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
+    """The settings with some entries changed; nested settings are nested mappings.
 
     Raises:
-        InputError: for an unknown entry (with the nearest name), or one of another type.
+        InputError: for an unknown entry (with the nearest name), or a value of the wrong type.
 
-    >>> changed(Training(), {"steps": 5}).steps
+    >>> updated(Training(), {"steps": 5}).steps
     5
     """
     known = {f.name: getattr(settings, f.name) for f in fields(settings)}  # type: ignore[arg-type]
@@ -52,65 +52,69 @@ def changed(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
         if is_dataclass(old) and not isinstance(old, type):
             if not isinstance(value, Mapping):
                 raise InputError(f"{where}{name} is {value!r}, expected a table of settings")
-            values[name] = changed(old, value, f"{where}{name}.")
+            values[name] = updated(old, value, f"{where}{name}.")
         else:
             values[name] = _typed(f"{where}{name}", value, _annotation(settings, name))
     return replace(settings, **values)  # type: ignore[type-var]
 
 
 def entries_of(settings: Any) -> dict[str, Any]:
-    """All entries but those that are None, which TOML cannot say and which are defaults."""
+    """All entries except those that are None, which TOML cannot express; None is always a default."""
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
     return {k: entries_of(v) if is_dataclass(v) else v for k, v in found.items() if v is not None}
 
 
 def to_toml(task: Task, training: Training) -> str:
-    """All settings of a run."""
+    """All settings of a run, as the text of run.toml."""
     import tomli_w
 
     return tomli_w.dumps({"task": task.name, task.name: entries_of(task), "training": entries_of(training)})
 
 
-def parsed(text: str) -> dict[str, Any]:
-    """What TOML says."""
+def parse_toml(text: str) -> dict[str, Any]:
+    """The contents of a TOML text."""
     return tomllib.loads(text)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """What a TOML file says."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """The contents of a TOML file; `InputError` if it cannot be read."""
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror})") from error
+        raise InputError(f"config: cannot read {path} ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not TOML ({error})") from error
+        raise InputError(f"config: {path} is not TOML ({error})") from error
 
 
 def from_toml(path: Path) -> tuple[Task, Training]:
-    """The settings a file holds; what it leaves out is as the task has it by default."""
-    from qkv.lab.tasks import names, task_class  # tasks read this module
+    """The task and the training settings in a file; settings that it leaves out have the task's defaults.
 
-    found = read(path)
+    Raises:
+        InputError: if the file cannot be read, or has an unknown task, table or setting.
+    """
+    from qkv.lab.tasks import names, task_class  # the modules of tasks import this one
+
+    found = read_toml(path)
     name = found.get("task")
-    if not isinstance(name, str) or name not in names():
-        raise InputError(f"{path}: task is {name!r}, expected one of {', '.join(names())}")
+    if not isinstance(name, str):
+        raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}")
+    cls = task_class(name)
     for key in found:
         if key not in ("task", name, "training"):
-            raise InputError(f"{path}: [{key}] is unknown, expected [{name}] and [training]")
-    cls = task_class(name)
-    task = changed(cls(), found.get(name, {}), f"{name}.")
-    return task, changed(cls.training(), found.get("training", {}), "training.")
+            raise InputError(f"{key} is an unknown table in {path}, expected [{name}] and [training]")
+    task = updated(cls(), found.get(name, {}), f"{name}.")
+    return task, updated(cls.training(), found.get("training", {}), "training.")
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> list[str]:
-    """Which entries differ, in words."""
+    """One text for each entry that differs between two nested mappings, such as ``"training.seed: 0, not 3"``."""
     out = []
     for key in sorted({*a, *b}):
         x, y = a.get(key), b.get(key)
         if isinstance(x, Mapping) and isinstance(y, Mapping):
             out += difference(x, y, f"{where}{key}.")
         elif x != y:
-            out.append(f"{where}{key}: {_shown(x)} there, {_shown(y)} asked for")
+            out.append(f"{where}{key}: {_shown(x)}, not {_shown(y)}")
     return out
 
 
@@ -125,7 +129,7 @@ def _annotation(settings: Any, name: str) -> Any:
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:
-    """The value, if it may stand in a field of that type."""
+    """The value, converted for a field of that type; `InputError` if it has another type."""
     from types import UnionType
     from typing import Literal, Union, get_args, get_origin
 

@@ -1,4 +1,4 @@
-"""What a task is, and the settings of a training run."""
+"""The protocol that every task follows, and the settings of a training run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Batch = Mapping[str, Tensor]
-"""Tensors whose first dimension is the sequence, or image."""
+"""Tensors by name; the first dimension of each is the batch."""
 Measured = Mapping[str, Any]
-"""Numbers by name, or nested lists of them (layer, head), as JSON holds them."""
+"""Numbers, or nested lists of numbers such as (layer, head), by name; JSON can hold them."""
 
 
 class Task(Protocol):
-    """Data, model, metric and truth of something small to learn.
+    """A small learning problem: data, model, metrics, and a ground truth to check the attention against.
 
-    A task is a frozen dataclass of plain values, with the configuration of its model as the field `model`. Everything
-    it makes is a function of these and of its arguments, so that a run can go on anywhere: batch 500 is the same
-    whether or not batches 0 … 499 were made before.
+    A task is a frozen dataclass of plain values, with the configuration of its model in the field `model`. Its methods
+    are pure functions of these values and their arguments, so that a run can resume at any step: batch 500 is the same
+    whether or not batches 0 … 499 were made before. An installed package can register a task as an entry point in the
+    group ``qkv.tasks``.
 
     >>> from qkv.lab.tasks import task_class
     >>> task = task_class("reversal")(length=4)
@@ -47,40 +48,40 @@ class Task(Protocol):
 
     @staticmethod
     def training() -> Training:
-        """Settings that teach it in minutes on one core."""
+        """Training settings with which the model learns the task in minutes on one core."""
 
     @property
     def model(self) -> Any:
         """Configuration of the model: a flat dataclass of `qkv.models`."""
 
     def build(self) -> nn.Module:
-        """The model, with initial weights drawn from torch's generator."""
+        """A new model; its weights are drawn from torch's global generator."""
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """What the model is trained on at a step: `size` sequences, on the CPU."""
+        """The training batch of a step: `size` sequences, on the CPU."""
 
     def count(self, batch: Batch) -> int:
-        """How many predictions the loss of a batch is the mean of."""
+        """The number of predictions that the loss of a batch averages over."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean loss in nats a prediction."""
+        """The mean loss in nats per prediction."""
 
     def evaluate(self, model: nn.Module) -> Measured:
-        """Metrics on held-out data, the same at every call. The model is in evaluation mode, without gradients."""
+        """Metrics on held-out data, the same at every call. The model is in evaluation mode; gradients are disabled."""
 
     def check(self, model: nn.Module) -> Measured:
-        """Where the model attends, against what is known to be right. As `evaluate`."""
+        """The model's attention compared with the ground truth; called as `evaluate` is."""
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """Pictures of what was learnt, by name."""
+        """Figures of a trained model, by name."""
 
     def files(self) -> Mapping[str, str]:
-        """Texts to keep beside the model, by name: a tokenizer."""
+        """Text files to save beside the model, by name, such as tokenizer.json."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How to train: AdamW, warm-up and cosine decay.
+    """Settings of the training loop: AdamW with warm-up and cosine decay.
 
     >>> Training(steps=100, warmup=10).lr_at(4)
     0.0015
@@ -89,33 +90,33 @@ class Training:
     steps: int = 1000
     """Optimizer steps."""
     batch: int = 32
-    """Sequences a step, over all processes."""
+    """Sequences per step, over all processes."""
     accumulate: int = 1
-    """Parts in which each process takes its share of a batch, to need less memory."""
+    """Gradient accumulation: micro-batches into which each process splits its share of a batch."""
     lr: float = 3e-3
     """Peak learning rate."""
     warmup: int = 100
     """Steps over which the learning rate rises from 0."""
     decay: Literal["cosine", "none"] = "cosine"
-    """How it falls after that."""
+    """The learning-rate schedule after the warm-up."""
     floor: float = 0.1
-    """Share of the peak at which cosine decay ends."""
+    """Final learning rate of the cosine decay, as a share of the peak."""
     weight_decay: float = 0.1
-    """Of matrices; vectors (biases, norms) have none."""
+    """Weight decay of matrices; vectors (biases, norms) are not decayed."""
     beta1: float = 0.9
-    """Share of the old in AdamW's running mean of gradients."""
+    """AdamW's β₁, the decay rate of the mean of gradients."""
     beta2: float = 0.95
-    """The same of their squares."""
+    """AdamW's β₂, the decay rate of the mean of squared gradients."""
     clip: float = 1.0
-    """Largest norm of the gradient; 0 for no limit."""
+    """Gradient clipping: the largest norm; 0 for no limit."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: products of matrices in bfloat16 (autocast), weights in float32."""
+    """bfloat16 multiplies matrices in bfloat16 (autocast); the weights stay in float32."""
     seed: int = 0
-    """Of initial weights, data and dropout."""
+    """Seed of the initial weights, the data and dropout."""
     log_every: int = 10
     """Steps between lines of metrics."""
     evaluate_every: int = 250
-    """Steps between evaluations, with a look at the attention."""
+    """Steps between evaluations (metrics and attention check)."""
     save_every: int = 250
     """Steps between checkpoints."""
 
@@ -133,7 +134,7 @@ class Training:
         one_of("precision", self.precision, ("float32", "bfloat16"))
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """The learning rate at a step, counted from 0."""
         from math import cos, pi
 
         if step < self.warmup:

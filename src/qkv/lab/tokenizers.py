@@ -1,6 +1,6 @@
-"""Tokenizers that are whole in one tokenizer.json: bytes, and byte-level BPE trained here.
+"""Byte tokenizers and byte-level BPE, as the text of a Hugging Face tokenizer.json.
 
-Both know any text, and give it back unchanged. Their last token is ``<s>``, which begins a text and is never in one.
+Both encode any text without loss. Their last token is ``<s>``, which can precede a text but never occurs in one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 BOS = "<s>"
 KINDS = ("bytes", "bpe")
-SMALLEST = ByteTokenizer.vocab_size + 1
-"""Tokens of the smallest vocabulary: all bytes, and ``<s>``."""
+MIN_VOCAB_SIZE = ByteTokenizer.vocab_size + 1
+"""The size of the smallest vocabulary: all bytes, and ``<s>``."""
 
 
 def byte_tokenizer() -> str:
-    """The tokenizer.json of bytes: BPE without merges, in which the token of a byte is the byte, and ``<s>`` is 256.
+    """The tokenizer.json of bytes: BPE without merges. Each byte is its own token number, and ``<s>`` is 256.
 
     >>> byte_lengths(byte_tokenizer()).tolist() == 256 * [1] + [0]
     True
@@ -43,7 +43,7 @@ def byte_tokenizer() -> str:
         "pre_tokenizer": level,
         "post_processor": None,
         "decoder": level,
-        "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(256)}, "merges": []},
+        "model": {"type": "BPE", "vocab": {_byte_character(byte): byte for byte in range(256)}, "merges": []},
     }
     return json.dumps(parts, ensure_ascii=False)
 
@@ -51,17 +51,17 @@ def byte_tokenizer() -> str:
 def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
     """The tokenizer.json of byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019).
 
-    The same for the same texts. Text is cut into words as GPT-2 does, so that no token crosses from one to the next.
+    The result is deterministic. Text is split into words as in GPT-2, so that no token spans two words.
 
     Args:
-        texts: what to learn from.
-        vocab_size: tokens, ``<s>`` included.
+        texts: the training texts.
+        vocab_size: the number of tokens, ``<s>`` included.
 
     Raises:
-        InputError: if the package tokenizers is missing, or the texts do not give so many tokens.
+        InputError: if the package tokenizers is missing, or the texts are too small for so many tokens.
     """
-    if vocab_size < SMALLEST:
-        raise InputError(f"vocab_size is {vocab_size}, expected at least {SMALLEST}: all bytes, and {BOS}")
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise InputError(f"vocab_size is {vocab_size}, expected at least {MIN_VOCAB_SIZE}: all bytes, and {BOS}")
     _check_installed()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -71,15 +71,15 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([BOS])  # only now, so that it is the last
+    tokenizer.add_special_tokens([BOS])  # after the training, so that it is the last token
     found = tokenizer.get_vocab_size()
     if found < vocab_size:
-        raise InputError(f"vocab_size is {vocab_size}, but the text gives only {found} tokens, expected at most that")
+        raise InputError(f"vocab_size is {vocab_size}, but the text has only {found} tokens, expected at most {found}")
     return tokenizer.to_str()
 
 
-def starting(tokenizer: str) -> str:
-    """A tokenizer.json that begins every text with ``<s>``, made of one that does not."""
+def with_bos(tokenizer: str) -> str:
+    """The tokenizer.json that prepends ``<s>`` to every text, from one that does not."""
     parts = json.loads(tokenizer)
     bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
     parts["post_processor"] = {
@@ -92,7 +92,9 @@ def starting(tokenizer: str) -> str:
 
 
 def from_json(tokenizer: str) -> TextTokenizer:
-    """Text to tokens and back, without ``<s>``, unless it comes from `starting`; lossless, even where a text says <s>.
+    """The tokenizer of a tokenizer.json. It prepends ``<s>`` only if `with_bos` made it.
+
+    Lossless: "<s>" inside a text is encoded as ordinary characters.
 
     >>> tokenizer = from_json(byte_tokenizer())
     >>> tokenizer.encode("<s>é"), tokenizer.decode([60, 115, 62, 195, 169])
@@ -103,9 +105,9 @@ def from_json(tokenizer: str) -> TextTokenizer:
 
 
 def encode_all(tokenizer: str, texts: Sequence[str]) -> Int[np.ndarray, " tokens"]:
-    """The tokens of all texts, one after the other."""
+    """The tokens of all texts, concatenated."""
     size = len(byte_lengths(tokenizer))
-    if size == SMALLEST:  # bytes, and there is a shorter way
+    if size == MIN_VOCAB_SIZE:  # a byte is its own token
         return np.frombuffer("".join(texts).encode(), np.uint8).astype(np.uint16)
     dtype = np.uint16 if size <= 2**16 else np.uint32
     pieces = [np.asarray(x.ids, dtype) for x in _tokenizer(tokenizer).encode_batch_fast(list(texts))]
@@ -113,22 +115,22 @@ def encode_all(tokenizer: str, texts: Sequence[str]) -> Int[np.ndarray, " tokens
 
 
 def byte_lengths(tokenizer: str) -> Int[np.ndarray, " vocab"]:
-    """How many bytes of text each token is; 0 for ``<s>``."""
+    """The number of bytes of text in each token; 0 for ``<s>``."""
     parts = json.loads(tokenizer)
     lengths = np.zeros(_bos(parts) + 1, np.int64)
     for token, number in parts["model"]["vocab"].items():
-        lengths[number] = len(token)  # a letter stands for a byte
+        lengths[number] = len(token)  # byte-level tokenizers write a byte as one character
     lengths[_bos(parts)] = 0
     return lengths
 
 
 def _bos(parts: dict[str, Any]) -> int:
-    """The number of ``<s>``, which is the last."""
+    """The number of ``<s>``, the last token."""
     return int(parts["added_tokens"][-1]["id"])
 
 
-def _letter(byte: int) -> str:
-    """The printable letter that byte-level tokenizers write for a byte (Radford et al. 2019)."""
+def _byte_character(byte: int) -> str:
+    """The printable character that stands for a byte in byte-level tokenizers (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:
         return chr(byte)
@@ -140,10 +142,10 @@ def _tokenizer(text: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_str(text)
-    made.encode_special_tokens = True  # <s> in a text is three letters
+    made.encode_special_tokens = True  # a text that contains "<s>" is encoded as three characters
     return made
 
 
 def _check_installed() -> None:
     if importlib.util.find_spec("tokenizers") is None:
-        raise InputError("byte-level BPE needs tokenizers: pip install 'qkv[hf]'")
+        raise InputError("tokenizer: byte-level BPE needs the package tokenizers: pip install 'qkv[hf]'")

@@ -1,4 +1,4 @@
-"""Corpora as tokens in memory-mapped files, made once: `prepare`."""
+"""Tokenizes a corpus once and caches the tokens in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -15,63 +15,64 @@ from jaxtyping import Integer
 from qkv._progress import say, spinner
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers
-from qkv.lab.corpora import keep
+from qkv.lab.corpora import write_cached
 from qkv.models.config import one_of
 
 VERSION = 1
-"""Of what is in the files: another one makes them again."""
+"""The version of the file format; files of another version are written again."""
 BETWEEN = "\n\n"
-"""What stands between documents."""
+"""The text between two documents."""
 DTYPES = ("<u2", "<u4")
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A corpus as tokens, and its tokenizer."""
+    """The tokens of a corpus, and the tokenizer that made them."""
 
     train: Integer[np.ndarray, " train"]
     held_out: Integer[np.ndarray, " held_out"]
     tokenizer: str
-    """What tokenizer.json says; it does not put ``<s>`` anywhere: see `qkv.lab.tokenizers.starting`."""
+    """The text of tokenizer.json. It does not prepend ``<s>``: see `qkv.lab.tokenizers.with_bos`."""
     vocab_size: int
-    """Tokens, ``<s>`` included."""
+    """The number of tokens, ``<s>`` included."""
 
     @property
     def bos(self) -> int:
-        """The token ``<s>``, which is nowhere in the text."""
+        """The number of the token ``<s>``, which never occurs in the text."""
         return self.vocab_size - 1
 
 
 def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Prepared:
-    """The tokens of a corpus, from the cache if its text and the tokenizer are as they were.
+    """The tokens of a corpus, from the cache if its text and the tokenizer have not changed.
 
-    BPE is trained on what is not held out. Several processes may do this at once.
+    BPE is trained on the training documents only. Several processes may call this at once.
 
     Args:
-        corpus: a name that `qkv.lab.corpora.load` knows.
+        corpus: a name for `qkv.lab.corpora.load`.
         tokenizer: ``"bytes"``, 257 tokens, or ``"bpe"``.
-        vocab_size: tokens of BPE, ``<s>`` included.
+        vocab_size: the number of BPE tokens, ``<s>`` included.
 
     Raises:
-        InputError: as `load` and `train_bpe`; for a damaged token file; if the cache cannot be written.
+        InputError: as `qkv.lab.corpora.load` and `qkv.lab.tokenizers.train_bpe`; for a damaged token file; if the cache
+            cannot be written.
 
     >>> prepare("library").bos  # doctest: +SKIP
     256
     """
     one_of("tokenizer", tokenizer, tokenizers.KINDS)
     found = corpora.load(corpus)
-    size = tokenizers.SMALLEST if tokenizer == "bytes" else vocab_size
-    asked = {"version": VERSION, "corpus": found.fingerprint, "tokenizer": tokenizer, "vocab_size": size}
-    settings = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    size = tokenizers.MIN_VOCAB_SIZE if tokenizer == "bytes" else vocab_size
+    described = {"version": VERSION, "corpus": found.fingerprint, "tokenizer": tokenizer, "vocab_size": size}
+    settings = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     folder = corpora.cache_folder() / "tokens" / settings[:20]
     file, train, held_out = (folder / name for name in ("tokenizer.json", "train.bin", "held_out.bin"))
     if not (file.exists() and _sidecar(train).exists() and _sidecar(held_out).exists()):
         with _status(found):
             parts = found.split()
             if not all(parts):
-                raise InputError(f"corpus: {corpus} is too small to hold some of it out, expected more text")
+                raise InputError(f"corpus: {corpus} is too small to hold out a part of it, expected more text")
             made = tokenizers.byte_tokenizer() if tokenizer == "bytes" else tokenizers.train_bpe(parts[0], size)
-            keep(file, made.encode())
+            write_cached(file, made.encode())
             for path, documents in zip((train, held_out), parts, strict=True):
                 spaced = [x + BETWEEN for x in documents[:-1]] + documents[-1:]
                 write_tokens(path, tokenizers.encode_all(made, spaced), size, settings)
@@ -80,21 +81,21 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
 
 
 def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int, settings: str) -> None:
-    """Tokens as they are in memory, little-endian, and a JSON file beside them that says how to read them.
+    """Write tokens as little-endian integers, and beside them a JSON file with their number and type.
 
-    Each file is whole or not there, the JSON file last.
+    Both files are written atomically, the JSON file last.
     """
     dtype = DTYPES[0] if vocab_size <= 2**16 else DTYPES[1]
-    keep(path, tokens.astype(dtype).tobytes())
+    write_cached(path, tokens.astype(dtype).tobytes())
     described = {"count": len(tokens), "dtype": dtype, "vocab_size": vocab_size, "settings": settings}
-    keep(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
+    write_cached(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
 
 
 def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
-    """The tokens of a file that `write_tokens` wrote, mapped into memory, read-only.
+    """The tokens in a file of `write_tokens`, as a read-only memory map.
 
     Raises:
-        InputError: if a file is missing, short, or of other settings.
+        InputError: if a file is missing or truncated, or was written with other settings.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -106,16 +107,16 @@ def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
         described = json.loads(_sidecar(path).read_text(encoding="utf-8"))
         count, dtype, length = int(described["count"]), described["dtype"], path.stat().st_size
         if dtype not in DTYPES or described["settings"] != settings or count < 1:
-            raise InputError(f"{_sidecar(path)} does not describe these tokens; {_again(path)}")
+            raise InputError(f"corpus: {_sidecar(path)} does not describe these tokens; {_hint(path)}")
     except OSError as error:
-        raise InputError(f"cannot read {error.filename} ({error.strerror}); {_again(path)}") from error
+        raise InputError(f"corpus: cannot read {error.filename} ({error.strerror}); {_hint(path)}") from error
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{_sidecar(path)} is damaged ({error}); {_again(path)}") from error
+        raise InputError(f"corpus: {_sidecar(path)} is damaged ({error}); {_hint(path)}") from error
     expected = count * np.dtype(dtype).itemsize
     if length != expected:
-        raise InputError(f"{path} has {length:,} bytes, expected {expected:,}; {_again(path)}")
+        raise InputError(f"corpus: {path} has {length:,} bytes, expected {expected:,}; {_hint(path)}")
     return np.memmap(path, dtype, "r")
 
 
@@ -123,8 +124,8 @@ def _sidecar(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _again(path: Path) -> str:
-    return f"delete {path.parent}, and it is made again"
+def _hint(path: Path) -> str:
+    return f"delete {path.parent} to make it again"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Translating with a small model: words and their numbers, greedy decoding, and what was looked at for each word."""
+"""Translates sentences with a trained model of the task `translation`, and returns its attention weights."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def __dir__() -> list[str]:
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<start>", "<end>")
 VOCABULARY = "vocabulary.json"
-"""The file beside a model: {"source": words, "target": words}, each at its number."""
+"""The vocabulary file beside a model: lists of words under ``source`` and ``target``, in the order of their numbers."""
 
 
 class Vocabulary:
-    """Words and their numbers, after those of `SPECIAL`.
+    """Maps words to token numbers and back; the tokens of `SPECIAL` come first.
 
     >>> Vocabulary(["chat", "le"]).numbers(["le", "chat"])
     [4, 3]
@@ -58,7 +58,7 @@ class Vocabulary:
         return len(self.words)
 
     def numbers(self, words: Sequence[str]) -> list[int]:
-        """Raises `InputError` for a word it does not have."""
+        """The token numbers of words; `InputError` for a word that is not in the vocabulary."""
         try:
             return [self._number[word] for word in words]
         except KeyError as error:
@@ -66,12 +66,12 @@ class Vocabulary:
             raise InputError(f"word {word!r} is not in the vocabulary{nearest(word, self.words)}") from None
 
     def text(self, numbers: Sequence[int]) -> list[str]:
-        """The words."""
+        """The words of token numbers."""
         return [self.words[i] for i in numbers]
 
 
 def vocabularies() -> tuple[Vocabulary, Vocabulary]:
-    """Of source and target: all words of the grammar.
+    """The vocabularies of source and target: all words of the grammar.
 
     >>> english, french = vocabularies()
     >>> english.text(english.numbers(["the", "cat"]))
@@ -82,23 +82,23 @@ def vocabularies() -> tuple[Vocabulary, Vocabulary]:
 
 
 class Translation(NamedTuple):
-    """A translation, and where the model looked."""
+    """A translated sentence with the attention weights of each word."""
 
     source: list[str]
     target: list[str]
     weights: Float[Tensor, "target source"] | None
-    """With which each word of the target was predicted, the mean of all heads; None of a model without attention."""
+    """The weights on the source words with which each target word was predicted: a mean over heads, or None."""
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows longest"]:
-    """Rows of several lengths as one tensor, `PAD` at their ends."""
+    """Rows of different lengths as one tensor, padded at the end with `PAD`."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
 
 
 @torch.no_grad()
 def greedy(model: nn.Module, source: Int[Tensor, "b s"], longest: int) -> list[list[int]]:
-    """The most likely word at each step, until the end or `longest` words."""
+    """Greedy decoding until the end token or `longest` words."""
     if not isinstance(model, RNNSeq2Seq | EncoderDecoder):
         raise InputError(f"model is {type(model).__name__}, expected RNNSeq2Seq or EncoderDecoder")
     begin = source.new_full((len(source), 1), START)
@@ -111,9 +111,9 @@ def greedy(model: nn.Module, source: Int[Tensor, "b s"], longest: int) -> list[l
 def cross_weights(
     model: nn.Module, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]
 ) -> Float[Tensor, "layer head b t s"] | None:
-    """Weights on the source with which the token after each of the target is predicted; 0 at padding.
+    """Cross-attention weights: row t has the weights with which target token t + 1 is predicted; padding has 0.
 
-    A recurrent model has one layer and head. None of a model without attention.
+    A recurrent model has one layer and one head. None if the model has no attention.
     """
     if isinstance(model, RNNSeq2Seq):
         return None if model.attention is None else model.alignments(source, target)[None, None].cpu()
@@ -126,15 +126,15 @@ def cross_weights(
 def translate(
     model: nn.Module | str | Path, text: str, vocabulary: tuple[Vocabulary, Vocabulary] | None = None
 ) -> Translation:
-    """A sentence in the words of the model's vocabulary, translated.
+    """Translate a sentence.
 
     Args:
-        model: of the task `translation`, the folder it was saved in, or ``"qkv-translation"``.
-        text: words between spaces; capitals and a full stop at the end do not matter.
-        vocabulary: of source and target; read from the folder if None.
+        model: a model of the task `translation`, the folder that it was saved in, or ``"qkv-translation"``.
+        text: words separated by spaces; case and final punctuation are ignored.
+        vocabulary: the vocabularies of source and target; read from the folder if None.
 
     Raises:
-        InputError: for a word that is not in the vocabulary, or no word at all.
+        InputError: if a word is not in the vocabulary, or the text has no words.
 
     >>> " ".join(translate("qkv-translation", "the black cat").target)
     'le chat noir'
@@ -144,7 +144,7 @@ def translate(
         vocabulary = vocabulary or read_vocabulary(folder)
         model = load(folder)
     if vocabulary is None:
-        raise InputError("vocabulary is None, expected those of source and target where the model is no folder")
+        raise InputError("vocabulary is None, expected those of source and target if model is not a folder")
     words = text.lower().strip().rstrip(".!").split()
     if not words:
         raise InputError(f"text is {text!r}, expected at least one word")
@@ -157,7 +157,7 @@ def translate(
 
 
 def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
-    """Of source and target, as `vocabulary_file` wrote them."""
+    """The vocabularies of source and target in a model's folder, from the file of `vocabulary_file`."""
     file = folder / VOCABULARY
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -165,9 +165,9 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
     except OSError as error:
         raise InputError(f"model: no {VOCABULARY} in {folder} ({error.strerror})") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file}: not a vocabulary ({error!r})") from error
+        raise InputError(f"model: {file} is not a vocabulary ({error!r})") from error
 
 
 def vocabulary_file(source: Vocabulary, target: Vocabulary) -> str:
-    """What `read_vocabulary` reads."""
+    """The text of the vocabulary file that `read_vocabulary` reads."""
     return json.dumps({"source": source.words, "target": target.words}, ensure_ascii=False, indent=0) + "\n"

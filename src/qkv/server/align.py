@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv.errors import InputError
 from qkv.lab import heads, scenes, settings
 from qkv.lab.scenes import END, START, Scenes
-from qkv.lab.tasks.caption import Caption, seen
+from qkv.lab.tasks.caption import Caption, to_input
 from qkv.lab.tasks.reversal import Reversal
 from qkv.lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
 from qkv.lab.translation import START as BEGIN
@@ -97,7 +97,7 @@ class Aligners:
         if not 0 <= request.scene < task.held_out:
             raise InputError(f"scene is {request.scene}, expected 0 to {task.held_out - 1}")
         drawn, index = _scenes(), request.scene
-        image = seen(drawn)[index : index + 1]
+        image = to_input(drawn)[index : index + 1]
         first = torch.tensor([[START]])
         with torch.no_grad():
             [words] = generate(

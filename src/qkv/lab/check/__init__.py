@@ -1,4 +1,4 @@
-"""Checks of the labs' exercises: each tries an answer on inputs it has not seen, and says what is wrong with it."""
+"""Checks of the labs' exercises. Each runs a learner's answer on test inputs and prints a hint at the first mistake."""
 
 from __future__ import annotations
 

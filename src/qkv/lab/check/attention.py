@@ -1,4 +1,4 @@
-"""Lab 1: attention of one head, the entropy of its rows, its temperature."""
+"""Checks of Lab 1: attention of one head, entropy of its rows, temperature."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qkv.lab.check.verdict import Wrong, judge
 Attended = tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]
 
 AXIS = (
-    "each column of the weights sums to 1, not each row: a query shares its attention among the keys, which are the "
-    "last dimension, so softmax(dim=-1)"
+    "each column of the weights sums to 1, not each row: a query's weights run over the keys, which are the last "
+    "dimension, so softmax(dim=-1)"
 )
 
 
@@ -26,8 +26,8 @@ def attention(answer: Callable[..., Attended]) -> bool:
 
     Args:
         answer: ``answer(q, k, v, mask=None)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv) and a mask (nq, nk) that is
-            True where a query may attend. Returns out (b, nq, dv) and weights (b, nq, nk). A query that sees no key
-            has weights 0 and output 0, and no gradient becomes NaN because of it.
+            True where a query may attend. Returns out (b, nq, dv) and weights (b, nq, nk). A query with no visible key
+            has weights 0 and output 0, and must not make gradients NaN.
 
     >>> def right(q, k, v, mask=None):
     ...     scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -45,7 +45,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
     ✓ output
     ✓ mask
     ✓ large scores
-    ✓ a query that sees no key
+    ✓ a query with no visible key
     True
     """
     q, k, v = draw(2, 3, 4), draw(2, 5, 4, seed=1), draw(2, 5, 7, seed=2)
@@ -69,7 +69,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
     def scores() -> None:
         raw = q.double() @ k.double().mT
         mistakes = {
-            "the scores are not scaled: divide q · k by √d, d being the size of a query": raw.softmax(-1),
+            "the scores are not scaled: divide q · k by √d, where d is the size of a query": raw.softmax(-1),
             "the scores are divided by d, expected by its square root": (raw / 4).softmax(-1),
             "the scores are divided by the root of the size of the values, expected that of the queries": (
                 raw / math.sqrt(7)
@@ -78,7 +78,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
                 raw / math.sqrt(5)
             ).softmax(-1),
             "the scores are multiplied by √d, expected divided": (raw * 2).softmax(-1),
-            "large scores get small weights: the sign of the scores is turned round": (-raw / 2).softmax(-1),
+            "large scores get small weights: the sign of the scores is inverted": (-raw / 2).softmax(-1),
         }
         expect(pair(answer(q, k, v))[1], _truth(q, k, v)[1], "weights", mistakes)
 
@@ -93,17 +93,15 @@ def attention(answer: Callable[..., Attended]) -> bool:
                 mask, -torch.inf
             ).softmax(-1),
             "the mask is ignored": plain,
-            "the mask comes after the softmax: what is hidden then still takes its share of the sum, and the rows no "
-            "longer sum to 1; hide the scores, before the softmax": plain * mask,
-            "hidden keys get the score 0, whose weight is not 0: e⁰ = 1; expected −inf": s.masked_fill(
+            "the mask comes after the softmax: masked keys still contribute to the sum, and rows no longer sum to 1; "
+            "mask the scores, before the softmax": plain * mask,
+            "masked keys get the score 0, whose weight is not 0: e⁰ = 1; expected −inf": s.masked_fill(
                 ~mask, 0
             ).softmax(-1),
-            "scores are multiplied by the mask: a score of 0 does not hide a key, e⁰ = 1; expected −inf": (
+            "scores are multiplied by the mask: a score of 0 does not mask a key, because e⁰ = 1; expected −inf": (
                 (s * mask).softmax(-1)
             ),
-            "the mask is added as it is, 1 to what is visible; expected −inf for what is hidden": (s + mask).softmax(
-                -1
-            ),
+            "the mask is added to the scores as 0 and 1; expected −inf for masked keys": (s + mask).softmax(-1),
         }
         out, weights = pair(answer(q, k, v, mask))
         right = _truth(q, k, v, mask)
@@ -114,25 +112,27 @@ def attention(answer: Callable[..., Attended]) -> bool:
         weights = pair(answer(200 * q, 200 * k, v))[1]
         if not bool(weights.isfinite().all()):
             raise Wrong(
-                "scores of some thousands overflow: eˢ is infinite from s = 89 in float32; subtract each row's "
+                "scores of several thousand overflow: eˢ is infinite from s = 89 in float32; subtract each row's "
                 "largest score first, or let torch.softmax do it"
             )
         expect(weights, _truth(200 * q, 200 * k, v)[1], "weights")
 
-    def hidden() -> None:
-        sees = mask.clone()
-        sees[1] = False
+    def no_visible_key() -> None:
+        visible = mask.clone()
+        visible[1] = False
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, weights = pair(answer(*inputs, sees))
+        out, weights = pair(answer(*inputs, visible))
         for what, got in (("weights", weights), ("out", out)):
             if bool(got[:, 1].isnan().any()):
                 raise Wrong(
-                    f"{what} of a query that sees no key is NaN: the softmax of a row of −inf is 0/0; expected 0. "
-                    "Give such rows other scores before the softmax, and weights 0 after it"
+                    f"{what} of a query with no visible key is NaN: the softmax of a row of −inf is 0/0; expected 0. "
+                    "Give such rows finite scores before the softmax, and weights 0 after it"
                 )
         if same(weights[:, 1], torch.full((2, 5), 0.2)):
-            raise Wrong("a query that sees no key attends to all keys alike, though all are hidden; expected weights 0")
-        right = _truth(q, k, v, sees)
+            raise Wrong(
+                "a query with no visible key attends to all keys equally, though all are masked; expected weights 0"
+            )
+        right = _truth(q, k, v, visible)
         expect(weights, right[1], "weights")
         expect(out, right[0], "out")
         if out.requires_grad:
@@ -140,13 +140,13 @@ def attention(answer: Callable[..., Attended]) -> bool:
             for name, x in zip("vqk", (inputs[2], *inputs[:2]), strict=True):
                 if x.grad is not None and not bool(x.grad.isfinite().all()):
                     late = (
-                        "mend the weights, not the output"
+                        "replace NaN in the weights, not in the output"
                         if name == "v"
-                        else "give the row finite scores before the softmax (−inf that is added lets NaN pass)"
+                        else "give the row finite scores before the softmax; adding −inf keeps NaN"
                     )
                     raise Wrong(
-                        f"the gradient of {name} is NaN, though the loss leaves the hidden row out: NaN was mended too "
-                        f"late, and 0 × NaN is NaN in the backward; {late}"
+                        f"the gradient of {name} is NaN, though the loss does not use the masked row: NaN was replaced "
+                        f"too late, and 0 × NaN is NaN in the backward pass; {late}"
                     )
 
     return judge(
@@ -158,7 +158,7 @@ def attention(answer: Callable[..., Attended]) -> bool:
             "output": output,
             "mask": masked,
             "large scores": large,
-            "a query that sees no key": hidden,
+            "a query with no visible key": no_visible_key,
         },
     )
 
@@ -183,11 +183,9 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
 
     def shape() -> None:
         mistakes = {
-            "the sum runs over queries: the entropy is that of a row, a sum over keys, the last dimension": terms.sum(
-                -2
-            ),
-            "it is one number, expected one for each row: sum over keys alone": right.mean(),
-            "it is one number, expected one for each row: sum over keys alone, dim=-1": terms.sum(),
+            "the sum runs over queries: the entropy of a row is a sum over keys, the last dimension": terms.sum(-2),
+            "it is one number, expected one for each row: sum over keys only": right.mean(),
+            "it is one number, expected one for each row: sum over keys only, dim=-1": terms.sum(),
             "it still has a dimension for the keys: sum over it without keepdim": right[..., None],
             "it is −a ln a for every weight: the sum over keys is missing": terms,
         }
@@ -197,12 +195,12 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
 
     def values() -> None:
         mistakes = {
-            "it is negative: ln a is at most 0, so the sum of a ln a wants a minus": -right,
+            "it is negative: ln a is at most 0, so the sum of a ln a needs a minus sign": -right,
             "it is the mean over keys, expected the sum": terms.mean(-1),
             "it is in bits (log₂), expected nats: the natural logarithm": right / math.log(2),
-            "it is divided by ln n, which makes it a share of the largest; expected nats": right / math.log(7),
+            "it is divided by ln n, which makes it relative to the maximum; expected nats": right / math.log(7),
             "it is e to the entropy, the perplexity; expected the entropy": right.exp(),
-            "it is −Σ ln a: each logarithm is to be weighted by a": -weights.double().log().sum(-1),
+            "it is −Σ ln a: weight each logarithm by a": -weights.double().log().sum(-1),
         }
         expect(answer(weights), right, "the entropy", mistakes)
 
@@ -211,7 +209,7 @@ def entropy(answer: Callable[[Float[Tensor, "*rows nk"]], Float[Tensor, " *rows"
         if isinstance(got, Tensor) and not bool(got.isfinite().all()):
             raise Wrong(
                 "a weight of 0 makes NaN: ln 0 is −∞, and 0 × −∞ is NaN; torch.special.xlogy and torch.special.entr "
-                "know the limit, 0"
+                "return the limit, 0"
             )
         expect(got, torch.tensor([math.log(2), 0.0]), "the entropy of rows (½, ½, 0) and (0, 0, 0)")
 
@@ -247,8 +245,8 @@ def temperature(answer: Callable[..., Attended]) -> bool:
     s = raw / math.sqrt(5)
 
     def one() -> None:
-        mistakes = {"the scores are not scaled: 1/√d stays, beside the temperature": raw.softmax(-1)}
-        _agrees(answer(q, k, v), 1.0, mistakes)
+        mistakes = {"the scores are not scaled: 1/√d stays, in addition to the temperature": raw.softmax(-1)}
+        expect_temperature(answer(q, k, v), 1.0, mistakes)
 
     def at(t: float) -> Callable[[], None]:
         mistakes = {
@@ -256,22 +254,22 @@ def temperature(answer: Callable[..., Attended]) -> bool:
             "the weights are divided by the temperature: then rows do not sum to 1; divide the scores, before the "
             "softmax": s.softmax(-1) / t,
             "the temperature changes nothing": s.softmax(-1),
-            "the temperature stands under the root: expected √d · temperature": (raw / math.sqrt(5 * t)).softmax(-1),
-            "1/√d is gone: expected both √d and the temperature": (raw / t).softmax(-1),
+            "the temperature is under the root: expected √d · temperature": (raw / math.sqrt(5 * t)).softmax(-1),
+            "1/√d is missing: expected both √d and the temperature": (raw / t).softmax(-1),
             "temperature is added to √d, expected times √d": (raw / (math.sqrt(5) + t)).softmax(-1),
         }
-        return lambda: _agrees(answer(q, k, v, t), t, mistakes)
+        return lambda: expect_temperature(answer(q, k, v, t), t, mistakes)
 
     def cold() -> None:
         got = pair(answer(q, k, v, 1e-3))
         if not all(bool(x.isfinite().all()) for x in got):
             raise Wrong("at temperature 0.001 it overflows: subtract each row's largest score, or use torch.softmax")
-        _agrees(got, 1e-3, {})
+        expect_temperature(got, 1e-3, {})
 
     def hot() -> None:
-        _agrees(answer(q, k, v, 1e6), 1e6, {})
+        expect_temperature(answer(q, k, v, 1e6), 1e6, {})
 
-    def _agrees(got: object, t: float, mistakes: dict[str, Tensor]) -> None:
+    def expect_temperature(got: object, t: float, mistakes: dict[str, Tensor]) -> None:
         out, weights = pair(got)
         right = _truth(q, k, v, temperature=t)
         expect(weights, right[1], "weights", mistakes)

@@ -1,4 +1,4 @@
-"""Lab 2: the causal mask, several heads, dropout of weights, cross-attention."""
+"""Checks of Lab 2: causal mask, multi-head attention, dropout of weights, cross-attention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Heads = tuple[Float[Tensor, "b n d_model"], Float[Tensor, "b heads n m"]]
 
 
 def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
-    """Lab 2: the mask of a text that is read from left to right.
+    """Lab 2: the causal mask.
 
     Args:
-        answer: ``answer(n)`` returns a boolean tensor (n, n), rows are queries: True where the key is the query itself
-            or before it.
+        answer: ``answer(n)`` returns a boolean tensor (n, n), rows are queries: True where the key is at the
+            query's position or before it.
 
     >>> causal_mask(lambda n: torch.ones(n, n).tril().bool())
     ✓ booleans
-    ✓ who sees whom
+    ✓ visible keys
     ✓ other lengths
     True
     """
@@ -40,27 +40,25 @@ def causal_mask(answer: Callable[[int], Bool[Tensor, "n n"]]) -> bool:
             )
         if got.dtype != torch.bool:
             raise Wrong(
-                f"the mask is {got.dtype}, expected torch.bool: ~ of ones is no mask, and added to scores "
-                "a 1 hides nothing"
+                f"the mask is {got.dtype}, expected torch.bool: ~ does not invert ones, and adding 1 to scores masks "
+                "nothing"
             )
 
-    def sees(n: int) -> Callable[[], None]:
+    def visible_keys(n: int) -> Callable[[], None]:
         ones = torch.ones(n, n, dtype=torch.double)
         mistakes = {
-            "queries see the keys after them, not those before: rows are queries, so the lower triangle": ones.triu(),
-            "a query must see itself, or the first one sees nothing: the diagonal belongs to the mask": ones.tril(-1),
-            "True stands where a key is hidden (as in torch.nn.MultiheadAttention); expected where it is seen": (
-                ones.triu(1)
-            ),
+            "queries see later keys instead of earlier ones: rows are queries, so use the lower triangle": ones.triu(),
+            "a query must see itself, or the first one has no visible key: the diagonal must be True": ones.tril(-1),
+            "True marks masked keys (as in torch.nn.MultiheadAttention); expected visible keys": (ones.triu(1)),
             "every query sees one key too many, the one after it": ones.tril(1),
         }
         return lambda: expect(answer(n).double(), ones.tril(), "the mask", mistakes)
 
     def lengths() -> None:
         for n in (1, 2, 9):
-            sees(n)()
+            visible_keys(n)()
 
-    return judge(answer, {"booleans": booleans, "who sees whom": sees(5), "other lengths": lengths})
+    return judge(answer, {"booleans": booleans, "visible keys": visible_keys(5), "other lengths": lengths})
 
 
 def multi_head(answer: Callable[..., Heads]) -> bool:
@@ -69,7 +67,7 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
     Args:
         answer: ``answer(x, w_q, w_k, w_v, w_o, heads, mask=None)`` for x (b, n, d_model), matrices (d_model, d_model)
             that are applied from the right, ``x @ w_q``, and a mask (n, n), True where a query may attend. Head i has
-            the columns i · d_model/heads … of what the matrices make. Returns out (b, n, d_model) and weights
+            the columns from i · d_model/heads on of the projections. Returns out (b, n, d_model) and weights
             (b, heads, n, n).
 
     >>> def right(x, w_q, w_k, w_v, w_o, heads, mask=None):
@@ -87,11 +85,11 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
     True
     """
     x, place = draw(2, 5, 12), torch.arange(5)
-    mask = (place[:, None] + 2 * place) % 3 < 2  # every query sees something, and not all
+    mask = (place[:, None] + 2 * place) % 3 < 2  # every query has a visible key, and a masked one
     matrices = [draw(12, 12, seed=i) / math.sqrt(12) for i in (1, 2, 3, 4)]
     w_o = matrices[3].double()
 
-    def flat(x: Tensor) -> Tensor:
+    def merged(x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(2)
 
     def one() -> None:
@@ -101,8 +99,8 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
         wrong = _heads(x, x, transposed, 1)
         _check_weights(weights, right_weights, {"the matrices are transposed: expected x @ w_q": wrong[1]})
         mistakes = {
-            "the output matrix is missing: what the heads give goes through w_o": flat(inner),
-            "the output matrix is transposed: expected … @ w_o": flat(inner) @ w_o.T,
+            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
+            "the output matrix is transposed: expected … @ w_o": merged(inner) @ w_o.T,
         }
         expect(out, right_out, "out", mistakes)
 
@@ -120,15 +118,15 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
             "the scores are divided by √d_model, expected the root of the size of a head, d_model / heads": scored(
                 parted, 12
             ),
-            "heads are cut out of the length: view(b, heads, n, …) mixes tokens; make (b, n, heads, …) and transpose": (
+            "the heads are split along the length, which mixes tokens: view as (b, n, heads, …), then transpose": (
                 scored(lambda x: x.reshape(2, 3, 5, 4))
             ),
             "the heads are interleaved: head 0 must have the first d_model / heads columns, unflatten to (heads, "
             "d_head), not (d_head, heads)": scored(lambda x: x.unflatten(-1, (4, 3)).permute(0, 3, 1, 2)),
-            "heads attend to heads, token by token: heads must stand before the length, transpose(1, 2)": scored(
+            "heads attend to heads within a token: heads must come before the length, transpose(1, 2)": scored(
                 lambda x: x.unflatten(-1, (3, 4))
             ),
-            "the weights are averaged over the heads: return those of each": right.mean(1),
+            "the weights are averaged over the heads: return those of each head": right.mean(1),
             "the scores are not scaled: divide by √(d_model / heads)": scored(parted, 1),
         }
         _check_weights(pair(answer(x, *matrices, 3))[1], right, mistakes)
@@ -136,13 +134,13 @@ def multi_head(answer: Callable[..., Heads]) -> bool:
     def output() -> None:
         right, _, inner = _heads(x, x, matrices, 3)
         mistakes = {
-            "heads are merged without bringing them back behind the length: transpose(1, 2), then flatten": (
+            "heads are merged without moving them back behind the length: transpose(1, 2), then flatten": (
                 inner.reshape(2, 5, 12) @ w_o
             ),
-            "heads are merged the wrong way round: each token's heads must lie side by side, head 0 first": (
+            "heads are merged in the wrong order: concatenate each token's heads, head 0 first": (
                 inner.permute(0, 2, 3, 1).flatten(2) @ w_o
             ),
-            "the output matrix is missing: what the heads give goes through w_o": flat(inner),
+            "the output matrix is missing: multiply the merged heads by w_o": merged(inner),
         }
         expect(pair(answer(x, *matrices, 3))[0], right, "out", mistakes)
 
@@ -169,7 +167,7 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
 
     Args:
         answer: ``answer(q, k, v, p, training)`` for q (b, n, d), k (b, m, d), v (b, m, dv), a probability and whether
-            the model trains. Returns out (b, n, dv) and the weights (b, n, m) that it is made of.
+            the model is in training mode. Returns out (b, n, dv) and the weights (b, n, m) after dropout.
 
     >>> def right(q, k, v, p, training):
     ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
@@ -198,7 +196,7 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
         out, weights = run(False)
         if bool((weights == 0).any()) or same(weights.sum(-1), torch.full((2, 40), 1 - p)):
             raise Wrong(
-                "weights are dropped in evaluation, too: pass `training` on; functional.dropout drops by default"
+                "weights are dropped in evaluation, too: pass `training` to functional.dropout, whose default is True"
             )
         expect(weights, plain, "weights in evaluation")
         if not same(out, plain @ v.double()):
@@ -210,29 +208,29 @@ def dropout(answer: Callable[..., tuple[Float[Tensor, "b n dv"], Float[Tensor, "
         kept = ratio[weights != 0]
         dropped = (weights == 0).double().mean().item()
         if same(weights, plain):
-            raise Wrong("no weight is dropped in training; is it the output that dropout works on, or nothing?")
+            raise Wrong("no weight is dropped in training; is dropout applied to the output, or not at all?")
         if same(weights.sum(-1), torch.ones(2, 40)):
             raise Wrong(
-                "rows still sum to 1 in training: dropout comes after the softmax and nothing is normalised again, so "
-                "that the mean over draws, not each draw, is the plain attention"
+                "rows still sum to 1 in training: dropout comes after the softmax, without normalising again; only the "
+                "mean over draws is the plain attention"
             )
         for dim, what, all_of in ((1, "keys", "queries"), (2, "queries", "keys")):
             if bool(((weights == 0).all(dim) | (weights != 0).all(dim)).all()):
-                raise Wrong(f"whole {what} are dropped, the same for all {all_of}; each weight is drawn by itself")
+                raise Wrong(f"whole {what} are dropped, the same for all {all_of}; draw each weight independently")
         if same(kept, torch.ones_like(kept)):
-            raise Wrong("the weights that stay are not scaled up: 1/(1 − p) keeps the mean over draws where it was")
+            raise Wrong("the remaining weights are not scaled up: 1/(1 − p) keeps the mean over draws unchanged")
         if abs(dropped - p) > 0.05 and abs(dropped - (1 - p)) < 0.05:
             raise Wrong(
-                f"{dropped:.0%} of the weights are dropped, expected {p:.0%}: p is what is lost, not what is kept"
+                f"{dropped:.0%} of the weights are dropped, expected {p:.0%}: p is the share that is dropped, not kept"
             )
         if abs(dropped - p) > 0.05:
             raise Wrong(f"{dropped:.0%} of the weights are dropped, expected {p:.0%}")
-        expect(kept, torch.full_like(kept, 1 / (1 - p)), "weights that stay, over the plain ones,", tolerance=1e-4)
+        expect(kept, torch.full_like(kept, 1 / (1 - p)), "the ratio of remaining to plain weights", tolerance=1e-4)
 
     def output() -> None:
         out, weights = run(True)
         if same(out, plain @ v.double(), 1e-4):
-            raise Wrong("out is made of the plain weights: dropout comes before weights @ v")
+            raise Wrong("out uses the plain weights: dropout comes before weights @ v")
         expect(out, weights @ v.double(), "out, which is the dropped weights @ v,", tolerance=1e-4)
 
     def nothing() -> None:
@@ -256,7 +254,7 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
     ...     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
     ...     return (weights @ v).transpose(1, 2).flatten(2) @ w_o, weights
     >>> cross_attention(right)
-    ✓ who asks, who answers
+    ✓ queries, keys and values
     ✓ other lengths
     ✓ other widths
     True
@@ -273,16 +271,18 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
         right_out, right, _ = _heads(x, context, matrices, 3)
         own = _heads(x, x, matrices, 3)
         mistakes = {
-            "keys are made of x: this is self-attention; keys come from the context": own[1],
-            "queries are made of the context: they come from x": _heads(context, context, matrices, 3)[1],
-            "the sides are swapped: x asks, the context answers": _heads(context, x, matrices, 3)[1],
-            "a causal mask hides part of the context: its tokens are no later than those of x, all are visible": _heads(
+            "keys come from x: this is self-attention; expected keys from the context": own[1],
+            "queries come from the context, expected from x": _heads(context, context, matrices, 3)[1],
+            "the sequences are swapped: queries come from x, keys and values from the context": _heads(
+                context, x, matrices, 3
+            )[1],
+            "a causal mask masks part of the context, but all of it must be visible": _heads(
                 x, context, matrices, 3, torch.ones(5, 5).tril().bool()
             )[1],
         }
         expect(weights, right, "weights", mistakes)
         values = _merged(right @ _split(x.double() @ matrices[2].double(), 3)) @ matrices[3].double()
-        expect(out, right_out, "out", {"values are made of x: they come from the context, as the keys do": values})
+        expect(out, right_out, "out", {"values come from x, expected from the context, as the keys do": values})
 
     def other(m: int, width: int, hint: str) -> Callable[[], None]:
         def trial() -> None:
@@ -301,14 +301,14 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
     return judge(
         answer,
         {
-            "who asks, who answers": sides,
+            "queries, keys and values": sides,
             "other lengths": other(
                 7,
                 12,
-                "it breaks for a context of 7 tokens and 5 queries: weights are (b, heads, n, m), n need not be m",
+                "it fails for a context of 7 tokens and 5 queries: weights are (b, heads, n, m); n and m can differ",
             ),
             "other widths": other(
-                4, 10, "it breaks for a context 10 wide: keys and values have their own width until w_k and w_v"
+                4, 10, "it fails for a context 10 wide: the context has its own width before w_k and w_v"
             ),
         },
     )
@@ -317,7 +317,7 @@ def cross_attention(answer: Callable[..., Heads]) -> bool:
 def _heads(
     x: Tensor, context: Tensor, matrices: list[Tensor], heads: int, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, weights, and what the heads give before they are merged, (b, heads, n, d), in float64."""
+    """Output, weights, and the heads' outputs before they are merged, (b, heads, n, d), in float64."""
     x, context = x.double(), context.double()
     w_q, w_k, w_v, w_o = (m.double() for m in matrices)
     q, k, v = _split(x @ w_q, heads), _split(context @ w_k, heads), _split(context @ w_v, heads)

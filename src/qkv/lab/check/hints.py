@@ -1,4 +1,4 @@
-"""From a wrong number to what went wrong: the numbers that typical mistakes give, and what to say of each."""
+"""Recognises typical mistakes by the numbers they produce, and raises the matching hint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qkv.lab.check.verdict import Wrong, near
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers, the same for the same seed; torch's own generator is left alone."""
+    """Standard normal numbers from a seed; torch's global generator is not used."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(7919 * seed + sum(shape)))
 
 
 def pair(got: object) -> tuple[Tensor, Tensor]:
-    """What an answer returned, if it is (out, weights)."""
+    """The returned pair (out, weights); `Wrong` for anything else."""
     if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(x, Tensor) for x in got)):
-        found = f"{len(got)} things" if isinstance(got, tuple) else type(got).__name__
+        found = f"a tuple of {len(got)}" if isinstance(got, tuple) else type(got).__name__
         raise Wrong(f"it returns {found}, expected a pair of tensors: out, weights")
     return got
 
@@ -26,7 +26,7 @@ def pair(got: object) -> tuple[Tensor, Tensor]:
 def expect(
     got: object, expected: Tensor, what: str, mistakes: Mapping[str, Tensor] | None = None, tolerance: float = 1e-5
 ) -> None:
-    """Raise `Wrong` unless a tensor is the one expected; where a mistake is known by its numbers, with its hint."""
+    """Raise `Wrong` unless a tensor is the expected one. If it equals the result of a known mistake, give its hint."""
     try:
         near(got, expected, what, tolerance)
     except Wrong:
@@ -36,12 +36,12 @@ def expect(
             if same(got, wrong, tolerance):
                 raise Wrong(hint) from None
         if got.shape == expected.shape and bool(got.detach().isnan().any()):
-            raise Wrong(f"{what} has NaN in it") from None
+            raise Wrong(f"{what} contains NaN") from None
         raise
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether two tensors have one shape and, to the tolerance, the same numbers; NaN is NaN."""
+    """True if two tensors have the same shape and equal values within the tolerance; NaN equals NaN."""
     return a.shape == b.shape and torch.allclose(
         a.detach().double(), b.detach().double(), rtol=0, atol=tolerance, equal_nan=True
     )

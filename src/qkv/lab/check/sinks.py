@@ -1,4 +1,4 @@
-"""Labs 3 and 4: how much goes to the first token, which heads have a sink, and what takes its place."""
+"""Checks of Labs 3 and 4: the weight on the first token, the share of heads with a sink, alternatives to sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
 
     Args:
         answer: ``answer(weights)`` for causal weights (layers, heads, n, n), rows are queries. Returns (layers,): means
-            over heads and over the queries from the second on, since the first has no choice.
+            over heads and over the queries from the second on, because the first has one visible key only.
 
     >>> first_token(lambda weights: weights[:, :, 1:, 0].mean((1, 2)))
     ✓ a number for each layer
@@ -43,19 +43,19 @@ def first_token(answer: Callable[[Float[Tensor, "layers heads n n"]], Float[Tens
 
     def values() -> None:
         mistakes = {
-            "the first query counts: it sees only itself, so its 1 is no sign of a sink; leave it out": column.mean(
+            "the first query is included: it sees only itself, so its weight is always 1; leave it out": column.mean(
                 (1, 2)
             ),
-            "it is the first row, where the first token looks; expected the first column, who looks at it": (
+            "it is the first row, the weights of the first query; expected the column of weights on the first key": (
                 weights[..., 0, :].mean((1, 2))
             ),
             "it is the first row without its first entry; expected the first column, weights[..., 1:, 0]": (
                 weights[..., 0, 1:].mean((1, 2))
             ),
             "it is the largest weight, expected the mean": column[..., 1:].amax((1, 2)),
-            "it is the last token's column: who looks at the first token is weights[..., 0]": weights[..., 1:, -1].mean(
-                (1, 2)
-            ),
+            "it is the last token's column; the weights on the first token are weights[..., 0]": weights[
+                ..., 1:, -1
+            ].mean((1, 2)),
             "it is the sum over queries, expected the mean: a sum grows with the text": column[..., 1:].sum(-1).mean(1),
         }
         expect(answer(weights), right, "the measure", mistakes)
@@ -85,12 +85,10 @@ def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
     def share(threshold: float) -> tuple[Tensor, dict[str, Tensor]]:
         first = weights[..., 0]
         mistakes = {
-            "every weight is compared with the threshold, and heads are never judged (this is the chapter's measure); "
-            "take the mean over queries first, then compare": (first > threshold).double().mean(),
-            "every weight but the first query's is compared with the threshold, and heads are never judged (this is "
-            "the chapter's measure); take the mean over queries first, then compare": (
-                (first[..., 1:] > threshold).double().mean()
-            ),
+            "every weight is compared with the threshold, not every head (this is the chapter's measure); take the "
+            "mean over queries first, then compare": (first > threshold).double().mean(),
+            "every weight but the first query's is compared with the threshold, not every head (this is the chapter's "
+            "measure); take the mean over queries first, then compare": ((first[..., 1:] > threshold).double().mean()),
             "the first query is left out of the mean: α₁ of Gu et al. is over all queries, the first included": (
                 (first[..., 1:].mean(-1) > threshold).double().mean()
             ),
@@ -125,16 +123,18 @@ def sink_rate(answer: Callable[..., float | Float[Tensor, ""]]) -> bool:
 
     def ends() -> None:
         even = _causal(torch.zeros(2, 3, 64, 64))
-        expect(got(even), torch.tensor(0.0), "of uniform causal rows, 64 long, which are no sink, the share of heads")
+        expect(
+            got(even), torch.tensor(0.0), "the share of heads for uniform causal rows of 64 tokens, which have no sink,"
+        )
         full = torch.zeros(2, 3, 8, 8)
         full[..., 0] = 1
-        expect(got(full), torch.tensor(1.0), "where all attend to the first key alone the share of heads")
+        expect(got(full), torch.tensor(1.0), "the share of heads if all attend to the first key only")
 
     return judge(answer, {"a head counts once": once, "the threshold": threshold, "nothing and everything": ends})
 
 
 def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor, "b nq nk"]]]) -> bool:
-    """Exercise 4.1: attention with one more key, which is learnt, and whose value is 0.
+    """Exercise 4.1: attention with an additional learnt key, whose value is 0.
 
     Args:
         answer: ``answer(q, k, v, key, mask=None)`` for q (b, nq, d), k (b, nk, d), v (b, nk, dv), the learnt key (d,)
@@ -152,7 +152,7 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     ✓ weights
     ✓ output
     ✓ mask
-    ✓ a query that sees no key of the text
+    ✓ a query with no visible key of the text
     ✓ the key learns
     True
     """
@@ -166,8 +166,8 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     def weights() -> None:
         raw = torch.cat([s, extra * math.sqrt(6)], -1).softmax(-1)[..., :-1]
         mistakes = {
-            "the learnt key takes no weight: rows still sum to 1. It must stand in the softmax, and its column be cut "
-            "off after it, with nothing normalised again": s.softmax(-1),
+            "the learnt key takes no weight: rows still sum to 1. Include it in the softmax and drop its column "
+            "afterwards, without normalising again": s.softmax(-1),
             "the weights still have the column of the learnt key: return those of the text's own keys": whole,
             "the weights still have the column of the learnt key, first: return those of the text's own keys": (
                 torch.cat([whole[..., -1:], right], -1)
@@ -182,10 +182,10 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
     def output() -> None:
         plain = right @ v.double()
         mistakes = {
-            "the learnt key has a value, itself: its value is 0, so that its weight adds nothing": (
+            "the learnt key's value is the key itself: its value must be 0, so that its weight adds nothing": (
                 plain + whole[..., -1:] * key.double()
             ),
-            "the output is of weights that were normalised again: what the learnt key takes is lost": (
+            "the output uses weights that were normalised again, without the weight of the learnt key": (
                 s.softmax(-1) @ v.double()
             ),
             "the learnt key has a value of ones: its value is 0": plain + whole[..., -1:],
@@ -197,24 +197,24 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
 
     def masked() -> None:
         out, got = pair(answer(q, k, v, key, mask))
-        want_out, want = _keyed(q, k, v, key, mask)
-        hidden = s.masked_fill(~mask, -torch.inf)
+        want_out, want = _with_key(q, k, v, key, mask)
+        masked_scores = s.masked_fill(~mask, -torch.inf)
         mistakes = {
             "the mask is ignored": right,
-            "the learnt key is hidden by the mask: it is visible to all queries": hidden.softmax(-1),
-            "the mask comes after the softmax: hide the scores": right * mask,
+            "the learnt key is masked: it must be visible to all queries": masked_scores.softmax(-1),
+            "the mask comes after the softmax: mask the scores": right * mask,
         }
         expect(got, want, "weights", mistakes)
         expect(out, want_out, "out")
 
     def nothing() -> None:
-        sees = mask.clone()
-        sees[1] = False
-        out, got = pair(answer(q, k, v, key, sees))
-        want_out, want = _keyed(q, k, v, key, sees)
+        visible = mask.clone()
+        visible[1] = False
+        out, got = pair(answer(q, k, v, key, visible))
+        want_out, want = _with_key(q, k, v, key, visible)
         if bool(got.isnan().any()):
             raise Wrong(
-                "weights are NaN: with the learnt key in the softmax every row has a visible key; is it hidden?"
+                "weights are NaN: with the learnt key in the softmax every row has a visible key; is that key masked?"
             )
         expect(got, want, "weights")
         expect(out, want_out, "out")
@@ -228,14 +228,14 @@ def key_bias(answer: Callable[..., tuple[Float[Tensor, "b nq dv"], Float[Tensor,
             )
         out.square().sum().backward()
         if own.grad is None or not bool((own.grad != 0).any()):
-            raise Wrong("the key gets no gradient, so it would never learn")
+            raise Wrong("the key gets no gradient, so it cannot be trained")
 
-    names = "weights", "output", "mask", "a query that sees no key of the text", "the key learns"
+    names = "weights", "output", "mask", "a query with no visible key of the text", "the key learns"
     return judge(answer, dict(zip(names, (weights, output, masked, nothing, learns), strict=True)))
 
 
 def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows n"]]) -> bool:
-    """Exercise 4.2: softmax off by one, eˢ / (1 + Σ eˢ): a column of zeros that is cut off again.
+    """Exercise 4.2: softmax off by one, eˢ / (1 + Σ eˢ): softmax with a column of zeros that is dropped afterwards.
 
     Args:
         answer: ``answer(scores)`` for scores (..., n), some of which may be −inf. Returns weights (..., n); rows sum to
@@ -247,7 +247,7 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
     ✓ weights
     ✓ large scores
     ✓ very low scores
-    ✓ hidden keys
+    ✓ masked keys
     True
     """
     scores = draw(2, 3, 7)
@@ -262,20 +262,20 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         rest = 1 - right.sum(-1, keepdim=True)
         along = torch.cat([s, torch.zeros_like(s[:, :1])], 1).softmax(1)[:, :-1]
         mistakes = {
-            "it is the plain softmax: rows sum to 1. The zero goes into the softmax and its column is cut off after "
-            "it, with nothing normalised again": s.softmax(-1),
-            "the column of zeros is still there: cut it off": torch.cat([right, rest], -1),
-            "the column of zeros is still there, first: cut it off": torch.cat([rest, right], -1),
-            "the largest score is subtracted, but the 1 is not: 1 becomes e^(−max) then": shifted
+            "it is the plain softmax: rows sum to 1. Include the zero in the softmax and drop its column afterwards, "
+            "without normalising again": s.softmax(-1),
+            "the column of zeros is still there: drop it": torch.cat([right, rest], -1),
+            "the column of zeros is still there, first: drop it": torch.cat([rest, right], -1),
+            "the largest score is subtracted from the scores, but the 1 is not: 1 becomes e^(−max)": shifted
             / (1 + shifted.sum(-1, keepdim=True)),
             "1 is added to the softmax's weights, after they are normalised; expected to the sum of eˢ": (
                 s.softmax(-1) / 2
             ),
-            "the zeros are one more query, and the softmax runs over queries; keys are the last dimension": along,
-            "a 1 was put in as a score: expected the score 0, for which e⁰ = 1": (
+            "the zeros are an additional query, and the softmax runs over queries; keys are the last dimension": along,
+            "the additional score is 1, expected 0, for which e⁰ = 1": (
                 torch.cat([s, torch.ones_like(s[..., :1])], -1).softmax(-1)[..., :-1]
             ),
-            "1 is taken from each weight's sum, expected added": s.exp() / (s.exp().sum(-1, keepdim=True) - 1),
+            "1 is subtracted from the sum, expected added": s.exp() / (s.exp().sum(-1, keepdim=True) - 1),
         }
         expect(answer(scores), right, "weights", mistakes)
 
@@ -283,28 +283,28 @@ def off_by_one(answer: Callable[[Float[Tensor, "*rows n"]], Float[Tensor, "*rows
         got = answer(scores * 100 + 300)
         if isinstance(got, Tensor) and not bool(got.isfinite().all()):
             raise Wrong(
-                "it overflows for scores of some hundreds: subtract the largest of the scores and 0, from the 0 as "
-                "well, or give torch.softmax the column of zeros"
+                "it overflows for scores of several hundred: subtract the largest of the scores and 0 from all of them "
+                "(also from the 0), or use torch.softmax with the column of zeros"
             )
         expect(got, truth(scores * 100 + 300), "weights of large scores")
 
     def low() -> None:
         low_scores = scores - 50
         mistakes = {
-            "the weights of scores near −50 are large: the 1 is not worth 1 any more. It shrinks or grows with the "
-            "largest score that was subtracted": (low_scores.double().softmax(-1)),
+            "the weights of scores near −50 are large: the 1 in the denominator must be rescaled with the largest "
+            "score that was subtracted": (low_scores.double().softmax(-1)),
         }
         expect(answer(low_scores), truth(low_scores), "weights of scores near −50, which are all about 0,", mistakes)
 
-    def hidden() -> None:
+    def masked() -> None:
         s = scores.clone()
         s[0, 1], s[1, :, 2:] = -torch.inf, -torch.inf
         got = answer(s)
         if isinstance(got, Tensor) and bool(got.isnan().any()):
             raise Wrong("a row of −inf gives NaN: −inf − (−inf) is NaN; with the 0 among the scores the largest is ≥ 0")
-        expect(got, truth(s), "weights of hidden keys")
+        expect(got, truth(s), "weights of masked keys")
 
-    return judge(answer, {"weights": weights, "large scores": large, "very low scores": low, "hidden keys": hidden})
+    return judge(answer, {"weights": weights, "large scores": large, "very low scores": low, "masked keys": masked})
 
 
 def _causal(scores: Float[Tensor, "*b n n"]) -> Float[Tensor, "*b n n"]:
@@ -312,7 +312,7 @@ def _causal(scores: Float[Tensor, "*b n n"]) -> Float[Tensor, "*b n n"]:
     return scores.masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf).softmax(-1)
 
 
-def _keyed(q: Tensor, k: Tensor, v: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _with_key(q: Tensor, k: Tensor, v: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Output and weights with a learnt key, in float64."""
     inputs = [x.double()[:, None] for x in (q, k, v)]
     normalizer = qkv.normalizers.Softmax(key=key.double()[None])

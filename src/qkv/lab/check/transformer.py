@@ -1,4 +1,4 @@
-"""Lab 5: how many parameters a Transformer has, and a learnt token before the text."""
+"""Checks of Lab 5: the number of parameters of a Transformer, and a learnt token before the text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qkv.lab.check.verdict import Wrong, judge
 
 
 def parameter_count(answer: Callable[..., int]) -> bool:
-    """Lab 5: the number of parameters of the chapter's Transformer, by a formula.
+    """Lab 5: a formula for the number of parameters of the chapter's Transformer.
 
-    Attention has four matrices without biases; the feed-forward layer two matrices with biases; each block two layer
-    norms and the model one more, each with gain and bias; tokens and positions have a table each. If `tied`, the output
-    matrix is the table of tokens, else one more of its size, without bias.
+    Attention has four matrices without biases, the feed-forward layer two matrices with biases. Each block has two
+    layer norms and the model one more, each with gain and bias. There is an embedding table for tokens and one for
+    positions. If `tied`, the output matrix is the token table; else it is another matrix of that size, without bias.
 
     Args:
-        answer: ``answer(vocab, d_model, layers, d_ff, context, tied=True)`` returns a whole number.
+        answer: ``answer(vocab, d_model, layers, d_ff, context, tied=True)`` returns an int.
 
     >>> def right(vocab, d, layers, d_ff, context, tied=True):
     ...     block = 4 * d * d + (2 * d * d_ff + d_ff + d) + 2 * 2 * d
@@ -27,7 +27,7 @@ def parameter_count(answer: Callable[..., int]) -> bool:
     >>> parameter_count(right)
     ✓ the defaults of the chapter
     ✓ other sizes
-    ✓ an output matrix of its own
+    ✓ an untied output matrix
     True
     """
 
@@ -47,7 +47,7 @@ def parameter_count(answer: Callable[..., int]) -> bool:
             "the table of positions is missing, context · d_model": context * d,
             "the attention's output matrix is missing: there are four matrices, not three": layers * d * d,
             "the feed-forward layer has two matrices, up and down": layers * d * d_ff,
-            "the output matrix counts, although it is the table of tokens": -vocab * d if tied else 0,
+            "the output matrix is counted, although it is the table of tokens": -vocab * d if tied else 0,
             "the output matrix is missing: it is not the table of tokens here": 0 if tied else vocab * d,
             "the output matrix has no bias": -vocab,
             "the attention's matrices have no biases": -4 * layers * d,
@@ -66,17 +66,17 @@ def parameter_count(answer: Callable[..., int]) -> bool:
         {
             "the defaults of the chapter": lambda: check(1000, 256, 4, 1024, 512, True),
             "other sizes": lambda: check(101, 30, 3, 47, 53, True),
-            "an output matrix of its own": lambda: check(101, 30, 3, 47, 53, False),
+            "an untied output matrix": lambda: check(101, 30, 3, 47, 53, False),
         },
     )
 
 
 def sink_token(answer: Callable[[int], nn.Module]) -> bool:
-    """Exercise 5.2: a learnt token that is put before every text.
+    """Exercise 5.2: a learnt token before every text.
 
     Args:
-        answer: a module class: ``answer(d_model)`` makes one, and called with x (b, n, d_model) it returns
-            (b, n + 1, d_model): the learnt vector, the same for every text, then x.
+        answer: a module class. ``answer(d_model)`` creates the module; called with x (b, n, d_model) it returns
+            (b, n + 1, d_model): the learnt vector, which is the same for every text, then x.
 
     >>> class Right(nn.Module):
     ...     def __init__(self, d_model):
@@ -94,10 +94,10 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
     x = draw(3, 5, 8)
 
     def made() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # it may draw its vector
+        with torch.random.fork_rng(devices=[]):  # the module may draw its vector
             module = answer(8)
         if not isinstance(module, nn.Module):
-            raise Wrong(f"it makes {type(module).__name__}, expected a torch.nn.Module")
+            raise Wrong(f"it returns {type(module).__name__}, expected a torch.nn.Module")
         return module
 
     def one() -> None:
@@ -115,9 +115,9 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
         got = made()(x).detach()
         if torch.equal(got[:, :-1], x):
             raise Wrong(
-                "the token stands behind the text, where causal attention lets none of the others see it; put it before"
+                "the token comes after the text, where causal attention masks it for all other tokens; put it first"
             )
-        expect(got[:, 1:], x, "what stands behind the token, which is x,")
+        expect(got[:, 1:], x, "the output after the first token, which is x,")
 
     def same_for_all() -> None:
         module = made()
@@ -125,7 +125,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
         if not torch.equal(first, first[:1].expand_as(first)):
             raise Wrong("texts of one batch have different tokens before them, expected one vector for all")
         if not torch.equal(first, module(x).detach()[:, 0]):
-            raise Wrong("the vector is drawn again at every call: make it once, in __init__")
+            raise Wrong("the vector is drawn again at every call: create it once, in __init__")
         if not torch.equal(first, module(2 * x + 1).detach()[:, 0]):
             raise Wrong("the vector depends on the text, expected a parameter of its own")
 
@@ -136,7 +136,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
             hint = (
                 ": nn.Parameter(torch.zeros(d_model)); a plain tensor, or a buffer, is not trained" if not count else ""
             )
-            raise Wrong(f"it has {count} numbers to learn, expected d_model = 8{hint}")
+            raise Wrong(f"it has {count} parameters, expected d_model = 8{hint}")
         module(x)[:, 0].sum().backward()
         if any(p.grad is None or not bool((p.grad != 0).any()) for p in module.parameters()):
             raise Wrong("the vector gets no gradient: is it detached, or its .data used?")
@@ -146,7 +146,7 @@ def sink_token(answer: Callable[[int], nn.Module]) -> bool:
 
 
 def _count(vocab: int, d: int, layers: int, d_ff: int, context: int, tied: bool) -> int:
-    """Parameters of the model itself, made without memory."""
+    """The number of parameters of the model, built on the meta device."""
     with torch.device("meta"):
         parts: list[nn.Module] = [nn.Embedding(vocab, d), nn.Embedding(context, d), nn.LayerNorm(d)]
         for _ in range(layers):

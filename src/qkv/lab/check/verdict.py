@@ -1,4 +1,4 @@
-"""How a check of an exercise speaks: a line for each thing tried, a hint at the first that fails, True or False."""
+"""Runs the trials of an exercise: prints one line per trial, and a hint at the first that fails."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 from qkv.errors import InputError
 
 
-class Wrong(Exception):  # noqa: N818  # what is said of an answer, not an error of the program
-    """An answer fails a trial: the message says what was expected, what came, and where to look."""
+class Wrong(Exception):  # noqa: N818  # a verdict on an answer, not an error of the program
+    """An answer fails a trial; the message is the hint: the expected and the actual result, and the likely mistake."""
 
 
 def judge(candidate: object, trials: dict[str, Callable[[], None]]) -> bool:
-    """Try a learner's answer: print a ✓ or ✗ for each trial, stop at the first ✗ with its hint. True if all hold.
+    """Run the trials of a learner's answer and return True if all pass.
 
-    A trial is a function that raises `Wrong` with a hint. What else an answer raises is its failure, told in a line.
+    Prints ✓ or ✗ for each trial, and stops at the first ✗ with its hint. A trial raises `Wrong` to give a hint; any
+    other exception also fails the trial and is printed in one line.
     """
     if not callable(candidate):
-        raise InputError(f"the answer is {type(candidate).__name__}, expected a function or class")
+        raise InputError(f"answer is {type(candidate).__name__}, expected a function or class")
     for name, trial in trials.items():
         try:
             trial()
@@ -34,7 +35,7 @@ def judge(candidate: object, trials: dict[str, Callable[[], None]]) -> bool:
 
 
 def near(got: object, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """Raise `Wrong` unless a tensor has the shape and values expected."""
+    """Raise `Wrong` unless a tensor has the expected shape and values."""
     if not isinstance(got, Tensor):
         raise Wrong(f"{what} is {type(got).__name__}, expected a tensor")
     if got.shape != expected.shape:

@@ -1,11 +1,29 @@
-"""Questions that small models answer: which claims about attention sinks hold, seen in minutes on one machine."""
+"""Experiments that train small models and test claims about attention, in minutes on one machine.
+
+`run` carries one out by name. To write one, subclass `Experiment`; an installed package registers its own as entry
+points in the group ``qkv.experiments``.
+"""
 
 from __future__ import annotations
 
+from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting, Verdict
 from qkv.lab.experiments.registry import experiment, names
 from qkv.lab.experiments.run import Result, redraw, run, table
 
-__all__ = ["Result", "experiment", "names", "redraw", "run", "table"]
+__all__ = [
+    "Conclusion",
+    "Experiment",
+    "Outcome",
+    "Result",
+    "Results",
+    "Setting",
+    "Verdict",
+    "experiment",
+    "names",
+    "redraw",
+    "run",
+    "table",
+]
 
 
 def __dir__() -> list[str]:

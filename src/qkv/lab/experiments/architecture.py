@@ -1,4 +1,4 @@
-"""What does not matter for whether there is a sink (Gu et al. 2025, arXiv:2410.10781, §6.1): sweeps with one rule."""
+"""Experiments on architecture choices that should not affect sinks (Gu et al. 2025, arXiv:2410.10781, §6.1)."""
 
 from __future__ import annotations
 
@@ -6,89 +6,92 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from qkv.lab.experiments.base import Conclusion, Results, Verdict, judged
-from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, listed, models
+from qkv.lab.experiments.base import Conclusion, Results, Verdict, holds_if
+from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, model_variants, summaries
 
 LIMIT = 14_000_000
-"""Parameters of the smallest model in which the sources say sinks were seen."""
+"""The number of parameters of the smallest model with sinks, according to the sources."""
 
 
-class Indifferent(Sweep):
-    """Variants that should all have a sink."""
+class SinkEverywhere(Sweep):
+    """A sweep whose claim is that every variant has a sink."""
 
     what: ClassVar[str]
-    """What varies: the subject of a sentence."""
+    """The setting that varies, as the first words of the title."""
 
     def conclude(self, results: Results) -> Conclusion:
-        """It does not matter if every run of every variant has a sink."""
+        """The claim holds if every run of every variant has a sink."""
         found = results.by_variant(ALPHA)
         without = [v for v in results.variants if not has_sink(found.get(v, []))]
         seen = len(without) < len(results.variants)
         if not seen:
             title = f"{self.what}: no variant has a sink in every run"
         elif without:
-            title = f"{self.what}: no sink in every run with {', '.join(without)}"
+            none = all(max(found.get(v, [0.0])) <= SINK for v in without)
+            title = f"{self.what}: {'no' if none else 'not every'} run forms a sink with {', '.join(without)}"
         else:
-            title = f"{self.what}: a sink appears in every run of every variant"
+            title = f"{self.what}: every run of every variant forms a sink"
         text = (
-            f"Weight of the strongest head on the first token: {listed(found)}. The claim holds if every run of every "
-            f"variant has more than {SINK}, and cannot be seen if no variant has."
+            f"Weight of the strongest head on the first token: {summaries(found)}. The claim holds if every run of "
+            f"every variant has more than {SINK}, and cannot be seen if no variant has."
         )
         extra = f" Without: {', '.join(without)}." if without and seen else ""
-        return Conclusion([Verdict(self.claims[0], judged(not without, seen), text)], title, f"{title}. {text}{extra}")
+        return Conclusion(
+            [Verdict(self.claims[0], holds_if(not without, seen), text)], title, f"{title}. {text}{extra}"
+        )
 
 
-class Positions(Indifferent):
-    """Six ways to tell a model where tokens stand."""
+class Positions(SinkEverywhere):
+    """Six position schemes, including none."""
 
     name = "positions"
-    question = "Is there a sink with every kind of positions, and with none?"
+    question = "Does a sink form with every position scheme, and without positions?"
     claims = ("C085",)
     axis = "positions"
     what = "Position schemes"
-    variants: ClassVar[Mapping[str, Change]] = models(
+    variants: ClassVar[Mapping[str, Change]] = model_variants(
         positions=("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
     )
 
 
-class NormPlace(Indifferent):
-    """Norms before or after."""
+class NormPlace(SinkEverywhere):
+    """Pre-norm against post-norm."""
 
     name = "norm_place"
-    question = "Does it matter whether norms stand before the layers or after the residuals?"
+    question = "Does a sink form both with pre-norm and with post-norm?"
     claims = ("C086",)
     axis = "place of the norms"
-    what = "Pre- and post-norm"
-    variants: ClassVar[Mapping[str, Change]] = models(place=("pre", "post"))
+    what = "Pre-norm against post-norm"
+    variants: ClassVar[Mapping[str, Change]] = model_variants(place=("pre", "post"))
 
 
-class Activation(Indifferent):
-    """Three feed-forward layers."""
+class Activation(SinkEverywhere):
+    """Three activations of the feed-forward layer."""
 
     name = "activation"
-    question = "Does the activation of the feed-forward layers matter?"
+    question = "Does a sink form with every activation of the feed-forward layers?"
     claims = ("C087",)
     axis = "activation"
     what = "Feed-forward activations"
-    variants: ClassVar[Mapping[str, Change]] = models(activation=("relu", "gelu_tanh", "swiglu"))
+    variants: ClassVar[Mapping[str, Change]] = model_variants(activation=("relu", "gelu_tanh", "swiglu"))
 
 
-class Heads(Indifferent):
-    """One head to eight, in the same width."""
+class Heads(SinkEverywhere):
+    """One to eight heads at the same model width."""
 
     name = "heads"
-    question = "Does the number of heads matter?"
+    question = "Does a sink form with any number of heads?"
     claims = ("C088",)
     axis = "heads"
     what = "Numbers of heads"
-    variants: ClassVar[Mapping[str, Change]] = models(heads=(1, 2, 4, 8))
+    variants: ClassVar[Mapping[str, Change]] = model_variants(heads=(1, 2, 4, 8))
 
 
 class ModelSize(Sweep):
-    """Widths, and depths."""
+    """Models of different width and depth."""
 
     name = "model_size"
-    question = "How small can a model be and still have a sink?"
+    question = "How small can a model be and still form a sink?"
     claims = ("C066",)
     axis = "layers × width"
     variants: ClassVar[Mapping[str, Change]] = {
@@ -97,13 +100,13 @@ class ModelSize(Sweep):
     }
 
     def conclude(self, results: Results) -> Conclusion:
-        """The claim is of 14 million parameters; all models here are far smaller."""
+        """The claim is about models from 14 million parameters on; all models here are smaller."""
         found = results.by_variant(ALPHA)
         able = [variant for variant in results.variants if has_sink(found.get(variant, []))]
         sizes = {v: replace(TASK, model=replace(TASK.model, **c.model)).build() for v, c in self.variants.items()}
         counts = {v: sum(p.numel() for p in model.parameters()) for v, model in sizes.items() if v in results.variants}
         text = (
-            f"Weight of the strongest head on the first token by layers × width: {listed(found)}. Parameters: "
+            f"Weight of the strongest head on the first token by layers × width: {summaries(found)}. Parameters: "
             f"{', '.join(f'{v} {n:,}' for v, n in counts.items())}. The claim, of 14 million, holds if a model no "
             f"larger than that has a sink (> {SINK}) in every run."
         )
@@ -113,5 +116,5 @@ class ModelSize(Sweep):
             if smallest is None
             else f"A model of {counts[smallest]:,} parameters has a sink in every run"
         )
-        holds = judged(smallest is not None and counts[smallest] <= LIMIT)
+        holds = holds_if(smallest is not None and counts[smallest] <= LIMIT)
         return Conclusion([Verdict("C066", holds, text)], title, f"{title}. {text}")

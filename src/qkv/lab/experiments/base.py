@@ -1,4 +1,4 @@
-"""What an experiment is: a question, the runs that answer it, and verdicts that are computed from what they show."""
+"""The base class of experiments, and the records they use: settings of runs, outcomes, verdicts, conclusions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSEEN: Holds = "cannot be seen here"
 
 @dataclass(frozen=True)
 class Setting:
-    """One run. Runs with equal settings are trained once, whatever experiments ask for them."""
+    """The settings of one run. Experiments share runs with equal settings: each is trained once."""
 
     task: Task
     training: Training
@@ -32,18 +32,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the results say about one claim of the sources."""
+    """The verdict on one claim of the sources."""
 
     claim: str
     """Its number in the list of claims: C078."""
     holds: Holds
     text: str
-    """The numbers it rests on, in a sentence."""
+    """One or two sentences with the numbers and the criterion."""
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What an experiment found."""
+    """The verdicts of an experiment, with a title for its figure and a summary."""
 
     verdicts: Sequence[Verdict]
     title: str
@@ -53,24 +53,24 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run."""
+    """The measurements of one run."""
 
     seed: int
     evaluation: Measured = field(default_factory=dict)
     """The task's metrics on held-out data, at the end."""
     check: Measured = field(default_factory=dict)
-    """The task's look at the attention, at the end."""
+    """The task's attention check (`Task.check`), at the end."""
     measured: Measured = field(default_factory=dict)
-    """What the experiment measured of the trained model, or computed without one."""
+    """The result of `Experiment.measure` or `Experiment.compute`."""
     curves: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
-    """For each entry of the metrics that the experiment asks for: ``steps``, and ``values`` at these."""
+    """For each metric in `Experiment.curves`: the ``steps``, and the ``values`` at these steps."""
     diverged: str | None = None
-    """Why there is nothing else: the loss became NaN or infinite."""
+    """The error message if the loss became NaN or infinite; the other fields are empty then."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What came of all runs, by variant, one for each seed.
+    """The outcomes of all runs by variant, one outcome per seed.
 
     >>> results = Results({"with": [Outcome(0, check={"sink_score": 0.9}), Outcome(1, check={"sink_score": 0.8})]})
     >>> results.values("with", "check.sink_score")
@@ -81,17 +81,17 @@ class Results:
     quick: bool = False
 
     def values(self, variant: str, name: str) -> list[float]:
-        """A number of each run that did not diverge, by its dotted name: ``check.sink_score``, ``measured.x``.
+        """One number per run that did not diverge, by its dotted name: ``check.sink_score``, ``measured.x``.
 
-        Of nested lists, as those by layer and head, it is the largest number in them.
+        If the entry is a nested list, as by layer and head, the number is the maximum over the list.
 
         Raises:
-            InputError: if a run has no such number.
+            InputError: if a run has no entry of that name.
         """
-        return [float(np.max(look(outcome, name))) for outcome in self.finished(variant)]
+        return [float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)]
 
     def by_variant(self, name: str) -> dict[str, list[float]]:
-        """`values` of every variant that has a run which did not diverge."""
+        """`values` of every variant with at least one run that did not diverge."""
         return {variant: self.values(variant, name) for variant in self.variants if self.finished(variant)}
 
     def finished(self, variant: str) -> list[Outcome]:
@@ -99,77 +99,79 @@ class Results:
         return [outcome for outcome in self.variants[variant] if outcome.diverged is None]
 
     def curve(self, variant: str, name: str) -> tuple[list[int], np.ndarray]:
-        """Steps, and the values at them of each run: (seeds, steps, …)."""
+        """The steps of a curve, and its values as an array (seeds, steps, …)."""
         found = [outcome.curves[name] for outcome in self.finished(variant)]
         return list(found[0]["steps"]), np.asarray([c["values"] for c in found], float)
 
     @property
     def seeds(self) -> int:
-        """The most runs that any variant has."""
+        """The largest number of runs in any variant."""
         return max((len(outcomes) for outcomes in self.variants.values()), default=0)
 
     @property
     def note(self) -> str:
-        """How many seeds, for the line under a figure's title."""
+        """The number of seeds, for the line under a figure's title."""
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
         return f"Quick form, too short to judge by: {seeds}." if self.quick else f"{seeds}."
 
 
-def look(outcome: Outcome, name: str) -> Any:
-    """An entry of an outcome, by its dotted name."""
+def value_of(outcome: Outcome, name: str) -> Any:
+    """The entry of an outcome with a dotted name; `InputError` if there is none."""
     value: Any = {"evaluation": outcome.evaluation, "check": outcome.check, "measured": outcome.measured}
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise InputError(f"a run has no {name!r}, expected a dotted name of what was measured")
+            raise InputError(
+                f"name is {name!r}, expected the dotted name of an entry of the outcome, such as 'check.sink'"
+            )
         value = value[part]
     return value
 
 
 class Experiment(ABC):
-    """A question put to small models.
+    """A question that is answered by training small models.
 
-    A subclass trains models (`settings` and `measure`), or computes something without training (`compute`), or both;
-    variants of both have different names. It needs no arguments, so that other processes can make it, too.
+    A subclass trains models (`settings` and `measure`), or computes something without training (`compute`), or both.
+    The two kinds of variants have different names. Its constructor takes no arguments: worker processes call it.
     """
 
     name: ClassVar[str]
     question: ClassVar[str]
     claims: ClassVar[tuple[str, ...]]
-    """Numbers of the claims that it gives verdicts on, one for each."""
+    """The numbers of the claims that it decides; `conclude` returns one verdict for each."""
     curves: ClassVar[tuple[str, ...]] = ()
-    """Entries of a run's metrics to keep over steps, by dotted name: ``loss``, ``check.sink``."""
+    """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
 
     def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """Variants by name, with a run for each seed. The quick form takes seconds, and is for tests only."""
+        """The settings of each variant's runs, one per seed. The quick form takes seconds and is for tests only."""
         return {}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
-        """What to know of a trained model besides its own evaluation and check; evaluation mode, no gradients."""
+        """Extra measurements of a trained model, which is in evaluation mode; gradients are disabled."""
         return {}
 
     def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """What needs no training: variants by name, with what was measured for each seed from 0."""
+        """Measurements that need no training: for each variant, one per seed, from seed 0 on."""
         return {}
 
     @abstractmethod
     def conclude(self, results: Results) -> Conclusion:
-        """Verdicts and their summary, from the numbers alone and by criteria that the texts state."""
+        """The verdicts and their summary. They depend on the numbers alone, by criteria that the texts state."""
 
     @abstractmethod
     def figure(self, results: Results) -> Figure:
-        """The finding as a picture; its title is that of the conclusion."""
+        """The figure of the results, under the title of the conclusion."""
 
 
 # --- criteria ---------------------------------------------------------------------------------------------------------
 
 
 def spread(values: Sequence[float]) -> float:
-    """From the least to the most over seeds."""
+    """The range over seeds: largest minus smallest value."""
     return max(values) - min(values)
 
 
 def larger(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> bool:
-    """Whether a is larger than b: its mean, by more than the larger spread over seeds and by more than `least`.
+    """True if mean(a) − mean(b) is more than `least` and more than the larger of the two ranges over seeds.
 
     >>> larger([0.9, 0.8], [0.5, 0.6]), larger([0.9, 0.5], [0.5, 0.6])
     (True, False)
@@ -177,19 +179,19 @@ def larger(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> bool:
     return float(np.mean(a) - np.mean(b)) > max(spread(a), spread(b), least)
 
 
-def judged(yes: bool, seen: bool = True) -> Holds:
-    """`HOLDS` or `FAILS`; `UNSEEN` if what the claim is about is not there at all.
+def holds_if(condition: bool, seen: bool = True) -> Holds:
+    """`HOLDS` or `FAILS` by a condition; `UNSEEN` if the effect that the claim is about did not occur (not `seen`).
 
-    >>> judged(True), judged(False), judged(True, seen=False)
+    >>> holds_if(True), holds_if(False), holds_if(True, seen=False)
     ('holds', 'does not hold', 'cannot be seen here')
     """
-    return UNSEEN if not seen else HOLDS if yes else FAILS
+    return UNSEEN if not seen else HOLDS if condition else FAILS
 
 
-def said(values: Sequence[float], digits: int = 2) -> str:
-    """Mean, with the range over seeds if there is more than one.
+def summary(values: Sequence[float], digits: int = 2) -> str:
+    """The mean as text, with the range over seeds if there is more than one.
 
-    >>> said([0.75, 0.85]), said([0.5])
+    >>> summary([0.75, 0.85]), summary([0.5])
     ('0.80 (0.75–0.85)', '0.50')
     """
     mean = f"{np.mean(values):.{digits}f}"

@@ -1,4 +1,4 @@
-"""The sinks of the language model that comes with the package, and what it loses when they leave its cache."""
+"""Experiment on the bundled language model qkv-mini: its sinks, and its loss when they are evicted from the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.lab import settings, track
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, judged, said
+from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, holds_if, summary
 from qkv.lab.experiments.streaming import perplexity_by_position
 from qkv.lab.task import Measured
 from qkv.lab.tasks.language import Language
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "qkv-mini"
-GROUPS, TEXTS = 3, 16  # texts are measured in groups, whose spread tells noise from findings
-SHORT = 64  # tokens of a text on which sinks are measured (T of Gu et al. 2025)
-KEPT = 4  # first keys that StreamingLLM keeps
-BUDGETS = (16, 32, 64, 128)  # keys a cache holds
+GROUPS, TEXTS = 3, 16  # groups of texts, whose range shows the noise; texts per group
+SHORT = 64  # tokens per text for the sink measures (T of Gu et al. 2025)
+KEPT = 4  # first keys that are never evicted (StreamingLLM)
+BUDGETS = (16, 32, 64, 128)  # cache sizes in keys
 SINK, DRAINED = track.THRESHOLD, 0.5
-LEAST = 0.02  # nats: a smaller rise is none
+LEAST = 0.02  # nats; smaller rises of the loss are ignored
 MODEL = "model"
 
 
 class Mini(Experiment):
-    """No training: qkv-mini reads held-out Python through caches of several kinds and sizes."""
+    """Evaluates qkv-mini on held-out Python with full, sliding and StreamingLLM caches; nothing is trained."""
 
     name = "mini"
-    question = "Does a language model of Python have sinks, and what does it lose when they leave its cache?"
+    question = "Does a language model of Python have sinks, and how much does evicting them from the cache cost?"
     claims = ("C061", "C063", "C067", "C068")
 
     def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """Of each group of texts: what the heads do, and nats by position for each cache."""
+        """For each group of texts: attention statistics, and the mean loss at late positions with each cache."""
         folder = bundled.folder_of(NAME)
         assert folder is not None
         model = load(folder)
@@ -47,18 +47,18 @@ class Mini(Experiment):
         rows = []
         for group in range(groups):
             ids = task.unseen[group::groups][:texts]
-            looks = track.attention(model, ids[:, :SHORT])
+            statistics = track.attention(model, ids[:, :SHORT])
             nats = {
                 name: np.log(perplexity_by_position(model, ids, make)) for name, make in _caches(ids.shape[1]).items()
             }
             rows.append({
-                **{name: looks[name] for name in ("sink", "sink_score", "value_drain", "massive")},
+                **{name: statistics[name] for name in ("sink", "sink_score", "value_drain", "massive")},
                 "late": {name: float(x[max(BUDGETS) :].mean()) for name, x in nats.items()},
             })  # fmt: skip
         return {MODEL: rows}
 
     def conclude(self, results: Results) -> Conclusion:
-        """Sinks by their weight, values and magnitudes; the cost of a window by the loss past all budgets."""
+        """Sinks by their weight, values and magnitudes; the cost of a window by the loss beyond all cache sizes."""
         alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)])
         drain = np.array([o.measured["value_drain"] for o in results.finished(MODEL)])
         peak = results.values(MODEL, "measured.massive")
@@ -68,31 +68,31 @@ class Mini(Experiment):
         has = heads > 0
         text = (
             f"On the first {SHORT} tokens of held-out Python {heads} of {alpha[0].size} heads put more than {SINK} on "
-            f"the first token in every group of texts; head {layer}.{head} puts {said(strongest)}. It holds if one "
+            f"the first token in every group of texts; head {layer}.{head} puts {summary(strongest)}. It holds if one "
             "head does."
         )
         cost = {name: self._cost(results, name) for name in _caches(1)}
-        spared = np.array([np.subtract(cost[f"last {budget}"], cost[_kept(budget)]) for budget in BUDGETS])
+        spared = np.array([np.subtract(cost[f"last {budget}"], cost[_sinks_name(budget)]) for budget in BUDGETS])
         pays = bool(spared.min() > 0 and spared.mean(1).min() > LEAST)  # the same texts: group by group
         rises = "; ".join(
-            f"{budget} keys: {said(cost[f'last {budget}'], 3)} (window), {said(cost[_kept(budget)], 3)} (with the "
-            f"first {KEPT})"
+            f"{budget} keys: {summary(cost[f'last {budget}'], 3)} (window), {summary(cost[_sinks_name(budget)], 3)} "
+            f"(with the first {KEPT})"
             for budget in BUDGETS
         )
         verdicts = [
-            Verdict("C061", judged(has), text),
-            Verdict("C063", judged(has), text),
-            Verdict("C067", UNSEEN if max(peak) < 100 else judged(min(peak) >= 1000), (
-                f"The largest magnitude at the first token is {said(peak, 0)} times the median. It holds from 1000 on, "
-                "and cannot be seen below 100."
+            Verdict("C061", holds_if(has), text),
+            Verdict("C063", holds_if(has), text),
+            Verdict("C067", UNSEEN if max(peak) < 100 else holds_if(min(peak) >= 1000), (
+                f"The largest magnitude at the first token is {summary(peak, 0)} times the median. It holds from 1000 "
+                "on, and cannot be seen below 100."
             )),
-            Verdict("C068", judged(max(drained) < DRAINED, seen=has), (
-                f"The first value's norm at head {layer}.{head} is {said(drained)} of the others' mean. It holds below "
-                f"{DRAINED}, and cannot be seen without a sink."
+            Verdict("C068", holds_if(max(drained) < DRAINED, seen=has), (
+                f"The first value's norm at head {layer}.{head} is {summary(drained)} of the others' mean. It holds "
+                f"below {DRAINED}, and cannot be seen without a sink."
             )),
         ]  # fmt: skip
         title = (
-            "qkv-mini needs the tokens it rests on: a window without them costs more than one with them"
+            "qkv-mini needs its sink tokens: a window without them has a higher loss than one with them"
             if pays
             else "qkv-mini does not need its first tokens more than any others"
         )
@@ -100,7 +100,7 @@ class Mini(Experiment):
         return Conclusion(verdicts, title, paragraph)
 
     def figure(self, results: Results) -> Figure:
-        """Weight on the first token of every head, and the loss through each kind of cache by its size."""
+        """The weight on the first token in every head, and the loss by type and size of the cache."""
         from qkv.lab import draw
 
         figure, (left, right) = draw.panels(
@@ -111,7 +111,7 @@ class Mini(Experiment):
         )  # fmt: skip
         alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)]).mean(0)
         layers, heads = (list(map(str, range(n))) for n in alpha.shape)
-        image = draw.heatmap(left, alpha, rows=layers, columns=heads, most=1)
+        image = draw.heatmap(left, alpha, rows=layers, columns=heads, vmax=1)
         for (row, column), value in np.ndenumerate(alpha):
             colour = "white" if value > 0.5 else draw.COLOURS[0]
             left.text(column, row, f"{value:.2f}", ha="center", va="center", size=7, color=colour)
@@ -119,7 +119,7 @@ class Mini(Experiment):
         figure.colorbar(image, ax=left, shrink=0.8).set_label("weight on the first token", size=8)
         by_kind = {
             "the last keys": [self._cost(results, f"last {b}") for b in BUDGETS],
-            f"the first {KEPT} and the last": [self._cost(results, _kept(b)) for b in BUDGETS],
+            f"the first {KEPT} and the last": [self._cost(results, _sinks_name(b)) for b in BUDGETS],
         }
         draw.curves(right, BUDGETS, {name: np.array(values).T for name, values in by_kind.items()}, markers=True)
         right.set_xscale("log", base=2)
@@ -131,19 +131,19 @@ class Mini(Experiment):
 
     @staticmethod
     def _cost(results: Results, cache: str) -> list[float]:
-        """Nats above those of all keys, of each group."""
+        """The rise of the loss over that of the full cache, in nats, for each group."""
         found: list[Any] = [o.measured["late"] for o in results.finished(MODEL)]
         return [late[cache] - late["all keys"] for late in found]
 
 
-def _kept(budget: int) -> str:
+def _sinks_name(budget: int) -> str:
     return f"first {KEPT} + last {budget - KEPT}"
 
 
 def _caches(length: int) -> dict[str, Callable[[], Cache]]:
-    """All keys, and for each budget the last ones, or the first few and the last ones."""
+    """The caches by name: full, and for each size a sliding window and StreamingLLM (first keys and window)."""
     made: dict[str, Callable[[], Cache]] = {"all keys": lambda: Full(length)}
     for budget in BUDGETS:
         made[f"last {budget}"] = lambda b=budget: Sliding(b)  # type: ignore[misc]
-        made[_kept(budget)] = lambda b=budget: Sinks(KEPT, b - KEPT)  # type: ignore[misc]
+        made[_sinks_name(budget)] = lambda b=budget: Sinks(KEPT, b - KEPT)  # type: ignore[misc]
     return made

@@ -1,4 +1,5 @@
-"""How far one changed token moves all others, with a sink and without (Barbero et al. 2025, arXiv:2504.02732)."""
+"""Experiment on over-mixing: how far one changed token moves the representations of the others, with and without a sink
+(Barbero et al. 2025, arXiv:2504.02732)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.masks import Dense
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXTS, CHANGED = 64, 8  # held-out texts, and the position where they are changed
-HEAVY, LIGHT = 0.7, 0.3  # weight on the first key, mean over heads: rows that rest, and rows that do not
-TIMES = 1.5  # movement without the sink over that with it, for the sink to be what prevents it
-BARELY, LITTLE = 0.05, 0.1  # of a representation's norm: what is hardly moved, and what leaves it nearly as it was
+HEAVY, LIGHT = 0.7, 0.3  # thresholds of the weight on the first key (mean over heads): resting and active rows
+TIMES = 1.5  # least ratio of the movement without the sink to that with it, for C074 and C077
+BARELY, LITTLE = 0.05, 0.1  # thresholds relative to a representation's norm: of movement, and of added output
 CASES = ("sink kept", "sink hidden", "untrained")
 
 
 class Overmixing(Experiment):
-    """Bigram-Backcopy in three layers: one byte is changed, and tokens that have no use for it are looked at."""
+    """Bigram-Backcopy with three layers: changes one byte, and measures the tokens that do not depend on it."""
 
     name = "overmixing"
-    question = "Does the sink keep a changed token from moving the representations of all others?"
+    question = "Does the sink keep a changed token from moving the representations of the other tokens?"
     claims = ("C074", "C076", "C077")
 
     def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """One kind of model; hiding its sink and forgetting its training need no other."""
+        """One model; the cases without a sink and without training are derived from it."""
         config = DecoderConfig(layers=3, heads=1, d_model=64)
         some: dict[str, Any] = (
             {"steps": 30, "warmup": 10} if quick else {"steps": 600, "lr": 6e-3, "evaluate_every": 600}
@@ -51,24 +52,24 @@ class Overmixing(Experiment):
         }
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
-        """Movement by layer and token in each case, and what attention adds to the residual.
+        """Movement by layer and token in each case, and the relative norm of the attention output.
 
-        ``moved`` has lists (layer, position), layer 0 the embeddings; ``far`` is their mean at the last layer over
-        tokens that cannot need the changed one: it is the second before them, or earlier.
+        ``moved`` has lists (layer, position); layer 0 is the embeddings. ``far`` is the mean at the last layer over the
+        tokens at least two after the changed one, whose predictions do not depend on it.
         """
         assert isinstance(model, DecoderLM)
         assert isinstance(setting.task, Backcopy)
-        ids, changed = changes(setting.task)
+        ids, changed = changed_texts(setting.task)
         with torch.random.fork_rng():
             torch.manual_seed(setting.training.seed)
             untrained = setting.task.build().to(model.embedding.weight.device).eval()
         moved = {
             "sink kept": movement(model, ids, changed),
-            "sink hidden": movement(model, ids, changed, hide_first=True),
+            "sink hidden": movement(model, ids, changed, mask_first=True),
             "untrained": movement(untrained, ids, changed),
         }
         first = track.weights(model, ids)["first"].mean(2)  # (text, layer, query)
-        added = shares(model, ids)  # (layer, text, query)
+        added = output_ratio(model, ids)  # (layer, text, query)
         rows = np.moveaxis(first, 1, 0)[..., 2:], added[..., 2:]
         heavy, light = rows[0] > HEAVY, rows[0] < LIGHT
         return {
@@ -81,7 +82,7 @@ class Overmixing(Experiment):
         }
 
     def conclude(self, results: Results) -> Conclusion:
-        """By the movement of later tokens, and the norm of what attention adds."""
+        """By the movement of later tokens, and the norm of the attention output."""
         far = {case: results.values("trained", f"measured.far.{case}") for case in CASES}
         kept, hidden = far["sink kept"], far["sink hidden"]
         sink = results.values("trained", "measured.sink")
@@ -91,48 +92,48 @@ class Overmixing(Experiment):
         heavy = [x for x in results.values("trained", "measured.added_heavy") if x]
         light = [x for x in results.values("trained", "measured.added_light") if x]
         movement_text = (
-            f"A changed token moves tokens that have no use for it by {said(kept, 3)} of their norm at the last "
-            f"layer, and by {said(hidden, 3)}, {ratio:.1f} times as much, with the first key hidden and rows "
+            f"A changed token moves tokens that do not depend on it by {summary(kept, 3)} of their norm at the last "
+            f"layer, and by {summary(hidden, 3)}, {ratio:.1f} times as much, with the first key masked and rows "
             "renormalised"
         )
-        sink_text = f"the layer with the greatest sink has {said(sink)} of its weight on the first key"
+        sink_text = f"the layer with the greatest sink has {summary(sink)} of its weight on the first key"
         added_text = "No row has that much weight on the first key."
         if heavy:
             added_text = (
-                f"On rows with more than {HEAVY} of their weight on the first key attention adds {said(heavy, 3)} of "
-                "the residual's norm"
-                + (f", on those with less than {LIGHT} {said(light, 3)}" if light else "")
+                f"On rows with more than {HEAVY} of their weight on the first key attention adds {summary(heavy, 3)} "
+                "of the residual's norm"
+                + (f", on those with less than {LIGHT} {summary(light, 3)}" if light else "")
                 + f". It holds at {LITTLE} or less, for every seed."
             )
         verdicts = [
             Verdict(
                 "C074",
-                judged(prevents, seen=seen),
-                f"{movement_text}. It holds if hiding makes it more than {TIMES} times as much, beyond the spread over "
-                f"seeds; {sink_text}, and without more than {track.THRESHOLD} it could not be seen.",
+                holds_if(prevents, seen=seen),
+                f"{movement_text}. It holds if masking makes it more than {TIMES} times as much, beyond the spread "
+                f"over seeds; {sink_text}, and without more than {track.THRESHOLD} it could not be seen.",
             ),
-            Verdict("C076", judged(bool(heavy) and max(heavy) <= LITTLE, seen=seen and bool(heavy)), added_text),
+            Verdict("C076", holds_if(bool(heavy) and max(heavy) <= LITTLE, seen=seen and bool(heavy)), added_text),
             Verdict(
                 "C077",
-                judged(max(kept) <= BARELY and prevents, seen=seen),
-                f"{movement_text}; in the untrained model by {said(far['untrained'], 3)}. It holds if it is at most "
+                holds_if(max(kept) <= BARELY and prevents, seen=seen),
+                f"{movement_text}; in the untrained model by {summary(far['untrained'], 3)}. It holds if it is at most "
                 f"{BARELY} with the sink, and more than {TIMES} times as much without.",
             ),
         ]
         if not seen:
-            title = "These models have no sink to hide"
+            title = "These models form no sink that could be masked"
         elif prevents:
-            title = f"A changed token moves the others {ratio:.1f} times as far when their sink is hidden"
+            title = f"A changed token moves the others {ratio:.1f} times as far when the sink is masked"
         else:
-            title = "Hiding the sink does not let a changed token move the others much further"
+            title = "A changed token does not move the others much further when the sink is masked"
         return Conclusion(verdicts, title, " ".join(v.text for v in verdicts))
 
     def figure(self, results: Results) -> Figure:
-        """Movement by position at the last layer, and by layer."""
+        """The movement by position at the last layer, and by layer."""
         from qkv.lab import draw
 
         note = (
-            f"Bigram-Backcopy, 3 layers × 1 head, {TEXTS} held-out texts; the byte at position {CHANGED} is another. "
+            f"Bigram-Backcopy, 3 layers × 1 head, {TEXTS} held-out texts; the byte at position {CHANGED} is changed. "
             "Later "
             f"tokens but the next one have no use for it. {results.note}"
         )
@@ -156,8 +157,8 @@ class Overmixing(Experiment):
         return figure
 
 
-def changes(task: Backcopy) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
-    """Held-out texts with an ordinary byte at `CHANGED`, and the same texts with another one there."""
+def changed_texts(task: Backcopy) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
+    """Held-out texts with an ordinary byte at position `CHANGED`, and copies with another ordinary byte there."""
     ids = task.held_out(2 * TEXTS)["ids"]
     ids = ids[~task.is_trigger(ids[:, CHANGED])][:TEXTS]
     ordinary = torch.tensor([0, *range(task.triggers + 1, task.symbols)])
@@ -170,15 +171,15 @@ def changes(task: Backcopy) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:
 
 @torch.no_grad()
 def movement(
-    model: DecoderLM, ids: Int[Tensor, "b n"], changed: Int[Tensor, "b n"], *, hide_first: bool = False
+    model: DecoderLM, ids: Int[Tensor, "b n"], changed: Int[Tensor, "b n"], *, mask_first: bool = False
 ) -> Float[np.ndarray, "layers n"]:
-    """Mean of ‖x′ − x‖ / ‖x‖ over texts: after the embeddings and after every layer, at every position.
+    """The mean over texts of ‖x′ − x‖ / ‖x‖, where x and x′ are representations of two texts at the same position.
 
     Args:
-        model: what x is of.
+        model: the model whose residual stream is compared: the embeddings, and the output of every layer.
         ids: texts.
-        changed: the same, changed somewhere.
-        hide_first: hide the first key from all queries but its own; what they put on it goes to the others.
+        changed: changed texts of the same shape.
+        mask_first: mask the first key for all queries but the first.
 
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2)).eval()
@@ -187,15 +188,15 @@ def movement(
     """
     if ids.shape != changed.shape:
         raise InputError(f"changed has shape {tuple(changed.shape)}, expected that of ids, {tuple(ids.shape)}")
-    with first_hidden(model, ids.shape[1]) if hide_first else ExitStack():
-        before, after = (states(model, x) for x in (ids, changed))
+    with first_key_masked(model, ids.shape[1]) if mask_first else ExitStack():
+        before, after = (residual_stream(model, x) for x in (ids, changed))
     moved: np.ndarray = ((after - before).norm(dim=-1) / before.norm(dim=-1)).mean(1).cpu().numpy()
     return moved
 
 
 @torch.no_grad()
-def states(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[Tensor, "layers b n d"]:
-    """What the residual stream holds: the embeddings, and what every layer leaves."""
+def residual_stream(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[Tensor, "layers b n d"]:
+    """The residual stream: the embeddings, and the output of every layer."""
     found: list[Tensor] = []
     with ExitStack() as stack:
         stack.callback(model.blocks[0].register_forward_pre_hook(lambda _, given: found.append(given[0])).remove)
@@ -206,30 +207,30 @@ def states(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[Tensor, "layers b
 
 
 @torch.no_grad()
-def shares(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "layers b n"]:
-    """‖attention's output‖ / ‖residual stream that it is added to‖."""
+def output_ratio(model: DecoderLM, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "layers b n"]:
+    """The norm of each layer's attention output divided by that of the residual stream to which it is added."""
     found: list[Tensor] = []
     with ExitStack() as stack:
         for block in model.blocks:
             stack.callback(
                 block.get_submodule("attention").register_forward_hook(lambda _, __, x: found.append(x)).remove
             )
-        before = states(model, ids)[:-1]
-    share: np.ndarray = (torch.stack(found).norm(dim=-1) / before.norm(dim=-1)).cpu().numpy()
-    return share
+        before = residual_stream(model, ids)[:-1]
+    ratio: np.ndarray = (torch.stack(found).norm(dim=-1) / before.norm(dim=-1)).cpu().numpy()
+    return ratio
 
 
 @contextmanager
-def first_hidden(model: DecoderLM, n: int) -> Iterator[None]:
-    """Inside, no query but the first sees the first key, for texts of `n` tokens."""
-    seen = torch.ones(n, n, dtype=torch.bool, device=model.embedding.weight.device)
-    seen[1:, 0] = False
-    mask = Dense(seen)
+def first_key_masked(model: DecoderLM, n: int) -> Iterator[None]:
+    """Inside, the first key is masked for all queries but the first, in texts of `n` tokens."""
+    visible = torch.ones(n, n, dtype=torch.bool, device=model.embedding.weight.device)
+    visible[1:, 0] = False
+    mask = Dense(visible)
 
-    def hide(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def add_mask(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return given, {**named, "mask": mask}
 
     with ExitStack() as stack:
         for block in model.blocks:
-            stack.callback(block.register_forward_pre_hook(hide, with_kwargs=True).remove)
+            stack.callback(block.register_forward_pre_hook(add_mask, with_kwargs=True).remove)
         yield

@@ -1,14 +1,13 @@
-"""The experiments, by name."""
+"""The experiments, by name. To add one, write its file in this folder and a line in `BUILT_IN`."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import Any
 
-from qkv.errors import InputError
 from qkv.lab.experiments.base import Experiment
-from qkv.models.config import nearest
+from qkv.lab.registry import Registry
 
-_CLASSES = {
+BUILT_IN = {
     "emergence": "emergence.Emergence",
     "mechanism": "mechanism.Mechanism",
     "learning_rate": "optimisation.LearningRate",
@@ -29,21 +28,39 @@ _CLASSES = {
     "bottleneck": "bottleneck.Bottleneck",
     "mini": "mini.Mini",
 }
+GROUP = "qkv.experiments"
+"""The group of entry points in which an installed package registers subclasses of `Experiment`."""
+
+
+def _problem(cls: Any) -> str | None:
+    """Why a class that an installed package registers cannot be used as an experiment."""
+    if not issubclass(cls, Experiment):
+        return "is not a subclass of qkv.lab.experiments.Experiment"
+    missing = [name for name in ("name", "question", "claims") if not hasattr(cls, name)]
+    missing += sorted(cls.__abstractmethods__)
+    return f"does not define {', '.join(missing)}" if missing else None
+
+
+REGISTRY = Registry("experiment", "qkv.lab.experiments", BUILT_IN, GROUP, _problem)
 
 
 def names() -> tuple[str, ...]:
-    """All experiments."""
-    return tuple(_CLASSES)
+    """The names of all experiments, those of installed packages last.
+
+    Raises:
+        InputError: if an installed package registers a name that is taken.
+    """
+    return REGISTRY.names()
 
 
 def experiment(name: str) -> Experiment:
-    """An experiment; `InputError` with the nearest name if there is none.
+    """The experiment of a name, built in or of an installed package (entry points in the group ``qkv.experiments``).
+
+    Raises:
+        InputError: if there is none (with the nearest name), or if an installed package's cannot be loaded.
 
     >>> experiment("learning_rate").claims
     ('C078', 'C100')
     """
-    if name not in _CLASSES:
-        raise InputError(f"experiment is {name!r}, expected one of {', '.join(_CLASSES)}{nearest(name, _CLASSES)}")
-    module, cls = _CLASSES[name].split(".")
-    made: Experiment = getattr(import_module(f"qkv.lab.experiments.{module}"), cls)()
+    made: Experiment = REGISTRY.load(name)()
     return made

@@ -1,4 +1,4 @@
-"""Why scores are divided by √d: what softmax does to random scores, and what training does about it."""
+"""Experiment on the division of scores by √d: softmax of random scores, and models trained with other scales."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from qkv.lab.experiments.base import (
     Results,
     Setting,
     Verdict,
-    judged,
+    holds_if,
     larger,
-    said,
+    summary,
 )
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIMS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-KEYS, ROWS = 10, 2000  # of random scores; the sources look at 10 keys
+KEYS, ROWS = 10, 2000  # keys and rows of random scores; the sources use 10 keys
 SIZES = (4, 10, 64, 512)  # numbers of keys
-SATURATED = 0.99  # top weight of a row that is
+SATURATED = 0.99  # a row is saturated if its top weight is above this
 SCALES: dict[str, Callable[[int], float]] = {
     "unscaled": lambda d: 1.0,
     "1/√d": lambda d: d**-0.5,
     "1/d": lambda d: 1 / d,
 }
 UNSCALED, ROOT, WHOLE = SCALES
-SMALL, UNIT = "small initial weights", "unit-variance q, k"  # as GPT-2 starts; normalised to what the argument assumes
+SMALL, UNIT = "small initial weights", "unit-variance q, k"  # as GPT-2 is initialised; as the argument for √d assumes
 TRAINED = (64, 512)  # head sizes
 RANDOM = "random scores"
-LEAST = 0.02  # nats: a smaller difference of losses is none
-SHARP = 0.1  # entropy / ln(visible keys) of attention that is on one key alone
+LEAST = 0.02  # nats; smaller differences of losses are ignored
+SHARP = 0.1  # attention counts as collapsed to one key if entropy / ln(visible keys) is below this
 
 
 class Scaling(Experiment):
-    """Softmax over products of random vectors of d numbers, and Bigram-Backcopy at two head sizes and three scales."""
+    """Softmax of random scores at head dimension d, and Bigram-Backcopy at two head dimensions and three scales."""
 
     name = "scaling"
-    question = "What does softmax lose without 1/√d, and does a model without it train worse?"
+    question = "Does softmax saturate without the factor 1/√d, and does a model without it train worse?"
     claims = (
         "C014", "C015", "C016", "C017", "C018", "C019", "C022", "C023", "C157", "C172", "C184", "C185", "C186", "C236",
         "C250", "C251", "C252", "C253", "C254", "C321", "C322", "C337", "C381",
@@ -60,7 +60,7 @@ class Scaling(Experiment):
     curves = ("check.entropy_ratio",)
 
     def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """Every scale at both head sizes, from GPT-2's small weights and with q and k of unit variance."""
+        """Every scale at both head dimensions, from GPT-2's small initial weights and with q and k of unit variance."""
         dims = TRAINED[:1] if quick else TRAINED
         return {
             variant(scale, d, kind): [_setting(scale, d, kind, seed, quick) for seed in range(1 if quick else 3)]
@@ -70,20 +70,20 @@ class Scaling(Experiment):
         }
 
     def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """Random scores: see `random_scores`."""
+        """Statistics of random scores, see `random_scores`."""
         return {RANDOM: [random_scores(seed, ROWS) for seed in range(1 if quick else 3)]}
 
     def conclude(self, results: Results) -> Conclusion:
-        """Of random scores by arithmetic, of training by the loss over that of the chain and by entropy."""
-        verdicts = [*_of_scores(results), *_of_training(results)]
+        """Claims about scores by statistics of random scores; claims about training by excess loss and entropy."""
+        verdicts = [*_score_verdicts(results), *_training_verdicts(results)]
         verdicts.sort(key=lambda v: v.claim)
         d = max(_dims(results))
-        harm = {kind: _harm(results, d, kind) for kind in (SMALL, UNIT)}
-        hurts = [kind for kind, (worse, _) in harm.items() if worse]
-        if len(hurts) == 2:
+        rises = {kind: _loss_rise(results, d, kind) for kind in (SMALL, UNIT)}
+        harmed = [kind for kind, (worse, _) in rises.items() if worse]
+        if len(harmed) == 2:
             end = "a model without 1/√d trains worse"
-        elif hurts:
-            end = f"training suffers only from {hurts[0]}"
+        elif harmed:
+            end = f"training is worse only with {harmed[0]}"
         else:
             end = "a model without 1/√d trains as well here"
         title = f"Unscaled scores saturate softmax as d grows; {end}"
@@ -91,7 +91,7 @@ class Scaling(Experiment):
         return Conclusion(verdicts, title, paragraph)
 
     def figure(self, results: Results) -> Figure:
-        """Top weight and Jacobian against d; the loss of trained models by scale and head size."""
+        """Top weight and Jacobian over d; the loss of trained models by scale and head dimension."""
         from qkv.lab import draw
 
         note = (
@@ -130,12 +130,12 @@ class Scaling(Experiment):
 
 
 def variant(scale: str, d: int, kind: str) -> str:
-    """The name of a kind of run."""
+    """The name of a variant."""
     return f"{scale}, d = {d}, {kind}"
 
 
 def jacobian_norm(scores: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
-    """Frobenius norm of softmax's Jacobian, diag(p) − p pᵀ, of each row.
+    """The Frobenius norm of softmax's Jacobian, diag(p) − p pᵀ, for each row.
 
     >>> jacobian_norm(torch.zeros(1, 2)).tolist()
     [0.5]
@@ -146,12 +146,12 @@ def jacobian_norm(scores: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
 
 
 def random_scores(seed: int, rows: int) -> Measured:
-    """What softmax makes of products of random vectors with independent N(0, 1) entries.
+    """Softmax statistics of scores q · k, where q and k have independent N(0, 1) entries.
 
-    ``scales`` has for each scale, by d: ``variance`` of scores, mean ``top`` weight, mean ``entropy`` (nats), mean
-    norm of the ``jacobian``, mean ``slope`` of the top weight by its own score, p (1 − p), and the mean Jacobian of
-    rows that are ``saturated`` (0 where none is). ``tops`` and ``beyond`` are by number of keys and d, unscaled: mean
-    top weight, and share of saturated rows.
+    ``scales`` has, for each scale and by d: the ``variance`` of scores, the mean ``top`` weight, the mean ``entropy``
+    (nats), the mean norm of the ``jacobian``, the mean ``slope`` of the top weight by its own score, p (1 − p), and the
+    mean norm of the Jacobian of ``saturated`` rows (0 if there are none). ``tops`` and ``saturated`` are, by d and
+    number of keys and without a scale, the mean top weight and the share of saturated rows.
     """
     generator = torch.Generator().manual_seed(seed)
     scales: dict[str, dict[str, list[float]]] = {s: {} for s in SCALES}
@@ -159,14 +159,14 @@ def random_scores(seed: int, rows: int) -> Measured:
         q = torch.randn(rows, 1, d, generator=generator)
         raw = (q * torch.randn(rows, KEYS, d, generator=generator)).sum(-1)
         for name, scale in SCALES.items():
-            for entry, value in _described(raw * scale(d)).items():
+            for entry, value in _softmax_statistics(raw * scale(d)).items():
                 scales[name].setdefault(entry, []).append(value)
     tops: dict[str, dict[str, float]] = {}
     beyond: dict[str, dict[str, float]] = {}
     inside = 0.0
     for n in SIZES:
         for d in (64, 512):
-            raw = torch.randn(rows, n, generator=generator) * d**0.5  # of one query's scores, for |q|² = d
+            raw = torch.randn(rows, n, generator=generator) * d**0.5  # scores of one query with |q|² = d
             top = raw.softmax(-1).amax(-1)
             tops.setdefault(str(d), {})[str(n)] = float(top.mean())
             beyond.setdefault(str(d), {})[str(n)] = float((top > SATURATED).float().mean())
@@ -181,12 +181,12 @@ def random_scores(seed: int, rows: int) -> Measured:
         "within_30": inside,
         "entropy_at": {str(t): float(_entropy((warm / t).softmax(-1)).mean()) for t in (0.5, 1.0, 2.0)},
         "greatest_off_diagonal": float(off.amax()),
-        "half_takes_1e9": _half_takes(-1e9),
+        "half_takes_1e9": _fits_float16(-1e9),
         "hidden_row": float(torch.full((KEYS,), -1e9).softmax(-1).amax()),
     }
 
 
-def _described(scores: Tensor) -> dict[str, float]:
+def _softmax_statistics(scores: Tensor) -> dict[str, float]:
     p = scores.softmax(-1)
     top, norm = p.amax(-1), jacobian_norm(scores.double())
     full = top > SATURATED
@@ -204,8 +204,8 @@ def _entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-def _half_takes(value: float) -> bool:
-    """Whether scores of half precision can be filled with a number."""
+def _fits_float16(value: float) -> bool:
+    """True if float16 scores can be filled with a number."""
     try:
         torch.zeros(1, dtype=torch.float16).masked_fill(torch.tensor([True]), value)
     except RuntimeError:
@@ -213,7 +213,7 @@ def _half_takes(value: float) -> bool:
     return True
 
 
-def _of_scores(results: Results) -> list[Verdict]:
+def _score_verdicts(results: Results) -> list[Verdict]:
     found = [o.measured for o in results.finished(RANDOM)]
     at = DIMS.index(64)
 
@@ -246,94 +246,96 @@ def _of_scores(results: Results) -> list[Verdict]:
     is_d = f"The variance of q·k is d within {off:.1%} at d = {DIMS[0]} … {DIMS[-1]}; it holds within 5 %."
     fell = f"the mean norm of the Jacobian is {norm[at]:.3f} unscaled at d = 64 and {start:.3f} with 1/√d ({KEYS} keys)"
     return [
-        Verdict("C014", judged(off < 0.05), is_d),
+        Verdict("C014", holds_if(off < 0.05), is_d),
         Verdict(
             "C015",
-            judged(abs(slope - 0.5) < 0.02),
+            holds_if(abs(slope - 0.5) < 0.02),
             f"The slope of ln deviation by ln d is {slope:.3f}; it holds within 0.02 of 0.5.",
         ),
         Verdict(
             "C016",
-            judged(bool((np.diff(top) > 0).all())),
+            holds_if(bool((np.diff(top) > 0).all())),
             f"The mean top weight of {KEYS} grows from {top[0]:.2f} at d = {DIMS[0]} to {top[-1]:.2f} at d = "
             f"{DIMS[-1]}; it holds if it grows with every d.",
         ),
         Verdict(
             "C017",
-            judged(near_zero < 0.05 * start),
+            holds_if(near_zero < 0.05 * start),
             f"Rows with a top weight above {SATURATED} have a Jacobian of norm {near_zero:.4f}; it holds below 5 % of "
             f"{start:.3f}, that of scaled scores. It is of such rows alone: {fell}.",
         ),
-        Verdict("C019", judged(one < 0.05), back.capitalize()),
+        Verdict("C019", holds_if(one < 0.05), back.capitalize()),
         Verdict(
             "C022",
-            judged(cooled["0.5"] < cooled["1.0"] < cooled["2.0"]),
+            holds_if(cooled["0.5"] < cooled["1.0"] < cooled["2.0"]),
             f"Entropy of 16 weights at temperatures 0.5, 1 and 2 is {cooled['0.5']:.2f}, {cooled['1.0']:.2f} and "
             f"{cooled['2.0']:.2f} nats; it holds if it rises.",
         ),
         Verdict(
             "C023",
-            judged(crossing < 0),
+            holds_if(crossing < 0),
             f"The greatest entry off the diagonal of the Jacobian, −pᵢpⱼ, is {crossing:.1e}; it holds if it is "
             "negative.",
         ),
         Verdict(
             "C157",
-            judged(half and hidden == 0),
+            holds_if(half and hidden == 0),
             f"Half precision {'takes' if half else 'refuses'} −1e9 as a score, and a row of nothing but −1e9 has "
-            f"weights of {hidden:.2f}; it holds if it can be written and hides such a row.",
+            f"weights of {hidden:.2f}; it holds if it can be written and gives such a row no weight.",
         ),
-        Verdict("C172", judged(norm[at] < 0.05 * start), f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
-        Verdict("C184", judged(off < 0.05 and one < 0.05), f"{is_d} Then {back}"),
+        Verdict("C172", holds_if(norm[at] < 0.05 * start), f"{fell[0].upper()}{fell[1:]}; it holds below 5 %."),
+        Verdict("C184", holds_if(off < 0.05 and one < 0.05), f"{is_d} Then {back}"),
         Verdict(
             "C185",
-            judged(inside >= 0.99),
+            holds_if(inside >= 0.99),
             f"{inside:.1%} of scores lie within ±30 at d = 512, where their deviation is {math.sqrt(512):.1f}; it "
             "holds at 99 % or more.",
         ),
         Verdict(
             "C186",
-            judged(min(tops512.values()) >= 0.85),
+            holds_if(min(tops512.values()) >= 0.85),
             f"At d = 512 the mean top weight of {sizes} keys is {listed512}; it holds at 0.85 or more.",
         ),
         Verdict(
             "C250",
-            judged(bool(best[at] >= mean("slope", ROOT)[at])),
+            holds_if(bool(best[at] >= mean("slope", ROOT)[at])),
             f"The slope of the greatest weight by its own score, p(1 − p), falls from {mean('slope', ROOT)[at]:.3f} "
             f"scaled to {best[at]:.3f} unscaled at d = 64; it holds if it does not fall.",
         ),
-        Verdict("C252", judged(one < 0.05), back.capitalize()),
+        Verdict("C252", holds_if(one < 0.05), back.capitalize()),
         Verdict(
             "C253",
-            judged(bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even),
+            holds_if(bool(np.abs(whole * dims - 1).max() < 0.05) and flat < 1.5 * even),
             f"Scores / d have variance 1/d within {np.abs(whole * dims - 1).max():.1%}, and a mean top weight of "
             f"{flat:.3f} at d = 64, where even weights are {even:.3f}; it holds within 5 % and 1.5 times.",
         ),
         Verdict(
             "C321",
-            judged(min(tops64.values()) >= 0.95),
+            holds_if(min(tops64.values()) >= 0.95),
             f"At d = 64 the mean top weight of {sizes} keys is {listed64}; it holds at 0.95 or more.",
         ),
     ]
 
 
-def _of_training(results: Results) -> list[Verdict]:
+def _training_verdicts(results: Results) -> list[Verdict]:
     dims = _dims(results)
     d, least_d = dims[-1], dims[0]
-    harm = {kind: _harm(results, d, kind) for kind in (SMALL, UNIT)}
-    small = {kind: _harm(results, least_d, kind) for kind in (SMALL, UNIT)}
+    rise = {kind: _loss_rise(results, d, kind) for kind in (SMALL, UNIT)}
+    small = {kind: _loss_rise(results, least_d, kind) for kind in (SMALL, UNIT)}
     sharp = {kind: _entropies(results, UNSCALED, d, kind) for kind in (SMALL, UNIT)}
     soft = {kind: _entropies(results, ROOT, d, kind) for kind in (SMALL, UNIT)}
     losses = "; ".join(
         f"{kind}: " + ", ".join(f"{s} {_loss(results, s, d, kind)}" for s in SCALES) for kind in (SMALL, UNIT)
     )
-    spreads = "; ".join(f"{kind}: {said(sharp[kind])} unscaled, {said(soft[kind])} with 1/√d" for kind in (SMALL, UNIT))
-    excess = f"Excess losses (nats) at d = {d} are, with {losses}."
-    both = "It holds if it does from both starts"
+    spreads = "; ".join(
+        f"{kind}: {summary(sharp[kind])} unscaled, {summary(soft[kind])} with 1/√d" for kind in (SMALL, UNIT)
+    )
+    excess = f"Excess losses (nats) at d = {d}: {losses}."
+    both = "It holds if, from both starts,"
     collapsed = all(sharp[k] and max(sharp[k]) < SHARP for k in (SMALL, UNIT))
-    worse = [kind for kind in (SMALL, UNIT) if harm[kind][0]]
-    which = f"It is worse from {' and '.join(worse)}." if worse else "It is worse from neither."
-    grows = [k for k in worse if harm[k][1] > small[k][1] + LEAST]
+    worse = [kind for kind in (SMALL, UNIT) if rise[kind][0]]
+    which = f"The unscaled loss is higher with {' and '.join(worse)}." if worse else "The unscaled loss is not higher."
+    grows = [k for k in worse if rise[k][1] > small[k][1] + LEAST]
     flat = [
         kind
         for kind in (SMALL, UNIT)
@@ -344,39 +346,44 @@ def _of_training(results: Results) -> list[Verdict]:
     able = {kind: _values(results, ROOT, d, kind, "backcopy_accuracy") for kind in (SMALL, UNIT)}
     fails = [k for k, values in accuracy.items() if not values or min(values) < 0.5 or _diverged(results, d, k)]
     stuck = [k for k in fails if able[k] and min(able[k]) >= 0.5]
-    copied = "; ".join(f"{kind} {said(v)}" for kind, v in accuracy.items() if v)
-    root_copied = "; ".join(f"{kind} {said(v)}" for kind, v in able.items() if v)
+    copied = "; ".join(f"{kind} {summary(v)}" for kind, v in accuracy.items() if v)
+    root_copied = "; ".join(f"{kind} {summary(v)}" for kind, v in able.items() if v)
     flat_copied = "; ".join(
-        f"{kind} {said(_values(results, WHOLE, d, kind, 'backcopy_accuracy'))}" for kind in (SMALL, UNIT)
+        f"{kind} {summary(_values(results, WHOLE, d, kind, 'backcopy_accuracy'))}" for kind in (SMALL, UNIT)
     )
-    entropy = f"Entropy over that of even weights, after training at d = {d}, is, with {spreads}."
+    entropy = f"Entropy divided by that of uniform weights, after training at d = {d}: {spreads}."
     return [
-        Verdict("C018", judged(collapsed), f"{entropy} {both} below {SHARP} unscaled for every seed."),
+        Verdict("C018", holds_if(collapsed), f"{entropy} {both} it is below {SHARP} unscaled for every seed."),
         Verdict(
-            "C236", judged(collapsed and len(worse) == 2), f"{entropy} {excess} {both} below {SHARP} and trains worse."
+            "C236",
+            holds_if(collapsed and len(worse) == 2),
+            f"{entropy} {excess} {both} the unscaled entropy is below {SHARP} and the unscaled loss is higher.",
         ),
         Verdict(
             "C251",
-            judged(collapsed and len(worse) == 2),
-            f"{entropy} {excess} {which} {both} below {SHARP} and trains worse or diverges.",
+            holds_if(collapsed and len(worse) == 2),
+            f"{entropy} {excess} {which} {both} the unscaled entropy is below {SHARP} and the unscaled model has a "
+            "higher loss or diverges.",
         ),
         Verdict(
             "C254",
-            judged(len(flat) == 2),
-            f"With 1/d triggers are copied at a rate of: {flat_copied}. {excess} {both} below 0.9 in some run and "
-            f"loses more than {LEAST} nats and the spread over seeds against 1/√d.",
+            holds_if(len(flat) == 2),
+            f"With 1/d triggers are copied at a rate of: {flat_copied}. {excess} {both} this rate is below "
+            f"0.9 in some run and the loss is higher than with 1/√d by more than {LEAST} nats and the spread over "
+            "seeds.",
         ),
         Verdict(
             "C322",
-            judged(len(worse) == 2),
-            f"{excess} {which} {both} worse by more than {LEAST} nats and the spread over seeds, or diverges.",
+            holds_if(len(worse) == 2),
+            f"{excess} {which} {both} the unscaled loss is higher by more than {LEAST} nats and the spread over seeds, "
+            "or the unscaled model diverges.",
         ),
         Verdict(
             "C337",
-            judged(len(grows) == 2),
+            holds_if(len(grows) == 2),
             f"{excess} {which} At d = {least_d} the difference of means is {small[SMALL][1]:.3f} and "
-            f"{small[UNIT][1]:.3f}, at d = {d} {harm[SMALL][1]:.3f} and {harm[UNIT][1]:.3f}. {both} worse, and by "
-            f"{LEAST} more than at the smaller d.",
+            f"{small[UNIT][1]:.3f}, at d = {d} {rise[SMALL][1]:.3f} and {rise[UNIT][1]:.3f}. {both} the "
+            f"unscaled loss is higher, and the difference is larger than at the smaller d by {LEAST}.",
         ),
         Verdict(
             "C381",
@@ -398,7 +405,7 @@ def _values(results: Results, scale: str, d: int, kind: str, entry: str = "exces
 
 def _loss(results: Results, scale: str, d: int, kind: str) -> str:
     values = _values(results, scale, d, kind)
-    return said(values, 3) if values else "diverged"
+    return summary(values, 3) if values else "diverged"
 
 
 def _entropies(results: Results, scale: str, d: int, kind: str) -> list[float]:
@@ -409,8 +416,8 @@ def _diverged(results: Results, d: int, kind: str) -> bool:
     return any(o.diverged is not None for o in results.variants[variant(UNSCALED, d, kind)])
 
 
-def _harm(results: Results, d: int, kind: str) -> tuple[bool, float]:
-    """Whether the unscaled model is worse than that with 1/√d, and the difference of their mean losses."""
+def _loss_rise(results: Results, d: int, kind: str) -> tuple[bool, float]:
+    """Whether the unscaled model has a higher loss than the one with 1/√d, and the difference of their mean losses."""
     unscaled, scaled = (_values(results, s, d, kind) for s in (UNSCALED, ROOT))
     if _diverged(results, d, kind):
         return True, math.inf

@@ -1,4 +1,4 @@
-"""What the experiments on the sinks of Bigram-Backcopy share: the settings of their runs, measures, figures."""
+"""Shared parts of the experiments on attention sinks in Bigram-Backcopy: run settings, criteria and plots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from torch import nn
 
-from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting, look, said
+from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting, summary, value_of
 from qkv.lab.task import Training
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderLM
@@ -29,24 +29,24 @@ SINK = 0.3
 LEARNT = 0.9
 """A model has learnt the task if it gets this share of the copies right."""
 ALPHA = "check.sink"
-"""The mean weight on the first key; of a run, `Results.values` has that of the strongest head."""
+"""The mean weight on the first key by layer and head; `Results.values` takes the strongest head of each run."""
 ACCURACY = "evaluation.backcopy_accuracy"
 EXCESS = "evaluation.excess"
 ALPHA_LABEL = "weight on the first token"
 PLAIN = "plain"
-"""The variant with nothing changed; all experiments share its runs."""
+"""The variant without changes, whose runs all experiments share."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a variant differs from the plain run."""
+    """The settings in which a variant differs from the plain run."""
 
     task: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def setting(self, seed: int, quick: bool) -> Setting:
-        """The run with this seed. A quick one has its own length in sequences and steps, whatever the change."""
+        """The settings of the run with this seed. Quick runs override the sequence length and the number of steps."""
         task = replace(TASK, **{**self.task, "model": replace(TASK.model, **self.model)})
         training = replace(TRAINING, **{**self.training, "seed": seed})
         return (
@@ -56,20 +56,20 @@ class Change:
         )
 
 
-def models(**by_field: Iterable[Any]) -> dict[str, Change]:
-    """A variant for each value of one field of the model, named by it."""
+def model_variants(**by_field: Iterable[Any]) -> dict[str, Change]:
+    """One variant for each value of a field of the model's configuration; the value is its name."""
     ((name, values),) = by_field.items()
     return {str(value): Change(model={name: value}) for value in values}
 
 
-def trainings(**by_field: Iterable[Any]) -> dict[str, Change]:
-    """The same for a field of the training."""
+def training_variants(**by_field: Iterable[Any]) -> dict[str, Change]:
+    """One variant for each value of a field of the training settings; the value is its name."""
     ((name, values),) = by_field.items()
     return {f"{value:g}": Change(training={name: value}) for value in values}
 
 
-def trained(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Backcopy]:
-    """The model and the task of a run, as what they are."""
+def decoder_and_task(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Backcopy]:
+    """The model and the task of a run, with their types narrowed."""
     assert isinstance(model, DecoderLM)
     assert isinstance(setting.task, Backcopy)
     return model, setting.task
@@ -80,36 +80,36 @@ class Sweep(Experiment):
 
     variants: ClassVar[Mapping[str, Change]]
     axis: ClassVar[str] = ""
-    """What the variants differ in: the label of the figure's x axis."""
+    """The label of the figure's x axis: the setting that varies."""
 
     def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """Every variant with every seed."""
+        """The settings of every variant with every seed."""
         seeds = range(QUICK_SEEDS if quick else SEEDS)
         return {name: [change.setting(seed, quick) for seed in seeds] for name, change in self.variants.items()}
 
     def figure(self, results: Results) -> Figure:
-        """The strongest head's weight on the first token, and what the model cannot predict, for every variant."""
+        """The strongest head's weight on the first token, and the excess loss, for every variant."""
         from qkv.lab import draw
 
         figure, (left, right) = draw.panels(
             self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
         )
-        sinks(left, results.by_variant(ALPHA))
-        headed(right, "Loss over that of the chain itself")
+        plot_sinks(left, results.by_variant(ALPHA))
+        panel_title(right, "Loss over that of the chain itself")
         draw.by_seed(right, results.by_variant(EXCESS), colour=draw.COLOURS[1])
         right.set_ylabel("excess loss (nats a token)")
         right.set_ylim(bottom=min(0, right.get_ylim()[0]))
         for axes in (left, right):
             axes.set_xlabel(self.axis)
-            turned(axes)
+            rotate_labels(axes)
         return figure
 
 
-def sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
-    """Dots of every seed, and the line above which there is a sink."""
+def plot_sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
+    """Plot one dot per seed, and the threshold of a sink as a line."""
     from qkv.lab import draw
 
-    headed(axes, "The strongest head's sink")
+    panel_title(axes, "The strongest head's sink")
     draw.by_seed(axes, values)
     axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
     axes.text(
@@ -120,15 +120,15 @@ def sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
     axes.set_ylim(0, 1)
 
 
-def headed(axes: Axes, title: str) -> None:
-    """What a panel shows, above it."""
+def panel_title(axes: Axes, title: str) -> None:
+    """Write the title of a panel above it."""
     from qkv.lab.draw import INK
 
     axes.set_title(title, loc="left", size=9, color=INK)
 
 
-def turned(axes: Axes) -> None:
-    """Names of variants aslant where they would not fit side by side."""
+def rotate_labels(axes: Axes) -> None:
+    """Rotate the labels of the x axis if they would not fit side by side."""
     labels = axes.get_xticklabels()
     if sum(len(x.get_text()) + 2 for x in labels) > 40:
         for label in labels:
@@ -136,7 +136,7 @@ def turned(axes: Axes) -> None:
 
 
 def note(results: Results, marks: str = "Dots: seeds; line: mean") -> str:
-    """What was trained, for the line under a figure's title."""
+    """The line under a figure's title: task, model and training."""
     model = TASK.model
     length, steps = TASK.length, TRAINING.steps
     if results.quick:
@@ -151,51 +151,51 @@ def note(results: Results, marks: str = "Dots: seeds; line: mean") -> str:
 
 
 def has_sink(values: Sequence[float]) -> bool:
-    """Whether the runs of a variant have a sink, every one of them."""
+    """Whether every run of a variant has a sink (and there is at least one)."""
     return bool(values) and min(values) > SINK
 
 
-def learnt(results: Results) -> list[str]:
-    """The variants whose runs learnt the task, by their mean."""
+def learnt_variants(results: Results) -> list[str]:
+    """The variants whose mean accuracy shows that they learnt the task."""
     return [v for v, found in results.by_variant(ACCURACY).items() if np.mean(found) >= LEARNT]
 
 
-def listed(values: Mapping[str, Sequence[float]], digits: int = 2) -> str:
-    """Each variant with its mean and range.
+def summaries(values: Mapping[str, Sequence[float]], digits: int = 2) -> str:
+    """The mean and range of each variant, as text.
 
-    >>> listed({"pre": [0.5], "post": [0.25, 0.75]})
+    >>> summaries({"pre": [0.5], "post": [0.25, 0.75]})
     'pre 0.50, post 0.50 (0.25–0.75)'
     """
-    return ", ".join(f"{name} {said(found, digits)}" for name, found in values.items())
+    return ", ".join(f"{name} {summary(found, digits)}" for name, found in values.items())
 
 
-def strongest(outcome: Outcome) -> tuple[int, int]:
-    """Layer and head that put most on the first key."""
-    return most(look(outcome, ALPHA))
+def strongest_head(outcome: Outcome) -> tuple[int, int]:
+    """The layer and head with the largest mean weight on the first key."""
+    return argmax_head(value_of(outcome, ALPHA))
 
 
-def most(values: Any) -> tuple[int, int]:
-    """Layer and head, from 0, of the largest number.
+def argmax_head(values: Any) -> tuple[int, int]:
+    """The layer and head, counted from 0, of the largest number.
 
-    >>> most([[0.1, 0.2], [0.9, 0.3]])
+    >>> argmax_head([[0.1, 0.2], [0.9, 0.3]])
     (1, 0)
     """
     layer, head = np.unravel_index(np.argmax(values), np.shape(values))
     return int(layer), int(head)
 
 
-def at_sink(results: Results, name: str) -> dict[str, list[float]]:
-    """A number by layer and head, at each run's strongest head, for every variant."""
+def at_strongest_head(results: Results, name: str) -> dict[str, list[float]]:
+    """The value of a measure by layer and head at each run's strongest head, for every variant."""
     found = {}
     for variant in results.variants:
         outcomes = results.finished(variant)
         if outcomes:
-            found[variant] = [float(look(o, name)[strongest(o)[0]][strongest(o)[1]]) for o in outcomes]
+            found[variant] = [float(value_of(o, name)[strongest_head(o)[0]][strongest_head(o)[1]]) for o in outcomes]
     return found
 
 
 def alpha_over_steps(results: Results, variant: str) -> tuple[list[int], np.ndarray]:
-    """Steps, and the weight on the first key at them of the head that ends with most: (seeds, steps)."""
+    """The steps, and the weight on the first key (seeds, steps) of the head that is strongest at the end."""
     steps, values = results.curve(variant, ALPHA)
-    best = [strongest(o) for o in results.finished(variant)]
+    best = [strongest_head(o) for o in results.finished(variant)]
     return steps, np.stack([run[:, layer, head] for run, (layer, head) in zip(values, best, strict=True)])

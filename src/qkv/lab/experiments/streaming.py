@@ -1,4 +1,5 @@
-"""What a language model loses when the first tokens leave its cache (Xiao et al. 2024, arXiv:2309.17453)."""
+"""Experiment on StreamingLLM: the loss when the first tokens are evicted from the cache (Xiao et al. 2024,
+arXiv:2309.17453)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, judged, larger, said
+from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig, DecoderLM
@@ -21,11 +22,11 @@ from qkv.models.token_loss import token_loss
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BUDGET, KEPT = 4, 1  # keys a cache holds; of these, first ones where they are kept
-TRAINED, LENGTH = 64, 128  # tokens of a text: in training, and here
+BUDGET, KEPT = 4, 1  # cache size in keys, and the number of first keys that StreamingLLM never evicts
+TRAINED, LENGTH = 64, 128  # tokens per text in training and in the test
 TEXTS = 256
-BUCKET = 8  # positions drawn as one point
-LEAST = 0.01  # nats: a smaller rise is none
+BUCKET = 8  # positions per point in the figure
+LEAST = 0.01  # nats; smaller rises of the loss are ignored
 CACHES: dict[str, Callable[[], Cache]] = {
     "all keys": lambda: Full(LENGTH),
     "last keys": lambda: Sliding(BUDGET),
@@ -36,23 +37,23 @@ PLAIN, LEARNED, KEY = "plain", "learned sink", "key bias"
 
 
 class Streaming(Experiment):
-    """Bigram-Backcopy with rotary positions, read beyond its training length through three caches."""
+    """Bigram-Backcopy with rotary positions, evaluated beyond its training length with three kinds of caches."""
 
     name = "streaming"
-    question = "What does a model lose when the first token leaves its window, and does keeping that token save it?"
+    question = "How much does the loss rise when the first token is evicted, and does keeping this token avoid it?"
     claims = ("C101",)
 
     def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """A plain softmax, one with a learned sink logit, one with a learned key of value 0."""
+        """Models with plain softmax, with a learned sink logit, and with a learned key whose value is 0."""
         own: dict[str, dict[str, Any]] = {PLAIN: {}, LEARNED: {"sink": True}, KEY: {"key_bias": True}}
         seeds = range(1 if quick else 3)
         return {variant: [_setting(seed, quick, **parts) for seed in seeds] for variant, parts in own.items()}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
-        """Nats by position for each cache, and means over two spans.
+        """The loss in nats by position for each cache, and its means over two spans.
 
-        ``inside`` is where the window has left the first token behind but the text is not longer than those of the
-        training; ``beyond`` is all that is longer.
+        ``inside`` is the span after the first token was evicted, up to the training length; ``beyond`` is everything
+        after the training length.
         """
         assert isinstance(model, DecoderLM)
         assert isinstance(setting.task, Backcopy)
@@ -66,40 +67,40 @@ class Streaming(Experiment):
         }
 
     def conclude(self, results: Results) -> Conclusion:
-        """By the rise of the loss over that of all keys, on the same tokens."""
+        """By the rise of the loss over that of the full cache, on the same tokens."""
         plain, sink, key = (rise(results, variant, WINDOW) for variant in (PLAIN, LEARNED, KEY))
         kept = rise(results, PLAIN, SINKS)
         lost = larger(plain, [0.0], LEAST)
         saved = lost and larger(plain, kept, LEAST)
         helped = lost and any(larger(plain, own, LEAST) for own in (sink, key))
         text = (
-            f"When the first token leaves a cache of {BUDGET} keys the loss rises by {said(plain, 3)} nats without a "
-            "sink "
-            f"of the model's own, by {said(sink, 3)} with a learned sink and by {said(key, 3)} with a learned key of "
-            "value "
+            f"When a cache of {BUDGET} keys evicts the first token the loss rises by {summary(plain, 3)} nats without "
+            "a sink "
+            f"of the model's own, by {summary(sink, 3)} with a learned sink and by {summary(key, 3)} with a learned "
+            "key of value "
             f"0. It holds if one of these two rises less than the first, by more than {LEAST} nats and the spread over "
             f"seeds; it cannot be seen unless the first rises by as much."
         )
-        far = {name: said(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
+        far = {name: summary(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
         paragraph = (
-            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {said(kept, 3)}. From the {TRAINED} "
-            "tokens "
+            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {summary(kept, 3)}. From the "
+            f"{TRAINED} tokens "
             f"of training up to {LENGTH} the first model's loss is {far[ALL]} nats with all keys, {far[WINDOW]} with "
             "the "
             f"last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} (StreamingLLM, Xiao et al. "
             "2024)."
         )
         if not lost:
-            title = "This model does not need its first token: a window costs it nothing"
+            title = "This model does not need its first token: a window does not raise its loss"
         elif saved:
             own = " or a learned sink" if helped else ""
-            title = f"The model pays when its first token leaves the cache; keeping it{own} avoids that"
+            title = f"The loss rises when the first token is evicted; keeping it{own} avoids this"
         else:
-            title = "The model pays when its first token leaves the cache, and keeping it does not help"
-        return Conclusion([Verdict("C101", judged(helped, seen=lost), text)], title, paragraph)
+            title = "The loss rises when the first token is evicted, and keeping it does not help"
+        return Conclusion([Verdict("C101", holds_if(helped, seen=lost), text)], title, paragraph)
 
     def figure(self, results: Results) -> Figure:
-        """What each cache costs by position, a panel for each kind of model."""
+        """The loss with each cache by position, one panel per model."""
         from qkv.lab import draw
 
         shown = [variant for variant in (PLAIN, LEARNED, KEY) if results.finished(variant)]
@@ -130,7 +131,7 @@ class Streaming(Experiment):
 
 
 def rise(results: Results, variant: str, cache: str) -> list[float]:
-    """How much more a cache costs than all keys, in nats, for each seed, within the length of training texts."""
+    """The rise of the loss over that of the full cache, in nats, for each seed, within the training length."""
     found = [results.values(variant, f"measured.inside.{name}") for name in (cache, ALL)]
     return [a - b for a, b in zip(*found, strict=True)]
 
@@ -138,15 +139,15 @@ def rise(results: Results, variant: str, cache: str) -> list[float]:
 def perplexity_by_position(
     model: DecoderLM, ids: Int[Tensor, "b n"], make_cache: Callable[[], Cache], *, chunk: int = 64
 ) -> Float[np.ndarray, " positions"]:
-    """Perplexity of the next token at each of n − 1 positions, e to the mean over texts of its surprise in nats.
+    """The perplexity of the next token at each of n − 1 positions: e to the mean token loss over texts.
 
-    See `qkv.models.token_loss`. Its natural logarithm is what to average over positions.
+    See `qkv.models.token_loss`. To average over positions, average the logarithms.
 
     Args:
-        model: of rotary, ALiBi or no positions, where texts are longer than those it was trained on.
+        model: the model; with rotary, ALiBi or no positions if the texts are longer than its context.
         ids: texts.
-        make_cache: makes the cache of a layer.
-        chunk: tokens a step: memory, not numbers, depends on it.
+        make_cache: creates the cache of one layer.
+        chunk: tokens per step; it affects memory, not the result.
 
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2, positions="rotary")).eval()
@@ -158,7 +159,7 @@ def perplexity_by_position(
 
 
 def _setting(seed: int, quick: bool, **parts: Any) -> Setting:
-    """A high learning rate and strong decay, by which the sink becomes what the head relies on."""
+    """A run with a high learning rate and strong weight decay, so that the head depends strongly on its sink."""
     config = DecoderConfig(layers=1, heads=1, d_model=64, positions="rotary", **parts)
     steps: dict[str, Any] = {"steps": 40, "warmup": 10} if quick else {"steps": 800, "evaluate_every": 800}
     training = replace(Backcopy.training(), lr=1e-2, weight_decay=1.0, seed=seed, **steps)

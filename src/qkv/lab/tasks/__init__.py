@@ -1,13 +1,11 @@
-"""The tasks, by name."""
+"""The tasks that small models learn. `task_class` finds one by name, also those of installed packages."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qkv._lazy import lazy
-from qkv.errors import InputError
-from qkv.models.config import nearest
+from qkv.lab.tasks.registry import BUILT_IN, names, task_class
 
 if TYPE_CHECKING:
     from qkv.lab.tasks.backcopy import Backcopy
@@ -30,39 +28,10 @@ __all__ = [
     "task_class",
 ]
 
-_CLASSES = {
-    "reversal": "Reversal",
-    "copy": "Copy",
-    "recall": "Recall",
-    "translation": "Translation",
-    "caption": "Caption",
-    "language": "Language",
-    "backcopy": "Backcopy",
-}
-if not TYPE_CHECKING:
-    __getattr__ = lazy(__name__, {f"qkv.lab.tasks.{module}": (name,) for module, name in _CLASSES.items()})
+if not TYPE_CHECKING:  # a new task needs no line here: only its name in BUILT_IN
+    _PLACES = (place.split(".") for place in BUILT_IN.values())
+    __getattr__ = lazy(__name__, {f"{__name__}.{module}": (cls,) for module, cls in _PLACES})
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def names() -> tuple[str, ...]:
-    """All tasks.
-
-    >>> names()[:2]
-    ('reversal', 'copy')
-    """
-    return tuple(_CLASSES)
-
-
-def task_class(name: str) -> type[Any]:
-    """The class of a task; `InputError` with the nearest name if there is none.
-
-    >>> task_class("reversal")().length
-    6
-    """
-    if name not in _CLASSES:
-        raise InputError(f"task is {name!r}, expected one of {', '.join(_CLASSES)}{nearest(name, _CLASSES)}")
-    found: type[Any] = getattr(import_module(f"qkv.lab.tasks.{name}"), _CLASSES[name])
-    return found

@@ -1,4 +1,4 @@
-"""Captions of rendered scenes: does the model look at the object it is naming?"""
+"""The task of captioning rendered scenes, with a check whether the model attends to the object that it names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from qkv.errors import InputError
 from qkv.lab import scenes
 from qkv.lab.scenes import COLOURS, END, PAD, START, TOKEN, VOCABULARY, Scenes
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models import Captioner, CaptionerConfig
 from qkv.models.generation import generate
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIDDLE, SCALE = 0.25, 4.0
-"""What is taken from the value of a pixel, and what the rest is multiplied by, before the model sees it."""
+"""Normalisation of pixel values: `MIDDLE` is subtracted, then the result is multiplied by `SCALE`."""
 COLOUR_WORDS = [TOKEN[word] for word in COLOURS]
 COLUMNS = 7
-"""Pictures in a row of a figure."""
+"""The number of images in a row of a figure."""
 
 
 @dataclass(frozen=True)
 class Caption:
     """Scenes of a few shapes, described: "red circle blue square".
 
-    All objects of a scene differ in colour and shape, so that which shape has which colour must be looked up where it
-    is. The descriptions of held-out scenes never occur in training. The set-up is that of Xu et al. 2015
-    (arXiv:1502.03044), with the truth about every word. Soft attention learns it; hard attention (REINFORCE) comes to
-    look at the object that it names, but hardly a whole caption is right:
+    All objects of a scene differ in colour and shape, so that the model has to attend to an object to know which shape
+    has which colour. The descriptions of held-out scenes never occur in training. The set-up follows Xu et al. 2015
+    (arXiv:1502.03044), with a ground truth for every word. Soft attention learns the task. Hard attention (REINFORCE)
+    learns to attend to the object that it names, but gets hardly any caption completely right:
     ``--objects 2 --model.attention hard --model.entropy 0.005 --steps 1000 --lr 5e-3``.
 
     >>> Caption().batch(0, 4, 0)["captions"].shape
@@ -51,53 +51,53 @@ class Caption:
     size: int = 40
     """Height and width of an image, in pixels."""
     objects: int = 3
-    """In a scene, at most; each number from 1 is as frequent."""
+    """The largest number of objects in a scene; all numbers from 1 on are equally frequent."""
     held_out: int = 256
-    """Scenes to evaluate on."""
+    """The number of held-out scenes for metrics."""
     model: CaptionerConfig = CaptionerConfig(  # noqa: RUF009 (frozen)
         len(VOCABULARY), channels=3, d_features=32, convolutions=2, d_embedding=32, d_hidden=32, d_attention=64,
         gate=False, penalty=0.0,
     )  # fmt: skip
-    """Sizes of the captioner: little memory, so that looking pays. λ of eq. 14 is 0: it asks for equal attention to all
-    cells, and most show nothing that is named."""
+    """The captioner's configuration. Its state is small, so that it has to use attention. The penalty λ of eq. 14 is 0,
+    because it rewards equal attention to all cells, most of which show background."""
 
     def __post_init__(self) -> None:
         if self.size < scenes.LEAST_SIZE:
-            raise InputError(f"caption.size is {self.size}, expected at least {scenes.LEAST_SIZE} pixels")
+            raise InputError(f"size is {self.size}, expected at least {scenes.LEAST_SIZE} pixels")
         if not 1 <= self.objects <= scenes.MOST:
-            raise InputError(f"caption.objects is {self.objects}, expected 1 to {scenes.MOST}")
+            raise InputError(f"objects is {self.objects}, expected 1 to {scenes.MOST}")
         if self.held_out < 1:
-            raise InputError(f"caption.held_out is {self.held_out}, expected at least 1 scene")
+            raise InputError(f"held_out is {self.held_out}, expected at least 1 scene")
 
     @staticmethod
     def training() -> Training:
-        """Settings of soft attention."""
+        """Training settings for soft attention."""
         return Training(steps=1600, batch=64, lr=1e-2, warmup=50, weight_decay=0.0)
 
     def build(self) -> Captioner:
-        """The model, with initial weights drawn from torch's generator."""
+        """A new model; its weights are drawn from torch's global generator."""
         needed = {"vocab_size": len(VOCABULARY), "channels": 3, "pad": PAD, "start": START, "end": END}
-        return Captioner(fitted(self.model, **needed))
+        return Captioner(with_entries(self.model, **needed))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Images (size, 3, height, width), around 0, and captions (size, t)."""
+        """``images`` (size, 3, height, width), centred around 0, and ``captions`` (size, t)."""
         drawn = self._draw(np.random.default_rng((seed, step)), size, held_out=False)
-        return {"images": seen(drawn), "captions": torch.from_numpy(drawn.captions)}
+        return {"images": to_input(drawn), "captions": torch.from_numpy(drawn.captions)}
 
     def count(self, batch: Batch) -> int:
-        """Tokens after the first of each caption, without padding."""
+        """The number of tokens after the start token, without padding."""
         return int((batch["captions"][:, 1:] != PAD).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The captioner's own; of hard attention in training mode a number that means little."""
+        """The captioner's loss. With hard attention in training it is a REINFORCE surrogate, not a cross-entropy."""
         return model.loss(batch["images"], batch["captions"])  # type: ignore[operator]
 
     def evaluate(self, model: nn.Module) -> Measured:
-        """On held-out scenes: cross-entropy in nats a token, the share of tokens and of whole greedy captions right."""
+        """On held-out scenes: cross-entropy in nats per token, token accuracy, and exact match of greedy captions."""
         held, (images, captions) = self._held_out(model)
         logits, target = model(images, captions[:, :-1]), captions[:, 1:]
         real = target != PAD
-        said = _said(model, images)
+        said = _greedy_captions(model, images)
         right = [scenes.text(np.array(x)) == scenes.text(c) for x, c in zip(said, held.captions, strict=True)]
         return {
             "loss": F.cross_entropy(logits[real], target[real]).item(),
@@ -107,17 +107,17 @@ class Caption:
 
     @torch.no_grad()
     def check(self, model: nn.Module) -> Measured:
-        """Where the model looks when it names the colour or shape of an object: see `looked`."""
+        """The attention to the object whose colour or shape is being predicted: see `attention_to_objects`."""
         held, (images, captions) = self._held_out(model)
         weights = model.maps(images, captions[:, :-1]).float().cpu().numpy()  # type: ignore[operator]
-        return looked(weights, held)
+        return attention_to_objects(weights, held)
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """Scenes with the attention of every generated word."""
+        """Two scenes with the attention map of every generated word."""
         held, (images, _) = self._held_out(model)
         number = held.masks.any((2, 3)).sum(1)
         chosen = [int(np.flatnonzero(number == n)[0]) for n in sorted({*number})[-2:]]
-        said = _said(model, images[chosen])
+        said = _greedy_captions(model, images[chosen])
         captions = torch.full((len(chosen), scenes.longest(self.objects)), END, device=images.device)
         for row, words in zip(captions, said, strict=True):
             row[: len(words) + 1] = torch.tensor([START, *words])[: captions.shape[1]]
@@ -126,35 +126,35 @@ class Caption:
         return {"attention": _overlays(shown, self.check(model), self.model.attention)}
 
     def files(self) -> Mapping[str, str]:
-        """The words, by token."""
+        """The vocabulary, in the order of token numbers."""
         return {"vocabulary.json": json.dumps(VOCABULARY, indent=1) + "\n"}
 
     def _draw(self, rng: np.random.Generator, n: int, *, held_out: bool) -> Scenes:
         return scenes.draw(rng, n, held_out=held_out, size=self.size, most=self.objects)
 
     def _held_out(self, model: nn.Module) -> tuple[Scenes, tuple[Tensor, Tensor]]:
-        """The held-out scenes, and images and captions where the model is."""
+        """The held-out scenes, and their images and captions on the model's device."""
         drawn = self._draw(np.random.default_rng(0), self.held_out, held_out=True)
         device = next(model.parameters()).device
-        return drawn, (seen(drawn).to(device), torch.from_numpy(drawn.captions).to(device))
+        return drawn, (to_input(drawn).to(device), torch.from_numpy(drawn.captions).to(device))
 
 
-def seen(drawn: Scenes) -> Float[Tensor, "n 3 size size"]:
-    """Images as the model takes them: with a spread near 1, without which convolutions hardly begin to learn."""
+def to_input(drawn: Scenes) -> Float[Tensor, "n 3 size size"]:
+    """Images, normalised to a standard deviation near 1; without this the convolutions hardly learn."""
     return (torch.from_numpy(drawn.images) - MIDDLE) * SCALE
 
 
-def looked(weights: Float[np.ndarray, "n t gh gw"], held: Scenes) -> dict[str, float]:
+def attention_to_objects(weights: Float[np.ndarray, "n t gh gw"], held: Scenes) -> dict[str, float]:
     """Attention to the object being named, over all colour and shape words of the captions.
 
     Args:
-        weights: with which the word after each token but the last was looked for (`Captioner.maps`).
+        weights: attention maps; the map of token t predicted token t + 1 (`Captioner.maps`).
         held: the scenes.
 
     Returns:
-        ``mass``: the share of the weight on cells that the object reaches into, with the same for words of colours and
-        of shapes alone; ``chance``: the share that these cells are of the grid; ``strongest``: how often the cell of
-        the highest weight is one of them.
+        ``mass``: mean weight on the cells that overlap the object, and the same for colour words and shape words alone;
+        ``chance``: the mean share of these cells in the grid; ``strongest``: the share of words whose strongest cell is
+        one of them.
     """
     caption, word = np.nonzero(held.objects[:, 1:] >= 0)
     maps = weights[caption, word].reshape(len(word), -1)
@@ -170,8 +170,8 @@ def looked(weights: Float[np.ndarray, "n t gh gw"], held: Scenes) -> dict[str, f
     }
 
 
-def _said(model: nn.Module, images: Tensor) -> list[list[int]]:
-    """Greedy captions, without start and end."""
+def _greedy_captions(model: nn.Module, images: Tensor) -> list[list[int]]:
+    """Greedy captions, without start and end tokens."""
     first = torch.full((len(images), 1), START, device=images.device)
     greedy = Sampler(temperature=0)
     longest = scenes.longest(scenes.MOST)
@@ -179,7 +179,7 @@ def _said(model: nn.Module, images: Tensor) -> list[list[int]]:
 
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
-    """A picture for each generated word: the image, dark where the attention is not; the object it names outlined."""
+    """One image per generated word, darkened where the attention is low, with the named object outlined."""
     from qkv.lab.draw import panels
 
     rows = [-(-(len(words) + 1) // COLUMNS) for _, _, words, _ in shown]
@@ -188,9 +188,9 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
         f"{found['mass'] / found['chance']:.1f} times chance"
     )
     note = (
-        "Held-out scenes and the captions generated for them. The image is as bright as the attention with which the "
-        "word was looked for is strong; outlined is the object that the word names, with the share of the attention on "
-        "it. Over all words of the held-out captions that share is the title's: "
+        "Held-out scenes with generated captions. Brightness shows the attention with which the word was predicted; "
+        "the outline shows the object that the word names, and the number is its share of the attention. Mean share "
+        "over all words of the held-out captions: "
         f"{found['mass_at_colours']:.0%} at colours, {found['mass_at_shapes']:.0%} at shapes."
     )
     figure, axes = panels(title, note, columns=COLUMNS, rows=sum(rows), height=1.05)
@@ -216,7 +216,7 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
 
 
 def _overlay(panel: Any, picture: np.ndarray, weights: np.ndarray) -> None:
-    """The picture, as bright as the weights of its cells, smoothly between their middles."""
+    """Show the image with brightness by attention, interpolated between the centres of cells."""
     size, stride = len(picture), round(len(picture) / len(weights))
     at, middles = np.arange(size), stride * np.arange(len(weights))
     along = np.stack([np.interp(at, middles, column) for column in (weights / weights.max()).T], 1)

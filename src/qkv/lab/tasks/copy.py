@@ -1,4 +1,4 @@
-"""Copy: say a sequence of any length again, and see how far beyond the trained lengths that goes."""
+"""The task of copying a sequence, with tests beyond the trained lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.lab import heads
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNSEEN = 100
-"""Held-out sequences of each length that metrics are measured on."""
+"""The number of held-out sequences of each length for metrics."""
 
 
 @dataclass(frozen=True)
 class Copy:
     """Random symbols, a separator, and the symbols again: a b c SEP a b c.
 
-    The prediction of a token is made at the query before it. So copied symbol p of n is the prediction of query n + p,
-    the separator being query n, and the symbol it has to say stands at key p: n tokens back, where n changes from batch
-    to batch.
+    Each token is predicted at the position before it. Copied symbol p of n is therefore the prediction of query n + p
+    (the separator is query n), and the symbol to copy is key p, n tokens back. n differs between batches.
 
     >>> Copy(min_length=4, max_length=4, symbols=20).batch(step=0, size=5, seed=0)["ids"].shape
     torch.Size([5, 9])
@@ -39,17 +38,17 @@ class Copy:
     name: ClassVar[str] = "copy"
 
     min_length: int = 4
-    """Fewest symbols to copy; each batch has a length of its own."""
+    """The smallest number of symbols to copy; each batch has one random length."""
     max_length: int = 10
-    """Most symbols in training."""
+    """The largest number of symbols in training."""
     longest: int = 16
-    """Most symbols in tests."""
+    """The largest number of symbols in tests."""
     symbols: int = 14
-    """How many kinds of symbols there are; they are tokens 2, 3 …, after padding (0) and the separator (1)."""
+    """The number of different symbols. They are tokens 2, 3, …, after padding (0) and the separator (1)."""
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(d_model=64, layers=2, heads=4, positions="alibi", tied=False)
     )
-    """Of the `DecoderLM`; the task decides vocab_size and context."""
+    """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_length <= self.max_length <= self.longest:
@@ -61,31 +60,31 @@ class Copy:
 
     @staticmethod
     def training() -> Training:
-        """Settings that teach it."""
+        """Training settings with which the model learns the task."""
         return Training(steps=1800, batch=48, lr=3e-3, warmup=50)
 
     def build(self) -> DecoderLM:
-        """The model, with initial weights."""
+        """A new model with random weights."""
         needed = {"vocab_size": heads.FIRST_SYMBOL + self.symbols, "context": 2 * self.longest + 1}
-        return DecoderLM(fitted(self.model, **needed))
+        return DecoderLM(with_entries(self.model, **needed))
 
     def sequences(self, generator: np.random.Generator, size: int, length: int, *, unseen: bool) -> Int[Tensor, "b n"]:
-        """Whole sequences of 2 · length + 1 tokens."""
+        """Random sequences of 2 · length + 1 tokens, held out or not."""
         drawn = heads.symbols(generator, size, length, self.symbols, unseen=unseen)
         return torch.cat([drawn, torch.full((size, 1), heads.SEPARATOR), drawn], 1)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Tokens as ``ids`` (size, 2n + 1), with n drawn from min_length … max_length; none of them is held out."""
+        """``ids`` (size, 2n + 1), with random n from min_length to max_length; no sequence is held out."""
         generator = np.random.default_rng((seed, step))
         length = int(generator.integers(self.min_length, self.max_length + 1))
         return {"ids": self.sequences(generator, size, length, unseen=False)}
 
     def count(self, batch: Batch) -> int:
-        """Copied symbols."""
+        """The number of copied symbols."""
         return len(batch["ids"]) * _length(batch["ids"])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats of the copied symbols."""
+        """The mean cross-entropy in nats of the copied symbols."""
         return heads.loss_after(model, batch["ids"], _length(batch["ids"]) + 1)
 
     def unseen(self, length: int) -> Int[Tensor, "sequences n"]:
@@ -93,11 +92,11 @@ class Copy:
         return self.sequences(np.random.default_rng(length), UNSEEN, length, unseen=True)
 
     def evaluate(self, model: Any) -> Measured:
-        """Of held-out sequences, copied by greedy generation.
+        """The accuracy of greedy copies of held-out sequences.
 
         Returns:
-            ``token_accuracy`` and ``sequence_accuracy`` over the trained lengths; ``token_accuracy_by_length`` and
-            ``sequence_accuracy_by_length``, for each of ``lengths``: min_length … longest.
+            ``token_accuracy`` and ``sequence_accuracy``, over the trained lengths; ``token_accuracy_by_length``
+            and ``sequence_accuracy_by_length`` for each of ``lengths``, min_length … longest.
         """
         lengths = list(range(self.min_length, self.longest + 1))
         tokens, whole = [], []
@@ -116,12 +115,12 @@ class Copy:
         }
 
     def check(self, model: Any) -> Measured:
-        """How every head looks at the symbol to copy, in held-out sequences of max_length.
+        """The attention of every head to the symbol to copy, in held-out sequences of max_length.
 
         Returns:
-            By layer and head: ``copied``, the share of queries whose strongest key is the symbol to say next, and
-            ``weight``, the mean weight on it. Of the head with the highest share (of equals, the most weight):
-            ``best_layer``, ``best_head``, and its share as ``best``.
+            By layer and head: ``copied``, the share of queries whose strongest key is the symbol to copy, and
+            ``weight``, the mean weight on it. For the head with the largest share (ties: the largest weight):
+            ``best_layer``, ``best_head``, and its share ``best``.
         """
         weights = heads.maps(model, self.unseen(self.max_length)[:, :-1])
         pairs = self.sources(self.max_length)
@@ -136,21 +135,21 @@ class Copy:
         }
 
     def figures(self, model: Any) -> Mapping[str, Figure]:
-        """``copy``: the attention of the best head on a held-out sequence, and accuracy by length."""
+        """``copy``: the attention map of the best head on a held-out sequence, and accuracy by length."""
         from qkv.lab import draw
 
         measured, found, ids = self.evaluate(model), self.check(model), self.unseen(self.max_length)[:1, :-1]
         layer, head = found["best_layer"], found["best_head"]
-        title = f"To copy, layer {layer}, head {head} looks at the symbol to say next in {found['best']:.0%} of queries"
+        title = f"Copying: layer {layer}, head {head} attends to the symbol to copy in {found['best']:.0%} of queries"
         note = (
             f"{self.model.layers} layers × {self.model.heads} heads, {self.model.positions} positions; {UNSEEN} "
-            f"held-out sequences of each length, greedy generation. Right symbols: "
+            f"held-out sequences of each length, greedy generation. Token accuracy: "
             f"{measured['token_accuracy']:.1%} at trained lengths, "
             f"{measured['token_accuracy_by_length'][-1]:.1%} at length {self.longest}."
         )
         figure, (left, right) = draw.panels(title, note, columns=2, width=8.2, height=3.6)
         heads.show_map(left, heads.maps(model, ids)[0, layer, head], ids[0], self.sources(self.max_length))
-        left.set_title(f"layer {layer}, head {head}; squares: what is copied", size=9)
+        left.set_title(f"layer {layer}, head {head}; squares: the symbol to copy", size=9)
         shown = {
             "symbols": measured["token_accuracy_by_length"],
             "whole sequences": measured["sequence_accuracy_by_length"],
@@ -159,16 +158,16 @@ class Copy:
         draw.curves(right, measured["lengths"], shown, markers=True)
         right.set_ylim(-0.03, 1.05)
         right.set_xlabel("symbols to copy (shaded: trained)")
-        right.set_ylabel("share that is right")
+        right.set_ylabel("accuracy")
         right.legend(frameon=False, fontsize=8, loc="lower left")
         return {"copy": figure}
 
     def files(self) -> Mapping[str, str]:
-        """None: tokens are numbers."""
+        """No files: tokens have no text."""
         return {}
 
     def sources(self, length: int) -> heads.Pairs:
-        """The queries that predict copied symbols, and the key each should look at."""
+        """The queries that predict copied symbols, and the key that each should attend to."""
         return length + np.arange(length), np.arange(length)
 
 

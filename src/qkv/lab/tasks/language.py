@@ -1,4 +1,4 @@
-"""Language modelling: what comes next in a text; do heads park their attention on its first token?"""
+"""The task of language modelling on a text corpus, with a check for attention sinks on the first token."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EVALUATED, CHECKED = 8192, 2048
-"""Held-out tokens that are predicted by `evaluate`, and read by `check`, about."""
+"""The approximate numbers of held-out tokens for `evaluate` and for `check`."""
 PART = 4096
-"""Tokens that `evaluate` predicts at a time."""
+"""The number of tokens in a batch of `evaluate`."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """Predict each token of a text from those before it.
+    """Predict each token of a text from the tokens before it.
 
-    Sequences are windows of the corpus at random places. What is held out is other documents, or the end of each.
+    Sequences are windows at random positions of the corpus. Some documents, or the end of each, are held out.
 
     >>> Language(context=32).batch(step=0, size=3, seed=0)["ids"].shape
     torch.Size([3, 33])
@@ -42,26 +42,26 @@ class Language:
     name: ClassVar[str] = "language"
 
     corpus: str = "library"
-    """``library`` (Python's own), ``shakespeare``, ``hf:NAME``, or the path of a text file or a folder."""
+    """``library`` (Python's standard library), ``shakespeare``, ``hf:NAME``, or the path of a text file or folder."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """``bytes``, or byte-level BPE trained on the corpus."""
     vocab_size: int = 2048
-    """Tokens of BPE, ``<s>`` included. Bytes and ``<s>`` are 257."""
+    """The number of BPE tokens, ``<s>`` included. The byte tokenizer always has 257."""
     context: int = 128
-    """Tokens the model reads, and predicts, in a sequence."""
+    """The number of tokens that the model reads, and predicts, in a sequence."""
     first: Literal["fixed", "random"] = "fixed"
-    """The first token read: always ``<s>``, or whichever the window begins with."""
+    """The first token of a sequence: always ``<s>``, or the first token of the window."""
     tokens: int | None = None
-    """Train on this many tokens of the corpus, again and again; on all if None."""
+    """Train on only the first so many tokens of the corpus; on all if None."""
     model: DecoderConfig = field(default_factory=lambda: DecoderConfig.llama(d_model=128, layers=4, heads=4))
-    """Of the model; its vocabulary and context are as the task has them."""
+    """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
     def __post_init__(self) -> None:
         one_of("tokenizer", self.tokenizer, tokenizers.KINDS)
         one_of("first", self.first, ("fixed", "random"))
-        if self.vocab_size < tokenizers.SMALLEST:
+        if self.vocab_size < tokenizers.MIN_VOCAB_SIZE:
             raise InputError(
-                f"vocab_size is {self.vocab_size}, expected at least {tokenizers.SMALLEST}: all bytes, <s>"
+                f"vocab_size is {self.vocab_size}, expected at least {tokenizers.MIN_VOCAB_SIZE}: all bytes and <s>"
             )
         if self.context < 2:
             raise InputError(f"context is {self.context}, expected at least 2 tokens")
@@ -70,33 +70,33 @@ class Language:
 
     @staticmethod
     def training() -> Training:
-        """Some minutes on one core: past words and indentation, to the look of Python."""
+        """Training settings for a few minutes on one core, after which the model writes text that looks like Python."""
         return Training(steps=600, batch=16, lr=3e-3, warmup=60)
 
     def build(self) -> nn.Module:
-        """The model, once the corpus is there and large enough."""
+        """A new model with random weights; `InputError` if the corpus cannot be loaded or is too small."""
         vocabulary = self._data.vocab_size
-        self._train, self.unseen  # noqa: B018  (a corpus that is too small is refused now)
-        return DecoderLM(settings.fitted(self.model, vocab_size=vocabulary, context=self.context))
+        self._train, self.unseen  # noqa: B018  (raises if the corpus is too small)
+        return DecoderLM(settings.with_entries(self.model, vocab_size=vocabulary, context=self.context))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Windows at random places: ids (size, context + 1), each token but the first a target."""
-        starts = np.random.default_rng((seed, step)).integers(0, len(self._train) - self._width + 1, size)
-        return {"ids": self._cut(self._train, starts)}
+        """``ids`` (size, context + 1): windows at random positions; every token but the first is a target."""
+        starts = np.random.default_rng((seed, step)).integers(0, len(self._train) - self._window_length + 1, size)
+        return {"ids": self._windows(self._train, starts)}
 
     def count(self, batch: Batch) -> int:
-        """All tokens but the first of each sequence."""
+        """The number of tokens without the first of each sequence."""
         size, width = batch["ids"].shape
         return size * (width - 1)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats a token."""
+        """The mean cross-entropy in nats per token."""
         loss: Tensor = model.loss(batch["ids"])  # type: ignore[operator]
         return loss
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Measured:
-        """Loss in nats a token, perplexity, and bits a byte (of text: tokens of any size compare), held out."""
+        """Held-out loss in nats per token, perplexity, and bits per byte, which compares between tokenizers."""
         device = next(model.parameters()).device
         ids = self.unseen
         parts = ids.split(max(1, PART // self.context))
@@ -110,22 +110,22 @@ class Language:
         }
 
     def check(self, model: nn.Module) -> Measured:
-        """Where each head looks in held-out text, and what its first token does: see `qkv.lab.track.attention`."""
+        """Attention statistics of every head on held-out text: see `qkv.lab.track.attention`."""
         ids = self.unseen[: max(1, CHECKED // self.context), :-1]
-        return track.attention(model, ids)  # type: ignore[arg-type]  # `build` made it: a DecoderLM
+        return track.attention(model, ids)  # type: ignore[arg-type]  # `build` returns a DecoderLM
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """The weight of the first token in every head."""
+        """``first_token``: the mean weight on the first token in every head."""
         return {"first_token": _first_token_figure(np.asarray(self.check(model)["sink"]), self)}
 
     def files(self) -> Mapping[str, str]:
-        """The tokenizer, which begins a text with ``<s>`` if the model has learnt texts that begin so."""
+        """tokenizer.json, which prepends ``<s>`` if the training texts began with it."""
         made = self._data.tokenizer
-        return {"tokenizer.json": tokenizers.starting(made) if self.first == "fixed" else made}
+        return {"tokenizer.json": tokenizers.with_bos(made) if self.first == "fixed" else made}
 
     @property
-    def _width(self) -> int:
-        """Tokens of text in a sequence: one is only a target, and `<s>` takes the place of another."""
+    def _window_length(self) -> int:
+        """The number of corpus tokens in a sequence of context + 1 tokens: one fewer if it begins with ``<s>``."""
         return self.context if self.first == "fixed" else self.context + 1
 
     @cached_property
@@ -134,40 +134,40 @@ class Language:
 
     @cached_property
     def _train(self) -> Integer[np.ndarray, " tokens"]:
-        """What the model is trained on."""
-        there = self._data.train
-        if self.tokens is not None and self.tokens > len(there):
-            raise InputError(f"tokens is {self.tokens:,}, but {self.corpus} has {len(there):,} to train on")
-        found = there[: self.tokens]
+        """The training tokens."""
+        train = self._data.train
+        if self.tokens is not None and self.tokens > len(train):
+            raise InputError(f"tokens is {self.tokens:,}, but {self.corpus} has {len(train):,} to train on")
+        found = train[: self.tokens]
         self._check_length(found, "to train on")
         return found
 
     @cached_property
     def unseen(self) -> Int[Tensor, "windows width"]:
-        """Held-out sequences, evenly over the text and none over another."""
-        there = self._data.held_out
-        self._check_length(there, "held out")
-        most = len(there) // self._width
-        count = min(most, max(8, EVALUATED // self.context))
-        return self._cut(there, np.arange(count) * most // count * self._width)
+        """The held-out sequences: windows evenly spaced over the held-out text, without overlap."""
+        tokens = self._data.held_out
+        self._check_length(tokens, "held out")
+        windows = len(tokens) // self._window_length
+        count = min(windows, max(8, EVALUATED // self.context))
+        return self._windows(tokens, np.arange(count) * windows // count * self._window_length)
 
     def _check_length(self, tokens: Integer[np.ndarray, " tokens"], what: str) -> None:
-        if len(tokens) < self._width:
+        if len(tokens) < self._window_length:
             raise InputError(
-                f"corpus: {self.corpus} has {len(tokens):,} tokens {what}, expected a context of {self._width:,}: "
-                "a larger corpus, or a smaller context"
+                f"corpus: {self.corpus} has {len(tokens):,} tokens {what}, expected a context of "
+                f"{self._window_length:,}: a larger corpus, or a smaller context"
             )
 
-    def _cut(
+    def _windows(
         self, tokens: Integer[np.ndarray, " tokens"], starts: Int[np.ndarray, " size"]
     ) -> Int[Tensor, "size width"]:
-        """Windows from these places on, after `<s>` if it comes first."""
-        found = torch.from_numpy(tokens[starts[:, None] + np.arange(self._width)].astype(np.int64))
+        """Windows that start at these positions, with ``<s>`` prepended if `first` is fixed."""
+        found = torch.from_numpy(tokens[starts[:, None] + np.arange(self._window_length)].astype(np.int64))
         return nn.functional.pad(found, (1, 0), value=self._data.bos) if self.first == "fixed" else found
 
 
 def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
-    """Layers downwards, heads to the right; the mean weight of the first token as colour and number."""
+    """The mean weight on the first token as a heatmap, layers by heads."""
     from qkv.figures.style import percent
     from qkv.lab.draw import heatmap, panels
 
@@ -183,11 +183,11 @@ def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
         height=0.5 * layers + 0.6,
     )
     names = [[str(i + 1) for i in range(n)] for n in (layers, heads)]
-    image = heatmap(axes, weight, rows=names[0], columns=names[1], most=1.0)
+    image = heatmap(axes, weight, rows=names[0], columns=names[1], vmax=1.0)
     for (layer, head), value in np.ndenumerate(weight):
         ink = "white" if value > 0.6 else "black"
         axes.text(head, layer, f"{value:.2f}", ha="center", va="center", size=8, color=ink)
-    axes.set(xlabel="head", ylabel="layer, from the input on", aspect="auto")
+    axes.set(xlabel="head", ylabel="layer", aspect="auto")
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("mean weight on the first token", size=9)
     bar.ax.tick_params(labelsize=8)

@@ -1,4 +1,4 @@
-"""Recall: a block of random symbols comes twice, and the second time each is known from the first: induction."""
+"""The task of recall: a block of random symbols is repeated, so that induction heads can predict the second copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.lab import heads
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNSEEN = 100
-"""Held-out sequences of each length that metrics are measured on."""
+"""The number of held-out sequences of each length for metrics."""
 KINDS = {"previous": "previous\ntoken", "duplicate": "same token,\nearlier", "induction": "token\nafter that"}
-"""What heads may look at, as figures say it."""
+"""The kinds of heads, and the tokens that they attend to, as labels of figures."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """A block of n different symbols, and the same block again: d a c b d a c b.
+    """A block of n different symbols, repeated once: d a c b d a c b.
 
-    In the second block each symbol but the first can be known: find where the last token stood before, and say what
-    came after it. Olsson et al. 2022 (arXiv:2209.11895) found that a Transformer does so with two heads: one of an
-    early layer looks at the previous token (1 back) and notes it down with each token; one of a later layer finds the
-    token that has the present one noted down (n − 1 back), the induction head. A duplicate-token head looks at where
-    the present token stood before (n back). Each batch has an n of its own, so that positions alone do not tell.
+    In the second block every symbol but the first is predictable: find the earlier occurrence of the current token, and
+    predict the token after it. Olsson et al. 2022 (arXiv:2209.11895) found that Transformers do this with two heads. A
+    previous-token head in an early layer attends 1 token back and copies that token's identity into each position. An
+    induction head in a later layer attends to the position that follows the earlier occurrence (n − 1 tokens back). A
+    duplicate-token head attends to the earlier occurrence itself (n back). n differs between batches, so that positions
+    alone are not enough.
 
     >>> Recall(min_length=5, max_length=5).batch(step=0, size=3, seed=0)["ids"].shape
     torch.Size([3, 10])
@@ -44,37 +45,37 @@ class Recall:
     name: ClassVar[str] = "recall"
 
     min_length: int = 4
-    """Fewest symbols of a block; each batch has a length of its own."""
+    """The smallest number of symbols in a block; each batch has one random length."""
     max_length: int = 12
-    """Most symbols of a block."""
+    """The largest number of symbols in a block."""
     symbols: int = 16
-    """How many kinds of symbols there are; they are tokens 2, 3 …: 0 and 1 stay unused, as in the other tasks."""
+    """The number of different symbols. They are tokens 2, 3, …; 0 and 1 are unused, as in the other tasks."""
     model: DecoderConfig = field(
         default_factory=lambda: DecoderConfig(d_model=64, layers=2, heads=4, positions="alibi", tied=False)
     )
-    """Of the `DecoderLM`; the task decides vocab_size and context."""
+    """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_length <= self.max_length <= self.symbols:
             raise InputError(
                 f"min_length is {self.min_length}, max_length {self.max_length}, symbols {self.symbols}, "
-                "expected 2 ≤ min_length ≤ max_length ≤ symbols: those of a block differ"
+                "expected 2 ≤ min_length ≤ max_length ≤ symbols, because the symbols of a block differ"
             )
         blocks = math.perm(self.symbols, self.min_length)
         heads.check_enough(blocks, f"symbols is {self.symbols} and min_length {self.min_length}")
 
     @staticmethod
     def training() -> Training:
-        """Settings that teach it."""
+        """Training settings with which the model learns the task."""
         return Training(steps=1000, batch=48, lr=3e-3, warmup=50)
 
     def build(self) -> DecoderLM:
-        """The model, with initial weights."""
+        """A new model with random weights."""
         needed = {"vocab_size": heads.FIRST_SYMBOL + self.symbols, "context": 2 * self.max_length}
-        return DecoderLM(fitted(self.model, **needed))
+        return DecoderLM(with_entries(self.model, **needed))
 
     def sequences(self, generator: np.random.Generator, size: int, length: int, *, unseen: bool) -> Int[Tensor, "b n"]:
-        """Whole sequences of 2 · length tokens."""
+        """Random sequences of 2 · length tokens, held out or not."""
         block = heads.drawn(
             lambda n: heads.FIRST_SYMBOL + generator.random((n, self.symbols)).argsort(1)[:, :length],
             size,
@@ -83,17 +84,17 @@ class Recall:
         return torch.cat([block, block], 1)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Tokens as ``ids`` (size, 2n), with n drawn from min_length … max_length; none of the blocks is held out."""
+        """``ids`` (size, 2n), with random n from min_length to max_length; no block is held out."""
         generator = np.random.default_rng((seed, step))
         length = int(generator.integers(self.min_length, self.max_length + 1))
         return {"ids": self.sequences(generator, size, length, unseen=False)}
 
     def count(self, batch: Batch) -> int:
-        """Symbols of the second block but the first, which nothing announces."""
+        """The number of symbols in the second blocks, without the first symbol, which is not predictable."""
         return len(batch["ids"]) * (batch["ids"].shape[1] // 2 - 1)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats of the symbols of the second block but the first."""
+        """The mean cross-entropy in nats over the second block without its first symbol."""
         return heads.loss_after(model, batch["ids"], batch["ids"].shape[1] // 2 + 1)
 
     def unseen(self, length: int) -> Int[Tensor, "sequences n"]:
@@ -101,18 +102,18 @@ class Recall:
         return self.sequences(np.random.default_rng(length), UNSEEN, length, unseen=True)
 
     def evaluate(self, model: Any) -> Measured:
-        """Of held-out sequences, each symbol of the second block but the first predicted from the true ones before it.
+        """Teacher-forced predictions of the second block (without its first symbol) of held-out sequences.
 
         Returns:
-            ``accuracy`` and ``loss`` (nats) over blocks of all lengths; ``accuracy_by_length`` for each of ``lengths``.
+            ``accuracy`` and ``loss`` (nats), averaged over all lengths; ``accuracy_by_length`` for each of ``lengths``.
         """
         device = next(model.parameters()).device
         lengths = list(range(self.min_length, self.max_length + 1))
         accuracy, loss = [], []
         for length in lengths:
             ids = self.unseen(length).to(device)
-            said = model(ids[:, :-1])[:, length:].argmax(-1)
-            accuracy.append((said == ids[:, length + 1 :]).double().mean().item())
+            predicted = model(ids[:, :-1])[:, length:].argmax(-1)
+            accuracy.append((predicted == ids[:, length + 1 :]).double().mean().item())
             loss.append(self.loss(model, {"ids": ids}).item())
         return {
             "accuracy": float(np.mean(accuracy)),
@@ -122,13 +123,12 @@ class Recall:
         }
 
     def check(self, model: Any) -> Measured:
-        """What every head looks at, in held-out sequences with blocks of max_length.
+        """The attention of every head in held-out sequences with blocks of max_length.
 
         Returns:
-            By layer and head, the mean weights on the token that stands a number of tokens back: ``previous``, 1, of
-            all queries but the first; ``duplicate``, n, and ``induction``, n − 1, of those that predict symbols of the
-            second block. The ``induction_layer`` and ``induction_head`` with the highest induction score, which is
-            ``best``.
+            By layer and head, mean weights on the token a fixed number of tokens back: ``previous`` (1 back), over all
+            queries but the first; ``duplicate`` (n back) and ``induction`` (n − 1 back), over the queries that predict
+            the second block. ``induction_layer`` and ``induction_head`` have the largest induction score, ``best``.
         """
         weights = heads.maps(model, self.unseen(self.max_length)[:, :-1])
         scores = {kind: heads.mean_weight(weights, pairs) for kind, pairs in self.pairs(self.max_length).items()}
@@ -141,7 +141,7 @@ class Recall:
         }
 
     def figures(self, model: Any) -> Mapping[str, Figure]:
-        """``induction``: what every head looks at, and the attention of the best induction head."""
+        """``induction``: the scores of every head, and the attention map of the best induction head."""
         from qkv.lab import draw
 
         measured, found = self.evaluate(model), self.check(model)
@@ -149,17 +149,17 @@ class Recall:
         layer, head = found["induction_layer"], found["induction_head"]
         scores = np.stack([np.ravel(found[kind]) for kind in KINDS], 1)
         title = (
-            f"Layer {layer}, head {head} does most induction: {found['best']:.0%} of its weight is on what came "
-            "next last time"
+            f"Induction head: layer {layer}, head {head} puts {found['best']:.0%} of its weight on the token after the "
+            "earlier occurrence"
         )
         note = (
             f"{self.model.layers} layers × {self.model.heads} heads, {self.model.positions} positions; {UNSEEN} "
-            f"held-out blocks of {self.max_length} symbols, repeated. {measured['accuracy']:.1%} of what can be known "
-            "is right."
+            f"held-out blocks of {self.max_length} symbols, repeated. Accuracy on predictable "
+            f"tokens: {measured['accuracy']:.1%}."
         )
         figure, (left, right) = draw.panels(title, note, columns=2, width=8.2, height=3.7)
         names = heads.head_names(np.asarray(found["previous"]))
-        draw.heatmap(left, scores, rows=names, columns=[""] * len(KINDS), most=1)
+        draw.heatmap(left, scores, rows=names, columns=[""] * len(KINDS), vmax=1)
         left.set_aspect("auto")
         left.set_xticks(range(len(KINDS)), list(KINDS.values()), rotation=0)
         for (row, column), score in np.ndenumerate(scores):
@@ -167,15 +167,15 @@ class Recall:
         left.set_ylabel("layer and head, counted from 0")
         left.set_title("mean attention weight on …", size=9)
         heads.show_map(right, heads.maps(model, ids)[0, layer, head], ids[0], self.pairs(self.max_length)["induction"])
-        right.set_title(f"layer {layer}, head {head}; squares: token after the earlier one", size=9)
+        right.set_title(f"layer {layer}, head {head}; squares: token after the earlier occurrence", size=9)
         return {"induction": figure}
 
     def files(self) -> Mapping[str, str]:
-        """None: tokens are numbers."""
+        """No files: tokens have no text."""
         return {}
 
     def pairs(self, length: int) -> dict[str, heads.Pairs]:
-        """Queries and the key each looks at, for heads of every kind."""
+        """For each kind of head, the queries and the key that each attends to."""
         every, second = np.arange(1, 2 * length - 1), np.arange(length, 2 * length - 1)
         return {
             "previous": (every, every - 1),

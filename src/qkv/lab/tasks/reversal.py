@@ -1,4 +1,4 @@
-"""Reversal: say a sequence backwards, which a head can do by looking at the mirrored position."""
+"""The task of reversing a sequence, which a head can solve by attending to the mirrored position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.lab import heads
-from qkv.lab.settings import fitted
+from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNSEEN = 500
-"""Held-out sequences that metrics are measured on."""
-LOOKED_AT = 100
-"""Those of them whose attention is looked at."""
+"""The number of held-out sequences for metrics."""
+CHECKED = 100
+"""The number of held-out sequences for the attention check."""
 MIRRORS = 0.95
-"""A head whose strongest key is the mirrored position at this share of the queries mirrors."""
+"""A head counts as a mirror head if its strongest key is the mirrored position for at least this share of queries."""
 
 
 @dataclass(frozen=True)
 class Reversal:
     """Random symbols, a separator, and the symbols again, last one first: a b c SEP c b a.
 
-    The prediction of token i is made at the query before it, i − 1. So reversed symbol p of n is the prediction of
-    query n + p, the separator being query n, and the symbol it has to say stands at key n − 1 − p: query + key is
-    2n − 1, an anti-diagonal of the attention map.
+    Each token is predicted at the position before it. Reversed symbol p of n is therefore the prediction of query n + p
+    (the separator is query n), and the symbol to copy is key n − 1 − p. query + key is always 2n − 1: an anti-diagonal
+    of the attention map.
 
     >>> Reversal(length=3, symbols=20).batch(step=0, size=5, seed=0)["ids"].shape
     torch.Size([5, 7])
@@ -43,11 +43,11 @@ class Reversal:
     name: ClassVar[str] = "reversal"
 
     length: int = 6
-    """Symbols to reverse."""
+    """The number of symbols to reverse."""
     symbols: int = 14
-    """How many kinds of symbols there are; they are tokens 2, 3 …, after padding (0) and the separator (1)."""
+    """The number of different symbols. They are tokens 2, 3, …, after padding (0) and the separator (1)."""
     model: DecoderConfig = field(default_factory=lambda: DecoderConfig(d_model=64, layers=2, heads=4))
-    """Of the `DecoderLM`; the task decides vocab_size and context."""
+    """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -56,29 +56,29 @@ class Reversal:
 
     @staticmethod
     def training() -> Training:
-        """Settings that teach it."""
+        """Training settings with which the model learns the task."""
         return Training(steps=400, batch=64, lr=3e-3, warmup=50)
 
     def build(self) -> DecoderLM:
-        """The model, with initial weights."""
+        """A new model with random weights."""
         needed = {"vocab_size": heads.FIRST_SYMBOL + self.symbols, "context": 2 * self.length + 1}
-        return DecoderLM(fitted(self.model, **needed))
+        return DecoderLM(with_entries(self.model, **needed))
 
     def sequences(self, generator: np.random.Generator, size: int, *, unseen: bool) -> Int[Tensor, "size n"]:
-        """Whole sequences of 2 · length + 1 tokens."""
+        """Random sequences of 2 · length + 1 tokens, held out or not."""
         drawn = heads.symbols(generator, size, self.length, self.symbols, unseen=unseen)
         return torch.cat([drawn, torch.full((size, 1), heads.SEPARATOR), drawn.flip(1)], 1)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Tokens as ``ids`` (size, 2 · length + 1); none of them is held out."""
+        """``ids`` (size, 2 · length + 1); no sequence is held out."""
         return {"ids": self.sequences(np.random.default_rng((seed, step)), size, unseen=False)}
 
     def count(self, batch: Batch) -> int:
-        """Reversed symbols."""
+        """The number of reversed symbols."""
         return len(batch["ids"]) * self.length
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats of the reversed symbols."""
+        """The mean cross-entropy in nats of the reversed symbols."""
         return heads.loss_after(model, batch["ids"], self.length + 1)
 
     def unseen(self) -> Int[Tensor, "sequences n"]:
@@ -86,9 +86,7 @@ class Reversal:
         return self.sequences(np.random.default_rng(0), UNSEEN, unseen=True)
 
     def evaluate(self, model: Any) -> Measured:
-        """Of held-out sequences: shares of symbols and of whole sequences that greedy generation gets right, and the
-        loss (nats, teacher-forced).
-        """
+        """On held-out sequences: token and sequence accuracy of greedy generation; teacher-forced loss (nats)."""
         ids = self.unseen()
         right = self._right(model, ids)
         device = next(model.parameters()).device
@@ -99,16 +97,16 @@ class Reversal:
         }
 
     def check(self, model: Any) -> Measured:
-        """How every head looks at the mirrored position, and what the model can do without it.
+        """The attention of every head to the mirrored position, and the accuracy without the mirror heads.
 
         Returns:
             By layer and head: ``mirrored``, the share of queries whose strongest key is the mirrored position, and
-            ``weight``, the mean weight on it. Of the head with the highest share (of equals, the most weight):
-            ``best_layer``, ``best_head``, and its share as ``best``. Token accuracy ``without_best``, when that head
-            adds nothing, and ``without_mirrors``, when none with a share of 95 % does.
+            ``weight``, the mean weight on it. For the head with the largest share (ties: the largest weight):
+            ``best_layer``, ``best_head``, and its share ``best``. Token accuracies ``without_best``, with that head
+            ablated, and ``without_mirrors``, with all heads ablated whose share is at least 95 %.
         """
         ids = self.unseen()
-        weights = heads.maps(model, ids[:LOOKED_AT, :-1])
+        weights = heads.maps(model, ids[:CHECKED, :-1])
         mirrored = heads.share_of_strongest(weights, self.mirror())
         weight = heads.mean_weight(weights, self.mirror())
         layer, head = heads.best(mirrored, weight)
@@ -124,7 +122,7 @@ class Reversal:
         }
 
     def figures(self, model: Any) -> Mapping[str, Figure]:
-        """``mirror``: the attention of the best head on a held-out sequence, and how often each head mirrors."""
+        """``mirror``: the attention map of the best head on a held-out sequence, and the share of every head."""
         from qkv.lab import draw
 
         found, ids = self.check(model), self.unseen()[:1]
@@ -132,11 +130,11 @@ class Reversal:
         weights = heads.maps(model, ids[:, :-1])[0, layer, head]
         shares = np.asarray(found["mirrored"])
         title = (
-            f"To reverse {self.length} symbols, head {head} of layer {layer} looks at the mirrored position "
+            f"Reversing {self.length} symbols: layer {layer}, head {head} attends to the mirrored position "
             f"({found['best']:.0%} of queries)"
         )
         note = (
-            f"{self.model.layers} layers × {self.model.heads} heads, {LOOKED_AT} held-out sequences. Token accuracy "
+            f"{self.model.layers} layers × {self.model.heads} heads, {CHECKED} held-out sequences. Token accuracy "
             f"{self.evaluate(model)['token_accuracy']:.1%}; without this head {found['without_best']:.1%}, "
             f"without all {int((shares >= MIRRORS).sum())} heads over the line {found['without_mirrors']:.1%}."
         )
@@ -149,15 +147,15 @@ class Reversal:
         return {"mirror": figure}
 
     def files(self) -> Mapping[str, str]:
-        """None: tokens are numbers."""
+        """No files: tokens have no text."""
         return {}
 
     def mirror(self) -> heads.Pairs:
-        """The queries that predict reversed symbols, and the key each should look at."""
+        """The queries that predict reversed symbols, and the key that each should attend to."""
         place = np.arange(self.length)
         return self.length + place, self.length - 1 - place
 
     def _right(self, model: Any, ids: Tensor) -> Tensor:
-        """1.0 where generation says the right symbol: (sequences, length)."""
-        said = heads.continued(model, ids[:, : self.length + 1], self.length)
-        return (said == ids[:, self.length + 1 :]).double()
+        """1.0 where the generated symbol is correct, else 0.0: (sequences, length)."""
+        generated = heads.continued(model, ids[:, : self.length + 1], self.length)
+        return (generated == ids[:, self.length + 1 :]).double()

@@ -1,4 +1,4 @@
-"""Translation: English to French by a grammar, where the right alignment of every word is known."""
+"""The task of translating English to French sentences of a grammar, with the true alignment of every word."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "transformer": {},
 }  # fmt: skip
 LIMITS = (7, 11, 15, 20, 30)
-"""The longest sources, in words, of each group by length."""
-EVERYWHERE = frozenset({"the", "a", "an", "some", "and", "not", "of", "to"})
-"""Words that do not make two sentences alike."""
-TOGETHER = 4
-"""Steps whose sentences are shared out by length."""
-ONE_OF = 10
-"""One of so many sentences is held out."""
+"""The upper limits of the groups by length, in source words."""
+STOP_WORDS = frozenset({"the", "a", "an", "some", "and", "not", "of", "to"})
+"""Frequent words, which do not count when figures choose dissimilar sentences."""
+BUCKETED_STEPS = 4
+"""The number of steps whose sentences are drawn together and sorted by length."""
+HELD_OUT = 10
+"""One in this many sentences is held out."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """English sentences of a grammar (`qkv.lab.grammar`) to be said in French, by one of five kinds of model.
+    """Translate English sentences of a grammar (`qkv.lab.grammar`) to French, with one of five architectures.
 
     >>> Translation().batch(step=0, size=3, seed=0)["source"].shape[0]
     3
@@ -64,19 +64,19 @@ class Translation:
     name: ClassVar[str] = "translation"
 
     architecture: Literal["rnn", "bahdanau", "luong", "luong-local", "transformer"] = "bahdanau"
-    """An `RNNSeq2Seq` without attention or with that of Bahdanau or Luong (general score and input feeding, over all
-    words or local-p), or an `EncoderDecoder`."""
+    """An `RNNSeq2Seq` without attention, with Bahdanau's, or with Luong's (general score and input feeding; global or
+    local-p), or an `EncoderDecoder`."""
     d_model: int = 128
-    """Size of states, or of the residual stream; embeddings of a recurrent model have half of it."""
+    """The size of recurrent states or of the residual stream; embeddings of recurrent models have half of it."""
     layers: int | None = None
-    """Of encoder and decoder each; 1 of a recurrent model and 2 of a Transformer if None."""
+    """The number of layers of encoder and decoder each; if None, 1 for recurrent models and 2 for the Transformer."""
     heads: int = 4
-    """Of a Transformer."""
+    """The number of heads of the Transformer."""
     dropout: float = 0.0
     max_words: int = 30
-    """Of a source, at most."""
+    """The largest number of words in a source."""
     held_out: int = 60
-    """Sentences of each group by length that metrics are measured on."""
+    """The number of held-out sentences in each group by length."""
 
     def __post_init__(self) -> None:
         one_of("architecture", self.architecture, tuple(ARCHITECTURES))
@@ -87,12 +87,12 @@ class Translation:
 
     @staticmethod
     def training() -> Training:
-        """Settings that teach it."""
+        """Training settings with which the model learns the task."""
         return Training(steps=1400, batch=32, lr=4e-3, warmup=100, weight_decay=0.01)
 
     @property
     def model(self) -> RNNSeq2SeqConfig | EncoderDecoderConfig:
-        """Of the architecture."""
+        """The configuration of the model, from `architecture` and the sizes."""
         source, target = map(len, vocabularies())
         if self.architecture == "transformer":
             return EncoderDecoderConfig(
@@ -105,49 +105,49 @@ class Translation:
         )  # fmt: skip
 
     def build(self) -> RNNSeq2Seq | EncoderDecoder:
-        """The model, with initial weights."""
+        """A new model with random weights."""
         config = self.model
         return RNNSeq2Seq(config) if isinstance(config, RNNSeq2SeqConfig) else EncoderDecoder(config)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """``source`` (size, s), and ``target`` (size, t) from `START` to `END`; none of them is held out.
+        """``source`` (size, s) and ``target`` (size, t), from `START` to `END`; no sentence is held out.
 
-        The sentences of every four steps are drawn together and shared out by length, for less padding.
+        The sentences of four consecutive steps are drawn together and sorted into batches by length, for less padding.
         """
-        rng = Random(f"{seed} {step // TOGETHER}")
+        rng = Random(f"{seed} {step // BUCKETED_STEPS}")
         pairs: list[Pair] = []
-        while len(pairs) < TOGETHER * size:
+        while len(pairs) < BUCKETED_STEPS * size:
             pair = sentences.sentence(rng, self.max_words)
             if not is_held_out(pair):
                 pairs.append(pair)
         pairs.sort(key=lambda pair: len(pair.target))
-        shares = rng.sample(range(TOGETHER), TOGETHER)
-        return tensors(pairs[shares[step % TOGETHER] * size :][:size])
+        shares = rng.sample(range(BUCKETED_STEPS), BUCKETED_STEPS)
+        return tensors(pairs[shares[step % BUCKETED_STEPS] * size :][:size])
 
     def count(self, batch: Batch) -> int:
-        """Words and ends to predict."""
+        """The number of words and end tokens to predict."""
         return int((batch["target"][:, 1:] != PAD).sum())
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean cross-entropy in nats a word of the target."""
+        """The mean cross-entropy in nats per target word."""
         found: Tensor = model.loss(batch["source"], batch["target"])  # type: ignore[operator]
         return found
 
     @property
     def groups(self) -> list[str]:
-        """Numbers of source words that metrics are given for: "2–7", …"""
+        """The groups by number of source words: "2–7", …"""
         return [f"{low}–{high}" for low, high in _ranges(self.max_words)]
 
     def unseen(self) -> list[list[Pair]]:
-        """The held-out sentences, by length."""
+        """The held-out sentences of each group by length."""
         return [list(pairs) for pairs in _unseen(self.max_words, self.held_out)]
 
     def evaluate(self, model: nn.Module) -> Measured:
-        """Greedy translations of held-out sentences against the grammar's.
+        """Metrics of greedy translations of held-out sentences.
 
         Returns:
-            ``exact_match``: share of sentences all of whose words are right; ``bleu`` (0 … 100); ``loss`` (nats a word,
-            teacher-forced); both first also as ``…_by_length``, in the order of `groups`.
+            ``exact_match``: the share of sentences translated without error; ``bleu`` (0 … 100); ``loss`` (nats
+            per word, teacher-forced). The first two also as ``…_by_length``, in the order of `groups`.
 
         Raises:
             InputError: if sacrebleu is not installed.
@@ -155,28 +155,28 @@ class Translation:
         groups = self.unseen()
         pairs = [pair for group in groups for pair in group]
         batch = tensors(pairs, next(model.parameters()).device)
-        said = [vocabularies()[1].text(row) for row in greedy(model, batch["source"], batch["target"].shape[1] + 10)]
-        right = [" ".join(words) == " ".join(pair.target) for words, pair in zip(said, pairs, strict=True)]
+        found = [vocabularies()[1].text(row) for row in greedy(model, batch["source"], batch["target"].shape[1] + 10)]
+        right = [" ".join(words) == " ".join(pair.target) for words, pair in zip(found, pairs, strict=True)]
         ends = np.cumsum([0, *map(len, groups)])
         parts = [slice(a, b) for a, b in pairwise(ends)]
         return {
             "exact_match": float(np.mean(right)),
-            "bleu": bleu(said, pairs),
+            "bleu": bleu(found, pairs),
             "loss": self.loss(model, batch).item(),
             "exact_match_by_length": [float(np.mean(right[part])) for part in parts],
-            "bleu_by_length": [bleu(said[part], pairs[part]) for part in parts],
+            "bleu_by_length": [bleu(found[part], pairs[part]) for part in parts],
         }
 
     def check(self, model: nn.Module) -> Measured:
-        """The attention against the grammar's alignments, on the right translations of held-out sentences.
+        """The attention compared with the true alignments, on the true translations of held-out sentences.
 
-        Words of the target that translate nothing are left out.
+        Target words without an alignment are left out.
 
         Returns:
-            Of every layer and head: ``aer``, the alignment error rate of the links from each word of the target to its
-            strongest word of the source; ``accuracy``: share of those links that are right; ``entropy`` of the weights
-            (nats); and ``best_…`` and ``mean_…``, of the best head and of the mean of all. A recurrent model has one
-            head. Nothing for a model without attention.
+            By layer and head: ``aer``, the alignment error rate when each target word is linked to its strongest source
+            word; ``accuracy``, the share of these links that are correct; ``entropy`` of the weights (nats). The same
+            as ``best_…`` for the best head and as ``mean_…`` for the weights averaged over heads. A recurrent model has
+            one head. The result is empty for a model without attention.
         """
         pairs = [pair for group in self.unseen() for pair in group]
         batch = tensors(pairs, next(model.parameters()).device)
@@ -193,7 +193,7 @@ class Translation:
         }
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """``length``: exact match and BLEU by length; ``alignment``: where the model looks, if it has attention."""
+        """``length``: exact match and BLEU by length. ``alignment``: attention maps, if the model has attention."""
         found = {"length": self._by_length(self.evaluate(model))}
         checked = self.check(model)
         if checked:
@@ -205,7 +205,7 @@ class Translation:
 
         whole, last = found["exact_match"], found["exact_match_by_length"][-1]
         figure, axes = draw.panels(
-            f"{whole:.0%} of unseen sentences are translated exactly, {last:.0%} of the longest",
+            f"{whole:.0%} of held-out sentences are translated exactly, {last:.0%} of the longest",
             f"{self._described()}; English to French by a grammar. Greedy translations of {self.held_out} held-out "
             "sentences in each group.",
             columns=2, height=2.8,
@@ -223,21 +223,21 @@ class Translation:
 
         from qkv.lab import draw
 
-        pairs = _shown(self.unseen())
+        pairs = _reordered_examples(self.unseen())
         batch = tensors(pairs, next(model.parameters()).device)
         weights = cross_weights(model, batch["source"], batch["target"][:, :-1])
         assert weights is not None
         layer, head = np.unravel_index(np.argmax(checked["accuracy"]), np.shape(checked["accuracy"]))
         which = "" if weights.shape[:2] == (1, 1) else f" Layer {layer}, head {head}, the best of all heads."
         figure, axes = draw.panels(
-            f"{checked['best_accuracy']:.0%} of French words are predicted looking most at the English they translate",
-            f"{self._described()}, held-out sentences.{which} Each row: the weights with which that word is predicted. "
-            "Outlined: the words it translates, by the grammar; the model was never told.",
+            f"For {checked['best_accuracy']:.0%} of French words the strongest weight is on a word they translate",
+            f"{self._described()}, held-out sentences.{which} Rows: the weights with which a word is predicted. "
+            "Outlined: the true alignment, which the model was not trained on.",
             columns=len(pairs), width=3.3 * len(pairs), height=3.5,
         )  # fmt: skip
         for ax, pair, w in zip(axes, pairs, weights[layer, head], strict=True):
-            seen = w[: len(pair.target), : len(pair.source)]
-            draw.heatmap(ax, seen, rows=pair.target, columns=pair.source, most=1.0)
+            shown = w[: len(pair.target), : len(pair.source)]
+            draw.heatmap(ax, shown, rows=pair.target, columns=pair.source, vmax=1.0)
             for t, gold in enumerate(pair.alignment):
                 for s in gold:
                     ax.add_patch(Rectangle((s - 0.42, t - 0.42), 0.84, 0.84, fill=False, ec=draw.COLOURS[1], lw=1.3))
@@ -245,7 +245,7 @@ class Translation:
             ax.tick_params(length=0)
             ax.spines[:].set_visible(False)
         axes[0].set_ylabel("French, predicted")
-        figure.supxlabel("English, looked at", size=9)
+        figure.supxlabel("English, attended to", size=9)
         bar = figure.colorbar(axes[0].images[0], ax=axes, shrink=0.7, pad=0.01)
         bar.set_label("attention weight", size=8)
         bar.ax.tick_params(labelsize=8)
@@ -261,16 +261,16 @@ class Translation:
         }[self.architecture]
 
     def files(self) -> Mapping[str, str]:
-        """The words of both languages."""
+        """The vocabulary of both languages."""
         return {VOCABULARY: vocabulary_file(*vocabularies())}
 
 
 def alignment(weights: Float[Tensor, "b t s"], pairs: Sequence[Pair]) -> dict[str, float]:
-    """How attention agrees with the true links, all of which are sure: each word is linked to its strongest.
+    """Alignment metrics of attention weights: each target word is linked to its strongest source word.
 
-    ``aer`` is 1 − 2 |A ∩ G| / (|A| + |G|) with the links A of attention and G of the grammar (Och and Ney 2003,
-    doi:10.1162/089120103321337421, eq. 21), ``accuracy`` is |A ∩ G| / |A|, ``entropy`` is that of the weights (nats),
-    which are divided by their sum. A word with two true links cannot have both: no attention has AER 0 then.
+    ``aer`` is 1 − 2 |A ∩ G| / (|A| + |G|) with the links A of attention and G of the grammar, all of them sure (Och and
+    Ney 2003, doi:10.1162/089120103321337421, eq. 21). ``accuracy`` is |A ∩ G| / |A|. ``entropy`` is the mean entropy of
+    the normalised weights (nats). If a word has two true links, the AER cannot be 0, because it gets only one link.
 
     >>> pair = Pair(("black", "cat"), ("chat", "noir"), ((1,), (0,)))
     >>> alignment(torch.tensor([[[0.2, 0.8], [0.1, 0.9]]]), [pair])["aer"]
@@ -291,23 +291,23 @@ def alignment(weights: Float[Tensor, "b t s"], pairs: Sequence[Pair]) -> dict[st
     return {"aer": 1 - 2 * right / (links + true), "accuracy": right / links, "entropy": entropy / links}
 
 
-def bleu(said: Sequence[Sequence[str]], pairs: Sequence[Pair]) -> float:
-    """Of a corpus, 0 … 100, on the grammar's words."""
+def bleu(translations: Sequence[Sequence[str]], pairs: Sequence[Pair]) -> float:
+    """The corpus BLEU (0 … 100) of translated sentences, on the grammar's words."""
     try:
         import sacrebleu
     except ImportError as error:
-        raise InputError("BLEU is measured with sacrebleu, which is not installed: pip install sacrebleu") from error
-    texts, references = [" ".join(words) for words in said], [" ".join(pair.target) for pair in pairs]
+        raise InputError("task: translation needs the package sacrebleu for BLEU: pip install 'qkv[train]'") from error
+    texts, references = [" ".join(words) for words in translations], [" ".join(pair.target) for pair in pairs]
     return float(sacrebleu.corpus_bleu(texts, [references], tokenize="none").score)
 
 
 def is_held_out(pair: Pair) -> bool:
-    """Whether a sentence is for measuring: by its source alone, so it is so always."""
-    return zlib.crc32(" ".join(pair.source).encode()) % ONE_OF == 0
+    """True if a sentence is held out, by a hash of its source."""
+    return zlib.crc32(" ".join(pair.source).encode()) % HELD_OUT == 0
 
 
 def tensors(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> dict[str, Int[Tensor, "b n"]]:
-    """Sentences as a batch."""
+    """Sentence pairs as a padded batch."""
     source, target = vocabularies()
     return {
         "source": padded([source.numbers(pair.source) for pair in pairs]).to(device),
@@ -315,18 +315,18 @@ def tensors(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> dict[s
     }
 
 
-def _shown(groups: Sequence[Sequence[Pair]]) -> list[Pair]:
-    """Three sentences of up to 11 words whose words are most reordered, in different ways."""
+def _reordered_examples(groups: Sequence[Sequence[Pair]]) -> list[Pair]:
+    """Up to three dissimilar sentences of at most 11 words, those with the most inversions."""
     short = [pair for group in groups[:2] for pair in group if len(pair.source) >= 5] or list(groups[0])
     found: list[Pair] = []
-    for pair in sorted(short, key=_reordered, reverse=True):
-        if all(not {*pair.source} & {*other.source} - EVERYWHERE for other in found):
+    for pair in sorted(short, key=_inversions, reverse=True):
+        if all(not {*pair.source} & {*other.source} - STOP_WORDS for other in found):
             found.append(pair)
     return found[:3]
 
 
-def _reordered(pair: Pair) -> int:
-    """How many two words of the target translate words of the source that stand in the other order."""
+def _inversions(pair: Pair) -> int:
+    """The number of pairs of target words whose source words have the opposite order."""
     at = [min(links) for links in pair.alignment if links]
     return sum(a > b for i, a in enumerate(at) for b in at[i + 1 :])
 
