@@ -71,7 +71,7 @@ def view(
     from rich.markup import escape
 
     from qkv.profiler.capture.inputs import batches
-    from qkv.server.guard import EVERYWHERE
+    from qkv.server.guard import WILDCARDS
     from qkv.server.run import serve
     from qkv.server.session import Session
 
@@ -94,7 +94,7 @@ def view(
     def started(url: str) -> None:
         console = Console()
         console.print(f"[bold]Viewer[/bold]   {escape(url)}", soft_wrap=True, highlight=False)
-        if host in EVERYWHERE:
+        if host in WILDCARDS:
             elsewhere = url.replace("localhost", socket.gethostname(), 1)
             console.print(f"[dim]Or, from elsewhere, {escape(elsewhere)}[/dim]", soft_wrap=True, highlight=False)
         console.print("[dim]Ctrl+C ends it.[/dim]")

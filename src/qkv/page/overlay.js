@@ -1,12 +1,12 @@
-// Several curves along the text in one drawing.
+// Several curves along a text in one chart.
 
 import { axisTicks, decades, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { integer, meanOf, percent, written } from "./numbers.js";
 
 /**
- * Curves of texts that may differ in length: `series` [{values, n, colour, label}], values being bins of n tokens.
- * `width` in pixels; `log` for a logarithmic axis. Pointing reads all of them at a position.
+ * A chart of curves along texts that may differ in length. `series`: [{values, n, colour, label}], with values in bins of a
+ * text of n tokens. `width` in pixels; `log` for a logarithmic axis. The readout shows all values at the pointer.
  */
 export function overlay({ title, series, width, unit, log = false }) {
   const height = 124, left = 52, right = 6, top = 10, bottom = 18;
