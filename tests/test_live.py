@@ -16,7 +16,7 @@ from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generat
 from qkv.models.text import load_text_model
 from qkv.profiler.analyses.edits import Edit, edited
 from qkv.profiler.capture.models import Loaded, load
-from qkv.server.live import EXAMPLE, MOST_CHARACTERS, Live
+from qkv.server.live import EXAMPLE, MAX_CHARACTERS, Live
 
 
 @dataclass
@@ -54,13 +54,13 @@ def all_heads(normalizer: str, temperature: float = 1.0) -> list[OneEdit]:
 
 
 def test_it_says_what_it_can(live: Live) -> None:
-    said = live.described()
+    said = live.description()
     assert said is not None
     assert (said["layers"], said["heads"], said["model"]) == (4, 6, "qkv-mini")
     assert said["normalizers"] == ["softmax", "off-by-one", "sigmoid"]
     live.answer(Request(said["example"]))
-    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).described() is None
-    assert Live(replace(live.loaded, tokenizer=None)).described() is None
+    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).description() is None
+    assert Live(replace(live.loaded, tokenizer=None)).description() is None
 
 
 def test_without_edits_all_is_as_the_profiler_says(live: Live) -> None:
@@ -119,7 +119,7 @@ def test_an_edit_to_what_the_model_was_trained_with_changes_nothing() -> None:
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2, normalizer="off_by_one")).eval()
     live = Live(Loaded("tiny", model, ByteTokenizer()))
-    said = live.described()
+    said = live.description()
     assert said is not None
     assert said["normalizers"][0] == "off-by-one"
     answer = live.answer(Request("héé", [OneEdit(0, 0, "off-by-one")], layer=0, head=0))
@@ -183,7 +183,7 @@ def test_one_token_has_no_queries_after_the_first(live: Live) -> None:
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (Request("x " * MOST_CHARACTERS), "characters, expected at most 2,000"),
+        (Request("x " * MAX_CHARACTERS), "characters, expected at most 2,000"),
         (Request("x\n" * 600), "tokens, expected 1 to 512"),
         (Request("\ud800"), "surrogate"),
         (Request("x", ids=[1] * 513), "513 tokens"),

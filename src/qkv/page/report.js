@@ -1,7 +1,7 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { binPeaks, binStart, integer, named, percent, short, visible, written } from "./numbers.js";
-import { choice, curve, denseMap, legend, paint } from "./charts.js";
+import { choice, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostFocusedHead } from "./heads.js";

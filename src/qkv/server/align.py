@@ -136,7 +136,9 @@ def _reverse(text: str) -> dict[str, Any]:
     letters, words = _letters(task), text.lower().split()
     for word in words:
         if word not in letters:
-            raise InputError(f"symbol {word!r} is not one of {letters[0]} to {letters[-1]}{nearest(word, letters)}")
+            raise InputError(
+                f"text has the symbol {word!r}, expected {letters[0]} to {letters[-1]}{nearest(word, letters)}"
+            )
     n = task.length
     if len(words) != n:
         raise InputError(f"text has {len(words)} symbols, expected {n}: the model was trained on rows of {n}")
