@@ -715,9 +715,7 @@ def test_host_header_must_be_this_server(app: Guard, host: str, allowed: bool) -
 def test_requests_from_other_sites_are_rejected(app: Guard, site: str, status: int) -> None:
     assert ask(app, "/api/session", headers={"sec-fetch-site": site}).status_code == status
     assert post(app, "/api/live", ASKED, headers={"sec-fetch-site": site}).status_code == status
-    assert (
-        ask(app, "/", headers={"sec-fetch-site": site}).status_code == 200
-    )  # a link from another site may open the page
+    assert ask(app, "/", headers={"sec-fetch-site": site}).status_code == 200  # a link may lead here
 
 
 @pytest.mark.parametrize(
@@ -1186,7 +1184,7 @@ def test_server_start_prepares_the_session() -> None:
     session.add_model(models.load("qkv-mini"), "import os")
     with serve_in_thread(session) as url:
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][0]["state"] == "ready")
-        made = httpx.post(f"{url}api/remedies", json={"source": 0, "normalizer": "sigmoid"}).json()["id"]
+        made = httpx.post(f"{url}api/interventions", json={"source": 0, "normalizer": "sigmoid"}).json()["id"]
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][made]["state"] == "ready")
         assert httpx.get(f"{url}api/sources/{made}/map/0/0/0/0").json()["kind"] == "exact"
 
