@@ -65,10 +65,11 @@ def test_every_page_opens_with_names_and_contrast_in_both_themes(tab: Opens, min
     one.eventually(lambda: len(one.text()) > 100)
     one.eventually(lambda: nameless(one.page), [])
     one.eventually(lambda: faint(one.page), [])
-    light = one.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    paper = "getComputedStyle(document.documentElement).backgroundColor"
+    light = one.page.evaluate(paper)
     one.page.emulate_media(color_scheme="dark")
     one.settled()
-    one.eventually(lambda: one.page.evaluate("getComputedStyle(document.body).backgroundColor") != light)
+    one.eventually(lambda: one.page.evaluate(paper) != light)
     one.eventually(lambda: faint(one.page), [])
 
 

@@ -136,7 +136,7 @@ def test_intervention_is_overlaid_restored_and_exported(tab: Opens, mini: Served
 
 def test_profile_of_another_size_is_shown_below(tab: Opens, served: Served) -> None:
     one = tab().open("sinks", "gpt", after=served.ids["two"])
-    expect(one.page.locator(".sinks-said")).to_contain_text("two has 2 layers × 4 heads instead of 3 × 5")
+    expect(one.page.locator(".sinks-note")).to_contain_text("two has 2 layers × 4 heads instead of 3 × 5")
     expect_titles(one, ["Weight on the first token"] * 2)
     assert len(one.table()) == 15 + 8
     said = one.page.inner_text(".sinks-controls")
@@ -156,4 +156,4 @@ def test_missing_measurements_have_no_chart(tab: Opens, served: Served, source: 
 
 def test_unknown_profile_to_compare_is_reported(tab: Opens) -> None:
     one = tab().open("sinks", "gpt", after=99)
-    expect(one.page.locator(".sinks-said")).to_have_text("There is no profile 99.")
+    expect(one.page.locator(".sinks-note")).to_have_text("There is no profile 99.")

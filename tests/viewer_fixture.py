@@ -267,11 +267,10 @@ class Tab:
     def eventually(self, read: Callable[[], Any], expected: Any = True) -> Tab:
         """Wait until `read` returns the expected value: a busy machine may draw or answer late."""
         for _ in range(PATIENCE * 40):
-            if read() == expected:
+            if (found := read()) == expected:
                 return self
             self.pause(25)
-        assert read() == expected
-        return self
+        raise AssertionError(f"after {PATIENCE} s it is still {found!r}, expected {expected!r}")
 
     def arrives(self, page: str | None = None, **state: int | str) -> Tab:
         """Wait until the address shows this page and contains these keys."""

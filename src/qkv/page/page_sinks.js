@@ -10,8 +10,8 @@ const ACROSS = 3, FIGURE_GAP = 34; // of the exported picture
 
 /** Key of its state: `after`, the id of the source to compare with. */
 export function mount(root, app) {
-  const controls = h("div", { class: "controls sinks-controls" }), sentenceBox = h("p", { class: "note sinks-sentenceBox" }), figures = h("div", { class: "sinks-figures" });
-  root.append(h("h2", {}, "Attention sinks"), controls, sentenceBox, figures);
+  const controls = h("div", { class: "controls sinks-controls" }), noteBox = h("p", { class: "note sinks-note" }), figures = h("div", { class: "sinks-figures" });
+  root.append(h("h2", {}, "Attention sinks"), controls, noteBox, figures);
   let shown = null, drawings = 0;
   const stop = new AbortController();
 
@@ -58,8 +58,8 @@ export function mount(root, app) {
     const overlaid = counterpart && sameSize(own, counterpart);
     if (counterpart && !overlaid) sentence = `${other.name} has ${sizeWords(counterpart)} instead of ${own.layers.length} × ${own.heads.length}: its figures are shown below.`;
     shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, overlaid } };
-    sentenceBox.textContent = sentence;
-    sentenceBox.hidden = !sentence;
+    noteBox.textContent = sentence;
+    noteBox.hidden = !sentence;
     const options = { name: here.name, chosen: { layer, head }, select: (l, k) => app.go({ layer: l, head: k }) };
     replace(figures,
       ...sinkFigures(here.page, group, overlaid ? { ...options, after: { group: counterpart, name: other.name } } : options),
