@@ -31,7 +31,7 @@ export class AlignCaptions {
     const canvas = h("canvas", { class: "align-image", role: "img" });
     this.#parts = {
       canvas, words: h("div", { class: "align-words", role: "group", "aria-label": "Words of the caption" }), truth: h("p", { class: "align-truth" }), strip: h("div", { class: "align-strip", role: "group", "aria-label": "Scenes" }),
-      readout: h("output", { class: "readout", "aria-live": "polite" }), caption: h("p", { class: "align-said" }), place: h("span", { class: "align-place" }), play: h("button", { type: "button", class: "quiet", onclick: () => this.#toggle() }, "Play"),
+      readout: h("output", { class: "readout", "aria-live": "polite" }), caption: h("p", { class: "align-output" }), place: h("span", { class: "align-place" }), play: h("button", { type: "button", class: "quiet", onclick: () => this.#toggle() }, "Play"),
       overlay: h("div", {}),
     };
     const { play, place, strip, words, truth, readout, caption, overlay } = this.#parts;
@@ -122,7 +122,7 @@ export class AlignCaptions {
       const canvas = h("canvas", {});
       drawScene(canvas, this.#answer, SMALL, this.#light(i));
       return h("button", {
-        type: "button", class: "align-multiple", "data-key": `said-${i}`, "aria-pressed": i === this.#word ? "true" : "false", onpointerenter: () => this.#turn(i, false), onfocus: () => this.#turn(i, false),
+        type: "button", class: "align-multiple", "data-key": `word-${i}`, "aria-pressed": i === this.#word ? "true" : "false", onpointerenter: () => this.#turn(i, false), onfocus: () => this.#turn(i, false),
         onclick: () => { this.#pause(); this.#turn(i, true); },
       }, canvas, h("span", {}, word));
     }));

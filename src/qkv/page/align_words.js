@@ -32,7 +32,7 @@ export class AlignWords {
     this.#parts = {
       field, trouble: h("p", { id: "align-trouble", class: "align-trouble", role: "status", hidden: true }),
       hints: h("div", { class: "align-hints", role: "group", "aria-label": "Words the model knows" }),
-      said: h("p", { class: "align-said" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
+      output: h("p", { class: "align-output" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
       readout: h("output", { class: "readout", "aria-live": "polite" }), title: h("figcaption", {}),
     };
     root.append(h("div", { class: "align-columns" },
@@ -46,7 +46,7 @@ export class AlignWords {
         this.#parts.hints,
         reversal ? this.#parts.heads : null),
       h("figure", { class: "align-main" },
-        h("h2", {}, reversal ? "Reversed" : "French"), this.#parts.said, this.#parts.title, this.#parts.matrix, this.#parts.readout)));
+        h("h2", {}, reversal ? "Reversed" : "French"), this.#parts.output, this.#parts.title, this.#parts.matrix, this.#parts.readout)));
   }
 
   update() {
@@ -93,7 +93,7 @@ export class AlignWords {
       this.#at = [0, 0];
       this.#showTrouble("");
       this.draw();
-      this.#app.announce(`${this.#parts.said.textContent}`);
+      this.#app.announce(`${this.#parts.output.textContent}`);
     } catch (error) {
       if (error.name !== "AbortError") this.#showTrouble(error.message);
     }
@@ -131,12 +131,12 @@ export class AlignWords {
 
   draw() {
     if (!this.#answer) return;
-    const { said, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
+    const { output, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
     const shown = this.#shown, weights = weightsOf(this.#answer, shown), several = layers * heads > 1;
-    said.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
+    output.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
     if (several) drawHeads(this.#parts.heads, this.#answer, shown, (chosen) => this.#app.go({ look: chosen }, { replace: true }));
     if (!target.length) {
-      said.textContent = "The output is empty.";
+      output.textContent = "The output is empty.";
       matrix.replaceChildren();
       title.replaceChildren();
       return;

@@ -9,10 +9,10 @@ export function stack(shares, { window, legend = false, label }) {
   const parts = looks.destinations.filter(({ name }) => shares[name] > 0.0005);
   const whole = parts.reduce((sum, { name }) => sum + shares[name], 0) || 1;
   const words = ({ name, label: word }) => (name === "nearby" ? `${word} (±${window})` : word);
-  const said = parts.map((part) => `${words(part)} ${percent(shares[part.name])}`).join(", ");
+  const summary = parts.map((part) => `${words(part)} ${percent(shares[part.name])}`).join(", ");
   const bar = h(
     "div",
-    { class: "stack", role: "img", "aria-label": `${label}: ${said}` },
+    { class: "stack", role: "img", "aria-label": `${label}: ${summary}` },
     parts.map((part) => {
       const colour = destinationColour(part), share = shares[part.name] / whole;
       return h(

@@ -30,8 +30,8 @@ export function overlay({ title, series, width, unit, log = false }) {
     return line;
   };
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
-  const said = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
-  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${said}` },
+  const summary = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
+  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${summary}` },
     ticks.map((tick) => [
       svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),
