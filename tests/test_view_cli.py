@@ -108,7 +108,7 @@ def test_a_folder_or_a_file_with_a_profile(folder: Path, served: list[Any], monk
 
 
 def read_by(session: Any) -> list[Any]:
-    return [inputs for _, inputs, _ in session._asked.values()]
+    return [inputs for _, inputs, _ in session._models.values()]
 
 
 def test_two_models_read_the_same(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
