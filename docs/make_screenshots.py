@@ -56,7 +56,7 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
     session.add_model(load("minilm"), default_text())
     session.add_model(load("qkv-mini"), CODE)
     session.prepare()
-    session.add_remedy(1, "off-by-one")
+    session.add_intervention(1, "off-by-one")
     session.prepare()
     with serve_in_thread(session) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

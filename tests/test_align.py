@@ -31,7 +31,7 @@ def aligners() -> Aligners:
 
 
 def test_examples_and_vocabularies_work(aligners: Aligners) -> None:
-    said = aligners.described()
+    said = aligners.description()
     assert {m["name"] for m in said["models"]} == {"qkv-translation", "qkv-reversal"}
     for model in said["models"]:
         assert set(model["example"].split()) <= set(model["words"])
@@ -98,7 +98,7 @@ def test_captions_are_of_the_scenes_of_the_evaluation(aligners: Aligners) -> Non
         ("qkv-translation", " . ", "expected at least one word"),
         ("qkv-translation", "the " * 50, "50 words, expected at most 40"),
         ("qkv-reversal", "a b", "2 symbols, expected 6"),
-        ("qkv-reversal", "a b c d e z", "symbol 'z' is not one of a to n"),
+        ("qkv-reversal", "a b c d e z", "text has the symbol 'z', expected a to n"),
         ("../qkv-mini", "a", "model is '../qkv-mini'"),
     ],
 )

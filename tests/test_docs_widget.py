@@ -1,4 +1,4 @@
-"""The tutorial's widget, attention by hand, in a browser: its weights are the reference's, and it explains them."""
+"""The tutorial's widget “attention by hand” in a browser: it shows the weights of the reference, explained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NORMALIZERS: dict[str, Callable[[float], normalizers.Normalizer]] = {
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("chromium is not installed")
-    api = pytest.importorskip("playwright.sync_api", reason="the widget is tried in a browser, driven by playwright")
+    api = pytest.importorskip("playwright.sync_api", reason="the test drives a browser with playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
-    """A page with nothing but the widget, opened as a file; whatever its console says is a failure."""
+    """A page with only the widget, opened as a file; any console message or failed request fails the test."""
     file = tmp_path / "page.html"
     file.write_text(
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>by hand</title>'
@@ -63,7 +63,7 @@ def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
 
 
 def _shown(page: Page, name: str, columns: int) -> np.ndarray:
-    """The numbers of a table, a row a query; hidden pairs are NaN."""
+    """The numbers of a table with one row per query; masked pairs are NaN."""
     texts = [[page.text_content(f'[data-at="{name}{i}{j}"]') or "" for j in range(columns)] for i in range(3)]
     return np.array([[math.nan if t == "hidden" else float(t.replace("−", "-")) for t in row] for row in texts])
 
@@ -78,8 +78,8 @@ def _expected(
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
-def test_weights_and_outputs_are_the_references(page: Page, name: str) -> None:
-    """As it starts, and after a number, the temperature, the mask and the scale have changed."""
+def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
+    """Initially, and after a change of numbers, temperature, mask and scale."""
     page.check(f'input[value="{name}"]')
     found = _expected(Q, K, V, NORMALIZERS[name](1.0))
     np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
@@ -110,8 +110,8 @@ def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
 
 
-def test_the_query_in_question_is_explained(page: Page) -> None:
-    """By the mouse and by the keyboard; hidden keys say that they are."""
+def test_query_is_explained_on_hover_and_focus(page: Page) -> None:
+    """The explanation names masked keys."""
     page.hover('#bh-weights tr[data-query="0"]')
     assert page.inner_text("#bh-words .bh-title") == "Query 1, tea"
     assert "in the future: hidden, weight 0" in page.inner_text("#bh-words")
@@ -122,7 +122,7 @@ def test_the_query_in_question_is_explained(page: Page) -> None:
     assert "0.143 · (2, 0)" in text
 
 
-def test_a_number_half_typed_changes_nothing(page: Page) -> None:
+def test_empty_number_is_marked_invalid_and_changes_nothing(page: Page) -> None:
     before = _shown(page, "weights", 3)
     page.fill('[data-at="Q00"]', "")
     np.testing.assert_array_equal(_shown(page, "weights", 3), before)
@@ -134,7 +134,7 @@ def test_a_number_half_typed_changes_nothing(page: Page) -> None:
     assert page.input_value('[data-at="Q00"]') == "1"
 
 
-def test_every_input_has_a_name_and_a_phone_is_wide_enough(page: Page) -> None:
+def test_inputs_have_names_and_fit_a_phone(page: Page) -> None:
     names = page.eval_on_selector_all(
         "#by-hand input, #by-hand button",
         "all => all.map(x => x.getAttribute('aria-label') || x.textContent || x.closest('label').textContent)",
@@ -144,8 +144,8 @@ def test_every_input_has_a_name_and_a_phone_is_wide_enough(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_the_chapter_works_on_the_same_numbers() -> None:
-    """What its cells compute by hand is what the widget starts with, and it loads these two files."""
+def test_chapter_uses_the_numbers_of_the_widget() -> None:
+    """The chapter computes with the initial numbers of the widget, and loads its two files."""
     text = CHAPTER.read_text(encoding="utf-8")
     script = (STATIC / "by-hand.js").read_text(encoding="utf-8")
     for name, numbers in (("Q", Q), ("K", K), ("V", V)):

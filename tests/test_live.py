@@ -16,7 +16,7 @@ from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM, Sampler, generat
 from qkv.models.text import load_text_model
 from qkv.profiler.analyses.edits import Edit, edited
 from qkv.profiler.capture.models import Loaded, load
-from qkv.server.live import EXAMPLE, MOST_CHARACTERS, Live
+from qkv.server.live import EXAMPLE, MAX_CHARACTERS, Live
 
 
 @dataclass
@@ -54,13 +54,13 @@ def all_heads(normalizer: str, temperature: float = 1.0) -> list[OneEdit]:
 
 
 def test_description_lists_the_settings(live: Live) -> None:
-    said = live.described()
+    said = live.description()
     assert said is not None
     assert (said["layers"], said["heads"], said["model"]) == (4, 6, "qkv-mini")
     assert said["normalizers"] == ["softmax", "off-by-one", "sigmoid"]
     live.answer(Request(said["example"]))
-    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).described() is None
-    assert Live(replace(live.loaded, tokenizer=None)).described() is None
+    assert Live(Loaded("x", torch.nn.Linear(1, 1), ByteTokenizer())).description() is None
+    assert Live(replace(live.loaded, tokenizer=None)).description() is None
 
 
 def test_without_interventions_weights_equal_the_profile(live: Live) -> None:
@@ -119,7 +119,7 @@ def test_intervention_with_the_trained_normalizer_changes_nothing() -> None:
     torch.manual_seed(0)
     model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=2, normalizer="off_by_one")).eval()
     live = Live(Loaded("tiny", model, ByteTokenizer()))
-    said = live.described()
+    said = live.description()
     assert said is not None
     assert said["normalizers"][0] == "off-by-one"
     answer = live.answer(Request("héé", [OneEdit(0, 0, "off-by-one")], layer=0, head=0))
@@ -183,7 +183,7 @@ def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
 @pytest.mark.parametrize(
     ("request_", "argument"),
     [
-        (Request("x " * MOST_CHARACTERS), "text"),
+        (Request("x " * MAX_CHARACTERS), "text"),
         (Request("x\n" * 600), "text"),
         (Request("\ud800"), "text"),
         (Request("x", ids=[1] * 513), "text"),

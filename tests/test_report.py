@@ -308,7 +308,7 @@ def test_the_page_responds_to_clicks_and_keys(tmp_path: Path, monkeypatch: pytes
     assert said["cell"] == f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"
     kind = profile.types().query("layer == 1 and head == 3").iloc[0]
     assert said["kind"].split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
-    assert said["asked"].startswith("Shaded: where “wards” (position 9) of L2 · H3 looks.")
+    assert said["asked"].startswith("Shaded: the weights of the query “wards” (position 9) in L2 · H3.")
     assert said["shaded"] == "9"
     weight = float(profile.data["weights"][0, 2, 3, 1, 1])
     assert said["map"] == f"query 1 “upon” → key 1 “upon” · {100 * round(weight * 255) / 255:.1f} %"

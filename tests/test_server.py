@@ -1,4 +1,4 @@
-"""The viewer's server: numbers as the data set has them, and what becomes of those who ask amiss or leave."""
+"""The server of `qkv view`: its numbers equal the data set, and it handles bad requests, load and disconnects."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import qkv
+from conftest import refused
 from qkv.errors import InputError
 from qkv.models import EncoderDecoder, EncoderDecoderConfig
 from qkv.profiler import run
@@ -32,12 +33,12 @@ from qkv.report.payload import payload, trimmed
 from qkv.server import data_routes, model_routes
 from qkv.server.app import create_app
 from qkv.server.connection import Connection
-from qkv.server.data_routes import _listing
-from qkv.server.guard import MOST_BODY, SECURITY, Guard
-from qkv.server.jobs import Busy, Gone, Jobs
+from qkv.server.data_routes import _top_weights
+from qkv.server.guard import MAX_BODY, SECURITY, Guard
+from qkv.server.jobs import ClientDisconnected, JobQueue, QueueFull
 from qkv.server.page_schema import Page
 from qkv.server.run import _socket, serve_in_thread
-from qkv.server.session import Session, twin
+from qkv.server.session import Session, copy_sharing_weights
 
 pytest.importorskip("transformers", reason="the tokenizer of qkv-mini needs transformers")
 
@@ -50,7 +51,7 @@ HOSTILE = ["<script>alert(1)</script>", "\u202eabc", "🦄", "\u200b", "\x00\x07
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     """0: qkv-mini on two texts; 1: its profile, saved and loaded; 2: of a text too long for weights; 3: a model with
-    two sides and a text with padding; 4: qkv-mini with a remedy."""
+    encoder and decoder and a padded text; 4: qkv-mini with an intervention."""
     mini = models.load("qkv-mini")
     session = Session("tests")
     session.add_model(mini, [TEXT, "import os"])
@@ -69,7 +70,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     }
     session.add_model(models.Loaded("both", both, None), inputs)
     session.prepare()
-    session.add_remedy(0, "off-by-one")
+    session.add_intervention(0, "off-by-one")
     until(lambda: all(x.state != "running" for x in session.sources))
     assert [x.state for x in session.sources] == ["ready"] * 5, [x.error for x in session.sources]
     return session
@@ -83,7 +84,7 @@ def app(session: Session) -> Guard:
 def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     stop = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < stop, "it never came"
+        assert time.monotonic() < stop, "the condition never became true"
         time.sleep(0.01)
 
 
@@ -101,7 +102,7 @@ def post(app: Any, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def sentence(response: httpx.Response, status: int) -> str:
-    """The error, which is one sentence whatever it is about."""
+    """The error of an answer, after checking that it is one sentence."""
     assert response.status_code == status, response.text
     said = response.json()
     assert list(said) == ["error"]
@@ -120,11 +121,11 @@ def floats(response: httpx.Response) -> np.ndarray:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_session_tells_what_there_is(app: Guard, session: Session) -> None:
+def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> None:
     said = ask(app, "/api/session").json()
     assert [(x["kind"], x["state"], x["error"]) for x in said["sources"]] == [
         ("model", "ready", None), ("profile", "ready", None), ("profile", "ready", None), ("model", "ready", None),
-        ("remedy", "ready", None),
+        ("intervention", "ready", None),
     ]  # fmt: skip
     assert [x["id"] for x in said["sources"]] == [0, 1, 2, 3, 4]
     assert all(x["done"] == x["total"] for x in said["sources"])
@@ -136,7 +137,7 @@ def test_the_session_tells_what_there_is(app: Guard, session: Session) -> None:
     assert [x["kind"] for x in said["align"]["models"]] == ["translation", "reversal"]
 
 
-def test_the_page_is_the_payload(app: Guard, session: Session) -> None:
+def test_page_equals_the_payload(app: Guard, session: Session) -> None:
     for source in session.sources:
         assert source.profile is not None
         page, _ = payload(source.profile)
@@ -145,7 +146,7 @@ def test_the_page_is_the_payload(app: Guard, session: Session) -> None:
         Page.model_validate(said)
 
 
-def test_curves_are_what_a_report_holds(app: Guard, session: Session) -> None:
+def test_curves_equal_those_of_a_report(app: Guard, session: Session) -> None:
     import zlib
 
     profile = session.sources[3].profile
@@ -158,7 +159,7 @@ def test_curves_are_what_a_report_holds(app: Guard, session: Session) -> None:
 
 
 def places(session: Session) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Source, group, text and the weights (layer, head, query, key), without padding, of all that have them."""
+    """Source, group, text and unpadded weights (layer, head, query, key) of all texts with weights."""
     for source in session.sources:
         if source.id == 2:
             continue
@@ -169,7 +170,7 @@ def places(session: Session) -> Iterator[tuple[int, int, int, np.ndarray]]:
                 yield source.id, g, t, data["weights"].values[t, :, :, :n_queries, :n_keys]
 
 
-def test_tiles_rows_columns_and_pairs_are_the_weights_of_the_data_set(app: Guard, session: Session) -> None:
+def test_tiles_rows_columns_and_pairs_equal_the_weights_of_the_data_set(app: Guard, session: Session) -> None:
     shapes = set()
     for s, g, t, weights in places(session):
         _, heads, n_queries, n_keys = weights.shape
@@ -197,7 +198,7 @@ def test_tiles_rows_columns_and_pairs_are_the_weights_of_the_data_set(app: Guard
     assert len(shapes) >= 5  # texts of several lengths, and groups with more keys than queries
 
 
-def test_the_mean_over_heads(app: Guard, session: Session) -> None:
+def test_head_mean_averages_over_heads(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         mean = weights[1].mean(0, dtype=np.float64)
         place = f"{g}/{t}/1/mean"
@@ -210,16 +211,16 @@ def test_the_mean_over_heads(app: Guard, session: Session) -> None:
     assert "head" in sentence(ask(app, "/api/sources/0/map/0/0/0/mean"), 422)
 
 
-def test_rows_and_columns_name_the_largest_and_tell_the_rest(app: Guard, session: Session) -> None:
+def test_rows_and_columns_list_the_largest_weights_and_sum_the_rest(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         source = session.sources[s]
         view = source.groups[g]["texts"][t]
         keys, queries = view["keys"], view["queries"] or view["keys"]
-        for name, line, others, own in (
+        for name, line, others, tokens in (
             ("row", weights[0, 1, 1], keys, queries), ("column", weights[0, 1, :, 1], queries, keys),
         ):  # fmt: skip
             said = ask(app, f"/api/sources/{s}/{name}/{g}/{t}/0/1?{'query' if name == 'row' else 'key'}=1&k=2").json()
-            assert (said["position"], said["token"]) == (1, own[1])
+            assert (said["position"], said["token"]) == (1, tokens[1])
             assert len(said["top"]) == min(2, len(line))
             listed = [x["weight"] for x in said["top"]]
             np.testing.assert_allclose(listed, np.sort(line)[::-1][:2], rtol=2e-5, atol=1e-7)
@@ -229,8 +230,8 @@ def test_rows_and_columns_name_the_largest_and_tell_the_rest(app: Guard, session
             assert sum(listed) + said["rest"] == pytest.approx(line.sum(), rel=1e-4)
 
 
-def test_the_largest_are_found_by_the_thread_that_computes(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorting a long line must not keep the server from answering others."""
+def test_weights_are_sorted_in_the_compute_thread(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorting a long row must not block the event loop."""
     seen: list[str] = []
     find = np.lexsort
     monkeypatch.setattr(np, "lexsort", lambda keys: (seen.append(threading.current_thread().name), find(keys))[-1])
@@ -239,16 +240,16 @@ def test_the_largest_are_found_by_the_thread_that_computes(app: Guard, monkeypat
     assert seen == ["qkv compute"] * 2
 
 
-def test_equal_weights_are_listed_in_order() -> None:
+def test_equal_weights_are_listed_by_position() -> None:
     weights = np.array([0.1, 0.4, 0.1, 0.4, 0.0], np.float32)
     names = list("abcde")
     for k, places in ((2, [1, 3]), (4, [1, 3, 0, 2]), (5, [1, 3, 0, 2, 4]), (9, [1, 3, 0, 2, 4])):
-        line = _listing(lambda stopped: weights, 0, names, names, k)(lambda: False)
+        line = _top_weights(lambda stopped: weights, 0, names, names, k)(lambda: False)
         assert [x.position for x in line.top] == places
         assert line.rest == pytest.approx(float(np.delete(weights, places).sum()), abs=1e-8)
 
 
-def test_texts_of_a_profile_are_not_copied(session: Session) -> None:
+def test_stored_maps_share_memory_with_the_profile(session: Session) -> None:
     profile, stored = session.sources[1].profile, session.sources[1].maps["self"]
     assert profile is not None
     weights = profile.data["weights"].values
@@ -259,7 +260,7 @@ def test_texts_of_a_profile_are_not_copied(session: Session) -> None:
 
 
 @pytest.mark.parametrize("missing", ["largest", "norm", "massive", "massive_above", "stack"])
-def test_a_profile_without_a_piece_of_its_hidden_states_is_shown(missing: str) -> None:
+def test_payload_omits_incomplete_hidden_states(missing: str) -> None:
     profile = qkv.profile("qkv-mini", "import os", progress=False, probe=False)
     assert "residual" in payload(profile)[0]["groups"][0]
     (name, stack), *_ = profile.residual.items()
@@ -269,7 +270,7 @@ def test_a_profile_without_a_piece_of_its_hidden_states_is_shown(missing: str) -
     assert "residual" not in payload(profile)[0]["groups"][0]
 
 
-def test_links_are_each_heads_strongest_key(app: Guard, session: Session) -> None:
+def test_links_are_the_strongest_key_of_each_head(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         said = ask(app, f"/api/sources/{s}/links/{g}/{t}/1?query=1").json()["heads"]
         assert [x["head"] for x in said] == list(range(weights.shape[1]))
@@ -280,7 +281,7 @@ def test_links_are_each_heads_strongest_key(app: Guard, session: Session) -> Non
             assert x["token"] == session.sources[s].groups[g]["texts"][t]["keys"][x["position"]]
 
 
-def test_profiles_along_the_edges(app: Guard, session: Session) -> None:
+def test_profiles_are_received_shares_and_entropies(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         found = floats(ask(app, f"/api/sources/{s}/profiles/{g}/{t}/1/0"))
         n_queries, n_keys = weights.shape[2:]
@@ -292,17 +293,17 @@ def test_profiles_along_the_edges(app: Guard, session: Session) -> None:
             np.testing.assert_allclose(found[n_keys:], terms.sum(1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_remedy_leaves_weight_to_nobody_and_the_model_as_it_was(app: Guard, session: Session) -> None:
+def test_intervention_changes_a_copy_and_not_the_model(app: Guard, session: Session) -> None:
     row = floats(ask(app, "/api/sources/4/row-weights/0/0/0/0?query=5"))
     assert 0 < row.sum() < 0.9999
     assert floats(ask(app, "/api/sources/0/row-weights/0/0/0/0?query=5")).sum() == pytest.approx(1, abs=1e-5)
-    assert post(app, "/api/remedies", {"source": 0, "normalizer": "off-by-one"}).json() == {"id": 4}
-    assert "expected a model" in sentence(post(app, "/api/remedies", {"source": 1, "normalizer": "sigmoid"}), 400)
-    assert "cannot be edited" in sentence(post(app, "/api/remedies", {"source": 3, "normalizer": "sigmoid"}), 400)
+    assert post(app, "/api/interventions", {"source": 0, "normalizer": "off-by-one"}).json() == {"id": 4}
+    assert "expected a model" in sentence(post(app, "/api/interventions", {"source": 1, "normalizer": "sigmoid"}), 400)
+    assert "cannot be edited" in sentence(post(app, "/api/interventions", {"source": 3, "normalizer": "sigmoid"}), 400)
 
 
 def failing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, no model of the session can be profiled."""
+    """Make the profiling of models fail."""
 
     def fails(*_: Any, **options: Any) -> Any:
         raise InputError("no profile today")
@@ -310,46 +311,46 @@ def failing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv.server.session.run.profile", fails)
 
 
-def test_a_remedy_that_fails_is_tried_again_in_its_place(
+def test_failed_intervention_is_prepared_again_with_the_same_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = Session("retried")
     session.add_model(models.load("qkv-mini"), "import os")
     app = create_app(session)
     asked = {"source": 0, "normalizer": "sigmoid"}
-    assert "not ready" in sentence(post(app, "/api/remedies", asked), 404)
+    assert "not ready" in sentence(post(app, "/api/interventions", asked), 404)
     session.prepare()
     with monkeypatch.context() as patched, caplog.at_level(logging.CRITICAL, "qkv"):
         failing(session, patched)
         for _ in range(3):
-            assert post(app, "/api/remedies", asked).json() == {"id": 1}
+            assert post(app, "/api/interventions", asked).json() == {"id": 1}
             until(lambda: session.sources[1].state == "failed")
             assert session.sources[1].error == "no profile today"
-    assert post(app, "/api/remedies", asked).json() == {"id": 1}
+    assert post(app, "/api/interventions", asked).json() == {"id": 1}
     until(lambda: session.sources[1].state == "ready")
     assert session.sources[1].error is None
     assert len(session.sources) == 2
 
 
-def test_remedies_and_live_have_nothing_of_a_model_at_work() -> None:
-    """It may be running, with hooks, in another thread while they are made."""
-    session, heard = Session("hooked"), list[int]()
+def test_interventions_and_live_do_not_trigger_hooks_of_the_model() -> None:
+    """The model may run with hooks in another thread while copies of it are made."""
+    session, calls = Session("hooked"), list[int]()
     loaded = models.load("qkv-mini")
     session.add_model(loaded, "import os")
-    hook = next(loaded.model.children()).register_forward_hook(lambda *_: heard.append(1))
+    hook = next(loaded.model.children()).register_forward_hook(lambda *_: calls.append(1))
     session.prepare()
-    assert heard
-    heard.clear()
-    session.add_remedy(0, "sigmoid")
+    assert calls
+    calls.clear()
+    session.add_intervention(0, "sigmoid")
     until(lambda: session.sources[1].state != "running")
     assert session.sources[1].state == "ready"
     assert session.live is not None
     assert post(create_app(session), "/api/live", ASKED).status_code == 200
-    assert not heard
+    assert not calls
     hook.remove()
 
 
-def test_explorers_of_a_session_share_their_memory(session: Session) -> None:
+def test_explorers_of_a_session_share_one_cache(session: Session) -> None:
     one, other, both = (next(iter(session.sources[s].maps.values())) for s in (0, 4, 3))
     assert isinstance(one, Explorer)
     assert isinstance(other, Explorer)
@@ -358,7 +359,7 @@ def test_explorers_of_a_session_share_their_memory(session: Session) -> None:
     assert one._tiles is other._tiles is both._tiles
 
 
-def test_what_a_profile_does_not_keep_is_told(app: Guard, session: Session) -> None:
+def test_long_profile_serves_small_maps_and_explains_missing_weights(app: Guard, session: Session) -> None:
     source = session.sources[2]
     assert source.profile is not None
     data = source.profile.data
@@ -375,7 +376,7 @@ def test_what_a_profile_does_not_keep_is_told(app: Guard, session: Session) -> N
     assert "expected 0/0" in sentence(ask(app, f"/api/sources/2/tiles/{session.version}/0/0/1/2/max/0/1/0"), 400)
 
 
-def test_no_maps_at_all_are_told_too() -> None:
+def test_profile_without_maps_says_so() -> None:
     mini = models.load("qkv-mini")
     session = Session("bare")
     session.add_profile(
@@ -390,7 +391,7 @@ def test_no_maps_at_all_are_told_too() -> None:
 
 
 def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
-    """Largest or mean of each step × step block; those at the edges are smaller."""
+    """Largest or mean of each step × step block; blocks at the edges are smaller."""
     whole = np.full([-(-n // step) * step for n in part.shape], np.nan)
     whole[: part.shape[0], : part.shape[1]] = part
     return pooled(whole.reshape(whole.shape[0] // step, step, -1, step), (1, 3))
@@ -398,8 +399,8 @@ def blocks(part: np.ndarray, step: int, pooled: Any) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_pyramid_of_a_long_text(stored: bool) -> None:
-    """600 tokens: zoom 0 pools 4 × 4 pairs, zoom 2 shows them all; what causality hides has no tile."""
+def test_tiles_of_a_long_text_pool_the_weights(stored: bool) -> None:
+    """600 tokens: zoom 0 pools 4 × 4 pairs, zoom 2 is exact; a tile that causality masks is empty."""
     tiny = models.Loaded("tiny", models.random_gpt2(1024, layers=1, heads=2), None)
     ids = torch.randint(0, 256, (1, 600), generator=torch.Generator().manual_seed(0))
     profile = run.profile(tiny.model, ids, map_tokens=600, probe=False, progress=False)
@@ -433,7 +434,7 @@ def test_a_pyramid_of_a_long_text(stored: bool) -> None:
     assert "expected 0..2" in sentence(ask(app, f"/api/sources/0/tiles/{session.version}/0/0/0/1/max/3/0/0"), 400)
 
 
-# --- what is not there, and what is asked amiss -----------------------------------------------------------------------
+# --- invalid requests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,10 +464,10 @@ def test_a_pyramid_of_a_long_text(stored: bool) -> None:
         ("/api/sources/0/tiles/x/0/0/0/0/median/0/0/0", 422, "pool"),
         ("/api/sources/0/tiles/x/0/0/0/0/max/33/0/0", 422, "zoom"),
         ("/nothing", 404, "nothing"),
-        ("/api/live", 405, "not asked in this way"),
+        ("/api/live", 405, "does not support the method"),
     ],
 )
-def test_errors_are_sentences(app: Guard, path: str, status: int, word: str) -> None:
+def test_invalid_requests_get_a_sentence(app: Guard, path: str, status: int, word: str) -> None:
     assert word in sentence(ask(app, path), status)
 
 
@@ -478,16 +479,17 @@ def test_errors_are_sentences(app: Guard, path: str, status: int, word: str) -> 
         "/static/viewer.html/", "/../../etc/passwd", "/static/.", "/static/...js",
     ],
 )  # fmt: skip
-def test_no_path_reaches_the_file_system(app: Guard, path: str) -> None:
+def test_paths_outside_of_static_files_are_not_found(app: Guard, path: str) -> None:
     assert ask(app, path).status_code == 404
 
 
-def test_the_page_and_its_files(app: Guard) -> None:
+def test_viewer_html_and_its_files_are_served(app: Guard) -> None:
     page = ask(app, "/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     named = re.findall(r'(?:src|href)="(/?static/[\w.]+)"', page.text)
-    assert named
     folder = Path(qkv.__file__).parent / "page"
+    styles = {f"/static/{path.name}" for path in folder.glob("page_*.css")}
+    assert styles < set(named)  # a new page needs no change of the HTML
     for name in [*named, "/static/charts.js"]:
         found = ask(app, "/" + name.lstrip("/"))
         assert found.status_code == 200, name
@@ -504,7 +506,7 @@ def test_every_answer_carries_the_security_headers(app: Guard) -> None:
         assert "server" not in response.headers
 
 
-def test_docs_describe_every_route_without_help_from_others(app: Guard) -> None:
+def test_docs_page_describes_every_route_and_loads_nothing(app: Guard) -> None:
     page, description = ask(app, "/docs").text, ask(app, "/openapi.json").json()
     assert "//" not in re.sub(r"<code>.*?</code>", "", page).replace("</", "")  # no address of another server
     assert "<script" not in page
@@ -513,14 +515,14 @@ def test_docs_describe_every_route_without_help_from_others(app: Guard) -> None:
     assert set(description["paths"]) == {"/api/session", *(route.path for route in routes)}
     for path in description["paths"]:
         assert f"<code>{path}</code>" in page
-    assert {"Page", "MapShape", "LiveAnswer", "Failed"} <= set(description["components"]["schemas"])
+    assert {"Page", "MapShape", "LiveAnswer", "ErrorAnswer"} <= set(description["components"]["schemas"])
     assert "HTTPValidationError" not in str(description)  # errors are sentences
     for name in description["components"]["schemas"]:
         assert f"id='{name}'" in page
     assert ask(app, "/docs.css").headers["content-type"].startswith("text/css")
 
 
-def test_what_is_not_ready_says_so_and_what_failed_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_sources_that_are_not_ready_or_failed_say_so(caplog: pytest.LogCaptureFixture) -> None:
     mini = models.load("qkv-mini")
     session = Session("failing")
     session.add_model(mini, "   ")
@@ -541,7 +543,7 @@ def test_what_is_not_ready_says_so_and_what_failed_says_why(caplog: pytest.LogCa
     assert "empty" in sentence(ask(app, "/api/sources/0/page"), 404)
 
 
-def test_the_unexpected_is_a_sentence_and_its_traceback_stays_here(session: Session) -> None:
+def test_unexpected_error_does_not_leak_its_message(session: Session) -> None:
     app = create_app(session)
     inner: Any = app.app
 
@@ -554,13 +556,13 @@ def test_the_unexpected_is_a_sentence_and_its_traceback_stays_here(session: Sess
     assert "secret" not in said
 
 
-# --- models at work ---------------------------------------------------------------------------------------------------
+# --- running models ---------------------------------------------------------------------------------------------------
 
 ASKED = {"text": "import os", "edits": [], "layer": 1, "head": 2, "k": 3}
 STEP = ASKED | {"sampling_temperature": 1.0, "seed": 0, "step": 0}
 
 
-def test_live_answers(app: Guard, session: Session) -> None:
+def test_live_answer_holds_weights_before_and_after(app: Guard, session: Session) -> None:
     edit = {"layer": 1, "head": 2, "normalizer": "off-by-one", "temperature": 2}
     said = post(app, "/api/live", ASKED | {"edits": [edit]}).json()
     assert said["tokens"] == ["<s>", "import", " os"]
@@ -573,7 +575,7 @@ def test_live_answers(app: Guard, session: Session) -> None:
     assert np.array(said["rows"]).shape == (4, 6, 3)
 
 
-def test_a_step_is_the_same_every_time(app: Guard) -> None:
+def test_step_is_deterministic(app: Guard) -> None:
     first, again = (post(app, "/api/live/step", STEP).json() for _ in range(2))
     assert first == again
     assert first["text"].startswith("import os")
@@ -581,7 +583,7 @@ def test_a_step_is_the_same_every_time(app: Guard) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE[:5])
-def test_hostile_texts_are_read_as_texts(app: Guard, text: str) -> None:
+def test_live_accepts_hostile_texts(app: Guard, text: str) -> None:
     said = post(app, "/api/live", ASKED | {"text": text})
     assert said.status_code == 200, said.text
     assert "".join(said.json()["tokens"])
@@ -608,7 +610,7 @@ def test_hostile_texts_are_read_as_texts(app: Guard, text: str) -> None:
         ({"other": 1}, "other"),
     ],
 )
-def test_bounds_of_what_live_is_asked(app: Guard, change: dict[str, Any], word: str) -> None:
+def test_live_rejects_fields_out_of_bounds(app: Guard, change: dict[str, Any], word: str) -> None:
     assert word in sentence(post(app, "/api/live", ASKED | change), 422)
 
 
@@ -619,20 +621,20 @@ def test_bounds_of_what_live_is_asked(app: Guard, change: dict[str, Any], word: 
         b'{"text":"a","layer":NaN,"head":0}', b'{"text":"a","layer":0,"head":1e400}',
     ],
 )  # fmt: skip
-def test_bodies_that_are_no_request(app: Guard, body: bytes) -> None:
+def test_live_rejects_invalid_json(app: Guard, body: bytes) -> None:
     response = ask(app, "/api/live", "POST", content=body, headers={"content-type": "application/json"})
     assert response.status_code in (400, 422), response.text
     sentence(response, response.status_code)
 
 
-def test_infinite_temperatures_and_many_steps_are_refused(app: Guard) -> None:
+def test_step_rejects_infinite_temperature_and_too_many_steps(app: Guard) -> None:
     content = json.dumps(STEP | {"sampling_temperature": float("inf")})
     response = ask(app, "/api/live/step", "POST", content=content, headers={"content-type": "application/json"})
     assert "temperature" in sentence(response, 422)
     assert "step" in sentence(post(app, "/api/live/step", STEP | {"step": 2**30}), 422)
 
 
-def test_ids_of_a_text_that_was_made_token_by_token(app: Guard) -> None:
+def test_step_continues_from_ids(app: Guard) -> None:
     first = post(app, "/api/live/step", STEP).json()
     following = post(app, "/api/live/step", STEP | {"text": first["text"], "ids": first["ids"], "step": 1}).json()
     assert following["ids"][:-1] == first["ids"]
@@ -640,18 +642,18 @@ def test_ids_of_a_text_that_was_made_token_by_token(app: Guard) -> None:
     assert "ids" in sentence(post(app, "/api/live/step", STEP | {"ids": [1] * 2001}), 422)
 
 
-def test_a_layer_that_live_does_not_have(app: Guard) -> None:
+def test_live_rejects_a_layer_out_of_range(app: Guard) -> None:
     assert "layer is 7" in sentence(post(app, "/api/live", ASKED | {"layer": 7}), 400)
 
 
-def test_a_body_without_a_content_type_is_not_read_as_json(app: Guard) -> None:
-    """Another site's form could send one as text/plain, without being asked whether it may."""
+def test_body_without_json_content_type_is_rejected(app: Guard) -> None:
+    """A form of another site can send text/plain without a CORS preflight request."""
     body = json.dumps(ASKED).encode()
     for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         assert ask(app, "/api/live", "POST", content=body, headers=headers).status_code == 422
 
 
-def test_alignment_and_captions(app: Guard) -> None:
+def test_align_and_caption_answers(app: Guard) -> None:
     said = post(app, "/api/align", {"model": "qkv-translation", "text": "the black cat"}).json()
     assert said["target"] == ["le", "chat", "noir"]
     assert np.array(said["weights"]).shape == (said["layers"], said["heads"], 3, 3)
@@ -662,31 +664,31 @@ def test_alignment_and_captions(app: Guard) -> None:
     assert "scene" in sentence(post(app, "/api/caption", {"scene": 10**6}), 400)
 
 
-def test_a_session_of_profiles_alone_answers_with_the_bundled_model(session: Session) -> None:
+def test_session_without_models_uses_the_bundled_live_model(session: Session) -> None:
     other = Session("saved")
     profile = session.sources[1].profile
     assert profile is not None
     other.add_profile(profile)
     other.prepare()
-    assert other.live_described is not None
-    assert other.live_described["model"] == "qkv-mini"
+    assert other.live_description is not None
+    assert other.live_description["model"] == "qkv-mini"
 
 
-def test_a_twin_shares_weights_and_nothing_else() -> None:
+def test_copy_shares_weights_but_not_hooks() -> None:
     model = models.load("qkv-mini").model
-    other = twin(model)
+    other = copy_sharing_weights(model)
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert a is b, name
-    heard: list[int] = []
-    next(iter(other.children())).register_forward_hook(lambda *_: heard.append(1))
+    calls: list[int] = []
+    next(iter(other.children())).register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         model(torch.tensor([[1, 2]]))
-        assert not heard
+        assert not calls
         other(torch.tensor([[1, 2]]))
-    assert heard == [1]
+    assert calls == [1]
 
 
-# --- who may ask ------------------------------------------------------------------------------------------------------
+# --- security checks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -699,7 +701,7 @@ def test_a_twin_shares_weights_and_nothing_else() -> None:
         ("127.0.0.1:8765, evil.example", False), ("0.0.0.0:8765", False), ("[::1]evil:8765", False),
     ],
 )  # fmt: skip
-def test_hosts(app: Guard, host: str, allowed: bool) -> None:
+def test_host_header_must_be_this_server(app: Guard, host: str, allowed: bool) -> None:
     response = ask(app, "/api/session", headers={"host": host})
     if allowed:
         assert response.status_code == 200
@@ -710,7 +712,7 @@ def test_hosts(app: Guard, host: str, allowed: bool) -> None:
 @pytest.mark.parametrize(
     ("site", "status"), [("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403), ("", 403)]
 )
-def test_pages_of_other_sites_get_no_numbers(app: Guard, site: str, status: int) -> None:
+def test_requests_from_other_sites_are_rejected(app: Guard, site: str, status: int) -> None:
     assert ask(app, "/api/session", headers={"sec-fetch-site": site}).status_code == status
     assert post(app, "/api/live", ASKED, headers={"sec-fetch-site": site}).status_code == status
     assert ask(app, "/", headers={"sec-fetch-site": site}).status_code == 200  # a link may lead here
@@ -723,43 +725,43 @@ def test_pages_of_other_sites_get_no_numbers(app: Guard, site: str, status: int)
         ("http://evil.example", False), ("http://127.0.0.1:8766", False), ("", False),
     ],
 )  # fmt: skip
-def test_origins(app: Guard, origin: str, allowed: bool) -> None:
+def test_origin_header_must_be_this_server(app: Guard, origin: str, allowed: bool) -> None:
     for method in ("GET", "POST"):
         path, body = ("/api/session", None) if method == "GET" else ("/api/live", ASKED)
         response = ask(app, path, method, json=body, headers={"origin": origin})
         assert response.status_code == (200 if allowed else 403)
 
 
-def test_two_hosts_or_origins_are_none(app: Guard) -> None:
+def test_repeated_host_or_origin_is_rejected(app: Guard) -> None:
     for name, value in (("host", "127.0.0.1:8765"), ("origin", HERE)):
         headers = [("host", "127.0.0.1:8765"), *([(name, value)] * (1 if name == "host" else 2))]
         assert ask(app, "/api/session", headers=headers).status_code == 403
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "HEAD"])
-def test_other_methods(app: Guard, method: str) -> None:
+def test_methods_other_than_get_and_post_are_rejected(app: Guard, method: str) -> None:
     assert ask(app, "/api/session", method).status_code == 405
 
 
-def test_large_bodies_and_addresses(app: Guard) -> None:
+def test_large_bodies_and_addresses_are_rejected(app: Guard) -> None:
     sent: list[int] = []
 
-    async def drops() -> Any:
+    async def chunks() -> Any:
         for n in range(10_000):
             sent.append(n)
             yield b" " * 1024
 
-    large = b" " * (MOST_BODY + 1)
-    for content in (large, drops()):  # the second says no length beforehand
+    large = b" " * (MAX_BODY + 1)
+    for content in (large, chunks()):  # the second has no Content-Length
         response = ask(app, "/api/live", "POST", content=content, headers={"content-type": "application/json"})
         assert "64 KiB" in sentence(response, 413)
-    assert len(sent) <= MOST_BODY // 1024 + 2  # the rest was not read
+    assert len(sent) <= MAX_BODY // 1024 + 2  # the rest was not read
     assert "too long" in sentence(ask(app, f"/api/session?x={'y' * 5000}"), 414)
-    fits = json.dumps(ASKED).encode().ljust(MOST_BODY)
+    fits = json.dumps(ASKED).encode().ljust(MAX_BODY)
     assert ask(app, "/api/live", "POST", content=fits, headers={"content-type": "application/json"}).status_code == 200
 
 
-def test_a_body_that_drips_in_is_given_up(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_times_out(app: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkv.server.guard.BODY_SECONDS", 0.1)
 
     async def drip() -> Any:
@@ -770,7 +772,7 @@ def test_a_body_that_drips_in_is_given_up(app: Guard, monkeypatch: pytest.Monkey
     sentence(response, 408)
 
 
-def test_a_token_where_others_can_come(session: Session) -> None:
+def test_public_server_requires_its_token(session: Session) -> None:
     app = create_app(session, host="0.0.0.0", token="abc-123")
     for headers in ({}, {"cookie": "qkv-token-8765=wrong"}, {"cookie": "qkv-token-1=abc-123"}, {"cookie": "=;;=\x7f"}):
         for path in ("/", "/api/session", "/static/charts.js", "/docs", "/?token=", "/?token=abc-12", "/?token=é"):
@@ -781,7 +783,7 @@ def test_a_token_where_others_can_come(session: Session) -> None:
     cookie = {"cookie": "other=1; qkv-token-8765=abc-123"}
     assert ask(app, "/api/session", headers=cookie).status_code == 200
     assert ask(app, f"{HERE}//evil.example/?token=abc-123").headers["location"] == "/evil.example/"
-    # Names: an address or this machine's own, but not one that anybody may have pointed here.
+    # A Host may be an address or the name of this machine, but not another name that resolves to it.
     for host, status in (
         ("192.168.0.7:8765", 200), (f"{socket.gethostname()}:8765", 200), ("[fe80::1]:8765", 200),
         ("evil.example:8765", 403), ("192.168.0.7", 403),
@@ -789,7 +791,7 @@ def test_a_token_where_others_can_come(session: Session) -> None:
         assert ask(app, "/api/session", headers=cookie | {"host": host}).status_code == status, host
 
 
-# --- much at once -----------------------------------------------------------------------------------------------------
+# --- concurrency ------------------------------------------------------------------------------------------------------
 
 
 def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -800,7 +802,7 @@ def together(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class Slow:
-    """Work that notes when it begins and ends when told."""
+    """Work that records when it begins, and ends when `go` is set."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []
@@ -819,8 +821,8 @@ class Slow:
         return work
 
 
-def test_the_same_is_computed_once() -> None:
-    jobs, slow = Jobs(), Slow()
+def test_requests_with_equal_keys_share_one_job() -> None:
+    jobs, slow = JobQueue(), Slow()
 
     async def go() -> list[Any]:
         asked = [asyncio.ensure_future(jobs.run("tile", slow("tile"))) for _ in range(20)]
@@ -830,13 +832,13 @@ def test_the_same_is_computed_once() -> None:
 
     assert asyncio.run(go()) == ["tile"] * 20
     assert slow.begun == ["tile"]
-    assert asyncio.run(jobs.run("tile", slow("tile"))) == "tile"  # and anew when asked anew
+    assert asyncio.run(jobs.run("tile", slow("tile"))) == "tile"  # a finished job is not cached
     assert slow.begun == ["tile", "tile"]
     jobs.close()
 
 
-def test_a_full_queue_says_so_and_others_keep_their_turn() -> None:
-    jobs, slow = Jobs(most=3), Slow()
+def test_full_queue_rejects_new_jobs_and_keeps_the_others() -> None:
+    jobs, slow = JobQueue(max_waiting=3), Slow()
 
     async def go() -> list[Any]:
         asked = [asyncio.ensure_future(jobs.run(0, slow(0)))]
@@ -846,19 +848,19 @@ def test_a_full_queue_says_so_and_others_keep_their_turn() -> None:
         slow.go.set()
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    *done, refused = asyncio.run(go())
+    *done, rejected = asyncio.run(go())
     assert done == [0, 1, 2, 3]
-    assert isinstance(refused, Busy)
+    assert isinstance(rejected, QueueFull)
     assert slow.begun == [0, 1, 2, 3]
     jobs.close()
 
 
-def test_who_leaves_is_not_worked_for() -> None:
-    jobs, slow = Jobs(), Slow()
+def test_jobs_of_disconnected_clients_are_dropped() -> None:
+    jobs, slow = JobQueue(), Slow()
 
     async def go() -> list[Any]:
         left = asyncio.Event()
-        first = asyncio.ensure_future(jobs.run("at work", slow("at work"), left.wait))
+        first = asyncio.ensure_future(jobs.run("running", slow("running"), left.wait))
         await asyncio.sleep(0.05)
         waits = asyncio.ensure_future(jobs.run("waiting", slow("waiting"), left.wait))
         shared = [asyncio.ensure_future(jobs.run("shared", slow("shared"), gone)) for gone in (left.wait, None)]
@@ -870,16 +872,15 @@ def test_who_leaves_is_not_worked_for() -> None:
         return [*found, await shared[1]]
 
     *gone, kept = asyncio.run(go())
-    assert [type(x) for x in gone] == [Gone] * 3
+    assert [type(x) for x in gone] == [ClientDisconnected] * 3
     assert kept == "shared"
-    assert slow.begun == ["at work", "shared"]
-    assert slow.stopped == ["at work"]
+    assert slow.begun == ["running", "shared"]
+    assert slow.stopped == ["running"]
     jobs.close()
 
 
-def test_who_comes_when_others_have_just_left_is_worked_for() -> None:
-    """What was told to stop is not what they wait for."""
-    jobs, goes, begun = Jobs(), threading.Event(), []
+def test_new_client_does_not_share_a_job_that_is_stopping() -> None:
+    jobs, goes, begun = JobQueue(), threading.Event(), []
 
     def work(stopped: Callable[[], bool]) -> int:
         begun.append(len(begun))
@@ -903,30 +904,30 @@ def test_who_comes_when_others_have_just_left_is_worked_for() -> None:
     jobs.close()
 
 
-def test_long_work_gives_way_and_goes_on() -> None:
-    jobs, order = Jobs(), []
+def test_short_job_interrupts_a_long_one() -> None:
+    jobs, order = JobQueue(), []
 
     def long(stopped: Callable[[], bool]) -> str:
         order.append("long")
         if order.count("long") == 1:
             until(stopped)
             raise Cancelled
-        return "all of it"
+        return "whole map"
 
     async def go() -> list[Any]:
         first = asyncio.ensure_future(jobs.run("whole map", long, long=True))
         await asyncio.to_thread(until, lambda: order == ["long"])
-        second = jobs.run("another", long, long=True)  # waits for its turn: it is as long
+        second = jobs.run("another", long, long=True)  # waits: it is long, too
         third = jobs.run("tile", lambda stopped: order.append("tile"))
         return await asyncio.gather(first, second, third)
 
-    assert asyncio.run(go()) == ["all of it", "all of it", None]
+    assert asyncio.run(go()) == ["whole map", "whole map", None]
     assert order == ["long", "tile", "long", "long"]
     jobs.close()
 
 
-def test_a_client_whose_task_is_cancelled_leaves_too() -> None:
-    jobs, slow = Jobs(), Slow()
+def test_cancelled_task_counts_as_disconnected() -> None:
+    jobs, slow = JobQueue(), Slow()
 
     async def go() -> None:
         task = asyncio.ensure_future(jobs.run("tile", slow("tile")))
@@ -939,8 +940,8 @@ def test_a_client_whose_task_is_cancelled_leaves_too() -> None:
     jobs.close()
 
 
-def test_work_that_fails_fails_for_all_who_asked_and_the_thread_goes_on() -> None:
-    jobs = Jobs()
+def test_failing_job_fails_for_all_clients_and_the_thread_continues() -> None:
+    jobs = JobQueue()
 
     def breaks(stopped: Callable[[], bool]) -> None:
         time.sleep(0.05)
@@ -952,8 +953,8 @@ def test_work_that_fails_fails_for_all_who_asked_and_the_thread_goes_on() -> Non
     jobs.close()
 
 
-def test_closing_sends_home_who_waits() -> None:
-    jobs, slow = Jobs(), Slow()
+def test_shutdown_cancels_queued_requests() -> None:
+    jobs, slow = JobQueue(), Slow()
 
     async def go() -> list[Any]:
         asked = [asyncio.ensure_future(jobs.run(n, slow(n))) for n in range(3)]
@@ -961,22 +962,22 @@ def test_closing_sends_home_who_waits() -> None:
         await asyncio.to_thread(jobs.close)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    assert [type(x) for x in asyncio.run(go())] == [Gone, Busy, Busy]
-    with pytest.raises(Busy):
+    assert [type(x) for x in asyncio.run(go())] == [ClientDisconnected, QueueFull, QueueFull]
+    with pytest.raises(QueueFull):
         asyncio.run(jobs.run("late", slow("late")))
 
 
-def test_threads_that_compute_use_all_cores() -> None:
-    """Also those that start while others, for a moment, have set that there is one."""
+def test_compute_threads_use_all_cores() -> None:
+    """Even if another thread has set the number of threads to one while they start."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        jobs, session, found = Jobs(), Session("threads"), list[int]()
+        jobs, session, found = JobQueue(), Session("threads"), list[int]()
         session._has_small_models = True
         session._add("a source", "profile", lambda source: found.append(torch.get_num_threads()))
         torch.set_num_threads(1)
         assert asyncio.run(jobs.run("x", lambda stopped: torch.get_num_threads())) == 3
-        torch.set_num_threads(1)  # the thread of jobs has set another, too
+        torch.set_num_threads(1)  # the thread of the queue has set another number
         session.start()
         until(lambda: session.sources[0].state != "running")
         assert found == [3]
@@ -986,7 +987,7 @@ def test_threads_that_compute_use_all_cores() -> None:
 
 
 class Sluggish:
-    """In place of an explorer: tiles that take until told, so that a queue fills up."""
+    """An explorer whose tiles block until `slow.go` is set, so that the queue fills up."""
 
     def __init__(self, of: Any) -> None:
         self.of, self.slow = of, Slow()
@@ -1002,7 +1003,7 @@ class Sluggish:
 
 @pytest.fixture
 def crowded(session: Session) -> Iterator[tuple[Session, Sluggish]]:
-    """The session, whose source 0 takes its time over tiles."""
+    """The session, with tiles of source 0 that block."""
     source = session.sources[0]
     before, sluggish = source.maps, Sluggish(source.maps["self"])
     source.maps = {"self": sluggish}  # type: ignore[dict-item]
@@ -1011,7 +1012,7 @@ def crowded(session: Session) -> Iterator[tuple[Session, Sluggish]]:
     source.maps = before
 
 
-def test_two_hundred_at_once_leave_it_answering(crowded: tuple[Session, Sluggish]) -> None:
+def test_server_answers_under_two_hundred_concurrent_requests(crowded: tuple[Session, Sluggish]) -> None:
     session, sluggish = crowded
     tiles = [
         f"/api/sources/0/tiles/{session.version}/0/{t}/{layer}/{head}/max/0/0/0"
@@ -1035,7 +1036,7 @@ def test_two_hundred_at_once_leave_it_answering(crowded: tuple[Session, Sluggish
         assert [x.status_code for x in others] == [200] * 16
         assert len(many) == 200
         refused = [x for x in many if x.status_code == 503]
-        assert len(refused) > 50  # far more than it queues
+        assert len(refused) > 50  # many more than the queue holds
         for x in refused:
             assert x.headers["retry-after"] == "1"
             assert "try again" in sentence(x, 503)
@@ -1045,7 +1046,7 @@ def test_two_hundred_at_once_leave_it_answering(crowded: tuple[Session, Sluggish
         assert len(floats(again)) == int(again.headers["x-rows"]) * int(again.headers["x-columns"])
 
 
-def test_how_far_a_map_is_can_be_asked(crowded: tuple[Session, Sluggish]) -> None:
+def test_session_reports_the_progress_of_a_map(crowded: tuple[Session, Sluggish]) -> None:
     session, sluggish = crowded
     path = f"api/sources/0/tiles/{session.version}/0/0/0/0/max/0/0/0"
     with serve_in_thread(session) as url:
@@ -1057,8 +1058,8 @@ def test_how_far_a_map_is_can_be_asked(crowded: tuple[Session, Sluggish]) -> Non
         assert httpx.get(f"{url}api/session").json()["computing"] is None
 
 
-def test_who_hangs_up_frees_the_queue(crowded: tuple[Session, Sluggish]) -> None:
-    """Real connections, closed: what they asked for is neither computed nor waited for."""
+def test_closed_connections_cancel_their_jobs(crowded: tuple[Session, Sluggish]) -> None:
+    """Real connections that are closed: their jobs are dropped or stopped."""
     session, sluggish = crowded
     with serve_in_thread(session) as url:
         address = ("127.0.0.1", httpx.URL(url).port)
@@ -1075,20 +1076,20 @@ def test_who_hangs_up_frees_the_queue(crowded: tuple[Session, Sluggish]) -> None
         assert httpx.get(f"{url}api/sources/0/row/0/0/0/0?query=1").status_code == 200  # the thread is free
 
 
-def test_slow_readers_and_writers_block_nobody(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_readers_and_writers_do_not_block_others(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     paused: list[int] = []
     pause = Connection.pause_writing
     monkeypatch.setattr(Connection, "pause_writing", lambda self: (paused.append(1), pause(self))[-1])
-    monkeypatch.setattr(session.sources[0], "page", b" " * 2**23)  # more than the system takes off the server's hands
+    monkeypatch.setattr(session.sources[0], "page", b" " * 2**23)  # more than the socket buffers hold
     with serve_in_thread(session) as url:
         port = httpx.URL(url).port
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(16)]
         for n, sock in enumerate(slow):
             head = f"Host: 127.0.0.1:{port}\r\n"
-            if n % 2:  # asks for much, and never reads it
+            if n % 2:  # requests a large answer and never reads it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
                 sock.sendall(f"GET /api/sources/0/page HTTP/1.1\r\n{head}\r\n".encode())
-            else:  # promises a body that does not come
+            else:  # announces a body and does not send it
                 head += "Content-Type: application/json\r\nContent-Length: 100\r\n"
                 sock.sendall(f"POST /api/live HTTP/1.1\r\n{head}\r\n{{".encode())
         until(lambda: len(paused) == 8)
@@ -1099,8 +1100,8 @@ def test_slow_readers_and_writers_block_nobody(session: Session, monkeypatch: py
             sock.close()
 
 
-def test_who_asks_nothing_is_shown_out(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent from the start, in the middle of a head, and in the middle of the second one."""
+def test_silent_connections_are_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent from the start, in the middle of the first request head, and in the middle of the second."""
     monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.3)
     with serve_in_thread(session) as url:
         address = ("127.0.0.1", httpx.URL(url).port)
@@ -1112,12 +1113,12 @@ def test_who_asks_nothing_is_shown_out(session: Session, monkeypatch: pytest.Mon
                     if part is whole:
                         assert sock.recv(4096).startswith(b"HTTP/1.1 204")
                 assert sock.recv(4096) == b""
-        with httpx.Client(base_url=url) as client:  # who asks now and then stays
+        with httpx.Client(base_url=url) as client:  # a connection with regular requests stays open
             first, second = (client.get("/favicon.ico").extensions["network_stream"] for _ in range(2))
             assert first.get_extra_info("client_addr") == second.get_extra_info("client_addr")
 
 
-def test_an_answer_that_takes_longer_than_a_head_may_comes(
+def test_slow_answer_is_not_cut_off_by_the_head_timeout(
     crowded: tuple[Session, Sluggish], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkv.server.connection.HEAD_SECONDS", 0.05)
@@ -1128,8 +1129,8 @@ def test_an_answer_that_takes_longer_than_a_head_may_comes(
         assert httpx.get(url + path, timeout=60).status_code == 200
 
 
-def test_small_answers_leave_at_once() -> None:
-    """Nagle's algorithm would hold back the second packet of an answer until the first is acknowledged."""
+def test_sockets_disable_nagles_algorithm() -> None:
+    """Nagle's algorithm would delay the second packet of an answer until the first is acknowledged."""
     found: list[int] = []
 
     class Protocol(asyncio.Protocol):
@@ -1149,7 +1150,7 @@ def test_small_answers_leave_at_once() -> None:
     assert found == [1]
 
 
-def test_an_address_in_brackets(session: Session) -> None:
+def test_ipv6_host_in_brackets(session: Session) -> None:
     try:
         _socket("::1", 0).close()
     except InputError:
@@ -1159,14 +1160,14 @@ def test_an_address_in_brackets(session: Session) -> None:
         assert httpx.get(f"{url}api/session").status_code == 200
 
 
-def test_a_port_that_is_taken(session: Session) -> None:
+def test_port_in_use_is_rejected(session: Session) -> None:
     with serve_in_thread(session) as url:
         again = serve_in_thread(session, port=httpx.URL(url).port or 0)
-        with pytest.raises(InputError, match=r"cannot listen at 127\.0\.0\.1"), again:
+        with refused("--port"), again:
             pass
 
 
-def test_a_server_that_others_can_reach_has_a_token(session: Session) -> None:
+def test_server_on_all_interfaces_has_a_token(session: Session) -> None:
     with serve_in_thread(session, host="0.0.0.0") as url:
         found = httpx.URL(url)
         assert len(found.params["token"]) >= 32
@@ -1178,12 +1179,12 @@ def test_a_server_that_others_can_reach_has_a_token(session: Session) -> None:
         assert "server" not in httpx.get(f"{base}/").headers
 
 
-def test_the_session_is_prepared_when_the_server_starts() -> None:
+def test_server_start_prepares_the_session() -> None:
     session = Session("starting")
     session.add_model(models.load("qkv-mini"), "import os")
     with serve_in_thread(session) as url:
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][0]["state"] == "ready")
-        made = httpx.post(f"{url}api/remedies", json={"source": 0, "normalizer": "sigmoid"}).json()["id"]
+        made = httpx.post(f"{url}api/interventions", json={"source": 0, "normalizer": "sigmoid"}).json()["id"]
         until(lambda: httpx.get(f"{url}api/session").json()["sources"][made]["state"] == "ready")
         assert httpx.get(f"{url}api/sources/{made}/map/0/0/0/0").json()["kind"] == "exact"
 

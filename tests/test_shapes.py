@@ -31,8 +31,8 @@ def test_signatures_tell_the_shapes_of_what_passes(group: str) -> None:
 
 def test_a_wrong_shape_is_found() -> None:
     code = "import conftest, torch, qkv; qkv.Partial(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)).merge(0)"
+    checking = {**os.environ, "QKV_CHECK_SHAPES": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "QKV_CHECK_SHAPES": "1", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code], env=checking, capture_output=True, text=True, check=False, timeout=120
+    )
     assert "TypeCheckError" in done.stderr, done.stderr

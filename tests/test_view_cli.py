@@ -110,7 +110,7 @@ def test_profile_opens_from_its_folder_or_file(
 
 
 def read_by(session: Any) -> list[Any]:
-    return [inputs for _, inputs, _ in session._asked.values()]
+    return [inputs for _, inputs, _ in session._models.values()]
 
 
 def test_two_models_read_the_same_text(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

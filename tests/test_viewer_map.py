@@ -1,4 +1,4 @@
-"""The map in a real browser: the weights it shows are those of the profile, and it asks for the tiles it needs."""
+"""The map in a real browser: it shows the weights of the profile and requests exactly the tiles that it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from viewer_fixture import HOSTILE, SEEN, Served, Tab, check_pictures, hostile, texts_of
+from viewer_fixture import HOSTILE, VISIBLE_PARTS, Served, Tab, check_pictures, hostile, texts_of
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
@@ -18,12 +18,11 @@ expect = pytest.importorskip("playwright.sync_api", reason="driving a browser ne
 Opens = Callable[..., Tab]
 TILE = 256
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-LEFT, TOP, RIGHT, BOTTOM = 104, 84, 74, 66  # of the picture, for axes and edges: map_scene.js
 
 
 @dataclass
 class View:
-    """Where tokens lie on the stage: `scale` pixels each, the first at `left`, `top`; and what of them is in view."""
+    """The layout of the stage: `scale` pixels per token, the first at `left`, `top`; visible rows and columns."""
 
     n: int
     scale: float
@@ -33,7 +32,7 @@ class View:
     columns: tuple[int, int]
 
     def place(self, query: int, key: int) -> tuple[float, float]:
-        """The middle of a cell."""
+        """The centre of a cell."""
         return self.left + (key + 0.5) * self.scale, self.top + (query + 0.5) * self.scale
 
     @property
@@ -42,11 +41,11 @@ class View:
 
     @property
     def zoom(self) -> int:
-        """The zoom that has at least one pixel for each of the screen."""
+        """The smallest zoom with at least one pixel per screen pixel."""
         return min(max(math.floor(self.deepest + math.log2(min(self.scale, 1)) + 0.02), 0), self.deepest)
 
     def tiles(self, pool: str = "max") -> set[str]:
-        """What has to be asked for: the whole map in small, and the tiles in view."""
+        """The tiles to request: the overview and the visible ones."""
         side = TILE * 2 ** (self.deepest - self.zoom)
         inner = {
             f"{pool}/{self.zoom}/{i}/{j}"
@@ -65,25 +64,25 @@ LAYOUT = """async ({ queries, keys, view }) => {
 
 
 def view_of(tab: Tab, queries: int, keys: int) -> View:
-    """The view that the address tells of; how much room the axes take is the page's own affair."""
+    """The view in the address, with the margins that the page computes."""
 
     def layout(view: dict[str, float] | None) -> dict:
         return tab.page.evaluate(LAYOUT, {"queries": queries, "keys": keys, "view": view})
 
     found = layout(None)
     if "z" in tab.state:
-        asked = {name: float(tab.state[name]) for name in "xyz"}
-        area, scale = layout(asked)["area"], 2 ** asked["z"]
-        for name, tokens, room in (("x", keys, area["w"]), ("y", queries, area["h"])):  # no view beyond the map
+        wanted = {name: float(tab.state[name]) for name in "xyz"}
+        area, scale = layout(wanted)["area"], 2 ** wanted["z"]
+        for name, tokens, room in (("x", keys, area["w"]), ("y", queries, area["h"])):  # no view extends beyond the map
             half = min(room / scale, tokens) / 2
-            asked[name] = min(max(asked[name], half), tokens - half)
-        found = layout(asked)
+            wanted[name] = min(max(wanted[name], half), tokens - half)
+        found = layout(wanted)
     at = found["origin"]
     return View(max(queries, keys), found["scale"], at["x"], at["y"], tuple(found["rows"]), tuple(found["columns"]))
 
 
 def rested(tab: Tab) -> Tab:
-    """The page waits for a view to last before it asks for tiles."""
+    """Wait until the page has loaded the tiles of a view, which it requests once the zoom is stable."""
     tab.pause(150)
     return tab.settled()
 
@@ -95,15 +94,16 @@ def point(tab: Tab, view: View, query: int, key: int) -> None:
 
 
 def weight_of(words: str) -> float:
-    """A weight as the page writes it: "12.3 %", "4.5 · 10⁻⁶ %"."""
+    """Parse a weight of the page: "12.3 %", "4.5 · 10⁻⁶ %"."""
     found = re.match(r"([\d.,]+)\s(?:·\s10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)\s)?%", words)
     assert found, words
     return float(found[1].replace(",", "")) / 100 * 10 ** int((found[2] or "⁰").translate(SUPERSCRIPT))
 
 
 def shown(tab: Tab) -> tuple[int, int, float]:
-    """Query, key and weight of the readout, once the weight is there."""
+    """Query, key and weight of the readout, once the weight is known."""
     strong = tab.page.locator(".map-weight strong")
+    expect(strong).to_be_visible()
     expect(strong).not_to_have_text("…")
     at = [
         int(re.search(r"([\d,]+) “", text)[1].replace(",", ""))
@@ -113,7 +113,7 @@ def shown(tab: Tab) -> tuple[int, int, float]:
 
 
 def same(words: float, weight: float) -> bool:
-    """Whether a weight was written to its digits: three, or two of what is next to nothing."""
+    """Whether a weight agrees to the shown digits: three, or two for tiny ones."""
     return math.isclose(words, weight, rel_tol=5.1e-3 if weight >= 1e-5 else 5.1e-2)
 
 
@@ -125,7 +125,7 @@ def same(words: float, weight: float) -> bool:
     [("two", 0, 0, 1, 2), ("two", 0, 1, 0, 3), ("cross", 2, 1, 1, 1), ("cross", 2, 0, 0, 2), ("gpt", 0, 0, 2, 1)],
     ids=["padded", "second text", "cross attention, padded", "cross attention", "causal"],
 )
-def test_hover_shows_the_weight_of_the_data_set(
+def test_readout_shows_the_weight_of_the_data_set(
     tab: Opens, served: Served, source: str, group: int, text: int, layer: int, head: int
 ) -> None:
     data = list(served.profile(source).groups.values())[group]
@@ -140,19 +140,18 @@ def test_hover_shows_the_weight_of_the_data_set(
     for query, key in cells:
         point(one, view, query, key)
         tokens = f"“{data['query_token'].values[text, query]}”", f"“{data['key_token'].values[text, key]}”"
-        expect(one.page.locator(".map-pair").nth(0)).to_contain_text(str(query))
-        expect(one.page.locator(".map-pair").nth(1)).to_contain_text(str(key))
-        assert shown(one)[:2] == (query, key)
+        one.eventually(lambda query=query, key=key: shown(one)[:2] == (query, key))
+        expect(one.page.locator(".map-readout")).to_contain_text("the key receives")
         assert same(shown(one)[2], weights[query, key]), (shown(one), weights[query, key])
         said = one.page.inner_text(".map-readout").replace(" ", "").replace("▁", "").replace("Ġ", "")
         assert all(token.replace("▁", "").replace("Ġ", "") in said for token in tokens)
         received = re.search(r"receives (.*?%) of", one.page.inner_text(".map-readout"))[1]
         assert same(weight_of(received), data["received"].values[text, layer, head, key] / n)
-        entropy = re.search(r"entropy (?:is )?([\d.]+) nats", one.page.inner_text(".map-readout"))[1]
+        entropy = re.search(r"entropy of the query ([\d.]+) nats", one.page.inner_text(".map-readout"))[1]
         assert float(entropy) == pytest.approx(data["entropy"].values[text, layer, head, query], abs=0.0051)
 
 
-def test_exact_weights_of_a_model(tab: Opens, mini: Served) -> None:
+def test_readout_shows_exact_weights_of_a_model(tab: Opens, mini: Served) -> None:
     data = mini.profile("mini").data
     n = data.sizes["query"]
     weights = data["weights"].values[0, 2, 3]
@@ -160,13 +159,11 @@ def test_exact_weights_of_a_model(tab: Opens, mini: Served) -> None:
     view = view_of(one, n, n)
     for query, key in ((n - 1, 0), (n - 1, n - 1), (n // 2, n // 3), (3, 1)):
         point(one, view, query, key)
-        expect(one.page.locator(".map-pair").nth(0)).to_contain_text(f"{query} ")
-        expect(one.page.locator(".map-pair").nth(1)).to_contain_text(f"{key} ")
-        assert shown(one)[:2] == (query, key)
+        one.eventually(lambda query=query, key=key: shown(one)[:2] == (query, key))
         assert same(shown(one)[2], weights[query, key])
 
 
-def test_from_afar_the_exact_weight_and_what_its_pixel_pools(tab: Opens, served: Served) -> None:
+def test_zoomed_out_readout_shows_the_exact_weight_and_its_bin(tab: Opens, served: Served) -> None:
     weights = served.profile("wide").data["weights"].values[0, 0, 1]
     one = tab().open("map", "wide", head=1)
     view = view_of(one, 600, 600)
@@ -184,37 +181,37 @@ def test_from_afar_the_exact_weight_and_what_its_pixel_pools(tab: Opens, served:
     assert same(weight_of(re.search(r"mean (.*?%)", said)[1]), pooled.mean())
 
 
-def test_what_the_mask_hides_is_nothing(tab: Opens) -> None:
+def test_masked_pair_is_named_as_masked(tab: Opens) -> None:
     one = tab().open("map", "gpt", layer=0, head=4)
     point(one, view_of(one, 61, 61), 10, 40)
-    expect(one.page.locator(".map-weight")).to_contain_text("hidden by the mask")
+    expect(one.page.locator(".map-weight")).to_contain_text("masked")
     assert shown(one) == (10, 40, 0)
 
 
 # ---- tiles ----------------------------------------------------------------------------------------------------
 
 
-def test_tiles_of_the_whole_map(tab: Opens) -> None:
+def test_whole_map_requests_its_tiles(tab: Opens) -> None:
     one = rested(tab().open("map", "wide", head=1))
-    assert set(one.tiles()) == {f"0/0/0/1/{tile}" for tile in view_of(one, 600, 600).tiles()}
-    assert len(set(one.tiles())) == 5  # four, and the one that shows all
+    one.eventually(lambda: set(one.tiles()), {f"0/0/0/1/{tile}" for tile in view_of(one, 600, 600).tiles()})
+    assert len(set(one.tiles())) == 5  # four and the overview
 
 
 @pytest.mark.parametrize(("x", "y", "z"), [(300, 300, 1), (40, 560, 3.5), (590, 10, 0.2), (258, 300, 5)])
-def test_tiles_of_a_part(tab: Opens, x: float, y: float, z: float) -> None:
+def test_part_of_a_map_requests_the_visible_tiles(tab: Opens, x: float, y: float, z: float) -> None:
     one = rested(tab().open("map", "wide", x=x, y=y, z=z))
     view = view_of(one, 600, 600)
     assert view.zoom == 2
-    assert set(one.tiles()) == {f"0/0/0/0/{tile}" for tile in view.tiles()}
+    one.eventually(lambda: set(one.tiles()), {f"0/0/0/0/{tile}" for tile in view.tiles()})
     first, last, left, right = *view.rows, *view.columns
-    if (last - first) * (right - left) < 2000:  # near enough for every token to have its label
+    if (last - first) * (right - left) < 2000:  # every token has a label
         said = texts_of(check_pictures(one))
         keys = [f"{at}" for at in range(left + 1, right)]
         assert [key for key in keys if not any(text.endswith(key) for text in said)] == []
 
 
 @pytest.mark.slow
-def test_zooming_asks_for_what_comes_into_view_and_for_nothing_twice(tab: Opens) -> None:
+def test_zooming_requests_each_tile_once(tab: Opens) -> None:
     one = rested(tab().open("map", "wide"))
     box = one.page.locator(".map-canvas").bounding_box()
     far = view_of(one, 600, 600)
@@ -222,7 +219,7 @@ def test_zooming_asks_for_what_comes_into_view_and_for_nothing_twice(tab: Opens)
     before = one.page.url
     one.page.mouse.move(box["x"] + x, box["y"] + y)
     held = []
-    for _ in range(5):  # what is smaller than the stage is kept in its middle; then the pointer holds the map
+    for _ in range(5):  # a map smaller than the stage stays centred; afterwards the token under the pointer stays
         one.page.mouse.wheel(0, -240)
         one.pause(300)
         held.append(shown(one)[:2])
@@ -232,13 +229,13 @@ def test_zooming_asks_for_what_comes_into_view_and_for_nothing_twice(tab: Opens)
     rested(one)
     near = view_of(one, 600, 600)
     assert near.scale > 8 * far.scale
-    assert {f"0/0/0/0/{tile}" for tile in near.tiles()} <= set(one.tiles())
+    one.eventually(lambda: {f"0/0/0/0/{tile}" for tile in near.tiles()} <= set(one.tiles()))
     one.page.focus(".map-canvas")
     since = len(one.requests)
     one.press("0")
     one.page.wait_for_url(lambda url: "z=" not in url)
     rested(one)
-    # The readout of a bin asks for its mean, too; what was shown before is kept.
+    # The readout of a bin requests its mean, too; tiles that were shown before are cached.
     assert [tile for tile in one.tiles(since) if "/max/" in tile] == []
     one.page.go_back()
     one.page.wait_for_url(lambda url: "z=" in url)
@@ -246,7 +243,7 @@ def test_zooming_asks_for_what_comes_into_view_and_for_nothing_twice(tab: Opens)
     one.page.wait_for_url(before)
 
 
-def test_panning_with_the_mouse_moves_the_view(tab: Opens) -> None:
+def test_dragging_moves_the_view_without_pinning(tab: Opens) -> None:
     one = tab().open("map", "wide", x=300, y=300, z=2)
     box = one.page.locator(".map-canvas").bounding_box()
     middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
@@ -259,18 +256,17 @@ def test_panning_with_the_mouse_moves_the_view(tab: Opens) -> None:
     assert float(one.state["y"]) == pytest.approx(310, abs=0.6)
     assert "cq" not in one.state  # a drag is no click
     rested(one)
-    assert {f"0/0/0/0/{tile}" for tile in view_of(one, 600, 600).tiles()} <= set(one.tiles())
+    one.eventually(lambda: {f"0/0/0/0/{tile}" for tile in view_of(one, 600, 600).tiles()} <= set(one.tiles()))
 
 
-def test_means_are_other_tiles(tab: Opens, served: Served) -> None:
+def test_mean_pooling_requests_and_exports_mean_tiles(tab: Opens, served: Served) -> None:
     one = rested(tab().open("map", "wide"))
     since = len(one.requests)
     one.page.click('.map-settings label:has-text("mean")')
     rested(one)
-    assert one.state["pool"] == "mean"
-    assert set(one.tiles(since)) == {f"0/0/0/0/{x}" for x in view_of(one, 600, 600).tiles("mean")} - {
-        "0/0/0/0/max/0/0/0"
-    }
+    one.arrives(pool="mean")
+    wanted = {f"0/0/0/0/{x}" for x in view_of(one, 600, 600).tiles("mean")} - {"0/0/0/0/max/0/0/0"}
+    one.eventually(lambda: set(one.tiles(since)), wanted)
     weights = served.profile("wide").data["weights"].values[0, 0, 0]
     rows = one.table()
     want = weights.reshape(300, 2, 300, 2).mean((1, 3))
@@ -279,20 +275,20 @@ def test_means_are_other_tiles(tab: Opens, served: Served) -> None:
     assert [int(rows[301][name]) for name in ("first_query", "last_query", "first_key", "last_key")] == [2, 3, 2, 3]
 
 
-def test_a_profile_without_maps_says_why(tab: Opens) -> None:
+def test_profile_without_maps_explains_why(tab: Opens) -> None:
     one = tab().open("map", "long")
-    assert "The profile keeps no maps" in one.page.inner_text(".map-why")
+    expect(one.page.locator(".map-why")).to_contain_text("The profile has no maps")
     assert one.tiles() == []
     one.page.click("#export")
     one.page.click("#export-menu [data-kind=csv]")
     expect(one.page.locator("#troubles")).to_contain_text("no map to save")
 
 
-# ---- address, keys, looks -------------------------------------------------------------------------------------
+# ---- address, keys, theme -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_an_address_brings_back_the_view(tab: Opens) -> None:
+def test_address_restores_the_view(tab: Opens) -> None:
     one = tab().open("map", "wide", head=1)
     one.page.click('.map-settings label:has-text("mean")')
     one.page.click('.map-settings label:has-text("linear")')
@@ -305,27 +301,26 @@ def test_an_address_brings_back_the_view(tab: Opens) -> None:
     one.page.mouse.move(0, 0)
     other = tab().follow(one.page.url)
     assert other.page.url == one.page.url
+    for tab_ in (one, other):
+        tab_.eventually(lambda tab_=tab_: shown(tab_)[:2], (512, 77))
     assert shown(other) == shown(one)
-    assert shown(other)[:2] == (512, 77)
-    other.comes_to_say(one.text())
+    other.eventually(other.text, one.text())
     box = one.page.locator(".map-canvas").bounding_box()
-    for part in (0.3, 0.45, 0.6):  # the same token under the same place
+    for part in (0.3, 0.45, 0.6):  # the same token at the same place
         for tab_ in (one, other):
             tab_.page.mouse.move(box["x"] + part * box["width"], box["y"] + part * box["height"])
-        expect(other.page.locator(".map-pair").nth(1)).to_have_text(one.page.locator(".map-pair").nth(1).inner_text())
-        assert shown(other) == shown(one)
+        other.eventually(lambda: shown(other) == shown(one))
 
 
-def test_the_crosshair_is_moved_with_keys(tab: Opens, served: Served) -> None:
+def test_keys_move_the_crosshair_and_zoom(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 0]
     one = tab().open("map", "two", text=1, layer=0, head=0)
     one.page.focus('[aria-label="Whole map (0)"]')
     one.press("Shift+Tab", "Shift+Tab", "Shift+Tab")
-    assert one.page.evaluate("document.activeElement.className").startswith("map-canvas")
+    one.until("document.activeElement.classList.contains('map-canvas')")
     start = shown(one)
     one.press("ArrowUp", "ArrowUp", "ArrowRight")
-    expect(one.page.locator(".map-pair").nth(0)).to_contain_text(f"{start[0] - 2} ")
-    assert shown(one)[:2] == (start[0] - 2, start[1] + 1)
+    one.eventually(lambda: shown(one)[:2], (start[0] - 2, start[1] + 1))
     assert same(shown(one)[2], weights[start[0] - 2, start[1] + 1])
     one.press("Enter")
     one.page.wait_for_url(lambda url: f"cq={start[0] - 2}" in url)
@@ -334,42 +329,42 @@ def test_the_crosshair_is_moved_with_keys(tab: Opens, served: Served) -> None:
     one.page.wait_for_url(lambda url: "z=" in url)
     one.press("0")
     one.page.wait_for_url(lambda url: "z=" not in url)
-    expect(one.page.locator("#live")).to_contain_text("exact weight")  # said by a screen reader
+    expect(one.page.locator("#live")).to_contain_text("exact weight")  # announced by a screen reader
     one.press("Escape")
     one.page.wait_for_url(lambda url: "cq=" not in url)
     one.press("n")  # the next head
     one.settled()
-    assert one.state["head"] == "1"
+    one.arrives(head=1)
 
 
-def test_a_pin_leads_to_the_text(tab: Opens) -> None:
+def test_pin_can_be_shown_in_the_text(tab: Opens) -> None:
     one = tab().open("map", "two", layer=1, head=1, cq=5, ck=9)
-    assert shown(one)[:2] == (5, 9)
+    one.eventually(lambda: shown(one)[:2], (5, 9))
     one.page.click('.map-pinned [data-key="text"]')
     one.settled()
-    assert one.at == "text"
-    assert one.state["pins"] == "5"
+    one.arrives("text", pins=5)
 
 
-def test_another_text_is_seen_whole(tab: Opens) -> None:
+def test_another_text_resets_the_view(tab: Opens) -> None:
     one = tab().open("map", "two", text=1, layer=1, head=1, x=30, y=30, z=5, cq=30, ck=36)
     one.page.select_option('#context [data-key="text"]', index=0)
     one.settled()
-    assert one.state == {"source": one.state["source"], "group": "0", "text": "0", "layer": "1", "head": "1"}
-    assert set(one.tiles()[-1:]) == {"0/0/1/1/max/0/0/0"}
-    assert one.page.inner_text(".map-readout").startswith("Point at the map")
+    source = one.state["source"]
+    one.eventually(lambda: one.state, {"source": source, "group": "0", "text": "0", "layer": "1", "head": "1"})
+    one.eventually(lambda: one.tiles()[-1:], ["0/0/1/1/max/0/0/0"])
+    expect(one.page.locator(".map-readout")).to_contain_text("Point at the map")
 
 
-def test_a_pin_belongs_to_its_text(tab: Opens) -> None:
+def test_another_text_removes_the_pin(tab: Opens) -> None:
     one = tab().open("map", "two", text=1, layer=1, head=1, cq=5, ck=9)
-    assert shown(one)[:2] == (5, 9)
+    one.eventually(lambda: shown(one)[:2], (5, 9))
     one.page.select_option('#context [data-key="text"]', index=0)
     one.settled()
-    assert "cq" not in one.state
-    assert one.page.locator(".map-pinned button").count() == 0
+    one.eventually(lambda: "cq" not in one.state)
+    expect(one.page.locator(".map-pinned button")).to_have_count(0)
 
 
-def test_the_view_is_kept_from_head_to_head(tab: Opens) -> None:
+def test_another_head_keeps_the_view(tab: Opens) -> None:
     one = rested(tab().open("map", "wide", x=300, y=300, z=2))
     box = one.page.locator(".map-canvas").bounding_box()
     middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
@@ -377,13 +372,13 @@ def test_the_view_is_kept_from_head_to_head(tab: Opens) -> None:
     one.page.mouse.down()
     one.page.mouse.move(middle[0] + 80, middle[1], steps=4)
     one.page.mouse.up()
-    one.press("n")  # before the address follows
+    one.press("n")  # before the view is written into the address
     one.page.wait_for_url(lambda url: "head=1" in url and "x=280" in url)
     one.pause(500)
     assert one.state["x"] == "280"
 
 
-def test_an_address_without_a_view_shows_all(tab: Opens, served: Served) -> None:
+def test_address_without_a_view_shows_the_whole_map(tab: Opens, served: Served) -> None:
     weights = served.profile("wide").data["weights"].values[0, 0, 1]
     one = rested(tab().open("map", "wide", x=100, y=500, z=3))
     one = rested(one.open("map", "wide", head=1))
@@ -394,12 +389,13 @@ def test_an_address_without_a_view_shows_all(tab: Opens, served: Served) -> None
     assert same(weight, weights[query, key])
 
 
-def test_a_head_that_cannot_be_had_leaves_no_other_under_its_name(tab: Opens) -> None:
+def test_failed_map_does_not_show_the_previous_head(tab: Opens) -> None:
     one = rested(tab().open("map", "wide"))
     one.page.route("**/map/0/0/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
     one.press("n")
     expect(one.page.locator(".map-why")).to_contain_text("The disk is full.")
     point(one, view_of(one, 600, 600), 433, 120)
+    one.pause(100)
     assert one.page.locator(".map-weight").count() == 0
     one.expect("500")
     one.page.unroute("**/map/0/0/0/1")
@@ -410,9 +406,9 @@ def test_a_head_that_cannot_be_had_leaves_no_other_under_its_name(tab: Opens) ->
     expect(one.page.locator(".map-weight")).to_be_visible()
 
 
-def test_a_tile_that_fails_does_not_hold_up_others(tab: Opens) -> None:
+def test_failed_tile_does_not_delay_other_tiles(tab: Opens) -> None:
     one = tab()
-    # The failed one would be asked for again after three seconds: here that time never comes.
+    # A failed tile is requested again after three seconds: this script disables that timer.
     one.page.add_init_script("{ const s = setTimeout; window.setTimeout = (f, ms) => (ms > 1500 ? 0 : s(f, ms)); }")
     one.page.route("**/max/2/0/0", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
     one.open("map", "wide", x=80, y=80, z=2)
@@ -425,17 +421,17 @@ def test_a_tile_that_fails_does_not_hold_up_others(tab: Opens) -> None:
     one.expect("500|The disk is full")
 
 
-def test_the_map_fills_the_window_and_no_more(tab: Opens) -> None:
+def test_map_fills_the_window_without_scrolling(tab: Opens) -> None:
     one = tab().open("map", "wide")
-    assert one.page.evaluate("document.documentElement.scrollHeight - innerHeight") <= 0
+    one.until("document.documentElement.scrollHeight - innerHeight <= 0")
     canvas = one.page.locator(".map-canvas").bounding_box()
     assert canvas["width"] * canvas["height"] > 0.5 * 1280 * 720
     assert canvas["y"] + canvas["height"] <= 720
 
 
-def test_the_map_is_painted_in_the_theme(tab: Opens) -> None:
-    """Where the weight is, the picture is darkest in the light, and lightest in the dark."""
-    one = tab().open("map", "gpt", layer=1, head=1, scale="linear")  # each attends to the token before
+def test_map_colours_follow_the_theme(tab: Opens) -> None:
+    """Large weights are dark in the light theme and light in the dark theme."""
+    one = tab().open("map", "gpt", layer=1, head=1, scale="linear")  # each query attends to the previous token
     view = view_of(one, 61, 61)
     corner, peak, rest = (2, 2), view.place(40, 39), view.place(40, 20)
     brightness = """(places) => {
@@ -446,19 +442,24 @@ def test_the_map_is_painted_in_the_theme(tab: Opens) -> None:
         const colour = ([x, y]) => Array.from(context.getImageData(x, y, 1, 1).data.slice(0, 3));
         return places.map((place) => colour(place).reduce((a, b) => a + b));
     }"""
-    paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
-    assert strong + 200 < weak <= paper + 30
+
+    def light() -> bool:
+        paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
+        return strong + 200 < weak <= paper + 30
+
+    def dark() -> bool:
+        paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
+        return paper < 150 and strong > weak + 200
+
+    one.eventually(light)
     one.press("t")
-    one.pause(100)
-    paper, strong, weak = one.page.evaluate(brightness, [corner, peak, rest])
-    assert paper < 150
-    assert strong > weak + 200
+    one.eventually(dark)
 
 
 # ---- hostile tokens, export -----------------------------------------------------------------------------------
 
 
-def test_hostile_tokens_are_named_as_text(tab: Opens) -> None:
+def test_readout_shows_hostile_tokens_literally(tab: Opens) -> None:
     one = tab().open("map", "hostile", layer=0, head=0, cq=0, ck=0)
     n, said = len(HOSTILE), ""
     view = view_of(one, n, n)
@@ -466,7 +467,7 @@ def test_hostile_tokens_are_named_as_text(tab: Opens) -> None:
         point(one, view, at, n - 1 - at)
         expect(one.page.locator(".map-pair").nth(0)).to_contain_text(f"query {at} ")
         said += one.page.inner_text(".map-readout")
-    assert [part for part in SEEN if part not in said] == []
+    assert [part for part in VISIBLE_PARTS if part not in said] == []
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None
     assert one.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     rows = one.table()
@@ -479,7 +480,7 @@ def test_hostile_tokens_are_named_as_text(tab: Opens) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_in_view_is_exported(tab: Opens, served: Served) -> None:
+def test_export_holds_the_visible_part(tab: Opens, served: Served) -> None:
     weights = served.profile("wide").data["weights"].values[0, 0, 0]
     one = tab().open("map", "wide", x=300, y=300, z=4)
     view = view_of(one, 600, 600)

@@ -1,4 +1,4 @@
-"""The text page in a real browser: whom a token attends to, who attends to it, and texts of any length."""
+"""The text page in a real browser: the weights of a token in both directions, and texts of any length."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from viewer_fixture import PHONE, SEEN, Served, Tab, check_pictures, overflow, texts_of
+from viewer_fixture import PHONE, VISIBLE_PARTS, Served, Tab, check_pictures, overflow, texts_of
 
 pytest_plugins = ["viewer_fixture"]
 expect = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright").expect
 
 Opens = Callable[..., Tab]
+LISTED = 8  # weights in the panel for each direction
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
 
@@ -21,8 +22,8 @@ def token(at: int, side: str = "query") -> str:
     return f"#text-{side}-{at}"
 
 
-def ties(tab: Tab, side: str) -> list[tuple[int, float]]:
-    """The list beside the text, [(position, weight), …]: side "to" or "from"."""
+def listed(tab: Tab, side: str) -> list[tuple[int, float]]:
+    """The weights in the panel, [(position, weight), …]; side "to" or "from"."""
     items = tab.page.locator(f".text-ties.{side} li")
     expect(items.first).to_be_visible()
     return [
@@ -32,30 +33,29 @@ def ties(tab: Tab, side: str) -> list[tuple[int, float]]:
 
 
 def share(words: str) -> float:
-    """A share as the page writes it: "12.3 %", "4.5 · 10⁻⁶ %"."""
+    """Parse a share of the page: "12.3 %", "4.5 · 10⁻⁶ %"."""
     number, power = re.search(r"([\d.,]+)\s(?:·\s10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)\s)?%", words).groups()
     return float(number.replace(",", "")) / 100 * 10 ** int((power or "⁰").translate(SUPERSCRIPT))
 
 
-def check_ties(found: list[tuple[int, float]], weights: np.ndarray) -> None:
-    """The strongest, in order, to the digits that are written."""
+def check_listed(tab: Tab, side: str, weights: np.ndarray) -> None:
+    """Wait until the panel lists the largest weights in order, and compare the shown digits."""
     order = np.argsort(-weights, kind="stable")
-    order = order[weights[order] > 0][: len(found)]
-    assert [at for at, _ in found] == order.tolist()
-    for at, shown in found:
+    order = order[weights[order] > 0][:LISTED].tolist()
+    tab.eventually(lambda: [at for at, _ in listed(tab, side)], order)
+    for at, shown in listed(tab, side):
         assert shown == pytest.approx(weights[at], rel=0.051, abs=1e-4)
 
 
-def pinned(tab: Tab) -> list[int]:
-    expect(tab.page.locator(".text-page")).to_be_visible()
-    return [int(x.replace(",", "")) for x in tab.page.locator(".text-pin small").all_inner_texts()]
+def expect_pinned(tab: Tab, positions: list[int]) -> None:
+    expect(tab.page.locator(".text-pin small")).to_have_text([str(at) for at in positions])
 
 
-# ---- whom, and who --------------------------------------------------------------------------------------------
+# ---- weights of a token ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [0, 1], ids=["padded", "second text"])
-def test_the_strongest_ties_are_those_of_the_weights(tab: Opens, served: Served, text: int) -> None:
+def test_panel_lists_the_largest_weights(tab: Opens, served: Served, text: int) -> None:
     data = served.profile("two").data
     n = int(data["n_keys"][text])
     weights = data["weights"].values[text, 1, 2, :n, :n]
@@ -63,9 +63,8 @@ def test_the_strongest_ties_are_those_of_the_weights(tab: Opens, served: Served,
     for at in (0, 7, n - 1):
         one.page.hover(token(at))
         expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of {n}")
-        assert len(ties(one, "to")) == 8
-        check_ties(ties(one, "to"), weights[at])
-        check_ties(ties(one, "from"), weights[:, at])
+        check_listed(one, "to", weights[at])
+        check_listed(one, "from", weights[:, at])
         rest = one.page.locator(".text-ties.to .text-note").inner_text()
         assert f"the other {n - 8}" in rest
         assert share(rest.split(":")[1].strip()) == pytest.approx(np.sort(weights[at])[:-8].sum(), rel=0.051)
@@ -73,50 +72,50 @@ def test_the_strongest_ties_are_those_of_the_weights(tab: Opens, served: Served,
     assert received == pytest.approx(weights[:, n - 1].sum() / n, rel=0.051)
 
 
-def test_the_mean_of_a_layer(tab: Opens, served: Served) -> None:
+def test_panel_shows_the_mean_of_a_layer(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[0, 1, :, :23, :23].mean(0)
     one = tab().open("text", "two", text=0, layer=1, head=2, pins=11)
     one.page.click('.text-settings label:has-text("its layer")')
     expect(one.page.locator(".text-key")).to_contain_text("mean of 4 heads")
     one.settled()
-    assert one.state["of"] == "layer"
-    check_ties(ties(one, "to"), weights[11])
-    check_ties(ties(one, "from"), weights[:, 11])
+    one.arrives(of="layer")
+    check_listed(one, "to", weights[11])
+    check_listed(one, "from", weights[:, 11])
 
 
-def test_two_texts_stand_side_by_side(tab: Opens, served: Served) -> None:
+def test_cross_attention_shows_both_texts(tab: Opens, served: Served) -> None:
     data = served.profile("cross").groups["cross"]
     weights = data["weights"].values[1, 0, 2, :4, :5]
     one = tab().open("text", "cross", group=2, text=1, layer=0, head=2)
     one.page.hover(token(2))
     expect(one.page.locator(".text-token p")).to_contain_text("query 2 of 4")
-    check_ties(ties(one, "to"), weights[2])
+    check_listed(one, "to", weights[2])
     assert one.page.locator(".text-ties.from").count() == 0
     one.page.hover(token(3, "key"))
     expect(one.page.locator(".text-token p")).to_contain_text("key 3 of 5")
-    check_ties(ties(one, "from"), weights[:, 3])
+    check_listed(one, "from", weights[:, 3])
     one.page.click(token(3, "key"))
     one.page.wait_for_url(lambda url: "pins=k3" in url)
 
 
-def test_a_sink_that_is_no_token_is_told(tab: Opens, served: Served) -> None:
-    """Of a causal text nobody attends to what comes later; rows of weights may sum to less than 1."""
+def test_causal_text_lists_only_visible_tokens(tab: Opens, served: Served) -> None:
+    """In a causal text, the query at 3 attends to four keys."""
     weights = served.profile("gpt").data["weights"].values[0, 0, 1]
     one = tab().open("text", "gpt", layer=0, head=1, pins=3)
-    check_ties(ties(one, "to"), weights[3])
-    assert len(ties(one, "to")) == 4
-    check_ties(ties(one, "from"), weights[:, 3])
+    check_listed(one, "to", weights[3])
+    assert len(listed(one, "to")) == 4
+    check_listed(one, "from", weights[:, 3])
 
 
-def test_tokens_are_shaded_by_their_weight(tab: Opens, served: Served) -> None:
+def test_shades_follow_the_weights(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 1]
     one = tab().open("text", "two", text=1, layer=0, head=1, pins=20)
-    ties(one, "to")
+    listed(one, "to")
     shades = one.page.evaluate(
         """() => Array.from({ length: 37 }, (_, at) => {
             const style = getComputedStyle(document.getElementById(`text-query-${at}`));
             const [r, g, b, a = 1] = style.backgroundColor.match(/[\\d.]+/g).map(Number);
-            return a ? r + g + b : 751; // the paper
+            return a ? r + g + b : 751; // the background
         })"""
     )
     order = np.argsort(-weights[20])
@@ -124,7 +123,7 @@ def test_tokens_are_shaded_by_their_weight(tab: Opens, served: Served) -> None:
     assert np.corrcoef(shades, np.sqrt(weights[20]))[0, 1] < -0.95
 
 
-def test_links_lead_one_layer_down(tab: Opens, served: Served) -> None:
+def test_following_a_link_goes_one_layer_down(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[0, :, :, :23, :23]
     one = tab().open("text", "two", text=0, layer=1, head=0, pins=9)
     items = one.page.locator(".text-links li")
@@ -136,42 +135,42 @@ def test_links_lead_one_layer_down(tab: Opens, served: Served) -> None:
     one.page.click('[data-key="follow-3"]')
     one.page.wait_for_url(lambda url: f"pins={to}" in url)
     one.settled()
-    assert (one.state["layer"], one.state["head"], one.state["trail"]) == ("0", "3", "1.3.9")
-    check_ties(ties(one, "to"), weights[0, 3, to])
+    one.arrives(layer=0, head=3, trail="1.3.9")
+    check_listed(one, "to", weights[0, 3, to])
     one.page.click('[data-key="step-0"]')
     one.page.wait_for_url(lambda url: "pins=9" in url)
-    assert (one.state["layer"], one.state["head"]) == ("1", "3")
+    one.arrives(layer=1, head=3)
 
 
 # ---- pins, address, keys --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_pins_are_in_the_address(tab: Opens) -> None:
+def test_pins_are_kept_in_the_address_and_the_history(tab: Opens) -> None:
     one = tab().open("text", "two", text=1, layer=1, head=1)
-    for at in (4, 30, 12):
+    for at, pins in ((4, "4"), (30, "4,30"), (12, "4,30,12")):
         one.page.click(token(at))
-    one.page.wait_for_url(lambda url: "pins=4%2C30%2C12" in url)
+        one.arrives(pins=pins)
     one.page.click('[data-key="unpin-1"]')
     one.settled()
     one.page.mouse.move(5, 5)
-    assert pinned(one) == [4, 12]
-    ties(one, "to")
+    expect_pinned(one, [4, 12])
+    listed(one, "to")
     other = tab().follow(one.page.url)
-    assert pinned(other) == [4, 12]
-    assert ties(other, "to") == ties(one, "to")
+    expect_pinned(other, [4, 12])
+    other.eventually(lambda: listed(other, "to") == listed(one, "to"))
     looks = """() => Array.from(document.querySelectorAll("[data-at]"),
         (x) => [x.className, x.style.background, x.style.boxShadow])"""
-    assert other.page.evaluate(looks) == one.page.evaluate(looks)
+    other.eventually(lambda: other.page.evaluate(looks) == one.page.evaluate(looks))
     one.page.go_back()
     one.settled()
-    assert pinned(one) == [4, 30, 12]
+    expect_pinned(one, [4, 30, 12])
     one.page.go_back()
     one.settled()
-    assert pinned(one) == [4, 30]
+    expect_pinned(one, [4, 30])
 
 
-def test_keys_alone(tab: Opens, served: Served) -> None:
+def test_keys_select_pin_and_unpin(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 0]
     one = tab().open("text", "two", text=1, layer=0, head=0)
     one.page.focus('[aria-label^="Find in the text"]')
@@ -179,48 +178,48 @@ def test_keys_alone(tab: Opens, served: Served) -> None:
         one.press("Tab")
         if one.page.evaluate("document.activeElement.className").startswith("flow"):
             break
-    assert one.page.evaluate("document.activeElement.getAttribute('role')") == "listbox"
+    one.until("document.activeElement.getAttribute('role') === 'listbox'")
     one.press("ArrowRight", "ArrowRight", "ArrowRight", "Enter")
     one.page.wait_for_url(lambda url: "pins=2" in url)
     expect(one.page.locator(token(2))).to_have_attribute("aria-selected", "true")
-    assert one.page.locator(".flow").get_attribute("aria-activedescendant") == token(2)[1:]
-    check_ties(ties(one, "to"), weights[2])
+    expect(one.page.locator(".flow")).to_have_attribute("aria-activedescendant", token(2)[1:])
+    check_listed(one, "to", weights[2])
     one.press("End")
     expect(one.page.locator(".text-token p")).to_contain_text("token 36 of 37")
-    check_ties(ties(one, "from"), weights[:, 36])
-    expect(one.page.locator("#live")).to_contain_text("attends to")  # said by a screen reader
+    check_listed(one, "from", weights[:, 36])
+    expect(one.page.locator("#live")).to_contain_text("attends to")  # announced by a screen reader
     one.press("ArrowUp")
     expect(one.page.locator(".text-token p")).not_to_contain_text("token 36")
     one.press("Escape", "Escape")
     one.page.wait_for_url(lambda url: "pins=" not in url)
 
 
-def test_words_are_found(tab: Opens) -> None:
+def test_search_finds_words(tab: Opens) -> None:
     one = tab().open("text", "two", text=1)
     token_of = one.page.inner_text(token(25)).strip()
     one.page.fill('[aria-label^="Find in the text"]', token_of.upper())
     expect(one.page.locator(".text-found")).to_have_text("1 of 1")
-    assert "hit" in one.page.locator(token(25)).get_attribute("class")
+    expect(one.page.locator(token(25))).to_have_class(re.compile(r"\bhit\b"))
     one.page.fill('[aria-label^="Find in the text"]', "nothing like it")
     expect(one.page.locator(".text-found")).to_have_text("not found")
 
 
-def test_a_head_that_cannot_be_had_leaves_no_other_under_its_name(tab: Opens, served: Served) -> None:
+def test_failed_weights_do_not_show_the_previous_head(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 1]
     one = tab().open("text", "two", text=1, pins=4)
-    ties(one, "to")
+    listed(one, "to")
     one.page.route("**/map/0/1/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
     one.press("n")
     expect(one.page.locator(".text-failed")).to_contain_text("The disk is full.")
-    assert one.page.locator("[data-at], .text-ties").count() == 0
+    expect(one.page.locator("[data-at], .text-ties")).to_have_count(0)
     one.expect("500")
     one.page.unroute("**/map/0/1/0/1")
     one.page.click(".text-failed button")
     expect(one.page.locator(token(4))).to_be_visible()
-    check_ties(ties(one, "to"), weights[4])
+    check_listed(one, "to", weights[4])
 
 
-def test_pointing_leaves_the_links_of_the_pin(tab: Opens) -> None:
+def test_pointing_keeps_the_links_of_the_pin(tab: Opens) -> None:
     one = tab().open("text", "two", text=1, layer=1, pins=4)
     expect(one.page.locator(".text-links li")).to_have_count(4)
     links = one.page.inner_text(".text-linked")
@@ -234,12 +233,12 @@ def test_pointing_leaves_the_links_of_the_pin(tab: Opens) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_text_is_in_the_document_in_part(tab: Opens, served: Served) -> None:
+def test_long_text_is_rendered_in_part(tab: Opens, served: Served) -> None:
     tokens = served.profile("long").data["key_token"].values[0]
     one = tab().open("text", "long")
     elements = "document.querySelectorAll('main *').length"
     assert one.page.evaluate(elements) < 6000
-    assert "The profile keeps no maps" in one.page.inner_text(".text-panel")
+    expect(one.page.locator(".text-panel")).to_contain_text("The profile has no maps")
     for at in (15_000, 19_999, 37):
         one = tab().open("text", "long", pins=at)
         expect(one.page.locator(token(at))).to_be_in_viewport()
@@ -251,8 +250,8 @@ def test_a_long_text_is_in_the_document_in_part(tab: Opens, served: Served) -> N
     for _ in range(5):
         one.page.mouse.move(400, 450)
         one.page.mouse.wheel(0, -3000)
-        one.page.wait_for_timeout(40)
-    assert one.page.locator(token(19_999)).count() == 0
+        one.pause(40)
+    expect(one.page.locator(token(19_999))).to_have_count(0)
     assert one.page.evaluate(elements) < 6000
     first, last = one.page.evaluate(
         """() => {
@@ -264,15 +263,15 @@ def test_a_long_text_is_in_the_document_in_part(tab: Opens, served: Served) -> N
             return [Math.min(...seen), Math.max(...seen), seen.length];
         }"""
     )[:2]
-    assert 200 < last - first < 3000  # the view is full of text
+    assert 200 < last - first < 3000  # the whole view is filled with text
     assert [one.page.inner_text(token(at)).strip() for at in range(first, first + 40)] == [
         x.removeprefix("▁") for x in tokens[first : first + 40]
     ]
 
 
 @pytest.mark.slow
-def test_all_of_a_text_is_there_once(tab: Opens, served: Served) -> None:
-    """Read by scrolling, no token is lost between blocks, and none comes twice."""
+def test_scrolling_shows_every_token_once(tab: Opens, served: Served) -> None:
+    """No token is missing or repeated at the borders of blocks."""
     one = tab().open("text", "wide")
     seen: dict[int, str] = {}
     for _ in range(12):
@@ -282,7 +281,7 @@ def test_all_of_a_text_is_there_once(tab: Opens, served: Served) -> None:
         assert len({at for at, _ in found}) == len(found)
         seen |= dict(found)
         one.page.locator(".flow").evaluate("(x) => { x.scrollTop += 500; }")
-        one.page.wait_for_timeout(40)
+        one.pause(40)
     tokens = served.profile("wide").data["key_token"].values[0]
     assert [seen[at].strip() for at in range(600)] == list(tokens)
 
@@ -291,16 +290,16 @@ def test_all_of_a_text_is_there_once(tab: Opens, served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_tokens_beside_the_text(tab: Opens) -> None:
+def test_panel_shows_hostile_tokens_literally(tab: Opens) -> None:
     one = tab().open("text", "hostile", pins="0,3")
-    ties(one, "to")
+    listed(one, "to")
     said = one.page.inner_text(".text-side")
     one.page.focus(".flow")
     for at in range(17):
         one.press("ArrowRight" if at else "Home")
         expect(one.page.locator(".text-token p")).to_contain_text(f"token {at} of 17")
         said += one.page.inner_text(".text-side")
-    assert [part for part in SEEN if part not in said] == []
+    assert [part for part in VISIBLE_PARTS if part not in said] == []
     assert "\u202e" not in said
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None
     one.page.fill('[aria-label^="Find in the text"]', "<script>")
@@ -309,22 +308,24 @@ def test_hostile_tokens_beside_the_text(tab: Opens) -> None:
     assert any("<img src=x" in text for text in said)
 
 
-def test_on_a_phone_a_touch_pins(tab: Opens) -> None:
+def test_tap_on_a_phone_pins(tab: Opens) -> None:
     one = tab(viewport=PHONE, has_touch=True, is_mobile=True).open("text", "two", text=1)
     one.page.tap(token(6))
     one.page.wait_for_url(lambda url: "pins=6" in url)
-    ties(one, "to")
-    assert overflow(one.page) <= 0
+    listed(one, "to")
+    one.eventually(lambda: overflow(one.page) <= 0)
 
 
-def test_the_data_of_the_text(tab: Opens, served: Served) -> None:
+def test_text_export_holds_the_weights(tab: Opens, served: Served) -> None:
     data = served.profile("two").data
     weights = data["weights"].values[1, 0, 3]
     one = tab().open("text", "two", text=1, layer=0, head=3, pins=17)
-    ties(one, "to")
+    listed(one, "to")
     rows = one.table()
     assert [row["token"].strip() for row in rows] == list(data["key_token"].values[1])
     for column, want in (("attended_to", weights[17]), ("attends", weights[:, 17]), ("received", weights.sum(0) / 37)):
-        np.testing.assert_allclose([float(row[column]) for row in rows], want, rtol=2e-4)  # received: from 16 bits
+        np.testing.assert_allclose(
+            [float(row[column]) for row in rows], want, rtol=2e-4
+        )  # received shares have 16 bits
     said = texts_of(check_pictures(one))
     assert {row["token"].strip() for row in rows} <= {text.strip() for text in said}

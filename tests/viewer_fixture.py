@@ -1,8 +1,8 @@
-"""A server with something to look at and a browser that looks: a pytest plugin for the tests of the viewer.
+"""A pytest plugin for the tests of the viewer: servers with profiles, and browser tabs.
 
-Every tab writes down what it asks for and what its console says; when the test ends, an error there or a request that
-left this machine fails it. Playwright's blocking interface leaves an event loop running in its thread, in which no
-other test could use asyncio: so a browser lives for one module, not for the session.
+Every tab records its requests and console messages. An error in the console or a request to another machine fails the
+test. The browser lives for one module and not for the session, because Playwright's blocking interface keeps an event
+loop running in its thread, in which no other test could use asyncio.
 
 Test modules say pytest_plugins = ["viewer_fixture"], and import from it before that: PYTEST_DONT_REWRITE.
 """
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from qkv.server.session import Session
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # should a page try, it fails, offline or not
+OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # requests to other hosts fail
 PATIENCE = 60  # seconds that a condition may take on a busy machine
 DESKTOP, PHONE = {"width": 1280, "height": 720}, {"width": 390, "height": 844}
 PAGES = ("overview", "map", "text", "sinks", "live", "compare", "align")
-OF_PROFILES = ("overview", "map", "text", "sinks", "compare")  # the others are of models
+PROFILE_PAGES = ("overview", "map", "text", "sinks", "compare")  # the other pages run models
 LIVE_TEXT = "import os\n\nclass Stack:\n    def __init__(self"
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,10 +50,10 @@ HOSTILE = [
     f"</script><script>{PWNED}</script>",
     f'<img src=x onerror="{PWNED}">',
     f"javascript:{PWNED}",
-    "\u202eevil",  # turns the direction of what follows
+    "\u202eevil",  # reverses the direction of the text after it
     "שלום",
     "سلام",
-    "👩‍👩‍👧‍👦",  # one picture of seven characters
+    "👩‍👩‍👧‍👦",  # one pictograph of seven characters
     "\u200b",
     "\x00\x07\x1b[31m",
     "\u2028\u2029",
@@ -64,7 +64,7 @@ HOSTILE = [
     "<!--",
     "end",
 ]
-SEEN = [  # parts of them that must be on the page as they are, wherever tokens are listed
+VISIBLE_PARTS = [  # parts of the hostile tokens that must appear literally wherever tokens are listed
     f"<script>{PWNED}</script>",
     '<img src=x onerror="',
     "שלום",
@@ -78,7 +78,7 @@ SEEN = [  # parts of them that must be on the page as they are, wherever tokens 
 ]
 
 
-# ---- what there is to look at ---------------------------------------------------------------------------------
+# ---- profiles and servers -------------------------------------------------------------------------------------
 
 
 def weights(layers: int, heads: int, n: int, *, seed: int, causal: bool = False, sharp: float = 2) -> np.ndarray:
@@ -88,7 +88,7 @@ def weights(layers: int, heads: int, n: int, *, seed: int, causal: bool = False,
 
 
 def words(n: int, seed: int = 0) -> list[str]:
-    """n tokens, of which no two are the same."""
+    """n different tokens."""
     stems = np.random.default_rng(seed).choice(["river", "stone", "lamp", "ship", "gull", "letter"], n)
     return [f"{stem}{i}" for i, stem in enumerate(stems)]
 
@@ -103,9 +103,9 @@ def two_texts() -> Profile:
 
 @cache
 def hostile() -> Profile:
-    """Every string is an attack, or hard to set."""
-    made_of = weights(2, 3, len(HOSTILE), seed=0)
-    data = made.dataset_from_weights([made_of], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]))
+    """Every string is an attack, or hard to display."""
+    attention = weights(2, 3, len(HOSTILE), seed=0)
+    data = made.dataset_from_weights([attention], [HOSTILE], modules=HOSTILE[:2], special=tuple(HOSTILE[:2]))
     attrs = {"model": HOSTILE[2], "text_preview": HOSTILE[0], "command": HOSTILE[1], "versions": {"x": HOSTILE[0]}}
     return Profile({"self": data}, attrs)
 
@@ -130,7 +130,7 @@ SOURCES: dict[str, Callable[[], Profile]] = {
 
 @dataclass
 class Served:
-    """A server, and its sources by name."""
+    """A running server and the ids of its sources by name."""
 
     url: str
     session: Session
@@ -144,7 +144,7 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
-    """Saved profiles of every kind."""
+    """A server with saved profiles of every kind."""
     pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
     pytest.importorskip("fastapi", reason="the viewer needs fastapi")
     from qkv.server.run import serve_in_thread
@@ -160,7 +160,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def mini() -> Iterator[Served]:
-    """The model that comes with qkv: exact maps, live answers, remedies."""
+    """A server with the model qkv-mini: exact maps, live answers, interventions."""
     pytest.importorskip("uvicorn", reason="the viewer needs uvicorn")
     pytest.importorskip("fastapi", reason="the viewer needs fastapi")
     from qkv.profiler.capture.models import load
@@ -180,37 +180,37 @@ def mini() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window."""
+    """Headless Chromium."""
     api = pytest.importorskip("playwright.sync_api", reason="driving a browser needs playwright")
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
         api.expect.set_options(timeout=PATIENCE * 1000)
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", NOWHERE])
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", OFFLINE])
         yield chromium
         chromium.close()
 
 
 @dataclass
 class Tab:
-    """A tab with the viewer, what it has asked for, and what went wrong in it."""
+    """A tab with the viewer, its requests, and the problems that occurred in it."""
 
     page: Page
     context: BrowserContext
     served: Served
     requests: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    _waiting: int = 0
+    _pending: int = 0
 
     def __post_init__(self) -> None:
-        self.page.on("console", self._said)
+        self.page.on("console", self._on_console)
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
-        self.page.on("request", self._asked)
+        self.page.on("request", self._on_request)
         for event in ("requestfinished", "requestfailed"):
-            self.page.on(event, self._answered)
+            self.page.on(event, self._on_answer)
 
     def open(self, page: str = "overview", source: str | None = None, **state: int | float | str) -> Tab:
-        """Go to a page of the viewer, as from a link."""
+        """Open a page of the viewer, as from a link."""
         if source is not None:
             state["source"] = self.served.ids[source]
         return self.follow(f"{self.served.url}#/{page}?{urlencode(state)}")
@@ -220,15 +220,15 @@ class Tab:
         return self.settled()
 
     def settled(self) -> Tab:
-        """Wait until a page is mounted and nothing is under way any more."""
+        """Wait until a page is mounted and no request is pending."""
         self.page.wait_for_selector("main > section:not([aria-busy])")
         quiet = 0
         for _ in range(PATIENCE * 40):
-            quiet = quiet + 1 if self._waiting == 0 else 0
+            quiet = quiet + 1 if self._pending == 0 else 0
             if quiet == 3:
                 return self
             self.pause(25)
-        raise AssertionError(f"requests are still under way after {PATIENCE} s: {self.requests[-5:]}")
+        raise AssertionError(f"requests are still pending after {PATIENCE} s: {self.requests[-5:]}")
 
     @property
     def state(self) -> dict[str, str]:
@@ -250,7 +250,7 @@ class Tab:
         return self
 
     def pause(self, milliseconds: int) -> Tab:
-        """Wait by the page's own clock, so every timer of the page that was set before and ends sooner has run."""
+        """Wait by the page's own clock, so that shorter timers of the page that started before have fired."""
         self.page.evaluate(
             "(ms) => new Promise((done) => setTimeout(() => requestAnimationFrame(done), ms))", milliseconds
         )
@@ -264,28 +264,35 @@ class Tab:
             self.pause(25)
         raise AssertionError(f"after {PATIENCE} s it is still false that {condition}")
 
+    def eventually(self, read: Callable[[], Any], expected: Any = True) -> Tab:
+        """Wait until `read` returns the expected value: a busy machine may draw or answer late."""
+        for _ in range(PATIENCE * 40):
+            if (found := read()) == expected:
+                return self
+            self.pause(25)
+        raise AssertionError(f"after {PATIENCE} s it is still {found!r}, expected {expected!r}")
+
+    def arrives(self, page: str | None = None, **state: int | str) -> Tab:
+        """Wait until the address shows this page and contains these keys."""
+        wanted = {key: str(value) for key, value in state.items()}
+        return self.eventually(
+            lambda: (page in (None, self.at), {key: self.state.get(key) for key in wanted}), (True, wanted)
+        )
+
     def text(self) -> str:
-        """What the page says, with what its controls hold."""
+        """The text of the page and of its input fields."""
         return self.page.evaluate(
             """() => [document.querySelector("main").innerText,
                 ...Array.from(document.querySelectorAll("main textarea, main input"), (x) => x.value)].join("\\n")"""
         )
 
-    def comes_to_say(self, text: str) -> None:
-        """What is asked for has come, but a busy machine draws it a little later."""
-        for _ in range(PATIENCE * 40):
-            if self.text() == text:
-                return
-            self.pause(25)
-        assert self.text() == text
-
     def tiles(self, since: int = 0) -> list[str]:
-        """The tiles asked for, as group/text/layer/head/pool/zoom/i/j."""
+        """The requested tiles, as group/text/layer/head/pool/zoom/i/j."""
         found = (re.search(r"/api/sources/\d+/tiles/[^/]+/(.+)$", url) for url in self.requests[since:])
         return [one[1] for one in found if one]
 
     def saved(self, kind: str) -> bytes:
-        """What the menu "Export" downloads: "png", "svg" or "csv"."""
+        """The file that the menu "Export" downloads: "png", "svg" or "csv"."""
         self.page.click("#export")
         with self.page.expect_download() as download:
             self.page.click(f"#export-menu [data-kind={kind}]")
@@ -293,33 +300,37 @@ class Tab:
         return Path(download.value.path()).read_bytes()
 
     def table(self) -> list[dict[str, str]]:
-        """The CSV of what is shown."""
+        """The rows of the exported CSV."""
         return list(csv.DictReader(io.StringIO(self.saved("csv").decode(), newline="")))
 
     def expect(self, pattern: str) -> None:
-        """A problem that the test has provoked: it must be there, and fails nothing."""
-        found = [problem for problem in self.problems if re.search(pattern, problem)]
-        assert found, f"nothing like {pattern} among {self.problems}"
+        """Wait for a problem that the test has provoked, and do not fail because of it."""
+        for _ in range(PATIENCE * 40):
+            found = [problem for problem in self.problems if re.search(pattern, problem)]
+            if found:
+                break
+            self.pause(25)
+        assert found, f"no problem matches {pattern} among {self.problems}"
         self.problems = [problem for problem in self.problems if problem not in found]
 
-    def _said(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):  # the viewer warns of all that it tells the user
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):  # the viewer also logs every error that it shows
             self.problems.append(f"console {message.type}: {message.text}")
 
-    def _asked(self, request: Request) -> None:
-        self._waiting += 1
+    def _on_request(self, request: Request) -> None:
+        self._pending += 1
         self.requests.append(request.url)
         parts = urlsplit(request.url)
         if parts.scheme not in ("data", "blob") and not request.url.startswith(self.served.url):
             self.problems.append(f"a request left the host: {request.url[:200]}")
 
-    def _answered(self, request: Request) -> None:
-        self._waiting -= 1
+    def _on_answer(self, request: Request) -> None:
+        self._pending -= 1
 
 
 @pytest.fixture
 def tab(browser: Browser, served: Served) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with a storage of its own."""
+    """Open tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate storage."""
     with ExitStack() as stack:
         tabs: list[Tab] = []
 
@@ -335,11 +346,11 @@ def tab(browser: Browser, served: Served) -> Iterator[Callable[..., Tab]]:
         assert not problems, "\n".join(problems)
 
 
-# ---- what is asked of a page ----------------------------------------------------------------------------------
+# ---- checks of a page -----------------------------------------------------------------------------------------
 
 
 def check_pictures(tab: Tab) -> ElementTree.Element:
-    """The SVG stands alone, and the PNG shows something at twice its size; gives the SVG."""
+    """Check that the SVG is self-contained and that the PNG of twice its size is not blank; returns the SVG."""
     drawing = ElementTree.fromstring(tab.saved("svg"))
     assert drawing.tag == f"{SVG}svg"
     assert len(list(drawing.iter())) > 10
@@ -360,27 +371,27 @@ def check_pictures(tab: Tab) -> ElementTree.Element:
 
 
 def texts_of(drawing: ElementTree.Element) -> list[str]:
-    """What an SVG says."""
+    """The texts of an SVG."""
     return ["".join(element.itertext()) for element in drawing.iter(f"{SVG}text")]
 
 
 def overflow(page: Page) -> int:
-    """Pixels by which the page is wider than its window."""
+    """The number of pixels by which the page is wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
 
 
 def nameless(page: Page) -> list[str]:
-    """Interactive elements that are shown and have no name."""
+    """Visible interactive elements without an accessible name."""
     return page.evaluate(NAMELESS)
 
 
 def faint(page: Page) -> list[str]:
-    """Texts whose contrast against what is behind them is less than 4.5, or 3 if they are large."""
+    """Texts whose contrast with their background is less than 4.5, or 3 for large text."""
     return page.evaluate(FAINT)
 
 
 def spilt(page: Page) -> list[str]:
-    """Texts that stick out of the box they belong in, over what stands beside them."""
+    """Texts that overflow their box and cover other elements."""
     return page.evaluate(SPILT)
 
 
@@ -394,7 +405,7 @@ SPILT = """() => {
     const range = document.createRange();
     range.selectNodeContents(walker.currentNode);
     const [text, room] = [range.getBoundingClientRect(), box.getBoundingClientRect()];
-    let clipped = false; // by something around it: then it covers nothing
+    let clipped = false; // text that an ancestor clips covers nothing
     for (let at = box; at && !clipped; at = at.parentElement) clipped = getComputedStyle(at).overflowX !== "visible";
     if (!clipped && text.right > room.right + 2) found.push(walker.currentNode.data.trim().slice(0, 40));
   }
@@ -424,7 +435,7 @@ FAINT = """() => {
   const behind = (x) => {
     const layers = [];
     for (let at = x; at && layers.at(-1)?.[3] !== 1; at = at.parentElement) {
-      if (getComputedStyle(at).backgroundImage !== "none") return null; // a picture: not known here
+      if (getComputedStyle(at).backgroundImage !== "none") return null; // the contrast with a picture is unknown
       layers.push(parsed(getComputedStyle(at).backgroundColor));
     }
     return layers.reverse().reduce((under, colour) => over(colour, under), [255, 255, 255, 1]);

@@ -71,7 +71,7 @@ def view(
         raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
 
     from qkv.profiler.capture.inputs import batches
-    from qkv.server.guard import EVERYWHERE
+    from qkv.server.guard import WILDCARDS
     from qkv.server.run import serve
     from qkv.server.session import Session
 
@@ -93,7 +93,7 @@ def view(
 
     def started(url: str) -> None:
         print_line("Viewer", url, main=True)
-        if host in EVERYWHERE:
+        if host in WILDCARDS:
             elsewhere = url.replace("localhost", socket.gethostname(), 1)
             print_line("", f"or, from another machine, {elsewhere}")
         print_line("", "Ctrl+C ends it.")

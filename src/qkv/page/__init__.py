@@ -1,1 +1,1 @@
-"""Pages of the report and of the viewer: HTML, style sheets, scripts."""
+"""HTML, style sheets and scripts of the report and of the viewer, as package data."""

@@ -1,21 +1,26 @@
-// The state of the viewer as an address, "#/map?source=0&layer=1&head=2", and which states there are.
+// The list of pages, and the state of the viewer as an address such as "#/map?source=0&layer=1&head=2".
 
-import { tellingHead } from "./heads.js";
+import { mostFocusedHead } from "./heads.js";
 import { integer, visible } from "./numbers.js";
 
+/**
+ * The pages of the viewer. Page `id` is the module page_<id>.js, which exports `mount(root, app)`, and may have a style
+ * sheet page_<id>.css. `profile`: the page needs a profile. `context`: the choosers of the bar (profile, text, head)
+ * apply to it. `missing(session)`: the reason why it has nothing to show, if any.
+ */
 export const PAGES = [
   { id: "overview", title: "Overview", profile: true, context: true },
   { id: "map", title: "Map", profile: true, context: true },
   { id: "text", title: "Text", profile: true, context: true },
   { id: "sinks", title: "Sinks", profile: true, context: true },
-  { id: "live", title: "Live", profile: false, context: false },
-  { id: "compare", title: "Compare", profile: true, context: false },
-  { id: "align", title: "Seq2seq & images", profile: false, context: false },
-]; // profile: needs an opened profile. context: the bar's choosers (profile, text, head) are about it.
+  { id: "live", title: "Live", missing: ({ live }) => !live && "No language model is loaded: open a model instead of a profile to type a text." },
+  { id: "compare", title: "Compare", profile: true },
+  { id: "align", title: "Seq2seq & images", missing: ({ align }) => !align.models.length && !align.captioner && "Neither a translation model nor a captioner is installed." },
+];
 
-export const SHARED = ["source", "group", "text", "layer", "head"]; // the keys that every page has
+export const SHARED = ["source", "group", "text", "layer", "head"]; // keys of the state that all pages share
 
-/** {page, key: value, …} of an address; numbers as numbers. A place in the page ("#main") is no address of a page. */
+/** Parse an address into {page, key: value, …}, with numbers as numbers. An anchor such as "#main" gives the overview. */
 export function parsedAddress(hash) {
   const [path, query = ""] = (hash.startsWith("#/") ? hash.slice(2) : "").split(/\?(.*)/s);
   const state = { page: path || "overview" };
@@ -31,60 +36,57 @@ export function addressOf({ page, ...keys }) {
   return `#/${page}${query.size ? `?${query}` : ""}`;
 }
 
-/** Why a page has nothing to show, or null. */
-export function reasonAgainst(page, session) {
+/** The reason why a page has nothing to show, or null. */
+export function missingReason(page, session) {
   if (page.profile && !session.sources.length) return "No profile is open.";
-  if (page.id === "live" && !session.live) return "No language model is loaded: open a model instead of a profile to type a text.";
-  if (page.id === "align" && !session.align.models.length && !session.align.captioner)
-    return "Neither a translation model nor a captioner is installed.";
-  return null;
+  return page.missing?.(session) || null;
 }
 
-/** The nearest page and profile that exist, and sentences on what did not. */
-export function settledPlace(state, session) {
-  const settled = { ...state }, said = [];
+/** Replace a page or profile that does not exist: {state, notes}, with a sentence in `notes` for each replacement. */
+export function validPlace(state, session) {
+  const valid = { ...state }, notes = [];
   const page = PAGES.find(({ id }) => id === state.page);
-  const reason = page ? reasonAgainst(page, session) : null;
+  const reason = page ? missingReason(page, session) : null;
   if (!page || reason) {
-    said.push(page ? `${page.title}: ${reason}` : `There is no page “${state.page}”; this is the overview.`);
-    settled.page = PAGES.find((other) => !reasonAgainst(other, session))?.id ?? "overview";
+    notes.push(page ? `${page.title}: ${reason}` : `There is no page “${state.page}”; this is the overview.`);
+    valid.page = PAGES.find((other) => !missingReason(other, session))?.id ?? "overview";
   }
   const source = session.sources.find(({ id }) => id === state.source);
   if (!source && session.sources.length) {
     const usable = session.sources.find((other) => other.state === "ready") ?? session.sources[0];
-    settled.source = usable.id;
-    if (state.source !== undefined) said.push(`There is no profile ${state.source}; ${usable.name} is shown.`);
+    valid.source = usable.id;
+    if (state.source !== undefined) notes.push(`There is no profile ${state.source}; ${usable.name} is shown.`);
   }
-  return { state: settled, said };
+  return { state: valid, notes };
 }
 
-/** The nearest group, text, layer and head of a profile, and sentences on what did not exist. */
-export function settledHead(state, page) {
-  const settled = { ...state }, said = [];
+/** Replace indices of group, text, layer and head that do not exist by the nearest: {state, notes}. */
+export function validHead(state, page) {
+  const valid = { ...state }, notes = [];
   const within = (key, count, fallback, one, many) => {
-    const asked = state[key];
-    if (asked === undefined) return fallback;
-    if (Number.isInteger(asked) && asked >= 0 && asked < count) return asked;
-    const nearest = Number.isFinite(asked) ? Math.min(Math.max(Math.round(asked), 0), count - 1) : fallback;
-    said.push(`There is no ${one} ${asked} among ${count} ${count === 1 ? one : many} (counted from 0); ${nearest} is shown.`);
+    const index = state[key];
+    if (index === undefined) return fallback;
+    if (Number.isInteger(index) && index >= 0 && index < count) return index;
+    const nearest = Number.isFinite(index) ? Math.min(Math.max(Math.round(index), 0), count - 1) : fallback;
+    notes.push(`There is no ${one} ${index} among ${count} ${count === 1 ? one : many} (counted from 0); ${nearest} is shown.`);
     return nearest;
   };
-  settled.group = within("group", page.groups.length, page.main, "kind of attention", "kinds of attention");
-  const group = page.groups[settled.group];
-  settled.text = within("text", group.texts.length, 0, "text", "texts");
-  const opening = tellingHead(group, group.texts[settled.text]);
-  settled.layer = within("layer", group.layers.length, opening.layer, "layer", "layers");
-  settled.head = within("head", group.heads.length, opening.head, "head", "heads");
-  return { state: settled, said };
+  valid.group = within("group", page.groups.length, page.main, "kind of attention", "kinds of attention");
+  const group = page.groups[valid.group];
+  valid.text = within("text", group.texts.length, 0, "text", "texts");
+  const first = mostFocusedHead(group, group.texts[valid.text]);
+  valid.layer = within("layer", group.layers.length, first.layer, "layer", "layers");
+  valid.head = within("head", group.heads.length, first.head, "head", "heads");
+  return { state: valid, notes };
 }
 
-/** A text's first words, for a chooser. */
+/** The first words of a text, for a chooser. */
 export function openingWords(text, tokens = 9) {
   const words = visible(text.keys.slice(0, tokens).join("").replace(/\s+/g, " ").trim());
   return text.n_keys > tokens ? `${words} …` : words;
 }
 
-/** How long a text is, in words. */
+/** The length of a text in words. */
 export function lengthWords({ n_queries, n_keys }) {
   if (n_queries === n_keys) return `${integer(n_keys)} ${n_keys === 1 ? "token" : "tokens"}`;
   return `${integer(n_queries)} queries × ${integer(n_keys)} keys`;

@@ -1,4 +1,4 @@
-// Held-out scenes, the words that a captioner says of each, and where it looked for them.
+// Captions of held-out scenes, with the attention weights on the image for each word.
 
 import { drawScene } from "./align_scene.js";
 import { choice } from "./charts.js";
@@ -13,8 +13,8 @@ const PACE = 1100; // milliseconds a word is shown while playing
 
 export class AlignCaptions {
   #app;
-  #scenes; // how many there are
-  #known = new Map(); // scene → promise of its answer
+  #scenes; // number of scenes
+  #cache = new Map(); // scene → promise of its answer
   #stop = new AbortController();
   #scene = null;
   #answer = null;
@@ -31,7 +31,7 @@ export class AlignCaptions {
     const canvas = h("canvas", { class: "align-image", role: "img" });
     this.#parts = {
       canvas, words: h("div", { class: "align-words", role: "group", "aria-label": "Words of the caption" }), truth: h("p", { class: "align-truth" }), strip: h("div", { class: "align-strip", role: "group", "aria-label": "Scenes" }),
-      readout: h("output", { class: "readout", "aria-live": "polite" }), caption: h("p", { class: "align-said" }), place: h("span", { class: "align-place" }), play: h("button", { type: "button", class: "quiet", onclick: () => this.#toggle() }, "Play"),
+      readout: h("output", { class: "readout", "aria-live": "polite" }), caption: h("p", { class: "align-output" }), place: h("span", { class: "align-place" }), play: h("button", { type: "button", class: "quiet", onclick: () => this.#toggle() }, "Play"),
       overlay: h("div", {}),
     };
     const { play, place, strip, words, truth, readout, caption, overlay } = this.#parts;
@@ -47,8 +47,8 @@ export class AlignCaptions {
         h("figure", { class: "align-figure" }, canvas, readout,
           h("div", { class: "controls align-controls" }, play, overlay,
             h("label", { class: "align-slider" }, h("span", {}, "Darken the rest"), h("input", { type: "range", min: 0, max: 1, step: 0.05, value: this.#dark, oninput: (event) => { this.#dark = Number(event.target.value); this.#paint(); } })))),
-        h("div", { class: "align-told" }, h("h2", {}, "What it says"), caption, truth,
-          h("p", { class: "note" }, `${name} has never seen this scene, nor one of this description. The image is as bright as the weight with which it looked for the word is strong.`), words)));
+        h("div", { class: "align-told" }, h("h2", {}, "Caption"), caption, truth,
+          h("p", { class: "note" }, `${name} was not trained on this scene, nor on any scene with this description. The brighter a part of the image, the larger the attention weight on it when the word was generated.`), words)));
     this.#drawOverlay();
   }
 
@@ -73,21 +73,21 @@ export class AlignCaptions {
   }
 
   #caption(scene) {
-    if (!this.#known.has(scene)) {
+    if (!this.#cache.has(scene)) {
       const promise = this.#app.post("/api/caption", { scene }, { signal: this.#stop.signal }).then((answer) => ({
         ...answer, pixels: bytesOf(answer.image),
       }));
-      promise.catch(() => this.#known.delete(scene));
-      this.#known.set(scene, promise);
+      promise.catch(() => this.#cache.delete(scene));
+      this.#cache.set(scene, promise);
     }
-    return this.#known.get(scene);
+    return this.#cache.get(scene);
   }
 
   async #open(scene, word) {
     this.#strip();
     try {
       const answer = await this.#caption(scene);
-      if (scene !== this.#scene) return; // another one was chosen meanwhile
+      if (scene !== this.#scene) return; // another scene was chosen meanwhile
       this.#answer = answer;
       this.#word = Math.min(Math.max(word, 0), Math.max(answer.words.length - 1, 0));
       this.draw();
@@ -102,7 +102,7 @@ export class AlignCaptions {
     place.textContent = `Scene ${integer(this.#scene)} of 0–${integer(this.#scenes - 1)}`;
     replace(strip, ...Array.from({ length: STRIP }, (_, i) => {
       const scene = (first + i + this.#scenes) % this.#scenes, canvas = h("canvas", { width: 40, height: 40 });
-      this.#caption(scene).then((answer) => drawScene(canvas, answer, 1), () => {}); // the scene itself says when it cannot be had
+      this.#caption(scene).then((answer) => drawScene(canvas, answer, 1), () => {}); // #open reports the error
       return h("button", { type: "button", class: "align-thumb", "data-key": `scene-${scene}`, "aria-label": `Scene ${scene}`, "aria-current": scene === this.#scene ? "true" : null, onclick: () => this.#app.go({ scene, word: null }, { replace: true }) }, canvas);
     }));
     const current = strip.querySelector("[aria-current]");
@@ -115,21 +115,21 @@ export class AlignCaptions {
 
   draw() {
     if (!this.#answer) return;
-    const { words, truth, caption } = this.#parts, { words: said, truth: right } = this.#answer, same = said.join(" ") === right;
-    caption.replaceChildren(...said.flatMap((word, i) => [h("span", { class: `align-target${i === this.#word ? " align-now" : ""}` }, word), " "]), said.length ? "" : "Nothing.");
-    truth.replaceChildren(h("small", {}, "Truth: "), h("span", {}, right), " ", h("b", { class: same ? "align-right" : "align-wrong" }, same ? "✓ word for word" : "✗ differs"));
-    replace(words, ...said.map((word, i) => {
+    const { words, truth, caption } = this.#parts, { words: generated, truth: expected } = this.#answer, same = generated.join(" ") === expected;
+    caption.replaceChildren(...generated.flatMap((word, i) => [h("span", { class: `align-target${i === this.#word ? " align-now" : ""}` }, word), " "]), generated.length ? "" : "(empty)");
+    truth.replaceChildren(h("small", {}, "Truth: "), h("span", {}, expected), " ", h("b", { class: same ? "align-right" : "align-wrong" }, same ? "✓ identical" : "✗ differs"));
+    replace(words, ...generated.map((word, i) => {
       const canvas = h("canvas", {});
       drawScene(canvas, this.#answer, SMALL, this.#light(i));
       return h("button", {
-        type: "button", class: "align-multiple", "data-key": `said-${i}`, "aria-pressed": i === this.#word ? "true" : "false", onpointerenter: () => this.#turn(i, false), onfocus: () => this.#turn(i, false),
+        type: "button", class: "align-multiple", "data-key": `word-${i}`, "aria-pressed": i === this.#word ? "true" : "false", onpointerenter: () => this.#turn(i, false), onfocus: () => this.#turn(i, false),
         onclick: () => { this.#pause(); this.#turn(i, true); },
       }, canvas, h("span", {}, word));
     }));
     this.#paint();
   }
 
-  /** Show another word; `keep` writes it into the address. */
+  /** Show the weights of another word; `keep` writes it into the address. */
   #turn(word, keep) {
     if (this.#play && !keep) return;
     this.#word = word;
@@ -143,7 +143,7 @@ export class AlignCaptions {
     const { canvas, readout } = this.#parts;
     if (!this.#answer) return;
     drawScene(canvas, this.#answer, LARGE, this.#answer.words.length ? this.#light(this.#word) : null);
-    canvas.setAttribute("aria-label", `The scene, bright where the model looked. ${this.#sentence()}`);
+    canvas.setAttribute("aria-label", `The scene, bright where the attention weights are large. ${this.#sentence()}`);
     readout.textContent = this.#sentence();
   }
 
@@ -154,7 +154,7 @@ export class AlignCaptions {
   #sentence() {
     const { words, weights } = this.#answer;
     if (!words.length) return "";
-    return `To say “${words[this.#word]}”: at most ${percent(Math.max(...weights[this.#word].flat()))} of the weight in one cell.`;
+    return `“${words[this.#word]}”: the largest weight of a cell is ${percent(Math.max(...weights[this.#word].flat()))}.`;
   }
 
   #point(event) {
@@ -162,7 +162,7 @@ export class AlignCaptions {
     const { canvas, readout } = this.#parts, { size, gh, gw, weights, words } = this.#answer, frame = canvas.getBoundingClientRect();
     const pixel = [(event.clientY - frame.top) / frame.height, (event.clientX - frame.left) / frame.width].map((share) => share * size - 0.5);
     const [i, j] = pixel.map((at, axis) => Math.min(Math.max(Math.round(at / (size / [gh, gw][axis])), 0), [gh, gw][axis] - 1));
-    readout.textContent = `Cell (${i}, ${j}): ${percent(weights[this.#word][i][j])} of the weight, to say “${words[this.#word]}”.`;
+    readout.textContent = `“${words[this.#word]}”: cell (${i}, ${j}) has ${percent(weights[this.#word][i][j])} of the weight.`;
   }
 
   #toggle() {
@@ -192,14 +192,14 @@ export class AlignCaptions {
       name: `${this.#app.session.align.captioner.name}-scene${this.#scene}`,
       svg: () => {
         const side = 120, gap = 14;
-        const images = [["the image", null], ...answer.words.map((word, i) => [word, this.#light(i)])].map(([word, light], i) => {
+        const images = [["image", null], ...answer.words.map((word, i) => [word, this.#light(i)])].map(([word, light], i) => {
           const canvas = document.createElement("canvas");
           drawScene(canvas, answer, SMALL, light);
           return [svgText(i * (side + gap) + side / 2, 12, word, { "text-anchor": "middle", "font-style": i ? "normal" : "italic" }), svgImage(canvas, { x: i * (side + gap), y: 20, width: side, height: side })];
         });
         return svgPicture({
-          width: Math.max((answer.words.length + 1) * (side + gap) - gap, 400), height: side + 20, title: answer.words.join(" ") || "(nothing)",
-          note: `Held-out scene ${this.#scene}; truth: ${answer.truth}. The image is as bright as the weight with which each word was looked for is strong.`, parts: images,
+          width: Math.max((answer.words.length + 1) * (side + gap) - gap, 400), height: side + 20, title: answer.words.join(" ") || "(empty)",
+          note: `Held-out scene ${this.#scene}; truth: ${answer.truth}. Brightness shows the attention weights when each word was generated.`, parts: images,
         });
       },
       csv: () => csvOf(["word", "row", "column", "weight"], answer.words.flatMap((word, w) => answer.weights[w].flatMap((row, i) => row.map((weight, j) => [`${w} ${word}`, i, j, weight])))),

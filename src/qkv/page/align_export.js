@@ -1,4 +1,4 @@
-// An alignment as a vector picture and as a table. `look`: [layer, head], or null for the mean of all heads.
+// Export of an alignment as SVG and CSV. `shown`: [layer, head], or null for the mean of all heads.
 
 import { restOf, weightsOf } from "./align_weights.js";
 import { css, inkOn, ramp } from "./colour.js";
@@ -6,11 +6,11 @@ import { svg } from "./dom.js";
 import { csvOf, svgPicture, svgText } from "./export.js";
 
 const SIZE = 44; // pixels of a cell
-const LEFT = 100, TOP = 84; // of the words
+const LEFT = 100, TOP = 84; // margins for the words
 
-export function alignSvg(answer, look, name) {
-  const { source, target, layers, heads } = answer, weights = weightsOf(answer, look);
-  const which = layers * heads === 1 ? "" : look ? `, layer ${look[0]}, head ${look[1]}` : ", mean of all heads";
+export function alignSvg(answer, shown, name) {
+  const { source, target, layers, heads } = answer, weights = weightsOf(answer, shown);
+  const which = layers * heads === 1 ? "" : shown ? `, layer ${shown[0]}, head ${shown[1]}` : ", mean of all heads";
   const cells = target.flatMap((_, t) => source.map((__, s) => {
     const weight = weights[t][s], colour = ramp(weight), x = LEFT + s * SIZE, y = TOP + t * SIZE;
     return [
@@ -20,7 +20,7 @@ export function alignSvg(answer, look, name) {
   }));
   return svgPicture({
     width: Math.max(LEFT + source.length * SIZE + 40, 420), height: TOP + target.length * SIZE, title: `${source.join(" ")} → ${target.join(" ")}`,
-    note: `Attention of ${name}${which}: the weight in % on each word read (columns) as each word was said (rows).`,
+    note: `Attention of ${name}${which}: the weight in % of each output word (rows) on each input word (columns).`,
     parts: [
       source.map((word, s) => svgText(0, 0, word, { transform: `translate(${LEFT + s * SIZE + SIZE / 2} ${TOP - 8}) rotate(-45)` })),
       target.map((word, t) => svgText(LEFT - 10, TOP + t * SIZE + SIZE / 2 + 4, word, { "text-anchor": "end" })), cells,
@@ -28,9 +28,9 @@ export function alignSvg(answer, look, name) {
   });
 }
 
-/** A row for each word said, a column for each word read with its position: a word may come twice. */
-export function alignCsv(answer, look, rest) {
-  const { source, target, probability } = answer, weights = weightsOf(answer, look);
-  return csvOf(["position", "target", "probability", ...source.map((word, s) => `${s} ${word}`), ...(rest ? ["said before"] : [])],
+/** One row per output word, one column per input word with its position, because a word may occur twice. */
+export function alignCsv(answer, shown, rest) {
+  const { source, target, probability } = answer, weights = weightsOf(answer, shown);
+  return csvOf(["position", "target", "probability", ...source.map((word, s) => `${s} ${word}`), ...(rest ? ["earlier output"] : [])],
     target.map((word, t) => [t, word, probability[t], ...weights[t], ...(rest ? [restOf(weights[t])] : [])]));
 }

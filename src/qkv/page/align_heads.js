@@ -1,11 +1,11 @@
-// All heads of an alignment as small matrices to choose from.
+// Small matrices of all heads of an alignment, as buttons that select a head.
 
 import { strongest, weightsOf } from "./align_weights.js";
 import { paint } from "./charts.js";
 import { h, replace } from "./dom.js";
 
-/** `look`: the head that is chosen, [layer, head] or null for the mean; `onchoose("layer.head" or null)`. */
-export function drawHeads(container, answer, look, onchoose) {
+/** `shown`: the selected head, [layer, head] or null for the mean; `onchoose` is called with "layer.head" or null. */
+export function drawHeads(container, answer, shown, onchoose) {
   const { weights, layers, heads, source, target } = answer, columns = { style: { "grid-template-columns": `repeat(${heads}, minmax(0, 1fr))` } };
   const mirrored = (rows) => rows.filter((row, t) => strongest(row) === target.length - 1 - t).length;
   const button = (key, label, rows, chosen) => {
@@ -15,8 +15,8 @@ export function drawHeads(container, answer, look, onchoose) {
       canvas, h("span", {}, label), h("small", {}, `${mirrored(rows)} of ${target.length}`));
   };
   replace(container, h("h2", {}, "Heads"),
-    h("div", { class: "align-mean", ...columns }, button("mean", "Mean", weightsOf(answer, null), !look),
-      h("p", { class: "note" }, `Below each: in how many rows the strongest symbol is the mirrored one. ${source.at(-1)} is the token behind the symbols.`)),
+    h("div", { class: "align-mean", ...columns }, button("mean", "Mean", weightsOf(answer, null), !shown),
+      h("p", { class: "note" }, `Below each matrix: the number of rows whose largest weight is on the mirrored position. ${source.at(-1)} is the separator token after the symbols.`)),
     h("div", { class: "align-multiples", ...columns },
-      Array.from({ length: layers }, (_, l) => Array.from({ length: heads }, (_, i) => button(`${l}.${i}`, `L${l} · H${i}`, weights[l][i], look?.[0] === l && look[1] === i)))));
+      Array.from({ length: layers }, (_, l) => Array.from({ length: heads }, (_, i) => button(`${l}.${i}`, `L${l} · H${i}`, weights[l][i], shown?.[0] === l && shown[1] === i)))));
 }

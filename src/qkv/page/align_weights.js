@@ -1,14 +1,14 @@
-// Weights of an alignment, [target][source]: of one head, or the mean of all.
+// Weights of an alignment as [target][source], of one head or averaged over all heads.
 
-/** `look`: [layer, head], or null for the mean of all heads. */
-export function weightsOf({ weights }, look) {
-  if (look) return weights[look[0]][look[1]];
+/** `shown`: [layer, head], or null for the mean of all heads. */
+export function weightsOf({ weights }, shown) {
+  if (shown) return weights[shown[0]][shown[1]];
   const all = weights.flat();
   return all[0].map((row, t) => row.map((_, s) => all.reduce((sum, one) => sum + one[t][s], 0) / all.length));
 }
 
-/** The weight of a row on no source word: on what a decoder has said itself. */
+/** The rest of a row's weight: a decoder also attends to its own earlier output. */
 export const restOf = (row) => Math.max(1 - row.reduce((sum, weight) => sum + weight, 0), 0);
 
-/** Where a row has most weight. */
+/** Index of the largest weight of a row. */
 export const strongest = (row) => row.indexOf(Math.max(...row));

@@ -1,4 +1,4 @@
-// A sentence or a row of symbols, what a model makes of it, and the matrix between them.
+// Translation or reversal: an input field, the output of the model, and the matrix of attention weights between them.
 
 import { alignCsv, alignSvg } from "./align_export.js";
 import { drawHeads } from "./align_heads.js";
@@ -8,16 +8,16 @@ import { css, inkOn, ramp } from "./colour.js";
 import { h, replace } from "./dom.js";
 import { integer, named, percent, visible } from "./numbers.js";
 
-const PAUSE = 350; // milliseconds without a key before a sentence is read
-const HINTS = 48; // words of a vocabulary shown at once
+const PAUSE = 350; // milliseconds after the last key before the text is sent
+const HINTS = 48; // words of the vocabulary that are shown at once
 
 export class AlignWords {
   #app;
   #model;
-  #text = null; // what was asked last
+  #text = null; // the text that was sent last
   #answer = null;
-  #at = [0, 0]; // target word, source word
-  #asking = null;
+  #at = [0, 0]; // the current cell: target word, source word
+  #request = null; // AbortController
   #timer = 0;
   #parts;
 
@@ -32,7 +32,7 @@ export class AlignWords {
     this.#parts = {
       field, trouble: h("p", { id: "align-trouble", class: "align-trouble", role: "status", hidden: true }),
       hints: h("div", { class: "align-hints", role: "group", "aria-label": "Words the model knows" }),
-      said: h("p", { class: "align-said" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
+      output: h("p", { class: "align-output" }), heads: h("div", { class: "align-heads" }), matrix: h("div", { class: "align-scroll" }),
       readout: h("output", { class: "readout", "aria-live": "polite" }), title: h("figcaption", {}),
     };
     root.append(h("div", { class: "align-columns" },
@@ -41,12 +41,12 @@ export class AlignWords {
         field,
         this.#parts.trouble,
         h("p", { class: "note", id: "align-about" }, reversal
-          ? `${model.name} was trained to say six symbols backwards: to say each, a head has to look at the mirrored position.`
-          : `${model.name} knows ${integer(model.words.length)} English words, from a small grammar; it was trained with Bahdanau’s attention.`),
+          ? `${model.name} was trained to reverse six symbols: for each output symbol, a head has to attend to the mirrored position.`
+          : `${model.name} knows ${integer(model.words.length)} English words, from a small grammar; it uses Bahdanau attention.`),
         this.#parts.hints,
         reversal ? this.#parts.heads : null),
       h("figure", { class: "align-main" },
-        h("h2", {}, reversal ? "Reversed" : "French"), this.#parts.said, this.#parts.title, this.#parts.matrix, this.#parts.readout)));
+        h("h2", {}, reversal ? "Reversed" : "French"), this.#parts.output, this.#parts.title, this.#parts.matrix, this.#parts.readout)));
   }
 
   update() {
@@ -60,7 +60,7 @@ export class AlignWords {
 
   stop() {
     clearTimeout(this.#timer);
-    this.#asking?.abort();
+    this.#request?.abort();
   }
 
   #typed() {
@@ -83,30 +83,30 @@ export class AlignWords {
 
   async #ask(text) {
     this.#text = text;
-    this.#asking?.abort();
-    if (!text.trim()) return this.#say("Type at least one word.");
-    const asking = (this.#asking = new AbortController());
+    this.#request?.abort();
+    if (!text.trim()) return this.#showTrouble("Type at least one word.");
+    const request = (this.#request = new AbortController());
     try {
-      const answer = await this.#app.post("/api/align", { model: this.#model.name, text }, { signal: asking.signal });
-      if (asking.signal.aborted) return;
+      const answer = await this.#app.post("/api/align", { model: this.#model.name, text }, { signal: request.signal });
+      if (request.signal.aborted) return;
       this.#answer = answer;
       this.#at = [0, 0];
-      this.#say("");
+      this.#showTrouble("");
       this.draw();
-      this.#app.announce(`${this.#parts.said.textContent}`);
+      this.#app.announce(`${this.#parts.output.textContent}`);
     } catch (error) {
-      if (error.name !== "AbortError") this.#say(error.message);
+      if (error.name !== "AbortError") this.#showTrouble(error.message);
     }
   }
 
-  #say(sentence) {
+  #showTrouble(sentence) {
     const { trouble, field } = this.#parts;
     trouble.textContent = sentence;
     trouble.hidden = !sentence;
     field.setAttribute("aria-invalid", sentence ? "true" : "false");
   }
 
-  /** Words that can go on with what is typed; a click puts one in. */
+  /** Vocabulary words that complete what is typed; a click inserts one. */
   #hints() {
     const { field, hints } = this.#parts, words = this.#model.words ?? [];
     const begun = (/\S*$/.exec(field.value.toLowerCase()) ?? [""])[0], whole = words.includes(begun);
@@ -123,28 +123,28 @@ export class AlignWords {
       fitting.length ? null : h("small", {}, `No word begins with “${visible(begun)}”.`));
   }
 
-  /** The head that is shown, [layer, head]; null for the mean of all. */
-  get #look() {
+  /** The head that is shown, [layer, head]; null for the mean of all heads. */
+  get #shown() {
     const { layers, heads } = this.#answer, [layer, head] = String(this.#app.state.look ?? "mean").split(".").map(Number);
     return layer >= 0 && layer < layers && head >= 0 && head < heads ? [layer, head] : null;
   }
 
   draw() {
     if (!this.#answer) return;
-    const { said, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
-    const look = this.#look, weights = weightsOf(this.#answer, look), several = layers * heads > 1;
-    said.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
-    if (several) drawHeads(this.#parts.heads, this.#answer, look, (chosen) => this.#app.go({ look: chosen }, { replace: true }));
+    const { output, matrix, title, readout } = this.#parts, { source, target, probability, layers, heads } = this.#answer;
+    const shown = this.#shown, weights = weightsOf(this.#answer, shown), several = layers * heads > 1;
+    output.replaceChildren(...target.flatMap((word, t) => [h("span", { class: "align-target", "data-tip": `“${word}”\nprobability ${percent(probability[t])}`, onpointerenter: () => this.#show(t, strongest(weights[t])) }, word), " "]));
+    if (several) drawHeads(this.#parts.heads, this.#answer, shown, (chosen) => this.#app.go({ look: chosen }, { replace: true }));
     if (!target.length) {
-      said.textContent = "The model says nothing.";
+      output.textContent = "The output is empty.";
       matrix.replaceChildren();
       title.replaceChildren();
       return;
     }
-    const where = !several ? "Weight on each English word" : look ? `Layer ${look[0]}, head ${look[1]}` : `Mean of all ${layers * heads} heads`;
+    const where = !several ? "Weight on each English word" : shown ? `Layer ${shown[0]}, head ${shown[1]}` : `Mean of all ${layers * heads} heads`;
     const thing = several ? "symbol" : "word";
-    title.replaceChildren(h("span", {}, where, h("small", {}, ` · a row for each ${thing} said, a column for each ${thing} read`)), legend({ low: "0", high: "100\u00a0%" }));
-    const rest = several; // a decoder also looks at what it has said itself
+    title.replaceChildren(h("span", {}, where, h("small", {}, ` · one row per output ${thing}, one column per input ${thing}`)), legend({ low: "0", high: "100\u00a0%" }));
+    const rest = several; // a decoder also attends to its own earlier output
     const whole = matrix.clientWidth || 700, compact = whole < 420, wide = whole - (compact ? 92 : 140) - (rest ? 64 : 0);
     const size = Math.max(Math.min(wide / source.length - 2, 74), 22);
     const upright = Math.max(...source.map((word) => word.length)) * 8 + 6 > size;
@@ -162,18 +162,18 @@ export class AlignWords {
       style: { "grid-template-columns": `minmax(${compact ? 40 : 84}px, max-content) repeat(${source.length}, ${size}px)${rest ? ` ${Math.max(1.7 * size, 56)}px` : ""}`, "grid-auto-rows": `${Math.max(Math.min(size, 44), 30)}px` },
       onkeydown: (event) => this.#key(event), onpointerleave: () => this.#readout(null),
     },
-      h("div", { class: "row", role: "row" }, h("span", { role: "presentation" }), names, rest ? h("span", { class: "align-column align-rest", role: "columnheader" }, h("bdi", {}, "said before")) : null),
+      h("div", { class: "row", role: "row" }, h("span", { role: "presentation" }), names, rest ? h("span", { class: "align-column align-rest", role: "columnheader" }, h("bdi", {}, "earlier output")) : null),
       target.map((word, t) => h("div", { class: "row", role: "row" },
         h("span", { class: "align-row", role: "rowheader", "data-row": t }, h("bdi", {}, word), h("small", {}, percent(probability[t]))),
         source.map((_, s) => cell(t, s)),
         rest ? this.#restCell(weights[t]) : null))));
     this.#readout(null);
-    readout.textContent = `Point at a cell, or focus the matrix and use the arrow keys. ${compact ? "" : `Beside each ${thing}: the probability it was said with.`}`;
+    readout.textContent = `Point at a cell, or focus the matrix and use the arrow keys. ${compact ? "" : `Beside each output ${thing}: its probability.`}`;
   }
 
   #restCell(row) {
     const rest = restOf(row), colour = ramp(rest);
-    return h("span", { class: "align-cell align-rest", role: "gridcell", style: { background: css(colour), color: inkOn(colour) }, "data-tip": `on symbols it had said before\n${percent(rest)}` }, rest >= 0.045 ? String(Math.round(100 * rest)) : "");
+    return h("span", { class: "align-cell align-rest", role: "gridcell", style: { background: css(colour), color: inkOn(colour) }, "data-tip": `on earlier output symbols\n${percent(rest)}` }, rest >= 0.045 ? String(Math.round(100 * rest)) : "");
   }
 
   #show(t, s) {
@@ -188,7 +188,7 @@ export class AlignWords {
     const [t, s] = at, { source, target, probability } = this.#answer;
     matrix.querySelector(`[data-row="${t}"]`)?.classList.add("align-lit");
     matrix.querySelector(`[data-column="${s}"]`)?.classList.add("align-lit");
-    readout.replaceChildren("To say ", h("b", {}, `“${named(target[t])}”`), ` (probability ${percent(probability[t])}) the model put `, h("b", {}, percent(weightsOf(this.#answer, this.#look)[t][s])), " on ", h("b", {}, `“${named(source[s])}”`), ".");
+    readout.replaceChildren("“", h("b", {}, named(target[t])), `” (probability ${percent(probability[t])}) attends to “`, h("b", {}, named(source[s])), "” with weight ", h("b", {}, percent(weightsOf(this.#answer, this.#shown)[t][s])), ".");
   }
 
   #key(event) {
@@ -205,11 +205,11 @@ export class AlignWords {
 
   picture() {
     if (!this.#answer?.target.length) return null;
-    const answer = this.#answer, look = this.#look, { name, kind } = this.#model;
+    const answer = this.#answer, shown = this.#shown, { name, kind } = this.#model;
     return {
-      name: `${name}${look ? `-layer${look[0]}-head${look[1]}` : ""}`,
-      svg: () => alignSvg(answer, look, name),
-      csv: () => alignCsv(answer, look, kind === "reversal"),
+      name: `${name}${shown ? `-layer${shown[0]}-head${shown[1]}` : ""}`,
+      svg: () => alignSvg(answer, shown, name),
+      csv: () => alignCsv(answer, shown, kind === "reversal"),
     };
   }
 }

@@ -1,25 +1,25 @@
-// Talking to the server: fetch with errors as sentences, and one opened profile with its weights on demand.
+// Requests to the server with errors as sentences, and the data of one profile or model, fetched on demand.
 
 import { addStatistics } from "./colour.js";
 import { decodedArrays } from "./data.js";
 
-const PATIENCE = 4; // how often a request that a full queue refused is sent again
+const RETRIES = 4; // of a request that the server's full job queue rejected
 
 export const THE_MAP = "the map";
 
-// What a request computes, by the first part of its path that fits: the busy state says it.
+// What a request computes, by the first pattern that matches its path, for the busy indicator.
 const WORK = [
   [/\/live\/step/, "the next token"],
   [/\/live/, "the model's answer"],
   [/\/align/, "the alignment"],
   [/\/caption/, "the caption"],
-  [/\/remedies/, "the remedy"],
+  [/\/interventions/, "the intervention"],
   [/\/tiles\//, THE_MAP],
   [/\/(map|profiles|pair|row-weights|column-weights|links)\//, "attention weights"],
   [/\/(page|curves)/, "the profile"],
 ];
 
-/** Requests to this server. `onwork(list)` is told what is under way whenever that changes. */
+/** Requests to the server. `onwork(list)` is called with what is being computed whenever that changes. */
 export class Api {
   #running = new Map(); // request → what it computes
   #onwork;
@@ -44,22 +44,22 @@ export class Api {
     return (await this.response(path, { signal, init })).json();
   }
 
-  /** A Response whose status is 2xx; everything else is thrown as an Error that holds one sentence. */
+  /** A Response with status 2xx; anything else throws an Error whose message is one sentence. */
   async response(path, { signal, quiet = false, init = {} } = {}) {
-    const ticket = {};
+    const request = {};
     const found = WORK.find(([pattern]) => pattern.test(path));
-    if (!quiet) this.#running.set(ticket, found ? found[1] : "the page");
+    if (!quiet) this.#running.set(request, found ? found[1] : "the page");
     this.#onwork([...this.#running.values()]);
     try {
       for (let attempt = 1; ; attempt++) {
         const response = await fetched(path, { ...init, signal });
         if (response.ok) return response;
-        // A full queue empties within moments; only a request that changes nothing is worth repeating unasked.
-        if (response.status !== 503 || init.method || attempt > PATIENCE) throw new Error(await sentenceOf(response));
+        // A full queue empties soon. Only requests that change nothing on the server are sent again.
+        if (response.status !== 503 || init.method || attempt > RETRIES) throw new Error(await sentenceOf(response));
         await pause(Math.min(Number(response.headers.get("Retry-After")) || 1, 3) * 1000, signal);
       }
     } finally {
-      this.#running.delete(ticket);
+      this.#running.delete(request);
       this.#onwork([...this.#running.values()]);
     }
   }
@@ -79,7 +79,7 @@ async function sentenceOf(response) {
     const { error } = await response.json();
     if (typeof error === "string" && error) return error;
   } catch {
-    // not JSON: the status is all there is to say
+    // not JSON: only the status is known
   }
   return `The server answered ${response.status} ${response.statusText}.`;
 }
@@ -92,11 +92,11 @@ function pause(milliseconds, signal) {
   });
 }
 
-/** One opened profile: its page (see view.payload) and its weights on demand. g, t, layer, head are positions. */
+/** One profile or model: its page (see qkv.report.payload) and its weights on demand. g, t, layer, head are indices. */
 export class Source {
   #api;
   #version;
-  #kept = new Map(); // promises of curves and map descriptions, which never change
+  #cache = new Map(); // promises of curves and map shapes, which never change
 
   constructor(api, entry, page, version) {
     this.#api = api;
@@ -116,17 +116,17 @@ export class Source {
     });
   }
 
-  /** What there is of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */
+  /** Size and resolution of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */
   map(g, t, layer, head) {
     return this.#once(`map/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
   }
 
-  /** The address of a tile: i-th down, j-th across. pool: "max" or "mean". */
+  /** The address of the tile in row i and column j of tiles. pool: "max" or "mean". */
   tileUrl(g, t, layer, head, pool, zoom, i, j) {
     return this.#path(`tiles/${this.#version}/${g}/${t}/${layer}/${head}/${pool}/${zoom}/${i}/${j}`);
   }
 
-  /** A tile: {rows, columns, values}, row by row; null where the mask hides all of it. */
+  /** A tile: {rows, columns, values}, row by row; null if all of it is masked. */
   async tile(g, t, layer, head, pool, zoom, i, j, { signal } = {}) {
     const response = await this.#api.response(this.tileUrl(g, t, layer, head, pool, zoom, i, j), { signal });
     if (response.status === 204) return null;
@@ -134,7 +134,7 @@ export class Source {
     return { rows: Number(response.headers.get("X-Rows")), columns: Number(response.headers.get("X-Columns")), values };
   }
 
-  /** A head's exact curves: {received: share per key, entropy: nats per query}. */
+  /** Exact curves of a head: {received: share per key, entropy: nats per query}. */
   async profiles(g, t, layer, head, { signal } = {}) {
     const both = new Float32Array(await this.#api.bytes(this.#path(`profiles/${g}/${t}/${layer}/${head}`), { signal }));
     const n = this.page.groups[g].texts[t].n_keys;
@@ -159,7 +159,7 @@ export class Source {
     return new Float32Array(await this.#api.bytes(path, { signal }));
   }
 
-  /** The strongest key of a query in each head of a layer: {heads: [{head, position, token, weight}]}. */
+  /** The key with the largest weight of a query in each head of a layer: {heads: [{head, position, token, weight}]}. */
   links(g, t, layer, query, { signal } = {}) {
     return this.#api.get(this.#path(`links/${g}/${t}/${layer}?query=${query}`), { signal });
   }
@@ -169,11 +169,11 @@ export class Source {
   }
 
   #once(rest, load) {
-    if (!this.#kept.has(rest)) {
+    if (!this.#cache.has(rest)) {
       const promise = load(this.#path(rest));
-      promise.catch(() => this.#kept.delete(rest)); // what failed may be asked for again
-      this.#kept.set(rest, promise);
+      promise.catch(() => this.#cache.delete(rest)); // a failed request may be sent again
+      this.#cache.set(rest, promise);
     }
-    return this.#kept.get(rest);
+    return this.#cache.get(rest);
   }
 }

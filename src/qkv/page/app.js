@@ -1,40 +1,40 @@
-// The viewer: its state, which is the page's address, and the page that shows it.
+// The viewer application: its state, which is the address, and the page that shows it.
 
 import { h } from "./dom.js";
 import { useLooks } from "./colour.js";
 import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
-import { PAGES, SHARED, addressOf, parsedAddress, settledHead, settledPlace } from "./address.js";
+import { PAGES, SHARED, addressOf, parsedAddress, validHead, validPlace } from "./address.js";
 import { Shell } from "./shell.js";
 
-const POLL = 600; // milliseconds between looks at a profile that is being made
-const STROLL = 1000; // milliseconds between steps from head to head that belong together
+const POLL = 600; // milliseconds between requests for the state of a profile that is being prepared
+const SWEEP = 1000; // changes of the head less than this many milliseconds apart share one entry of the history
 
 class App {
   session = null;
   state = { page: "overview" };
-  #api = new Api((list) => this.#working(list));
+  #api = new Api((list) => this.#showWork(list));
   #shell = new Shell(this);
   #sources = new Map(); // id → promise of a Source
-  #opened = new Map(); // id → Source, once it is there
-  #own = new Map(); // page id → the keys that only this page has, as they were when it was left
+  #opened = new Map(); // id → Source, once loaded
+  #pageStates = new Map(); // page id → the keys that only this page has, as they were when the user left it
   #mounted = null; // {id, handle}
-  #journey = 0; // counts navigations, so that a slow one does not overtake a later one
-  #work = [];
-  #bar = ""; // what the bar was last drawn for
-  #strolled = -Infinity; // when the head last changed, and nothing else
-  #poll = 0;
-  #following = 0; // the timer until the next question how far the map is
-  #share = null; // of the map, that is computed
+  #navigation = 0; // counts navigations, so that a slow one cannot replace a later one
+  #work = []; // what is being computed
+  #bar = ""; // the state that the bar was last drawn for
+  #headChanged = -Infinity; // when only the head last changed
+  #poll = 0; // timer of the next refresh
+  #progressPoll = 0; // timer of the next request for the progress of a map
+  #progress = null; // the finished share of the map
 
   async start() {
-    addEventListener("hashchange", () => this.#arrive());
+    addEventListener("hashchange", () => this.#readAddress());
     addEventListener("error", (event) => this.trouble(event.error || event.message));
     addEventListener("unhandledrejection", (event) => this.trouble(event.reason));
     try {
       await this.refresh();
       useLooks(this.session.looks);
-      await this.#arrive();
+      await this.#readAddress();
     } catch (error) {
       this.trouble(error);
     }
@@ -50,28 +50,28 @@ class App {
     return this.#api.post(path, body, options);
   }
 
-  /** Show an error as a sentence. */
+  /** Show an error, or any sentence, to the user. */
   trouble(error) {
-    if (error instanceof Error && error.name !== "AbortError") console.warn(error); // a sentence needs no trace
+    if (error instanceof Error && error.name !== "AbortError") console.warn(error); // a plain sentence is no error of the program
     this.#shell.trouble(error);
   }
 
-  /** Have a screen reader say something. */
+  /** Have a screen reader announce a text. */
   announce(text) {
     this.#shell.announce(text);
   }
 
-  /** Call back when light and dark change; returns a function that stops it. */
+  /** Call back when the theme changes; returns a function that stops this. */
   onTheme(callback) {
     return this.#shell.onTheme(callback);
   }
 
-  /** The picture of the page that is shown, for export; null while there is none. */
+  /** {name, svg, csv} of the shown page for export, or null while it is not drawn. */
   picture() {
     return this.#mounted?.handle?.picture?.() ?? null;
   }
 
-  /** A profile, loaded when it is first asked for. */
+  /** A promise of a source, which is loaded on the first call. */
   source(id = this.state.source) {
     if (!this.#sources.has(id)) {
       const promise = this.#open(id);
@@ -81,7 +81,7 @@ class App {
     return this.#sources.get(id);
   }
 
-  /** A profile that is loaded already, or null. */
+  /** A source that is already loaded, or null. */
   opened(id = this.state.source) {
     return this.#opened.get(id) ?? null;
   }
@@ -89,41 +89,41 @@ class App {
   async #open(id) {
     const entry = this.session.sources.find((source) => source.id === id);
     if (!entry) throw new Error(`There is no profile ${id}.`);
-    if (entry.state !== "ready") throw new Error(entry.state === "failed" ? failure(entry) : `${entry.name} is not ready yet.`);
+    if (entry.state !== "ready") throw new Error(entry.state === "failed" ? failureOf(entry) : `${entry.name} is not ready yet.`);
     const source = new Source(this.#api, entry, await this.get(`/api/sources/${id}/page`), this.session.version);
     this.#opened.set(id, source);
     return source;
   }
 
-  /** Read the list of profiles again, as after a new one was asked for; keeps reading while one is being made. */
+  /** Fetch the list of sources again, for instance after an intervention; repeats this while a source is being prepared. */
   async refresh() {
     clearTimeout(this.#poll);
     this.session = await this.get("/api/session", { quiet: true });
-    this.#working(this.#work);
-    if (this.session.sources.some(({ state }) => state === "running")) this.#poll = setTimeout(() => this.#look(), POLL);
+    this.#showWork(this.#work);
+    if (this.session.sources.some(({ state }) => state === "running")) this.#poll = setTimeout(() => this.#pollSources(), POLL);
   }
 
-  async #look() {
+  async #pollSources() {
     try {
       await this.refresh();
     } catch (error) {
       this.trouble(error);
-      this.#poll = setTimeout(() => this.#look(), 5 * POLL);
+      this.#poll = setTimeout(() => this.#pollSources(), 5 * POLL);
       return;
     }
     this.#drawBar();
-    if (!this.opened()) await this.#travel({ ...this.state }, { replace: true }); // its time may have come
+    if (!this.opened()) await this.#navigate({ ...this.state }, { replace: true }); // it may be ready now
     if (this.#mounted?.id !== "waiting") await this.#show(new Set(["session"]));
   }
 
   /**
-   * Merge changes into the state, write the address and show it; null or undefined removes a key.
-   * `replace`: rewrite the current address instead of adding one to the history.
+   * Merge changes into the state, write the address and show the page; null or undefined removes a key.
+   * `replace`: replace the current entry of the history instead of adding one.
    */
   go(changes, { replace = false } = {}) {
     const moved = ["source", "group", "text"].some((key) => key in changes && changes[key] !== this.state[key]);
-    if (moved) this.#own.clear(); // positions in one text mean nothing in another
-    return this.#travel(this.#with(changes), { replace });
+    if (moved) this.#pageStates.clear(); // positions in one text are meaningless in another
+    return this.#navigate(this.#with(changes), { replace });
   }
 
   /** The address that `go(changes)` would lead to, for links. */
@@ -131,58 +131,58 @@ class App {
     return addressOf(this.#with(changes));
   }
 
-  /** The state with changes; a page that was left is found as it was. */
+  /** The state with changes. A page that the user left before gets back the keys that it had. */
   #with(changes) {
     const page = changes.page ?? this.state.page;
-    const own = page === this.state.page ? ownKeys(this.state) : this.#own.get(page);
+    const kept = page === this.state.page ? pageKeys(this.state) : this.#pageStates.get(page);
     const shared = Object.fromEntries(SHARED.map((key) => [key, this.state[key]]));
-    return clean({ ...shared, ...own, ...changes, page });
+    return clean({ ...shared, ...kept, ...changes, page });
   }
 
-  /** Follow the address bar: a link, the back button. What does not exist is said and mended. */
-  async #arrive() {
-    if (this.#mounted && location.hash && !location.hash.startsWith("#/")) return; // a place in the page
-    this.#shell.calm();
-    const asked = parsedAddress(location.hash), journey = ++this.#journey;
+  /** Show the state in the address bar, after a link or the back button; report and replace what does not exist. */
+  async #readAddress() {
+    if (this.#mounted && location.hash && !location.hash.startsWith("#/")) return; // an anchor within the page
+    this.#shell.clearTroubles();
+    const wanted = parsedAddress(location.hash), navigation = ++this.#navigation;
     try {
-      // The profile may be younger than this page's list of them.
-      if (asked.source !== undefined && !this.session.sources.some(({ id }) => id === asked.source)) await this.refresh();
+      // The source may have been added after this list was fetched.
+      if (wanted.source !== undefined && !this.session.sources.some(({ id }) => id === wanted.source)) await this.refresh();
     } catch (error) {
       this.trouble(error);
     }
-    if (journey === this.#journey) await this.#travel(asked, { replace: true, said: true });
+    if (navigation === this.#navigation) await this.#navigate(wanted, { replace: true, report: true });
   }
 
-  #travel(wanted, { replace, said = false }) {
-    const journey = ++this.#journey;
-    const place = settledPlace(wanted, this.session);
+  #navigate(wanted, { replace, report = false }) {
+    const navigation = ++this.#navigation;
+    const place = validPlace(wanted, this.session);
     const needs = PAGES.find(({ id }) => id === place.state.page).profile;
     const finish = (source) => {
-      const settled = source ? settledHead(place.state, source.page) : { state: place.state, said: [] };
-      const page = settled.state.page !== this.state.page;
-      this.#commit(settled.state, replace);
-      if (page) this.#shell.calm();
-      if (said) for (const sentence of [...place.said, ...settled.said]) this.trouble(sentence);
+      const valid = source ? validHead(place.state, source.page) : { state: place.state, notes: [] };
+      const otherPage = valid.state.page !== this.state.page;
+      this.#commit(valid.state, replace);
+      if (otherPage) this.#shell.clearTroubles();
+      if (report) for (const sentence of [...place.notes, ...valid.notes]) this.trouble(sentence);
     };
-    const here = place.state.source;
-    if (this.#opened.has(here)) return finish(this.#opened.get(here));
-    const entry = this.session.sources.find(({ id }) => id === here);
+    const id = place.state.source;
+    if (this.#opened.has(id)) return finish(this.#opened.get(id));
+    const entry = this.session.sources.find((source) => source.id === id);
     if (!needs) {
-      // The page does without, but colours and choosers are better off with a profile that can be had.
+      // The page works without a source, but the other pages' addresses are complete with one.
       if (entry?.state !== "ready") return finish(null);
-    } else if (entry.state !== "ready") return this.#wait(place.state, entry, replace);
-    return this.source(here).then(
-      (source) => { if (journey === this.#journey) finish(source); },
-      (error) => { if (journey === this.#journey) { this.trouble(error); if (!needs) finish(null); } },
+    } else if (entry.state !== "ready") return this.#showWaiting(place.state, entry, replace);
+    return this.source(id).then(
+      (source) => { if (navigation === this.#navigation) finish(source); },
+      (error) => { if (navigation === this.#navigation) { this.trouble(error); if (!needs) finish(null); } },
     );
   }
 
   #commit(state, replace) {
     const before = this.state, changed = new Set();
     for (const key of new Set([...Object.keys(before), ...Object.keys(state)])) if (before[key] !== state[key]) changed.add(key);
-    if (before.page !== state.page) this.#own.set(before.page, ownKeys(before));
+    if (before.page !== state.page) this.#pageStates.set(before.page, pageKeys(before));
     this.state = state;
-    this.#write(addressOf(state), replace || this.#strolling(changed));
+    this.#write(addressOf(state), replace || this.#isSweep(changed));
     this.#drawBar();
     this.#show(changed);
   }
@@ -191,15 +191,15 @@ class App {
     if (address !== location.hash) history[replace ? "replaceState" : "pushState"](null, "", address);
   }
 
-  /** Whether this only goes on from head to head, in one sweep: the back button then leaves it at once. */
-  #strolling(changed) {
-    const before = this.#strolled, step = [...changed].every((key) => key === "layer" || key === "head");
-    this.#strolled = step ? performance.now() : -Infinity;
-    return step && this.#strolled - before < STROLL;
+  /** Whether a change continues a quick sweep from head to head, which the back button undoes in one step. */
+  #isSweep(changed) {
+    const before = this.#headChanged, onlyHead = [...changed].every((key) => key === "layer" || key === "head");
+    this.#headChanged = onlyHead ? performance.now() : -Infinity;
+    return onlyHead && this.#headChanged - before < SWEEP;
   }
 
   #drawBar() {
-    // Only when something in it changed: a list that somebody has just opened would close.
+    // Redraw only after a change, because it closes a list that the user has just opened.
     const shown = JSON.stringify([this.state, this.session.sources.map(({ id, name, state }) => [id, name, state]), Boolean(this.opened())]);
     if (shown === this.#bar) return;
     this.#bar = shown;
@@ -210,15 +210,15 @@ class App {
     const { page } = this.state;
     try {
       if (this.#mounted?.id === page) {
-        // A page that is still loading is told everything once it is there.
+        // A page that is still loading gets the whole state once it is mounted.
         if (this.#mounted.handle && changed.size) await this.#mounted.handle.update(changed);
         return;
       }
       const root = this.#clear(page);
       const mounted = this.#mounted;
-      const made = await pageModule(page);
+      const { mount } = await pageModule(page);
       if (this.#mounted !== mounted) return; // the user moved on while the page was loading
-      mounted.handle = made.mount(root, this);
+      mounted.handle = mount(root, this);
       root.removeAttribute("aria-busy");
       await mounted.handle.update(new Set(Object.keys(this.state)));
     } catch (error) {
@@ -226,7 +226,7 @@ class App {
     }
   }
 
-  /** An empty section for a page, after the one before has put its things away. */
+  /** Unmount the current page and return an empty section for the next one. */
   #clear(page) {
     try {
       this.#mounted?.handle?.unmount?.();
@@ -242,8 +242,8 @@ class App {
     return root;
   }
 
-  /** Stand in for a page whose profile is being made, or could not be made. */
-  #wait(state, entry, replace) {
+  /** Shown instead of a page while its source is being prepared, or if that failed. */
+  #showWaiting(state, entry, replace) {
     this.state = state;
     this.#write(addressOf(state), replace);
     if (this.#mounted?.id !== "waiting") this.#clear("waiting");
@@ -251,45 +251,45 @@ class App {
     const failed = entry.state === "failed", others = this.session.sources.filter((source) => source.state === "ready");
     root.setAttribute("aria-busy", String(entry.state !== "failed"));
     root.replaceChildren(h("div", { class: "waiting" },
-      h("h2", {}, failed ? "This profile could not be made" : `Measuring where ${entry.name} attends`),
-      h("p", {}, failed ? failure(entry) : progress(entry)),
+      h("h2", {}, failed ? "This profile could not be computed" : `Profiling ${entry.name}`),
+      h("p", {}, failed ? failureOf(entry) : progressOf(entry)),
       failed ? null : h("progress", { max: entry.total || 1, value: entry.total ? entry.done : null, "aria-label": "Progress" }),
-      others.map((other) => h("p", {}, h("a", { href: addressOf({ page: state.page, source: other.id }) }, `Look at ${other.name}`), failed ? "" : " meanwhile"))));
+      others.map((other) => h("p", {}, h("a", { href: addressOf({ page: state.page, source: other.id }) }, `Open ${other.name}`), failed ? "" : " meanwhile"))));
     this.#drawBar();
   }
 
-  #working(list) {
+  #showWork(list) {
     this.#work = list;
-    const running = (this.session?.sources ?? []).filter(({ state }) => state === "running").map(progress);
-    if (!list.includes(THE_MAP)) this.#share = null;
-    else this.#following ||= setTimeout(() => this.#follow(), POLL);
-    this.#shell.busy(list.map((what) => (what === THE_MAP && this.#share !== null ? `${what}: ${percent(this.#share)}` : what)), running);
+    const running = (this.session?.sources ?? []).filter(({ state }) => state === "running").map(progressOf);
+    if (!list.includes(THE_MAP)) this.#progress = null;
+    else this.#progressPoll ||= setTimeout(() => this.#pollProgress(), POLL);
+    this.#shell.busy(list.map((what) => (what === THE_MAP && this.#progress !== null ? `${what}: ${percent(this.#progress)}` : what)), running);
   }
 
-  /** How far the map is: one seen from afar is a pass over all its weights. */
-  async #follow() {
+  /** Poll the progress of a map: the overview of a long text needs a pass over all weights. */
+  async #pollProgress() {
     try {
-      if (this.#work.includes(THE_MAP)) this.#share = (await this.get("/api/session", { quiet: true })).computing;
+      if (this.#work.includes(THE_MAP)) this.#progress = (await this.get("/api/session", { quiet: true })).computing;
     } catch {
-      // whoever waits for the map hears what is wrong
+      // the request for the map itself reports errors
     }
-    this.#following = 0;
-    this.#working(this.#work);
+    this.#progressPoll = 0;
+    this.#showWork(this.#work);
   }
 }
 
 const clean = (state) => Object.fromEntries(Object.entries(state).filter(([, value]) => value !== undefined && value !== null));
-const ownKeys = (state) => Object.fromEntries(Object.entries(state).filter(([key]) => key !== "page" && !SHARED.includes(key)));
-const failure = (entry) => entry.error || `${entry.name} could not be profiled.`;
+const pageKeys = (state) => Object.fromEntries(Object.entries(state).filter(([key]) => key !== "page" && !SHARED.includes(key)));
+const failureOf = (entry) => entry.error || `${entry.name} could not be profiled.`;
 
-function progress({ name, what, done, total }) {
-  return total ? `Running ${name}: ${what || "step"} ${integer(done)} of ${integer(total)}` : `Running ${name} …`;
+function progressOf({ name, stage, done, total }) {
+  return total ? `Running ${name}: ${stage || "step"} ${integer(done)} of ${integer(total)}` : `Running ${name} …`;
 }
 
-/** A page's module, loaded when it is first opened: one that is broken leaves the others alone. */
+/** The module of a page, loaded when it is first opened, so that a broken page does not affect the others. */
 async function pageModule(id) {
   try {
-    return (await import(`./page_${id}.js`))[`${id}Page`];
+    return await import(`./page_${id}.js`);
   } catch (error) {
     throw new Error(`The page ${PAGES.find((page) => page.id === id).title} could not be loaded: ${error.message}`, { cause: error });
   }

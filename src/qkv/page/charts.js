@@ -1,19 +1,18 @@
-// Drawing: stacked bars, curves along the text, maps on canvas. Each returns an element and keeps no state
-// of the page.
+// Charts: stacked bars, curves along the text, maps on a canvas. Each function returns an element and keeps no state.
 
 import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, named, percent, written } from "./numbers.js";
 
-/** A bar of disjoint shares, with a legend when asked. `shares`: {destination name: share}. */
+/** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
   const parts = looks.destinations.filter(({ name }) => shares[name] > 0.0005);
   const whole = parts.reduce((sum, { name }) => sum + shares[name], 0) || 1;
   const words = ({ name, label: word }) => (name === "nearby" ? `${word} (±${window})` : word);
-  const said = parts.map((part) => `${words(part)} ${percent(shares[part.name])}`).join(", ");
+  const summary = parts.map((part) => `${words(part)} ${percent(shares[part.name])}`).join(", ");
   const bar = h(
     "div",
-    { class: "stack", role: "img", "aria-label": `${label}: ${said}` },
+    { class: "stack", role: "img", "aria-label": `${label}: ${summary}` },
     parts.map((part) => {
       const colour = destinationColour(part), share = shares[part.name] / whole;
       return h(
@@ -26,7 +25,7 @@ export function stack(shares, { window, legend = false, label }) {
   return legend ? h("div", {}, bar, keyOf(parts.map((part) => [words(part), destinationColour(part), percent(shares[part.name])]))) : bar;
 }
 
-/** Colour swatches with their names, and their values when there are any. */
+/** A legend of colour swatches with names and optional values. */
 export function keyOf(entries) {
   return h(
     "ul",
@@ -133,7 +132,7 @@ export function axisTicks(n) {
   return ticks.filter((position) => position <= n - 1 && Number.isInteger(position));
 }
 
-/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. Zero, as where a mask is, stays transparent. */
+/** Fill a canvas with colours: `at(row, column)` gives a number from 0 to 1. Zero, for masked pairs, stays transparent. */
 export function paint(canvas, rows, columns, at) {
   canvas.width = columns;
   canvas.height = rows;
@@ -153,14 +152,14 @@ export function paint(canvas, rows, columns, at) {
 }
 
 /**
- * A canvas of rows × columns cells to point at, with the pointer or with the arrow keys: `told(row, column)` hears of
- * every move. The crosshair is where `markCell` puts it, so that several maps can share one.
+ * A canvas of rows × columns cells. `onmove(row, column)` is called when the pointer or the arrow keys move to a cell.
+ * `markCell` draws the crosshair, so that several maps can share one position.
  */
-export function cellMap({ canvas, rows, columns, label, told }) {
+export function cellMap({ canvas, rows, columns, label, onmove }) {
   let at = [0, 0];
   const go = (row, column) => {
     at = [Math.min(Math.max(row, 0), rows - 1), Math.min(Math.max(column, 0), columns - 1)];
-    told(...at);
+    onmove(...at);
   };
   return h(
     "div",
@@ -183,7 +182,7 @@ export function cellMap({ canvas, rows, columns, label, told }) {
   );
 }
 
-/** Put the crosshair of a `cellMap` on a cell of its rows × columns; on none without a cell. */
+/** Move the crosshair of a `cellMap` with rows × columns cells to a cell; hide it if `cell` is null. */
 export function markCell(box, cell, rows, columns) {
   const [across, down] = box.querySelectorAll("i");
   across.hidden = down.hidden = !cell;
@@ -192,14 +191,14 @@ export function markCell(box, cell, rows, columns) {
   down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
 }
 
-/** A dense map with a crosshair that follows the pointer or the arrow keys, and says what is under it. */
+/** A dense map with a crosshair that follows the pointer or the arrow keys, and a readout of its cell. */
 export function denseMap({ bytes, queries, keys, label }) {
   const rows = queries.length, columns = keys.length;
   const top = bytes.reduce((most, byte) => Math.max(most, byte), 1);
   const canvas = h("canvas", {});
   paint(canvas, rows, columns, (row, column) => Math.sqrt(bytes[row * columns + column] / top));
   const readout = h("output", { "aria-live": "polite" }, "Point at a cell, or focus the map and use the arrow keys.");
-  const told = (row, column) => {
+  const onmove = (row, column) => {
     markCell(box, [row, column], rows, columns);
     const byte = bytes[row * columns + column];
     const weight = byte === 0 ? "under 0.2\u00a0%" : `${((100 * byte) / 255).toFixed(1)}\u00a0%`;
@@ -208,7 +207,7 @@ export function denseMap({ bytes, queries, keys, label }) {
       h("b", {}, `${integer(column)} “`, h("bdi", {}, named(keys[column])), "”"), ` · ${weight}`,
     );
   };
-  const box = cellMap({ canvas, rows, columns, label, told });
+  const box = cellMap({ canvas, rows, columns, label, onmove });
   return h(
     "figure",
     { class: "dense" },
@@ -217,7 +216,7 @@ export function denseMap({ bytes, queries, keys, label }) {
   );
 }
 
-/** A colour bar with its ends named. */
+/** A colour bar with labels at both ends. */
 export function legend({ low, high, note }) {
   const stops = Array.from({ length: 9 }, (_, k) => css(ramp(k / 8))).join(", ");
   return h(
@@ -228,7 +227,7 @@ export function legend({ low, high, note }) {
   );
 }
 
-/** A row of radio buttons that look like one control; `options`: [value, text] each. */
+/** A row of radio buttons styled as one control; `options`: a list of [value, text]. */
 export function choice(label, options, chosen, onchange) {
   const name = `choice-${label}`;
   return h("fieldset", { class: "choice" }, h("legend", {}, label),

@@ -1,17 +1,17 @@
-// Colours: little to much, destinations of weight, and which ink can be read on them.
+// Colours: the ramp for numbers, the colours of destinations, and readable ink on either.
 
-/** What the page says about looks: names of statistics, destinations with their colours, colour ramps. */
+/** Labels of statistics, destinations with their colours, and colour ramps. */
 export const looks = { statistics: {}, destinations: [], ramps: { light: [[255, 255, 255]], dark: [[0, 0, 0]] } };
 
 /** "#rrggbb" as [r, g, b]. */
 export const rgbOf = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
-/** Take the looks from a report's page or a viewer's session. */
+/** Set the looks from the page of a report or the session of a viewer. */
 export function useLooks({ statistics, destinations, ramp: { light, dark } }) {
   Object.assign(looks, { statistics: { ...looks.statistics, ...statistics }, destinations, ramps: { light: light.map(rgbOf), dark: dark.map(rgbOf) } });
 }
 
-/** Take the statistics of a profile that the session does not know: its user's own. */
+/** Add statistics of a profile that the session does not have, such as user-defined ones. */
 export const addStatistics = (statistics) => { looks.statistics = { ...statistics, ...looks.statistics }; };
 
 export const isDark = () =>
@@ -29,11 +29,11 @@ export function ramp(x) {
 /** [r, g, b] as CSS writes it. */
 export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 
-/** Black or white, whichever is easier to read on a colour. */
+/** Black or white, whichever has more contrast on a colour. */
 export function inkOn([r, g, b]) {
   const linear = [r, g, b].map((c) => (c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4));
   const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-  return luminance > 0.179 ? "#000000" : "#ffffff"; // where both contrast 4.6 to 1
+  return luminance > 0.179 ? "#000000" : "#ffffff"; // here both have a contrast of 4.6 to 1
 }
 
 /** The colour of a destination of weight in the current theme. */

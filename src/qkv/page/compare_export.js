@@ -1,27 +1,27 @@
-// What the compare page shows, as an SVG file and as CSV.
+// Export of the compare page as SVG and CSV.
 
 import { css, destinationColour, looks, ramp } from "./colour.js";
 import { signedColour } from "./compare_difference.js";
-import { MARK, alongOf, groupOf } from "./compare_side.js";
+import { LABEL, curveOf, groupOf } from "./compare_side.js";
 import { svg } from "./dom.js";
 import { csvOf, svgImage, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { headName, rowOf, sharesOf } from "./heads.js";
 import { percent, weightWords } from "./numbers.js";
 
-/** A name for files: which two heads. */
+/** A file name that names both heads. */
 export function comparedName({ left, right }) {
   const short = (side) => `${side.source.name}-t${side.at.text}-L${groupOf(side).layers[side.at.layer]}-H${groupOf(side).heads[side.at.head]}`;
   return `${short(left)}-and-${short(right)}`;
 }
 
-/** Both maps, their difference where there is one, and where the weight goes. */
+/** Both maps, their difference if there is one, and the destinations of the weight. */
 export function comparedPicture({ left, right, variation, difference, scale }) {
   const size = 360, gap = 28, parts = [];
   const pictures = [[left, left.canvas], ...(variation ? [[null, difference]] : []), [right, right.canvas]];
   let tall = size;
   pictures.forEach(([side, canvas], index) => {
     const x = index * (size + gap);
-    const words = side ? `${MARK[side.name]} · ${side.source.name}, ${headName(groupOf(side), side.at.layer, side.at.head)}` : "B − A";
+    const words = side ? `${LABEL[side.name]} · ${side.source.name}, ${headName(groupOf(side), side.at.layer, side.at.head)}` : "B − A";
     parts.push(svgText(x, 10, words, { "font-weight": 600 }));
     if (!canvas) { parts.push(svgText(x, 40, "no map", { fill: "var(--soft)" })); return; }
     const height = (size * canvas.height) / canvas.width;
@@ -38,7 +38,7 @@ export function comparedPicture({ left, right, variation, difference, scale }) {
     y += 24;
     const used = looks.destinations.filter((part) => shares[index][part.name] > 0.0005), whole = used.reduce((sum, part) => sum + shares[index][part.name], 0) || 1;
     let x = 18;
-    parts.push(svgText(0, y + 8, MARK[name], { "font-weight": 600 }));
+    parts.push(svgText(0, y + 8, LABEL[name], { "font-weight": 600 }));
     for (const part of used) {
       const wide = ((width - 18) * shares[index][part.name]) / whole;
       parts.push(svg("rect", { x, y: y - 4, width: Math.max(wide - 1, 0.5), height: 16, fill: destinationColour(part) }));
@@ -47,19 +47,19 @@ export function comparedPicture({ left, right, variation, difference, scale }) {
   });
   y += 36;
   parts.push(svgKey(18, y, looks.destinations.filter(({ name }) => shares.some((one) => one[name] > 0.0005)).map((part) => [part.label, destinationColour(part)])));
-  const goes = [left, right].map((side) => `${MARK[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`).join(" · ");
+  const goes = [left, right].map((side) => `${LABEL[side.name]}: ${side.view.heads.goes_to[rowOf(groupOf(side), side.at.layer, side.at.head)]}`).join(" · ");
   return svgPicture({ width, height: y + 8, title: "Two heads compared", note: `${goes}. Rows are queries, columns are keys.`, parts });
 }
 
 /**
- * Numbers first, then the curves by position, then the maps cell by cell: "weight", or "largest_weight" of a block
- * where a map is pooled. Bins and blocks stand at their first position. `statistics`: [{name, values: [a, b]}].
+ * Statistics, then the curves by position, then the cells of the maps: "weight", or "largest_weight" of a block if a map
+ * is pooled. Bins and blocks are listed at their first position. `statistics`: [{name, values: [a, b]}].
  */
 export function comparedTable({ left, right, variation }, statistics) {
   const rows = [], add = (what, position, key, a, b) => rows.push([what, position, key, a, b, a === null || b === null ? null : b - a]);
   for (const { name, values: [a, b] } of statistics) add(name, null, null, a, b);
   for (const name of ["received", "entropy"]) {
-    const [a, b] = [left, right].map((side) => alongOf(side, name));
+    const [a, b] = [left, right].map((side) => curveOf(side, name));
     if (!a || !b) continue;
     const n = name === "received" ? [left.view.n_keys, right.view.n_keys] : [left.view.n_queries, right.view.n_queries];
     const starts = [a, b].map((values, side) => new Map(Array.from(values, (value, bin) => [Math.ceil((bin * n[side]) / values.length), value])));

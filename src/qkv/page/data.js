@@ -1,15 +1,15 @@
-// Reading the arrays that a page of numbers comes with.
+// Decoding of the arrays in a page's data.
 
 /** The bytes of a base64 string. */
 export const bytesOf = (base64) => Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 
-/** The bytes of a base64 string that holds deflated data. */
+/** Decode base64 and decompress (deflate). */
 export async function inflated(base64) {
   const stream = new Blob([bytesOf(base64)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** Curves of a text, {name: {values, shape}}, from their 16-bit codes; `index` says where each is and how to read it. */
+/** Decode the curves of a text, {name: {values, shape}}, from 16-bit codes; `index` describes where and how each is stored. */
 export function decodedArrays(index, planes) {
   const length = planes.length / 2;
   const arrays = {};

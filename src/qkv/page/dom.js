@@ -1,11 +1,11 @@
-// Making elements. Text given to them is never parsed as markup.
+// Creating elements. Text is never parsed as markup.
 
-/** Make an element: h("p", {class: "x", onclick: f}, "text", child). Text is never parsed as HTML. */
+/** Create an element: h("p", {class: "x", onclick: f}, "text", child). Text is never parsed as HTML. */
 export function h(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** Create an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -21,10 +21,10 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Replace what an element holds; whoever had the keyboard focus in it keeps it, by its `data-key`. */
+/** Replace the children of an element; the keyboard focus moves to the new child with the same `data-key`. */
 export function replace(container, ...children) {
   const active = container.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   container.replaceChildren(...children.flat().filter(Boolean));
-  const heir = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
-  if (heir) heir.focus({ preventScroll: true });
+  const successor = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
+  if (successor) successor.focus({ preventScroll: true });
 }

@@ -1,4 +1,4 @@
-// Pictures and data that leave the page: SVG files that stand alone, PNG made from them, CSV.
+// Export: self-contained SVG files, PNG rendered from them, and CSV.
 
 import { svg } from "./dom.js";
 import { visible } from "./numbers.js";
@@ -7,8 +7,8 @@ const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "L
 const MARGIN = 24;
 const LARGEST = 16_000; // pixels a side that every browser's canvas can hold
 
-// What a stylesheet may have said of a drawing on the page; in a file of its own it must say so itself.
-const LOOKS = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "fill-opacity", "stroke-opacity", "opacity",
+// Properties that the style sheet may set on a drawing; they are written into its SVG file as attributes.
+const PROPERTIES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "fill-opacity", "stroke-opacity", "opacity",
   "font-size", "font-weight", "font-family", "font-style", "text-anchor", "dominant-baseline", "image-rendering", "shape-rendering", "visibility"];
 
 /** The colour of a CSS variable in the current theme: colourOf("--ink"). */
@@ -17,8 +17,8 @@ export function colourOf(variable) {
 }
 
 /**
- * An SVG file as a string: a title and a note above `parts`, elements of `svg()` drawn in a box of width × height.
- * Attributes may use colours as "var(--ink)": they are written out, so that the file needs no stylesheet.
+ * An SVG file as a string: a title and a note above `parts`, which are elements of `svg()` in a box of width × height.
+ * Colours such as "var(--ink)" are replaced by their values, so that the file needs no style sheet.
  */
 export function svgPicture({ width, height, title, note = "", parts }) {
   const perLine = Math.max(Math.floor(width / 6.4), 24);
@@ -32,27 +32,27 @@ export function svgPicture({ width, height, title, note = "", parts }) {
     titles.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * index, line, { "font-size": 16, "font-weight": 600 })),
     notes.map((line, index) => svgText(MARGIN, MARGIN + 14 + 21 * titles.length + 17 * index, line, { "font-size": 12.5, fill: "var(--soft)" })),
     svg("g", { transform: `translate(${MARGIN} ${MARGIN + head})` }, parts));
-  alone(drawing);
+  selfContained(drawing);
   return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(drawing)}\n`;
 }
 
-/** Text at (x, y) of its baseline, on one line. */
+/** One line of text whose baseline starts at (x, y). */
 export function svgText(x, y, text, attributes = {}) {
   return svg("text", { x, y, ...attributes }, String(text));
 }
 
-/** A canvas as an image of width × height at (x, y); its pixels stay sharp when it is enlarged. */
+/** A canvas as an image of width × height at (x, y) whose pixels stay sharp when enlarged. */
 export function svgImage(canvas, { x = 0, y = 0, width = canvas.width, height = canvas.height } = {}) {
   return svg("image", { x, y, width, height, href: canvas.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": "pixelated" });
 }
 
-/** A copy of a drawing on the page at (x, y), which looks as it does there without the page's stylesheet. */
+/** A copy of a drawing at (x, y) with the computed styles as attributes, so that it needs no style sheet. */
 export function svgCopy(element, { x = 0, y = 0 } = {}) {
   const copy = element.cloneNode(true);
   const pairs = [[element, copy], ...Array.from(element.querySelectorAll("*"), (from, index) => [from, copy.querySelectorAll("*")[index]])];
   for (const [from, to] of pairs) {
     const looks = getComputedStyle(from);
-    for (const name of LOOKS) if (looks.getPropertyValue(name)) to.setAttribute(name, looks.getPropertyValue(name));
+    for (const name of PROPERTIES) if (looks.getPropertyValue(name)) to.setAttribute(name, looks.getPropertyValue(name));
     to.removeAttribute("class");
     to.removeAttribute("style");
   }
@@ -61,7 +61,7 @@ export function svgCopy(element, { x = 0, y = 0 } = {}) {
   return copy;
 }
 
-/** A legend for a drawing: a row of swatches with words from (x, y); entries are [word, colour]. */
+/** A legend in a drawing: a row of swatches with labels that starts at (x, y); entries are [label, colour]. */
 export function svgKey(x, y, entries) {
   let at = x;
   return entries.map(([word, colour]) => {
@@ -71,7 +71,7 @@ export function svgKey(x, y, entries) {
   });
 }
 
-/** A colour bar from (x, y) with its ends named; `colours` from little to much. */
+/** A colour bar that starts at (x, y), with labels at both ends; `colours` from low to high. */
 export function svgRamp(x, y, colours, low, high) {
   const width = 96 / colours.length;
   return [
@@ -81,7 +81,7 @@ export function svgRamp(x, y, colours, low, high) {
   ];
 }
 
-/** An SVG file as a PNG at `scale` pixels a unit. */
+/** Render an SVG file as PNG at `scale` pixels per unit. */
 export async function pngOf(drawing, scale = 2) {
   const url = URL.createObjectURL(new Blob([drawing], { type: "image/svg+xml" }));
   try {
@@ -90,7 +90,7 @@ export async function pngOf(drawing, scale = 2) {
     try {
       await image.decode();
     } catch {
-      throw new Error("The picture could not be drawn as PNG; its SVG can be saved all the same.");
+      throw new Error("The picture could not be rendered as PNG; the SVG can still be saved.");
     }
     const canvas = document.createElement("canvas");
     const fitting = Math.min(scale, LARGEST / image.naturalWidth, LARGEST / image.naturalHeight);
@@ -105,7 +105,7 @@ export async function pngOf(drawing, scale = 2) {
   }
 }
 
-/** Have the browser save a blob as a file. */
+/** Save a blob as a file through the browser. */
 export function download(name, blob) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
@@ -114,7 +114,7 @@ export function download(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000); // the browser may still be reading it
 }
 
-/** A table as CSV (RFC 4180): null and NaN are empty, numbers have up to seven digits. */
+/** A table as CSV (RFC 4180): null and NaN are empty cells, numbers have up to seven digits. */
 export function csvOf(columns, rows) {
   const cell = (value) => {
     if (value === null || value === undefined || Number.isNaN(value)) return "";
@@ -124,7 +124,7 @@ export function csvOf(columns, rows) {
   return [columns, ...rows].map((row) => Array.from(row, cell).join(",")).join("\r\n") + "\r\n";
 }
 
-/** Lines of about `most` characters. */
+/** Break a text into lines of about `most` characters. */
 function wrapped(text, most) {
   const lines = [""];
   for (const word of text.split(/\s+/)) {
@@ -134,8 +134,8 @@ function wrapped(text, most) {
   return lines;
 }
 
-/** Write variables out as colours, and characters that XML forbids as marks. */
-function alone(drawing) {
+/** Replace CSS variables by colours, and characters that XML forbids by visible marks. */
+function selfContained(drawing) {
   for (const element of [drawing, ...drawing.querySelectorAll("*")]) {
     for (const { name, value } of [...element.attributes]) {
       if (value.includes("var(--")) element.setAttribute(name, value.replace(/var\((--[\w-]+)\)/g, (_, variable) => colourOf(variable)));

@@ -1,82 +1,82 @@
-// The heads of a text: their grid, the card of one, and its curves. `group` and `view` are a page's
-// `groups[g]` and `groups[g].texts[t]`; layers and heads are counted by their places in the group.
+// The grid of all heads of a text, the card of one head, and its curves. `group` and `view` are `groups[g]` and
+// `groups[g].texts[t]` of a page; layers and heads are indices in the group.
 
 import { curve, keyOf, stack } from "./charts.js";
 import { css, destinationColour, inkOn, isDark, looks, ramp, rgbOf } from "./colour.js";
 import { h } from "./dom.js";
 import { binPeaks, integer, named, written } from "./numbers.js";
 
-export const MANY = 16; // with more heads or layers, cells are too small for words
+export const MANY = 16; // with more heads or layers, cells are too small for text
 
-/** Where a head stands in a column of the table of heads. */
+/** The row of a head in the table of heads. */
 export const rowOf = (group, layer, head) => layer * group.heads.length + head;
 
 /** The short name of a head. */
 export const headName = (group, layer, head) => `L${group.layers[layer]} · H${group.heads[head]}`;
 
-/** The same in full, for titles and for reading out. */
+/** The full name of a head, for titles and screen readers. */
 export const headTitle = (group, layer, head) => `Layer ${group.layers[layer]}, head ${group.heads[head]}`;
 
-/** How many layers and heads a group has, in words. */
+/** The numbers of layers and heads of a group in words. */
 export function sizeWords({ layers, heads }) {
   const counted = ({ length }, noun) => `${integer(length)} ${noun}${length === 1 ? "" : "s"}`;
   return `${counted(layers, "layer")} × ${counted(heads, "head")}`;
 }
 
-/** Names of the statistics that some head of a text has. */
+/** Names of the statistics that at least one head of a text has. */
 export const statisticsOf = (view) => Object.keys(looks.statistics).filter((name) => view.heads[name]?.some((x) => x !== null));
 
-/** What a statistic is called, and what it means, in this group. */
+/** Label and meaning of a statistic in this group. */
 export const labelOf = (group, name) => (name === "local" ? `Local ±${group.window}` : looks.statistics[name].label);
 export const meaningOf = (group, name) => looks.statistics[name].meaning.replace("`local_window`", group.window);
 
-/** The value of a statistic that gets the darkest colour. */
+/** The value of a statistic at the upper end of the colour ramp. */
 export function topOf(view, statistic) {
   const values = view.heads[statistic].filter((x) => x !== null), { unit } = looks.statistics[statistic];
-  return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // next to nothing should look like it
+  return Math.max(...values, { ratio: 1, "%": 0.1 }[unit] ?? 1e-9); // so that negligible values look negligible
 }
 
-/** The value that gets the lightest colour: 0, or the least where some are negative. */
+/** The value at the lower end of the colour ramp: 0, or the smallest value if some are negative. */
 export const bottomOf = (view, statistic) => Math.min(0, ...view.heads[statistic].filter((x) => x !== null));
 
-/** The ends of a statistic's colours in words, for a legend. */
+/** The ends of the colour ramp of a statistic in words, for a legend. */
 export function scaleOf(view, statistic) {
   const { unit } = looks.statistics[statistic], bottom = bottomOf(view, statistic);
   return { low: bottom ? written(bottom, unit) : "0", high: written(topOf(view, statistic), unit) };
 }
 
-/** Of every head its value, what its cell says, its colour, and what a pointer is told. */
+/** Value, cell text, colour and tooltip of every head for a statistic. */
 export function cellsOf(group, view, statistic) {
   const top = topOf(view, statistic), bottom = bottomOf(view, statistic), { label, unit } = looks.statistics[statistic];
   return view.heads[statistic].map((x, at) => ({
     value: x,
     text: x === null ? "–" : cellText(x, unit),
     colour: ramp(x === null ? 0 : (x - bottom) / (top - bottom)),
-    said: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
+    tip: `${label} ${written(x, unit)}\n${view.heads.goes_to[at]}`,
   }));
 }
 
-/** The one thing to colour heads by that is a name instead of a number. */
+/** Instead of the name of a statistic: colour heads by their type. */
 export const KIND = "type";
 const ABBREVIATIONS = { "first token": "1st", "previous token": "prev", "other sink": "sink", "duplicate token": "dup", induction: "ind", delimiter: "del", local: "loc", uniform: "uni", self: "self", mixed: "" };
 
-/** Kinds of heads that there are in a group, with colours and counts. */
+/** Types of heads that occur in a group, with colours and counts. */
 export const kindsOf = (page, group) => page.roles
   .map((role) => ({ name: role.name, colour: rgbOf(role[isDark() ? "dark" : "light"]), count: group.types.type.filter((name) => name === role.name).length }))
   .filter(({ count }) => count);
 
-/** As `cellsOf`, of the kinds of heads. */
+/** As `cellsOf`, for the types of heads. */
 export function kindCells(page, group, view) {
   const { type, traits } = group.types, colours = new Map(kindsOf(page, group).map(({ name, colour }) => [name, colour]));
   return type.map((name, at) => ({
     value: null,
     text: ABBREVIATIONS[name] ?? name.slice(0, 4),
     colour: colours.get(name),
-    said: [name, traits[at].length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
+    tip: [name, traits[at].length ? traits[at].join(", ") : null, view.heads.goes_to[at]].filter(Boolean).join("\n"),
   }));
 }
 
-/** What colours of kinds mean: to stand below a grid. */
+/** The legend of the types of heads. */
 export const kindKey = (page, group) => keyOf(kindsOf(page, group).map(({ name, colour, count }) => [name, css(colour), integer(count)]));
 
 function cellText(x, unit) {
@@ -86,8 +86,8 @@ function cellText(x, unit) {
 }
 
 /**
- * Layers down, heads across; `cells` as of `cellsOf`, by `rowOf`. Arrows, Home and End move; `select(layer, head)`
- * hears of every choice, `open(layer, head)` of Enter and of double clicks.
+ * A grid with a row per layer and a column per head; `cells` of `cellsOf`. Arrow keys, Home and End move the selection.
+ * Calls `select(layer, head)` for each selection, and `open(layer, head)` for Enter and double clicks.
  */
 export function headGrid({ group, cells, layer, head, label, select, open }) {
   const { layers, heads } = group, many = heads.length > MANY;
@@ -96,10 +96,10 @@ export function headGrid({ group, cells, layer, head, label, select, open }) {
   grid.append(h("div", { role: "row", class: "row" }, h("span", { class: "corner" }), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, many && k % 4 ? "" : String(id)))));
   layers.forEach((id, l) => {
     grid.append(h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => {
-      const { text, colour, said } = cells[rowOf(group, l, k)];
+      const { text, colour, tip } = cells[rowOf(group, l, k)];
       return h("button", {
         type: "button", role: "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
-        "aria-label": `${headTitle(group, l, k)}: ${said.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${said}`,
+        "aria-label": `${headTitle(group, l, k)}: ${tip.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${tip}`,
         style: { background: css(colour), color: inkOn(colour) },
       }, h("span", {}, text));
     })));
@@ -122,7 +122,7 @@ export function headGrid({ group, cells, layer, head, label, select, open }) {
   return grid;
 }
 
-/** Show which head of a grid is the selected one; the keyboard focus goes with it where the grid has it. */
+/** Mark the selected head of a grid; the keyboard focus follows if it is in the grid. */
 export function markHead(grid, layer, head) {
   const focused = document.activeElement?.matches("[data-layer]") && grid.contains(document.activeElement);
   for (const cell of grid.querySelectorAll("[aria-selected='true']")) { cell.tabIndex = -1; cell.setAttribute("aria-selected", "false"); }
@@ -133,7 +133,7 @@ export function markHead(grid, layer, head) {
   if (focused) cell.focus();
 }
 
-/** Where the weight of each layer goes: a stacked bar a layer, and the key to its colours. */
+/** The destinations of the weight of each layer as stacked bars with a legend. */
 export function layerShares(group, view) {
   const { layers, heads } = group;
   const means = layers.map((_, l) => Object.fromEntries(looks.destinations.map(({ name }) => [name, heads.reduce((sum, _, k) => sum + view.shares[name][rowOf(group, l, k)], 0) / heads.length])));
@@ -144,11 +144,11 @@ export function layerShares(group, view) {
   ];
 }
 
-/** Shares of a head's weight by destination. */
+/** The share of a head's weight on each destination. */
 export const sharesOf = (group, view, layer, head) =>
   Object.fromEntries(looks.destinations.map(({ name }) => [name, view.shares[name][rowOf(group, layer, head)]]));
 
-/** What there is to say of one head; `step(by)`, where given, goes to the one before or after. */
+/** The card of a head: name, destinations and statistics. `step(by)`, if given, selects the head before or after. */
 export function headCard({ group, view, layer, head, step }) {
   const at = rowOf(group, layer, head), number = (name) => view.heads[name][at];
   const type = group.types.type[at];
@@ -160,15 +160,15 @@ export function headCard({ group, view, layer, head, step }) {
         h("button", { type: "button", "data-key": "on", class: "quiet", "aria-label": "Next head", onclick: () => step(1) }, "→"))),
     h("p", { class: "goes" }, number("goes_to"), type !== "mixed" ? h("span", { class: "kind" }, ` · ${type} head`) : null),
     stack(sharesOf(group, view, layer, head), { window: group.window, legend: true, label: "Where the weight goes" }),
-    h("p", { class: "card-note" }, "Each key counts once: the first token before all else."),
+    h("p", { class: "card-note" }, "Each key counts once, under its first matching name, beginning with the first token."),
     h("dl", { class: "numbers" },
       statisticsOf(view).filter((name) => number(name) !== null).map((name) =>
         h("div", { "data-tip": meaningOf(group, name) }, h("dt", {}, labelOf(group, name)), h("dd", {}, written(number(name), looks.statistics[name].unit)))),
-      h("div", { "data-tip": "the key that receives most" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
+      h("div", { "data-tip": "the key that receives the largest share" }, h("dt", {}, "Most attended"), h("dd", {}, h("bdi", {}, named(view.keys[number("top_key")])), ` @ ${integer(number("top_key"))}`))),
   ];
 }
 
-/** What a head does along the text: figures as wide as `width` pixels. `curves` are the text's decoded arrays. */
+/** The curves of a head along the text, as figures of `width` pixels. `curves`: the decoded arrays of the text. */
 export function headCurves({ group, view, curves, layer, head, width }) {
   const at = rowOf(group, layer, head), queries = view.queries || view.keys;
   const slice = (name) => { const { values, shape } = curves[name]; return values.subarray(at * shape[2], (at + 1) * shape[2]); };
@@ -179,13 +179,13 @@ export function headCurves({ group, view, curves, layer, head, width }) {
   const bins = curves.uniform.shape[2];
   const reference = { label: "uniform attention", values: curves.uniform.values.subarray(layer * bins, (layer + 1) * bins) };
   if (curves.entropy) parts.push(curve({ title: "Entropy of each query, nats", values: slice("entropy"), unit: "nats", reference, ...along }));
-  if (curves.distance) parts.push(curve({ title: "Mean distance to what it attends to, tokens", values: slice("distance"), unit: "tokens", ...along }));
+  if (curves.distance) parts.push(curve({ title: "Mean distance of the attended keys, tokens", values: slice("distance"), unit: "tokens", ...along }));
   if (curves.sink) parts.push(curve({ title: "Weight on the first token", values: slice("sink"), unit: "%", ...along }));
   return parts;
 }
 
-/** The place of the head with the clearest target: one to begin with. */
-export function tellingHead(group, view) {
+/** The head with the largest share on one target: the head that is selected first. */
+export function mostFocusedHead(group, view) {
   const shares = view.heads.target_share;
   const best = shares.reduce((most, share, index) => ((share ?? -1) > (shares[most] ?? -1) ? index : most), 0);
   return { layer: Math.floor(best / group.heads.length), head: best % group.heads.length };

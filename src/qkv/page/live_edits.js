@@ -1,11 +1,11 @@
-// Edits of heads: their words, and the few characters that stand for them in an address.
+// Edits of heads: their description in words and their short code in an address.
 
 const CODES = { softmax: "n", "off-by-one": "o", sigmoid: "s" };
 
-/** A head by its position "layer.head". */
+/** Parse the position "layer.head" of a head into [layer, head]. */
 export const headAt = (at) => at.split(".").map(Number);
 
-/** Its short name, and its long one. */
+/** The short and the long name of a head. */
 export const shortName = (at) => headAt(at).map((number, axis) => `${"LH"[axis]}${number}`).join(" · ");
 export const longName = (at) => headAt(at).map((number, axis) => `${["Layer", "head"][axis]} ${number}`).join(", ");
 
@@ -17,17 +17,17 @@ export function isHead(at, { layers, heads }) {
   return !more.length && Number.isInteger(layer) && Number.isInteger(head) && layer >= 0 && head >= 0 && layer < layers && head < heads;
 }
 
-/** How a head is set, {normalizer, temperature}. */
+/** The setting of a head, {normalizer, temperature}. */
 export const settingOf = (edits, at, own) => edits.get(at) ?? { normalizer: own, temperature: 1 };
 export const settingWords = ({ normalizer, temperature }) => `${normalizer}${temperature === 1 ? "" : `, temperature ${temperature}`}`;
 
-/** Edits in few characters: o1-0.3-1.2_s0.5-all is off-by-one in two heads and a sigmoid of temperature 0.5 in all others. */
+/** Edits as a short code: o1-0.3-1.2 is off-by-one in two heads, s0.5-all a sigmoid of temperature 0.5 in all heads; codes are joined by "_". */
 export function codeOf(edits, { layers, heads }) {
   const groups = Map.groupBy(edits, ([, { normalizer, temperature }]) => `${CODES[normalizer]}${temperature}`);
   return [...groups].map(([code, found]) => `${code}-${found.length === layers * heads ? "all" : found.map(([at]) => at).join("-")}`).join("_");
 }
 
-/** What `codeOf` wrote; what cannot be understood is left out. */
+/** Parse a code of `codeOf`; invalid parts are ignored. */
 export function editsOf(code, live) {
   const found = new Map();
   for (const group of code.split("_").filter(Boolean)) {
@@ -39,6 +39,7 @@ export function editsOf(code, live) {
   return found;
 }
 
+/** Edits in words. */
 export function editWords(edits, { layers, heads }) {
   if (!edits.size) return "";
   const groups = Map.groupBy(edits, ([, edit]) => settingWords(edit));

@@ -1,4 +1,4 @@
-// The whole map of one head of a live model, as trained and with edits, and what its numbers are.
+// The attention maps of one head of a live model, as trained and with the edits, and its statistics.
 
 import { cellMap, legend, markCell, paint } from "./charts.js";
 import { h } from "./dom.js";
@@ -6,20 +6,20 @@ import { headAt, longName } from "./live_edits.js";
 import { quoted } from "./live_next.js";
 import { percent, written } from "./numbers.js";
 
-/** Two maps that share a crosshair, and words beside them, of the answer of the page. */
+/** Two maps that share a crosshair, and the statistics beside them. */
 export function liveMaps(answer) {
   const { tokens, maps, at, edited } = answer, n = tokens.length, [layer, head] = headAt(at);
   const top = Math.max(...maps.map((map) => map.reduce((most, weight) => Math.max(most, weight), 0)), 1e-9);
   const readout = h("output", { class: "readout", "aria-live": "polite" }, "Point at a cell, or focus a map and use the arrow keys.");
   const boxes = [];
-  const told = (query, key) => {
+  const onmove = (query, key) => {
     for (const box of boxes) markCell(box, [query, key], n, n);
-    const [was, is] = maps.map((map) => map[query * n + key]);
+    const [before, after] = maps.map((map) => map[query * n + key]);
     readout.replaceChildren(`query ${query} `, h("b", {}, quoted(tokens[query])), ` → key ${key} `, h("b", {}, quoted(tokens[key])),
-      key > query && !was && !is ? ": hidden" : `: ${percent(was)}${edited ? ` → ${percent(is)}` : ""}`);
+      key > query && !before && !after ? ": masked" : `: ${percent(before)}${edited ? ` → ${percent(after)}` : ""}`);
   };
   const figure = (title, map) => {
-    const canvas = h("canvas", {}), box = cellMap({ canvas, rows: n, columns: n, label: `${title}: ${longName(at)}, ${n} queries by ${n} keys`, told });
+    const canvas = h("canvas", {}), box = cellMap({ canvas, rows: n, columns: n, label: `${title}: ${longName(at)}, ${n} queries by ${n} keys`, onmove });
     paint(canvas, n, n, (row, column) => Math.sqrt(map[row * n + column] / top));
     box.classList.add("live-map");
     boxes.push(box);

@@ -1,36 +1,36 @@
-// The next token: how likely which ones are, as trained and edited, and what that amounts to.
+// The probabilities of the next token, as trained and with the edits, and a headline about the change.
 
 import { h } from "./dom.js";
 import { named, percent, visible } from "./numbers.js";
 
-export const SHOWN = 10; // next tokens that are shown
+export const SHOWN = 10; // candidates for the next token that are shown
 
-/** What edits do to the next token: [what happens, which token that is], each a list of strings and elements. */
+/** The effect of the edits on the next token: [size of the change, likeliest token], each a list of strings and elements. */
 export function headlineOf({ divergence, next, edited }) {
-  if (!edited) return [["As it was trained."], ["Choose heads and another normalizer or temperature: the effect shows here."]];
+  if (!edited) return [["The model is as trained."], ["Select heads and choose another normalizer or temperature to see the effect here."]];
   const [before, after] = [next.before, next.after].map((list) => list.reduce((best, entry, i) => (entry.probability > list[best].probability ? i : best), 0));
-  const size = divergence < 0.005 ? "hardly changes" : divergence < 0.1 ? "changes a little" : divergence < 1 ? "changes clearly" : "is predicted otherwise altogether";
+  const size = divergence < 0.005 ? "hardly changes" : divergence < 0.1 ? "changes a little" : divergence < 1 ? "changes clearly" : "changes completely";
   const change = `${percent(next.before[before].probability)} → ${percent(next.after[before].probability)}`;
   const likeliest = before === after
-    ? [quoted(next.before[before].token), ` stays the likeliest: ${change}.`]
-    : [quoted(next.after[after].token), ` (${percent(next.after[after].probability)}) takes the place of `, quoted(next.before[before].token), ` (${change}).`];
-  return [[`It ${size}: ${nats(divergence)}.`], likeliest];
+    ? [quoted(next.before[before].token), ` remains the likeliest token: ${change}.`]
+    : [quoted(next.after[after].token), ` (${percent(next.after[after].probability)}) replaces `, quoted(next.before[before].token), ` (${change}) as the likeliest token.`];
+  return [[`The prediction ${size} (${nats(divergence)}).`], likeliest];
 }
 
-/** A token in a sentence, whichever way its script runs. */
+/** A quoted token, isolated because its script may run from right to left. */
 export const quoted = (token) => h("bdi", {}, `“${named(token)}”`);
 
-/** The likeliest of an answer: [{token, before, after}, …]. */
+/** The likeliest next tokens of an answer: [{token, before, after}, …]. */
 export const nextRows = ({ next: { before, after } }) => after.map(({ token, probability }, i) => ({ token, after: probability, before: before[i].probability })).slice(0, SHOWN);
 
-/** What a step could have drawn, and what it drew. */
-export function drawnRows({ top, token, probability }) {
+/** The likeliest tokens of a sampling step, including the sampled one: [{token, after, chosen}, …]. */
+export function sampledRows({ top, token, probability }) {
   const listed = top.slice(0, SHOWN), unlikely = !listed.some((entry) => entry.token === token);
   return [...listed.slice(0, unlikely ? SHOWN - 1 : SHOWN), ...(unlikely ? [{ token, probability }] : [])]
     .map((entry) => ({ token: entry.token, after: entry.probability, chosen: entry.token === token }));
 }
 
-/** Probabilities of tokens as bars: one above the other where there are two. */
+/** Probabilities of tokens as bars; `paired`: before and after one above the other. */
 export function nextBars(rows, paired) {
   const top = Math.max(...rows.flatMap(({ before = 0, after }) => [before, after]), 1e-9);
   const bar = (kind, value) => h("i", { class: `live-bar live-${kind}`, style: { width: `${(100 * value) / top}%` } });
@@ -43,7 +43,7 @@ export function nextBars(rows, paired) {
         h("span", { class: "live-values" }, paired ? [percent(before), h("span", { class: "live-arrow" }, " → "), h("b", {}, percent(after))] : h("b", {}, percent(after)))))));
 }
 
-/** A token with its spaces: among the next ones several may differ in them alone. */
+/** A token with visible spaces, because several candidates may differ only in these. */
 export const spaced = (token) => visible(token.replace(/ +/g, (spaces) => (spaces.length > 2 ? `␣×${spaces.length}` : "␣".repeat(spaces.length))));
 
 const nats = (divergence) => `KL divergence ${divergence === 0 ? "0" : divergence < 0.001 ? "under 0.001" : divergence.toPrecision(2)} nats`;

@@ -1,4 +1,4 @@
-// The tokens of the text that a model reads, shaded by the weights of its last query.
+// The tokens of a live text, shaded by the attention weights of the last query.
 
 import { legend } from "./charts.js";
 import { css, inkOn, ramp } from "./colour.js";
@@ -15,16 +15,16 @@ export class LiveTokens {
   }
 
   /**
-   * `tokens` and the weight on each of them, `row`, in the head `at`; `made`: {token, probability} of those that the
-   * model wrote, the last ones; `step`: {token, probability} of one that it has just written and not read yet, or null.
+   * `row`: the weight on each of the `tokens` in the head `at`; `generated`: {token, probability} of the last tokens, if
+   * the model generated them; `step`: {token, probability} of a token that was just sampled and not yet read, or null.
    */
-  draw({ tokens, row, at, made, step }) {
-    const top = Math.max(...row, 1e-9), first = tokens.length - made.length + (step ? 1 : 0); // of those it wrote, if the cuts are the same
+  draw({ tokens, row, at, generated, step }) {
+    const top = Math.max(...row, 1e-9), first = tokens.length - generated.length + (step ? 1 : 0); // the first generated token, if tokenization is unchanged
     const chips = tokens.map((token, i) => {
-      const wrote = i >= first ? made[i - first] : null, colour = ramp(Math.sqrt(row[i] / top));
+      const sampled = i >= first ? generated[i - first] : null, colour = ramp(Math.sqrt(row[i] / top));
       return h("span", {
-        class: `live-token${wrote ? " live-made" : ""}${i === tokens.length - 1 ? " live-query" : ""}`, style: { background: css(colour), color: inkOn(colour) },
-        "data-tip": `${named(token)}\nweight ${percent(row[i])}${wrote ? `\ncame with probability ${percent(wrote.probability)}` : ""}`,
+        class: `live-token${sampled ? " live-made" : ""}${i === tokens.length - 1 ? " live-query" : ""}`, style: { background: css(colour), color: inkOn(colour) },
+        "data-tip": `${named(token)}\nweight ${percent(row[i])}${sampled ? `\nsampled with probability ${percent(sampled.probability)}` : ""}`,
       }, lines(token));
     });
     if (step) chips.push(h("span", { class: "live-token live-new", "data-tip": `${named(step.token)}\nprobability ${percent(step.probability)}` }, lines(step.token), h("sub", {}, percent(step.probability))));
@@ -32,10 +32,10 @@ export class LiveTokens {
     this.box.replaceChildren(...chips);
     if (step || atEnd) this.box.scrollTop = this.box.scrollHeight;
     this.title.replaceChildren(
-      h("span", {}, `${longName(at)}: where `, quoted(tokens.at(-1)), " looks", step ? [" to say ", quoted(step.token)] : null),
+      h("span", {}, `${longName(at)}: weights of the query `, quoted(tokens.at(-1)), step ? [", which predicts ", quoted(step.token)] : null),
       legend({ low: "0", high: percent(top), note: "∝ √weight" }));
   }
 }
 
-/** A token as it stands in a text: a line break is marked, and breaks the line. */
+/** A token in the text: a line break is marked and breaks the line. */
 const lines = (token) => token.split("\n").map(visible).join("⏎\n");

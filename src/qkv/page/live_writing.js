@@ -1,30 +1,30 @@
-// A live model writes: one token at a time, or one after another until it is stopped; each can be taken back.
+// Text generation by a live model: single steps, continuous play, and undo.
 
 import { h } from "./dom.js";
 
-const SEED = 0; // the same text, edits and temperature go on in the same way
+const SEED = 0; // the same text, edits and temperature give the same continuation
 
 export class LiveWriting {
-  text = null; // what the model reads; null until there is one
-  ids = null; // its tokens, where it was made token by token
-  made = []; // {token, probability} of tokens that the model wrote, the last ones of the text
-  step = null; // the answer to the last step, while its token is the newest
-  heat = 1; // sampling temperature
+  text = null; // the text that the model reads; null at first
+  ids = null; // token ids of the text, if it was generated token by token
+  generated = []; // {token, probability} of the generated tokens at the end of the text
+  step = null; // the answer to the last step, while its token is the last of the text
+  temperature = 1; // sampling temperature
   #speed = 4; // tokens a second
-  #history = []; // {text, ids} before each token that was written
-  #flight = null; // AbortController of a single step
-  #play = null; // AbortController while tokens come by themselves
+  #history = []; // {text, ids} before each generated token
+  #singleStep = null; // AbortController
+  #play = null; // AbortController while tokens are generated continuously
   #app;
-  #asked;
+  #requestOptions;
   #listeners;
 
   /**
-   * `asked()`: what a request holds beside the text. Listeners: onbegin() before tokens come, onstep() after each,
-   * onend() after the last, onheat(), onundo(), onplay() when that begins or ends, onsay(sentence).
+   * `requestOptions()`: fields of the request except the text. Listeners: onbegin() before the first token, onstep() after
+   * each, onend() after the last, ontemperature(), onundo(), onplay() when play begins or ends, ontrouble(sentence).
    */
-  constructor(app, asked, listeners) {
+  constructor(app, requestOptions, listeners) {
     this.#app = app;
-    this.#asked = asked;
+    this.#requestOptions = requestOptions;
     this.#listeners = listeners;
     const slider = (key, label, attributes, value, oninput) => h("label", { class: "live-slider" }, h("span", {}, label),
       h("input", { type: "range", "data-key": key, ...attributes, value, oninput: (event) => { oninput(Number(event.target.value)); this.draw(); } }), h("output", { "data-of": key }));
@@ -34,7 +34,7 @@ export class LiveWriting {
         h("button", { type: "button", class: "quiet", onclick: () => this.#stepOnce() }, "Step"),
         h("button", { type: "button", class: "quiet", onclick: () => this.#undo() }, "Undo")),
       h("div", { class: "live-sliders" },
-        slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.heat, (heat) => { this.heat = heat; listeners.onheat(); }),
+        slider("heat", "Sampling temperature", { min: 0, max: 2, step: 0.1 }, this.temperature, (temperature) => { this.temperature = temperature; listeners.ontemperature(); }),
         slider("speed", "Speed", { min: 1, max: 12, step: 1 }, this.#speed, (speed) => { this.#speed = speed; })));
     this.draw();
   }
@@ -43,19 +43,19 @@ export class LiveWriting {
     return this.#play !== null;
   }
 
-  /** Another text, which somebody typed: what the model wrote before is now like any other. */
+  /** Set a text that the user typed; it no longer has generated tokens. */
   set(text, ids = null) {
-    Object.assign(this, { text, ids, made: [], step: null });
+    Object.assign(this, { text, ids, generated: [], step: null });
     this.#history = [];
     this.draw();
   }
 
-  /** The token of a single step is not wanted any more. */
+  /** Cancel a single step. */
   cancel() {
-    this.#flight?.abort();
+    this.#singleStep?.abort();
   }
 
-  /** No more tokens, because something else follows. */
+  /** Cancel a single step and stop play. */
   halt() {
     this.cancel();
     if (!this.#play) return;
@@ -67,11 +67,11 @@ export class LiveWriting {
 
   async #one(signal) {
     const before = { text: this.text, ids: this.ids };
-    const body = { ...this.#asked(), text: this.text, ...(this.ids ? { ids: this.ids } : {}), sampling_temperature: this.heat, seed: SEED, step: this.made.length };
+    const body = { ...this.#requestOptions(), text: this.text, ...(this.ids ? { ids: this.ids } : {}), sampling_temperature: this.temperature, seed: SEED, step: this.generated.length };
     const found = await this.#app.post("/api/live/step", body, { signal });
     if (signal.aborted) return;
     this.#history.push(before);
-    this.made.push({ token: found.token, probability: found.probability });
+    this.generated.push({ token: found.token, probability: found.probability });
     Object.assign(this, { text: found.text, ids: found.ids, step: { ...found, at: `${body.layer}.${body.head}` } });
     this.draw();
     this.#listeners.onstep();
@@ -79,22 +79,22 @@ export class LiveWriting {
 
   async #stepOnce() {
     this.halt();
-    if (!this.text) return this.#listeners.onsay("Type some text for the model to go on with.");
+    if (!this.text) return this.#listeners.ontrouble("Type some text for the model to continue.");
     this.#listeners.onbegin();
-    const flight = (this.#flight = new AbortController());
+    const step = (this.#singleStep = new AbortController());
     try {
-      await this.#one(flight.signal);
-      if (!flight.signal.aborted) this.#listeners.onend();
+      await this.#one(step.signal);
+      if (!step.signal.aborted) this.#listeners.onend();
     } catch (error) {
-      if (error.name !== "AbortError") this.#listeners.onsay(error.message);
+      if (error.name !== "AbortError") this.#listeners.ontrouble(error.message);
     } finally {
-      if (this.#flight === flight) this.#flight = null;
+      if (this.#singleStep === step) this.#singleStep = null;
     }
   }
 
   async #start() {
     this.halt();
-    if (!this.text) return this.#listeners.onsay("Type some text for the model to go on with.");
+    if (!this.text) return this.#listeners.ontrouble("Type some text for the model to continue.");
     this.#listeners.onbegin();
     const play = (this.#play = new AbortController());
     this.draw();
@@ -108,7 +108,7 @@ export class LiveWriting {
     } catch (error) {
       if (play.signal.aborted) return;
       this.#stop();
-      this.#listeners.onsay(error.message);
+      this.#listeners.ontrouble(error.message);
     }
   }
 
@@ -121,7 +121,7 @@ export class LiveWriting {
     this.halt();
     const before = this.#history.pop();
     if (!before) return;
-    this.made.pop();
+    this.generated.pop();
     Object.assign(this, { ...before, step: null });
     this.draw();
     this.#listeners.onundo();
@@ -133,10 +133,10 @@ export class LiveWriting {
     play.setAttribute("aria-pressed", this.playing);
     step.disabled = this.playing;
     undo.disabled = !this.#history.length;
-    element.querySelector("[data-of=heat]").textContent = heatWords(this.heat);
-    element.querySelector("[data-key=heat]").value = this.heat;
+    element.querySelector("[data-of=heat]").textContent = temperatureWords(this.temperature);
+    element.querySelector("[data-key=heat]").value = this.temperature;
     element.querySelector("[data-of=speed]").textContent = `${this.#speed} a second`;
   }
 }
 
-export const heatWords = (heat) => (heat === 0 ? "0 (greedy)" : heat.toFixed(1));
+export const temperatureWords = (temperature) => (temperature === 0 ? "0 (greedy)" : temperature.toFixed(1));

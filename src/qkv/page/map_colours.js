@@ -1,4 +1,4 @@
-// Which colour a weight has on the map: the two ends of the scale, and what lies between.
+// The colours of weights on the map: the ends of the colour scale and the mapping between them.
 
 import { ramp } from "./colour.js";
 import { weightWords } from "./numbers.js";
@@ -6,25 +6,25 @@ import { FIRST, Look } from "./tiles.js";
 
 export const SCALES = { log: "log", root: "√", linear: "linear" };
 
-/** The colours of one head's map; `pyramid` and `store` as MapView has them. */
+/** The colours of the map of one head; `pyramid` and `store` as in MapView. */
 export class MapColours {
   constructor(pyramid, store) {
     Object.assign(this, { pyramid, store, looks: new Map() });
     this.tops = { max: 1, mean: 1 }; // the largest weight of zoom 0, by pooling
   }
 
-  /** Learn the largest weight from the tile that shows everything. */
+  /** Set the upper end of the scale from the tile that shows the whole map. */
   measure(pool) {
     this.tops[pool] = this.store.get(pool, FIRST).values.reduce((most, weight) => (weight > most ? weight : most), 1e-9);
     this.forget();
   }
 
-  /** The theme is another. */
+  /** Drop all looks, after a change of the theme or the scale. */
   forget() {
     this.looks.clear();
   }
 
-  /** The weights at the two ends of the colours. Means shrink as bins grow, so their top depends on the zoom. */
+  /** The weights at both ends of the scale. Means shrink as bins grow, so the upper end depends on the zoom. */
   span(pool, scale, zoom) {
     const { deepest, keys } = this.pyramid;
     const near = deepest ? zoom / deepest : 0;
@@ -32,13 +32,13 @@ export class MapColours {
     return { high, low: scale === "log" ? Math.min(high / 100, 0.2 / keys) : 0 };
   }
 
-  /** The two ends in words. */
+  /** Both ends in words. */
   ends(pool, scale, zoom) {
     const { low, high } = this.span(pool, scale, zoom);
     return { low: scale === "log" ? `≤ ${weightWords(low)}` : "0", high: weightWords(high) };
   }
 
-  /** The Look of the tiles of a zoom. */
+  /** The Look for the tiles of a zoom. */
   look(pool, scale, zoom) {
     const key = `${pool}/${scale}/${pool === "mean" ? zoom : ""}`;
     if (!this.looks.has(key)) {

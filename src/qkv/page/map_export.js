@@ -1,14 +1,14 @@
-// What is in view of a map, as a vector picture with its pixels embedded, and as a table.
+// Export of the visible part of a map as SVG, with its pixels embedded, and as CSV.
 
 import { css, ramp } from "./colour.js";
 import { csvOf, svgImage, svgPicture, svgRamp } from "./export.js";
 import { shapesAsSvg } from "./map_scene.js";
 import { TILE } from "./tiles.js";
 
-const MOST_ROWS = 250_000;
-const SHARP = 2; // pixels of the embedded picture to one of the stage
+const MAX_ROWS = 250_000;
+const SHARP = 2; // pixels of the embedded picture per pixel of the stage
 
-/** The view as an SVG file: painted pixels as a PNG, everything else as vectors; `low` and `high` end the colours. */
+/** The view as an SVG file: the map as an embedded PNG, all else as vectors; `low` and `high` label the colour scale. */
 export function mapSvg(map, { title, note, low, high }) {
   const { layout } = map, { frame, width, height } = layout, { store } = map.content;
   const canvas = document.createElement("canvas");
@@ -24,8 +24,8 @@ export function mapSvg(map, { title, note, low, high }) {
 }
 
 /**
- * What is in view as a table: one row for each pair of tokens, or for each bin where that would be too many rows.
- * `tileOf(pool, place)` promises a tile.
+ * The view as a table: one row per pair of tokens, or per bin if these would be too many. `tileOf(pool, place)` returns a
+ * promise of a tile.
  */
 export async function mapCsv(map, tileOf) {
   const { pyramid, pool, tokens } = map.content, { rows: [top, bottom], columns: [left, right] } = map.layout;
@@ -34,9 +34,9 @@ export async function mapCsv(map, tileOf) {
     const { down, across } = pyramid.step(zoom);
     return (Math.floor(bottom / down) - Math.floor(top / down) + 1) * (Math.floor(right / across) - Math.floor(left / across) + 1);
   };
-  const exact = pyramid.exact && pairs <= MOST_ROWS;
+  const exact = pyramid.exact && pairs <= MAX_ROWS;
   let zoom = exact ? pyramid.deepest : map.level;
-  while (!exact && zoom > 0 && bins(zoom) > MOST_ROWS) zoom--;
+  while (!exact && zoom > 0 && bins(zoom) > MAX_ROWS) zoom--;
   const { down, across } = pyramid.step(zoom);
   const columns = exact ? ["query", "query_token", "key", "key_token", "weight"] : ["first_query", "last_query", "first_key", "last_key", `${pool}_weight`];
   const lines = [];

@@ -1,14 +1,14 @@
-// The whole map in small, and the part of it that is in view; a click or a drag on it goes there.
+// A small overview of the whole map that marks the visible part; a click or a drag moves the view.
 
 import { h } from "./dom.js";
 import { FIRST, painted } from "./tiles.js";
 
-const MOST = { w: 216, h: 150 }; // pixels
+const MAX_SIZE = { w: 216, h: 150 }; // pixels
 
 export class MapOverview {
   constructor(map) {
     this.map = map;
-    this.element = h("canvas", { class: "map-overview", role: "img", "aria-label": "The whole map, and the part of it that is in view" });
+    this.element = h("canvas", { class: "map-overview", role: "img", "aria-label": "Overview of the whole map, with the visible part marked" });
     this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.go(event); });
     this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.go(event); });
   }
@@ -19,9 +19,9 @@ export class MapOverview {
     this.map.look({ ...this.map.view, x: ((event.clientX - box.left) / box.width) * keys, y: ((event.clientY - box.top) / box.height) * queries });
   }
 
-  /** Take the proportions of the map. */
+  /** Size the canvas to the proportions of the map. */
   fit() {
-    const { queries, keys } = this.map.content.pyramid, scale = Math.min(MOST.w / keys, MOST.h / queries), ratio = devicePixelRatio || 1;
+    const { queries, keys } = this.map.content.pyramid, scale = Math.min(MAX_SIZE.w / keys, MAX_SIZE.h / queries), ratio = devicePixelRatio || 1;
     const width = Math.max(keys * scale, 8), height = Math.max(queries * scale, 8);
     Object.assign(this.element.style, { width: `${Math.round(width)}px`, height: `${Math.round(height)}px` });
     Object.assign(this.element, { width: Math.round(width * ratio), height: Math.round(height * ratio) });

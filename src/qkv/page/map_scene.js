@@ -1,13 +1,13 @@
-// What is drawn around a map: axes, labels, edges, crosshair, as shapes that a canvas and an SVG both draw.
+// Axes, labels, edge curves and crosshair of a map, as shapes that can be drawn on a canvas or as SVG.
 
 import { svg } from "./dom.js";
 import { integer, named, visible } from "./numbers.js";
 import { decades, niceTicks } from "./charts.js";
 
-export const LABELLED = 11; // pixels of a token from which each has its label
+export const LABELLED = 11; // at this many pixels per token or more, each token has a label
 const SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif';
 
-/** Room around the map; more of it as tokens come near enough to be named. */
+/** Margins around the map, which grow with the zoom to make space for token labels. */
 function margins(width, z) {
   const near = Math.min(Math.max((z - Math.log2(LABELLED)) / 0.7 + 1, 0), 1);
   const [from, to] = width < 560
@@ -16,7 +16,7 @@ function margins(width, z) {
   return Object.fromEntries(Object.keys(from).map((side) => [side, from[side] + near * (to[side] - from[side])]));
 }
 
-/** Where things lie on a stage of `width` × `height` pixels, for a view {x, y, z} of `queries` × `keys` tokens. */
+/** The layout of a stage of `width` × `height` pixels, for a view {x, y, z} of `queries` × `keys` tokens. */
 export function layoutOf({ width, height, view, queries, keys }) {
   const narrow = width < 560, margin = margins(width, view.z);
   const area = { x: margin.left, y: margin.top, w: Math.max(width - margin.left - margin.right, 40), h: Math.max(height - margin.top - margin.bottom, 40) };
@@ -25,7 +25,7 @@ export function layoutOf({ width, height, view, queries, keys }) {
   const left = Math.max(origin.x, area.x), top = Math.max(origin.y, area.y);
   const right = Math.min(origin.x + keys * scale, area.x + area.w), bottom = Math.min(origin.y + queries * scale, area.y + area.h);
   const frame = { x: left, y: top, w: Math.max(right - left, 0), h: Math.max(bottom - top, 0) };
-  // The first and last token in view, whole or in part.
+  // The first and the last token that is at least partly visible.
   const within = (from, to, n) => [Math.max(Math.floor(from + 1e-9), 0), Math.min(Math.ceil(to - 1e-9), n) - 1];
   return {
     width, height, narrow, margin, area, scale, origin, frame, queries, keys,
@@ -34,10 +34,10 @@ export function layoutOf({ width, height, view, queries, keys }) {
   };
 }
 
-/** The view that shows everything. */
+/** The view that shows the whole map. */
 export function fitted({ width, height, queries, keys }) {
   let z = 0;
-  // The room depends on the scale, and the scale on the room: a few rounds settle it.
+  // The margins depend on the scale and the scale on the margins; a few iterations converge.
   for (let round = 0; round < 12; round++) {
     const { area } = layoutOf({ width, height, view: { x: 0, y: 0, z }, queries, keys });
     z = Math.log2(Math.min(area.w / keys, area.h / queries, 40));
@@ -46,8 +46,8 @@ export function fitted({ width, height, queries, keys }) {
 }
 
 /**
- * Shapes of the axes: a label for each token where there is room, positions elsewhere. `tokens`: {queries, keys};
- * `pointed`: the pair that the crosshair names, whose tags take the place of positions near them.
+ * Shapes of the axes: token labels if they fit, otherwise positions. `tokens`: {queries, keys}; `pointed`: the pair under
+ * the crosshair, whose tags replace nearby positions.
  */
 export function axes(layout, tokens, colours, pointed = null) {
   const { frame, scale, origin, margin, narrow } = layout, shapes = [];
@@ -94,17 +94,17 @@ function positions([first, last], most) {
   return found;
 }
 
-/** What an edge spans: received shares on a logarithmic scale, entropies from zero. */
+/** The scales of the edge curves: logarithmic for received shares, from zero for entropies. */
 export function edgeScales({ received, entropy }) {
   const positive = received.filter((share) => share > 0).sort();
   const most = positive.length ? positive[positive.length - 1] : 1;
   const low = Math.min(positive[Math.floor(positive.length * 0.02)] ?? most / 10, most / 10);
   const high = entropy.reduce((top, value) => (value > top ? value : top), 1e-6);
-  // Half of the least, so that the key that receives least has a bar, too.
+  // Start at half of the lowest share, so that the key with this share has a visible bar.
   return { received: { low: Math.max(low / 2, most * 1e-6), high: most }, entropy: { high } };
 }
 
-/** Shapes of the edges: what each key receives along the bottom, each query's entropy along the right. */
+/** Shapes of the edge curves: the share that each key receives (bottom) and the entropy of each query (right). */
 export function edges(layout, { received, entropy, scales }, colours) {
   const { frame, scale, origin, margin, narrow } = layout, shapes = [];
   const base = frame.y + frame.h + margin.bottom - 8, tall = margin.bottom - 34;
@@ -116,7 +116,7 @@ export function edges(layout, { received, entropy, scales }, colours) {
     shapes.push({ path: `${line}V${base}H${frame.x.toFixed(1)}Z`, fill: colours.area }, { path: line, stroke: colours.accent, width: 1.1 });
   }
   shapes.push({ line: [frame.x, base + 0.5, frame.x + frame.w, base + 0.5], stroke: colours.line });
-  let free = Infinity; // labels go from the top down, and none onto another
+  let free = Infinity; // labels are placed from the top down without overlap
   for (const tick of decades(low, high).reverse()) {
     const y = base - up(tick);
     if (y < base - tall - 1 || y > base + 1 || free - (base - y) < 12) continue;
@@ -139,7 +139,7 @@ export function edges(layout, { received, entropy, scales }, colours) {
   return shapes;
 }
 
-/** [[pixel, value], …] along an axis: one for each token that is wider than a pixel, else one for each pixel. */
+/** [[pixel, value], …] along an axis: one entry per token if tokens are at least a pixel wide, else one per pixel. */
 function steps(values, start, length, origin, scale, pooled) {
   const found = [];
   if (scale >= 1) {
@@ -166,7 +166,7 @@ function mean(values, from, to) {
   return sum / (to - from);
 }
 
-/** A staircase as an SVG path: along the axis to the next step, then up or down. */
+/** A step function as an SVG path. */
 function stairs(points, end, written, downwards = false) {
   const [first] = points;
   let path = `M${written(first)}`;
@@ -196,7 +196,7 @@ export function crosshair(layout, pair, bin, tokens, colours, pinned = false) {
     const side = (length) => Math.max(length, 7);
     shapes.push({ rect: [x - side(cell.w) / 2 - 0.5, y - side(cell.h) / 2 - 0.5, side(cell.w) + 1, side(cell.h) + 1], stroke: colours.warm, width: 2 });
   }
-  // A tag that stands in for the label behind it.
+  // Tags cover the axis labels behind them.
   if (pinned) return shapes;
   const size = 12, labelled = scale >= LABELLED;
   const say = (at, names, room) => (labelled ? fitting(named(names[at]), room, size, true) : integer(at));
@@ -209,7 +209,7 @@ export function crosshair(layout, pair, bin, tokens, colours, pinned = false) {
 
 const font = ({ size = 11, bold = false }) => `${bold ? "600 " : ""}${size}px ${SANS}`;
 const ruler = document.createElement("canvas").getContext("2d");
-const measured = new Map(); // widths and cuts, which are asked for in every frame
+const measured = new Map(); // cache of text widths and truncations, which every frame needs
 
 function widthOf(text, style) {
   const key = `${style.size ?? 11}/${style.bold ? 1 : 0}/${text}`;
@@ -221,7 +221,7 @@ function widthOf(text, style) {
   return measured.get(key);
 }
 
-/** A token that takes no more room than there is, cut at a character if it must be. */
+/** A token truncated to a width of `room` pixels. */
 function fitting(token, room, size, bold = false) {
   const text = visible(token), key = `cut/${room}/${size}/${bold ? 1 : 0}/${text}`;
   if (!measured.has(key)) {
@@ -233,7 +233,7 @@ function fitting(token, room, size, bold = false) {
   return measured.get(key);
 }
 
-/** The box and the text of a tag: a label on a ground of its own. */
+/** The box and the text of a tag, which is a label with a background. */
 function tagged({ tag, x, y, anchor, turn, size, fill, back }) {
   const wide = widthOf(tag, { size, bold: true }) + 10, high = size + 6;
   const style = { text: tag, size, bold: true, fill };
@@ -244,7 +244,7 @@ function tagged({ tag, x, y, anchor, turn, size, fill, back }) {
 
 const flat = (shapes) => shapes.flatMap((shape) => (shape.tag === undefined ? [shape] : tagged(shape)));
 
-/** Draw shapes on a canvas whose unit is the CSS pixel. */
+/** Draw shapes on a canvas in units of CSS pixels. */
 export function drawShapes(context, shapes) {
   for (const shape of flat(shapes)) {
     context.lineWidth = shape.width ?? 1;

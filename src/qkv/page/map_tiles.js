@@ -1,10 +1,10 @@
-// Painting tiles of a map onto a canvas: those that are there, and stand-ins of other zooms for those that are not.
+// Painting the tiles of a map onto a canvas. A missing tile is replaced by tiles of other zooms while it loads.
 
 import { painted, TILE } from "./tiles.js";
 
 /**
- * Paint tiles onto a canvas with `ratio` of its pixels to one of the stage, where `layout.frame` is. `content` as
- * MapView has it; `places`: the tiles of `zoom` that are in view.
+ * Paint tiles into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage. `content` as in MapView;
+ * `places`: the visible tiles of `zoom`.
  */
 export function paintTiles(context, { layout, content, ratio, zoom, places }) {
   const { frame, origin, scale } = layout, { pyramid, store, pool, lookOf, colours } = content;
@@ -19,12 +19,12 @@ export function paintTiles(context, { layout, content, ratio, zoom, places }) {
   context.imageSmoothingEnabled = scale * Math.max(pixel.down, pixel.across) < 2;
   context.imageSmoothingQuality = "low";
 
-  // `only`: the part, in tokens, for which a tile of another zoom stands in.
+  // `only`: the area of a missing tile, in tokens, that a tile of another zoom replaces.
   const put = (place, tile, only = null) => {
     const { top, left, down, across } = pyramid.extent(place);
     const from = { x: Math.max(only?.left ?? -Infinity, layout.columns[0]), y: Math.max(only?.top ?? -Infinity, layout.rows[0]) };
     const to = { x: Math.min(only?.right ?? Infinity, layout.columns[1] + 1), y: Math.min(only?.bottom ?? Infinity, layout.rows[1] + 1) };
-    const part = only ? (at) => at : null; // a stand-in is cut where the missing tile is; others at whole pixels
+    const part = only ? (at) => at : null; // a replacement is cut exactly at the missing tile, other tiles at whole pixels
     const sx = Math.max((part ?? Math.floor)((from.x - left) / across), 0), sy = Math.max((part ?? Math.floor)((from.y - top) / down), 0);
     const ex = Math.min((part ?? Math.ceil)((to.x - left) / across), tile.columns), ey = Math.min((part ?? Math.ceil)((to.y - top) / down), tile.rows);
     if (ex <= sx || ey <= sy) return;
@@ -36,12 +36,12 @@ export function paintTiles(context, { layout, content, ratio, zoom, places }) {
   for (const place of places) {
     const tile = store.get(pool, place);
     if (tile) ready.push([place, tile]);
-    else standIn(place);
+    else paintReplacement(place);
   }
   for (const [place, tile] of ready) if (tile.rows) put(place, tile);
   context.restore();
 
-  function standIn(place) {
+  function paintReplacement(place) {
     const { top, left, down, across } = pyramid.extent(place);
     for (let up = 1; up <= zoom; up++) {
       const above = { zoom: zoom - up, i: place.i >> up, j: place.j >> up }, tile = store.get(pool, above);

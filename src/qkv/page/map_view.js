@@ -5,14 +5,14 @@ import { paintTiles } from "./map_tiles.js";
 import { FIRST } from "./tiles.js";
 
 const NEAREST = Math.log2(40); // a token is never wider than 40 pixels
-const GLIDE = 170; // milliseconds that a step of the zoom takes; a drag and a trackpad have none
-const CLICK = 4; // pixels that a pointer may move and still click
-export const DEEP = 5; // zooms from which the whole map in small is a long pass over all weights: 8,193 tokens and more
+const GLIDE = 170; // milliseconds of the animation of a zoom step; drags and trackpads are not animated
+const CLICK = 4; // pixels that a pointer may move during a click
+export const DEEP = 5; // from this depth (8,193 tokens), the overview needs a long pass over all weights
 
 /**
- * The stage of a map. `show` gives it something to draw; it tells `listeners`:
- * onview(view) after every change of the view, onpoint(point, how) when the crosshair moves ({query, key} or null),
- * onpin(point), onframe() after each drawing.
+ * The stage of a map: drawing, pointers and keys. `show` sets its content. Listeners: onview(view) after every change of
+ * the view; onpoint(point, how) when the crosshair moves, with {query, key} or null; onpin(point); onframe() after each
+ * drawing.
  */
 export class MapView {
   constructor(canvas, listeners) {
@@ -21,10 +21,10 @@ export class MapView {
     this.content = null;
     this.view = { x: 0, y: 0, z: 0 };
     this.point = this.pin = null;
-    this.pointers = new Map(); // those that are down: id → [x, y]
+    this.pointers = new Map(); // pressed pointers: id → [x, y]
     this.hover = null; // where the mouse is, in pixels
     this.glide = null;
-    this.extra = []; // tiles wanted beside those in view
+    this.extra = []; // tiles to load in addition to the visible ones
     this.frame = 0;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
     this.sizes = new ResizeObserver(() => this.resize());
@@ -33,19 +33,19 @@ export class MapView {
   }
 
   /**
-   * What to draw, {pyramid, store, pool, lookOf(zoom), tokens, profiles, colours}, and where: a view, or null for the
-   * whole map. `store` is null if there is no map.
+   * Show a content {pyramid, store, pool, lookOf(zoom), tokens, profiles, colours} in a view, or null for the whole map.
+   * `store` is null if there is no map.
    */
   show(content, view) {
     this.content = content;
     this.glide = null;
     this.measure();
     if (this.width) this.view = this.clamped(view ?? this.fit);
-    this.draw(); // at once: a canvas is empty after its size changed
+    this.draw(); // immediately, because a resized canvas is empty
     this.listeners.onview(this.view);
   }
 
-  /** Draw nothing. */
+  /** Remove the content and clear the canvas. */
   clear() {
     this.content = this.point = this.pin = this.glide = null;
     this.context.setTransform(1, 0, 0, 1, 0, 0);
@@ -53,7 +53,7 @@ export class MapView {
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
   }
 
-  /** Change some of what is drawn. */
+  /** Change parts of the content and redraw. */
   amend(changes) {
     Object.assign(this.content, changes);
     this.redraw();
@@ -78,7 +78,7 @@ export class MapView {
     return fitted(this.size);
   }
 
-  /** Whether everything is in view. */
+  /** Whether the whole map is visible. */
   get whole() {
     return this.view.z <= this.fit.z + 0.002;
   }
@@ -88,11 +88,11 @@ export class MapView {
     const whole = this.width && this.whole;
     this.measure();
     if (!this.width) return;
-    this.view = this.clamped(whole ? this.fit : this.view); // what was whole stays whole
+    this.view = this.clamped(whole ? this.fit : this.view); // keep showing the whole map
     this.draw();
   }
 
-  /** Give the canvas the pixels of the place it has. */
+  /** Match the pixels of the canvas to its size on the page. */
   measure() {
     const { clientWidth, clientHeight } = this.canvas, ratio = devicePixelRatio || 1;
     if (!clientWidth || !clientHeight || (clientWidth === this.width && clientHeight === this.height && ratio === this.ratio)) return;
@@ -101,7 +101,7 @@ export class MapView {
     this.canvas.height = Math.round(clientHeight * ratio);
   }
 
-  /** A view within the map: no smaller than the whole, and centred where there is room on both sides. */
+  /** Limit a view to the map: not smaller than the whole map, and centred along an axis that fits entirely. */
   clamped({ x, y, z }) {
     const fit = this.fit, zoom = Math.min(Math.max(z, fit.z), Math.max(NEAREST, fit.z)), scale = 2 ** zoom;
     const { area } = layoutOf({ ...this.size, view: { x, y, z: zoom } });
@@ -114,7 +114,7 @@ export class MapView {
 
   // ---- moving ----
 
-  /** Go to a view at once. */
+  /** Show a view without animation. */
   look(view) {
     this.glide = null;
     this.move(view);
@@ -132,7 +132,7 @@ export class MapView {
     this.look({ ...this.view, x: this.view.x + right / scale, y: this.view.y + down / scale });
   }
 
-  /** Zoom by powers of two around a place on the stage; the token there stays there. */
+  /** Zoom by powers of two around a point of the stage, which keeps its token. */
   zoom(by, [px, py] = this.middle, gently = false) {
     const from = this.glide?.to ?? this.view.z, to = Math.min(Math.max(from + by, this.fit.z), Math.max(NEAREST, this.fit.z));
     const { origin, scale } = this.layout;
@@ -158,7 +158,7 @@ export class MapView {
     this.around(anchor, from + (to - from) * (1 - (1 - part) ** 3));
   }
 
-  /** Bring a pair of tokens into the middle, near enough that its labels show. */
+  /** Centre a pair of tokens, with a zoom at which its labels are shown. */
   visit(query, key) {
     this.point = { query, key };
     this.hover = null;
@@ -173,7 +173,7 @@ export class MapView {
     return [event.clientX - box.left, event.clientY - box.top];
   }
 
-  /** The pair of tokens at a place on the stage, or null outside the map. */
+  /** The pair of tokens at a point of the stage, or null outside of the map. */
   pairAt([px, py]) {
     const { frame, origin, scale } = this.layout;
     if (px < frame.x || py < frame.y || px >= frame.x + frame.w || py >= frame.y + frame.h) return null;
@@ -182,7 +182,7 @@ export class MapView {
     return { query: within(py - origin.y, queries), key: within(px - origin.x, keys) };
   }
 
-  /** The crosshair goes where the mouse is. */
+  /** Move the crosshair to the mouse. */
   follow() {
     const pair = this.hover && this.pairAt(this.hover);
     if (pair?.query === this.point?.query && pair?.key === this.point?.key) return;
@@ -237,14 +237,14 @@ export class MapView {
       this.listeners.onpin(pair);
     });
     on("dblclick", (event) => {
-      this.listeners.onpin(before); // two clicks are not meant to pin
+      this.listeners.onpin(before); // a double click must not change the pin
       this.zoom(event.shiftKey ? -1 : 1, this.at(event), true);
     });
     on("wheel", (event) => {
       event.preventDefault();
       const unit = [1, 16, this.height][event.deltaMode], right = event.deltaX * unit, down = event.deltaY * unit;
       if (!event.ctrlKey && (event.shiftKey || Math.abs(right) > Math.abs(down))) return this.pan(right || down, 0);
-      const notch = Math.abs(down) >= 80 && !event.ctrlKey; // of a mouse's wheel; a trackpad sends many small ones
+      const notch = Math.abs(down) >= 80 && !event.ctrlKey; // a mouse wheel sends large steps, a trackpad many small ones
       this.zoom(-down * (event.ctrlKey ? 0.014 : 0.0035), this.at(event), notch);
     }, { passive: false });
     on("keydown", (event) => this.key(event));
@@ -273,11 +273,11 @@ export class MapView {
     event.preventDefault();
     if (act) return act();
     const from = this.point ?? this.centre(), { scale, area } = this.layout, { queries, keys } = this.size;
-    // One token where they can be told apart, else eight pixels; faster with Shift.
+    // One token if labels are shown, else about eight pixels; eight times as far with Shift.
     const stride = (scale >= LABELLED ? 1 : Math.max(Math.round(8 / scale), 1)) * (event.shiftKey ? 8 : 1);
     const within = (at, n) => Math.min(Math.max(at, 0), n - 1);
     const to = { query: within(from.query + arrow[0] * stride, queries), key: within(from.key + arrow[1] * stride, keys) };
-    // The view goes along: the map moves under a crosshair that stays in its middle, up to the map's edges.
+    // Scroll along: the crosshair stays near the middle of the view, except at the edges of the map.
     if (!this.whole) {
       const reach = (at, middle, room) => Math.min(Math.max(middle, at - 0.2 * room / scale), at + 0.2 * room / scale);
       this.look({ ...this.view, x: reach(to.key + 0.5, this.view.x, area.w), y: reach(to.query + 0.5, this.view.y, area.h) });
@@ -285,7 +285,7 @@ export class MapView {
     this.place(to);
   }
 
-  /** Where the crosshair is on the stage; the middle if there is none. */
+  /** The position of the crosshair on the stage; the middle if there is none. */
   get crossed() {
     if (!this.point) return this.middle;
     const { origin, scale } = this.layout;
@@ -319,7 +319,7 @@ export class MapView {
     context.fillStyle = colours.paper;
     context.fillRect(0, 0, this.canvas.width, this.canvas.height);
     if (store) {
-      store.want(this.wishes(layout), this.level);
+      store.want(this.wanted(layout), this.level);
       this.tiles(context, layout, this.ratio);
     }
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -327,7 +327,7 @@ export class MapView {
     this.listeners.onframe(layout);
   }
 
-  /** Everything around the map, and the crosshairs. */
+  /** Axes, edge curves and crosshairs. */
   shapes(layout) {
     const { tokens, profiles, colours, pyramid } = this.content, shapes = [];
     const followed = this.point ?? this.pin, same = this.pin?.query === followed?.query && this.pin?.key === followed?.key;
@@ -339,20 +339,20 @@ export class MapView {
     return shapes;
   }
 
-  /** The tiles of the zoom that the view has, those in view from its middle outwards. */
+  /** The visible tiles of the current zoom, from the middle outwards. */
   inView(layout) {
     const box = { top: layout.rows[0], bottom: layout.rows[1], left: layout.columns[0], right: layout.columns[1] };
     return this.content.pyramid.within(this.level, box);
   }
 
-  /** The tiles that the view needs: the whole map in small, by which colours are scaled, and what is in view. */
-  wishes(layout) {
+  /** The tiles to load: the overview, which sets the colour scale, and the visible ones. */
+  wanted(layout) {
     const { pyramid, pool } = this.content, near = [...this.extra, ...this.inView(layout).map((place) => [pool, place])];
     const whole = pool === "max" ? [["max", FIRST]] : [["max", FIRST], ["mean", FIRST]];
     return pyramid.deepest >= DEEP && !this.whole ? [...near, ...whole] : [...whole, ...near];
   }
 
-  /** Paint tiles onto a canvas with `ratio` of its pixels to one of the stage, where `layout.frame` is. */
+  /** Paint the visible tiles into `layout.frame` of a canvas with `ratio` pixels per pixel of the stage. */
   tiles(context, layout, ratio) {
     paintTiles(context, { layout, content: this.content, ratio, zoom: this.level, places: this.inView(layout) });
   }

@@ -1,9 +1,9 @@
-// Writing numbers and tokens, and binning them.
+// Formatting of numbers and tokens, and binning.
 
-/** Where bin b of `bins` starts in a text of n tokens. */
+/** The first token of bin b of `bins` in a text of n tokens. */
 export const binStart = (b, bins, n) => Math.floor((b * n) / bins);
 
-/** The largest value in each of at most `most` bins: a single peak in a long text stays visible. */
+/** The largest value in each of at most `most` bins, so that a single peak in a long text stays visible. */
 export function binPeaks(values, most) {
   const n = values.length, bins = Math.min(n, most);
   return Float32Array.from({ length: bins }, (_, b) => {
@@ -13,16 +13,16 @@ export function binPeaks(values, most) {
   });
 }
 
-/** A whole number with its thousands marked. */
+/** An integer with thousands separators. */
 export const integer = (value) => Math.round(value).toLocaleString("en");
 
-/** A share as a percentage with no more digits than it deserves. */
+/** A share as a percentage with about two significant digits. */
 export function percent(share) {
   const value = 100 * share, digits = value > 0 && value < 0.095 ? value.toPrecision(1) : value.toFixed(value > 0 && value < 0.95 ? 1 : 0);
   return value > 0 && value < 0.00095 ? "< 0.001\u00a0%" : `${digits}\u00a0%`; // no line break before the sign
 }
 
-/** A weight as a percentage to three digits: the smallest as a power of ten, and only a weight of zero as 0. */
+/** A weight as a percentage with three significant digits; tiny ones as a power of ten, so only zero is shown as 0. */
 export function weightWords(weight) {
   const share = 100 * weight;
   if (weight === 0 || share >= 0.001) return `${Number(share.toPrecision(3)).toLocaleString("en", { maximumFractionDigits: 5 })}\u00a0%`;
@@ -30,7 +30,7 @@ export function weightWords(weight) {
   return `${digits}\u00a0·\u00a010${Array.from(power.replace("+", ""), (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]).join("")}\u00a0%`;
 }
 
-/** A number with its unit: three significant digits at most. */
+/** A number with its unit and at most two decimals. */
 export function written(value, unit) {
   if (value === null || Number.isNaN(value)) return "–";
   if (unit === "%") return percent(value);
@@ -39,32 +39,32 @@ export function written(value, unit) {
   return unit === "ratio" || unit === "" ? number : `${number} ${unit}`;
 }
 
-// Characters that cannot be seen, or turn the text around them; a joiner between two pictures belongs to them.
-const UNSEEN = /(?<!\p{Extended_Pictographic}\ufe0f?)\u200d|\u200d(?!\p{Extended_Pictographic})|[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
+// Characters that are invisible or change the text direction; a joiner between two pictographs is not one of them.
+const INVISIBLE = /(?<!\p{Extended_Pictographic}\ufe0f?)\u200d|\u200d(?!\p{Extended_Pictographic})|[\0-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e0fff}]/gu;
 const MARKS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
-/** Text with every unseen character in its place as a mark or a code. */
-export const visible = (text) => text.replace(UNSEEN, (c) => MARKS[c] || `‹U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
+/** A text with every invisible character replaced by a mark or its code point. */
+export const visible = (text) => text.replace(INVISIBLE, (c) => MARKS[c] || `‹U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
 
-/** A token as one would name it in a sentence. */
+/** A token for use in a sentence: without spaces around it, and visible. */
 export function named(token) {
   const plain = token.trim();
   return plain ? visible(plain) : token ? visible(token.replace(/ +/g, "␣")) : "␣";
 }
 
-/** Text of at most `most` characters: what is more is cut off and marked. */
-export function cutShort(text, most) {
+/** A text truncated to at most `most` characters, with an ellipsis. */
+export function truncated(text, most) {
   const letters = [...text];
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : text;
 }
 
-/** The mean of what is finite; NaN of nothing. */
+/** The mean of the finite values; NaN if there are none. */
 export function meanOf(values) {
   const known = Array.from(values).filter(Number.isFinite);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
 }
 
-/** A large number in three digits and a mark: 2.27 M. */
+/** A large number with three digits and a suffix: 2.27 M. */
 export function short(number) {
   const scales = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   const [scale, mark] = scales.find(([size]) => number >= size) || [1, ""];

@@ -1,12 +1,12 @@
-// Several curves along the text in one drawing.
+// Several curves along a text in one chart.
 
 import { axisTicks, decades, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { integer, meanOf, percent, written } from "./numbers.js";
 
 /**
- * Curves of texts that may differ in length: `series` [{values, n, colour, label}], values being bins of n tokens.
- * `width` in pixels; `log` for a logarithmic axis. Pointing reads all of them at a position.
+ * A chart of curves along texts that may differ in length. `series`: [{values, n, colour, label}], with values in bins of a
+ * text of n tokens. `width` in pixels; `log` for a logarithmic axis. The readout shows all values at the pointer.
  */
 export function overlay({ title, series, width, unit, log = false }) {
   const height = 124, left = 52, right = 6, top = 10, bottom = 18;
@@ -30,8 +30,8 @@ export function overlay({ title, series, width, unit, log = false }) {
     return line;
   };
   const marker = svg("line", { class: "marker", y1: top, y2: top + tall, visibility: "hidden" }), readout = h("output", {});
-  const said = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
-  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${said}` },
+  const summary = series.map(({ label, values }) => `${label}: mean ${written(meanOf(values), unit)}`).join("; ");
+  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title}. ${summary}` },
     ticks.map((tick) => [
       svg("line", { class: "rule", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
       svg("text", { class: "tick", x: left - 6, y: y(tick) + 3.5, "text-anchor": "end" }, unit === "%" ? percent(tick) : tick.toLocaleString("en")),

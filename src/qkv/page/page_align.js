@@ -1,41 +1,36 @@
-// Seq2seq & images: where small models look for each word they say, in a sentence, in a row of symbols, in an image.
+// Seq2seq & images: attention weights of small models for translation, reversal and captions, for each output word.
 
 import { AlignCaptions } from "./align_captions.js";
 import { AlignWords } from "./align_words.js";
 import { choice } from "./charts.js";
 import { h, replace } from "./dom.js";
 
-/** The page; its own state: `view`, `say` (what a model reads), `look` ("mean" or "layer.head"), `scene`, `word`, `over`. */
-export const alignPage = {
-  title: "Seq2seq & images",
-  mount(root, app) {
-    const { models, captioner } = app.session.align;
-    const views = [...models.map(({ kind }) => [kind, kind === "translation" ? "Translation" : "Reversal"]), ...(captioner ? [["captions", "Captions"]] : [])];
-    const tabs = h("div", { class: "controls align-tabs" }), body = h("div", { class: "align-body" });
-    root.append(tabs, body);
-    let view = null, shown = null;
-    const stop = app.onTheme(() => shown?.draw());
-    if (!views.length) body.append(h("p", { class: "note" }, "Neither a translation model nor a captioner is installed."));
+/** Keys of its state: `view`, `say` (the input text), `look` ("mean" or "layer.head"), `scene`, `word`, `over`. */
+export function mount(root, app) {
+  const { models, captioner } = app.session.align;
+  const views = [...models.map(({ kind }) => [kind, kind === "translation" ? "Translation" : "Reversal"]), ...(captioner ? [["captions", "Captions"]] : [])];
+  const tabs = h("div", { class: "controls align-tabs" }), body = h("div", { class: "align-body" });
+  root.append(tabs, body);
+  let view = null, shown = null;
+  const stop = app.onTheme(() => shown?.draw());
 
-    return {
-      update(changed) {
-        if (!views.length) return;
-        const wanted = views.some(([id]) => id === app.state.view) ? app.state.view : views[0][0];
-        if (wanted !== view) {
-          shown?.stop();
-          view = wanted;
-          replace(tabs, choice("Show", views, view, (id) => app.go({ view: id, say: null, look: null, word: null })));
-          body.replaceChildren();
-          shown = view === "captions" ? new AlignCaptions(body, app) : new AlignWords(body, app, models.find(({ kind }) => kind === view));
-          shown.update();
-        } else if (changed.has("source") || changed.has("session")) shown.draw(); // colours come with a profile
-        else shown.update();
-      },
-      picture: () => shown?.picture() ?? null,
-      unmount() {
-        stop();
+  return {
+    update(changed) {
+      const wanted = views.some(([id]) => id === app.state.view) ? app.state.view : views[0][0];
+      if (wanted !== view) {
         shown?.stop();
-      },
-    };
-  },
-};
+        view = wanted;
+        replace(tabs, choice("Show", views, view, (id) => app.go({ view: id, say: null, look: null, word: null })));
+        body.replaceChildren();
+        shown = view === "captions" ? new AlignCaptions(body, app) : new AlignWords(body, app, models.find(({ kind }) => kind === view));
+        shown.update();
+      } else if (changed.has("source") || changed.has("session")) shown.draw();
+      else shown.update();
+    },
+    picture: () => shown?.picture() ?? null,
+    unmount() {
+      stop();
+      shown?.stop();
+    },
+  };
+}

@@ -1,33 +1,27 @@
-// Compare: two heads, of one text or two, of one model or two, side by side. The left one is the shell's
-// selection; the right one has keys of its own in the address: bsource, bgroup, btext, blayer, bhead.
+// Compare: two heads side by side, of any texts and models. The left one is the selection of the bar; the right one has
+// its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
-import { lengthWords, openingWords, settledHead } from "./address.js";
-import { mostAlike } from "./alike.js";
+import { lengthWords, openingWords, validHead } from "./address.js";
+import { mostSimilarHead } from "./similar.js";
 import { cellMap, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
 import { paintDifference, signedColour } from "./compare_difference.js";
 import { comparedName, comparedPicture, comparedTable } from "./compare_export.js";
-import { MARK, alongOf, groupOf } from "./compare_side.js";
+import { LABEL, curveOf, groupOf } from "./compare_side.js";
 import { h, replace } from "./dom.js";
 import { headName, labelOf, meaningOf, rowOf, sharesOf, statisticsOf } from "./heads.js";
-import { WHOLE, matrixOf, totalVariation } from "./matrix.js";
+import { MAX_EXACT, matrixOf, totalVariation } from "./matrix.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { overlay } from "./overlay.js";
 import { chooser, headChooser } from "./shell.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
-const MOST_OFFERED = 4; // other profiles that get a button each; the chooser has them all
-const SHARP = 320; // cells a side that the narrowest map shows one by one
+const MAX_OFFERS = 4; // other profiles with a button; the chooser lists all of them
+const SHARP = 320; // the largest number of cells a side that the narrowest map can show individually
 const FAINT = 1e-3; // the colour of a weight too small for the scale, but not zero
 
-export const comparePage = {
-  title: "Compare",
-  mount(root, app) {
-    const page = new Compare(root, app);
-    return { update: (changed) => page.update(changed), picture: () => page.picture(), unmount: () => page.unmount() };
-  },
-};
+export const mount = (root, app) => new Compare(root, app);
 
 class Compare {
   #app;
@@ -40,23 +34,23 @@ class Compare {
   #numbers = h("div", { class: "compare-numbers", tabindex: 0, role: "group", "aria-label": "Numbers of A and B" });
   #curves = h("div", { class: "compare-curves" });
   #aborting = new AbortController();
-  #shown = null; // {left, right, variation}: each side with what was loaded of it
-  #stopped = [];
-  #offered = ""; // the profiles that could be chosen when the choosers were drawn
+  #shown = null; // {left, right, variation}: each side with its loaded data
+  #cleanups = [];
+  #offered = ""; // the profiles that were ready when the choosers were drawn
 
   constructor(root, app) {
     this.#app = app;
     this.#root = root;
     root.append(this.#presets, this.#sides, this.#shares, this.#maps, this.#readout, h("div", { class: "compare-below" }, this.#numbers, this.#curves));
-    this.#stopped.push(app.onTheme(() => this.#draw()));
+    this.#cleanups.push(app.onTheme(() => this.#draw()));
     const watcher = new ResizeObserver(() => this.#along());
     watcher.observe(this.#curves);
-    this.#stopped.push(() => watcher.disconnect());
+    this.#cleanups.push(() => watcher.disconnect());
   }
 
   unmount() {
     this.#aborting.abort();
-    for (const stop of this.#stopped) stop();
+    for (const stop of this.#cleanups) stop();
   }
 
   async update(changed) {
@@ -66,13 +60,13 @@ class Compare {
     this.#aborting = new AbortController();
     const { signal } = this.#aborting;
     try {
-      const sides = await this.#settled(signal);
+      const sides = await this.#validSides(signal);
       if (!sides) return;
       for (const side of sides) side.view = side.source.page.groups[side.at.group].texts[side.at.text];
       const [left, right] = sides;
       this.#shown = { left, right, variation: null };
       this.#draw();
-      // Both maps are asked for at once, and the curves with them: the slower one sets the time.
+      // Load both maps and their curves concurrently.
       await Promise.all(sides.map(async (side) => {
         [side.matrix, side.curves] = await Promise.all([matrixOf(side.source, side.at, { signal }), side.source.curves(side.at.group, side.at.text)]);
       }));
@@ -84,36 +78,36 @@ class Compare {
     }
   }
 
-  /** Both sides with their profiles; null when the address had to be mended first, which comes back here. */
-  async #settled(signal) {
+  /** Both sides with their profiles; null if the address was corrected, which calls `update` again. */
+  async #validSides(signal) {
     const app = this.#app, { state } = app, left = await app.source();
     if (signal.aborted) return null;
-    const asked = Object.fromEntries(PLACE.map((key) => [key, state[RIGHT[key]]]));
-    if (asked.source === undefined) {
+    const wanted = Object.fromEntries(PLACE.map((key) => [key, state[RIGHT[key]]]));
+    if (wanted.source === undefined) {
       const group = left.page.groups[state.group];
-      const alike = mostAlike(group, group.texts[state.text], state.layer, state.head) ?? { layer: state.layer, head: state.head };
-      this.#goRight({ ...pick(state, PLACE), ...alike }, { replace: true });
+      const similar = mostSimilarHead(group, group.texts[state.text], state.layer, state.head) ?? { layer: state.layer, head: state.head };
+      this.#goRight({ ...pick(state, PLACE), ...similar }, { replace: true });
       return null;
     }
-    const find = () => app.session.sources.find(({ id }) => id === asked.source);
-    if (!find()) await app.refresh(); // it may be younger than this page's list
+    const find = () => app.session.sources.find(({ id }) => id === wanted.source);
+    if (!find()) await app.refresh(); // it may have been added after the list was fetched
     if (signal.aborted) return null;
     const entry = find();
     if (entry?.state !== "ready") {
-      const why = !entry ? `There is no profile ${asked.source}` : entry.state === "running" ? `${entry.name} is not ready yet` : `${entry.name} could not be profiled`;
-      app.trouble(`${why}; B is ${left.name} as well.`);
-      this.#goRight({ ...asked, source: state.source }, { replace: true });
+      const why = !entry ? `There is no profile ${wanted.source}` : entry.state === "running" ? `${entry.name} is not ready yet` : `${entry.name} could not be profiled`;
+      app.trouble(`${why}; B is set to ${left.name}, too.`);
+      this.#goRight({ ...wanted, source: state.source }, { replace: true });
       return null;
     }
-    const right = await app.source(asked.source);
+    const right = await app.source(wanted.source);
     if (signal.aborted) return null;
-    const { state: settled, said } = settledHead(asked, right.page);
-    for (const sentence of said) app.trouble(sentence);
-    if (PLACE.some((key) => settled[key] !== asked[key])) {
-      this.#goRight(settled, { replace: true });
+    const { state: valid, notes } = validHead(wanted, right.page);
+    for (const sentence of notes) app.trouble(sentence);
+    if (PLACE.some((key) => valid[key] !== wanted[key])) {
+      this.#goRight(valid, { replace: true });
       return null;
     }
-    return [{ name: "left", source: left, at: pick(state, PLACE) }, { name: "right", source: right, at: settled }];
+    return [{ name: "left", source: left, at: pick(state, PLACE) }, { name: "right", source: right, at: valid }];
   }
 
   #goRight(place, options) {
@@ -129,46 +123,46 @@ class Compare {
   #draw() {
     if (!this.#shown) return;
     const { left, right, variation } = this.#shown, loaded = Boolean(left.matrix && right.matrix);
-    // Until the new maps are there the old ones stay, paler: stepping from head to head must not flicker.
+    // Keep the old maps, paler, until the new ones are loaded, so that stepping through heads does not flicker.
     this.#maps.classList.toggle("compare-stale", !loaded);
     const first = !this.#maps.firstChild;
     if (loaded || first) this.#root.classList.toggle("compare-three", loaded ? Boolean(variation) : this.#comparable());
     const three = this.#root.classList.contains("compare-three");
     this.#offered = this.#ready();
     replace(this.#presets, h("span", {}, "Compare with"), ...this.#offers());
-    replace(this.#sides, this.#side(left), three ? this.#apart(variation) : null, this.#side(right));
+    replace(this.#sides, this.#side(left), three ? this.#distance(variation) : null, this.#side(right));
     this.#drawShares();
     if (loaded || first) this.#drawMaps(three);
     this.#drawNumbers();
     this.#along();
   }
 
-  /** The profiles that can be chosen. */
+  /** The ids of the profiles that are ready. */
   #ready() {
     return this.#app.session.sources.filter(({ state }) => state === "ready").map(({ id }) => id).join();
   }
 
-  /** Whether a difference cell by cell can be expected. */
+  /** Whether the two maps will have a difference cell by cell. */
   #comparable() {
     const { n_queries, n_keys } = this.#shown.left.view;
-    return this.#sameTokens() && Math.max(n_queries, n_keys) <= WHOLE;
+    return this.#sameTokens() && Math.max(n_queries, n_keys) <= MAX_EXACT;
   }
 
   // ---- what is compared ----------------------------------------------------------------------------------
 
   #offers() {
     const { left, right } = this.#shown, app = this.#app, { at, source } = left;
-    const group = source.page.groups[at.group], alike = mostAlike(group, left.view, at.layer, at.head);
+    const group = source.page.groups[at.group], similar = mostSimilarHead(group, left.view, at.layer, at.head);
     const offer = (key, words, place, tip) => h("button", { type: "button", class: "quiet", "data-key": key, "data-tip": tip, onclick: () => this.#goRight(place) }, words);
     const offers = [];
-    if (alike) offers.push(offer("alike", `${headName(group, alike.layer, alike.head)}, most like A`, { ...at, ...alike }, "the head of this text whose statistics are nearest to those of A"));
+    if (similar) offers.push(offer("similar", `${headName(group, similar.layer, similar.head)}, most similar to A`, { ...at, ...similar }, "the head of this text with the most similar statistics"));
     if (group.texts.length > 1) {
       const text = (at.text + 1) % group.texts.length;
       offers.push(offer("text", `same head in text ${text + 1}`, { ...at, text }, openingWords(group.texts[text])));
     }
-    const others = app.session.sources.filter(({ id, state }) => id !== at.source && state === "ready").slice(0, MOST_OFFERED);
+    const others = app.session.sources.filter(({ id, state }) => id !== at.source && state === "ready").slice(0, MAX_OFFERS);
     for (const other of others)
-      offers.push(h("button", { type: "button", class: "quiet", "data-key": `source-${other.id}`, onclick: () => this.#likeIn(other.id) }, `same head in ${other.name}`));
+      offers.push(h("button", { type: "button", class: "quiet", "data-key": `source-${other.id}`, onclick: () => this.#sameHeadIn(other.id) }, `same head in ${other.name}`));
     offers.push(h("button", { type: "button", class: "quiet compare-swap", "data-key": "swap", onclick: () => this.#swap(left, right) }, "Swap A and B"));
     return offers;
   }
@@ -178,47 +172,47 @@ class Compare {
     return this.#app.go({ ...right.at, ...keys });
   }
 
-  /** Go to the same place in another profile, or the nearest that it has. */
-  async #likeIn(id) {
+  /** Compare with the same head in another profile, or the nearest that exists. */
+  async #sameHeadIn(id) {
     try {
       const other = await this.#app.source(id);
-      this.#goRight(settledHead({ ...this.#shown.left.at, source: id }, other.page).state);
+      this.#goRight(validHead({ ...this.#shown.left.at, source: id }, other.page).state);
     } catch (error) {
       this.#app.trouble(error);
     }
   }
 
-  /** The choosers of a side, and in words where its weight goes. */
+  /** The choosers of a side and the main destination of its weight. */
   #side({ name, source, at, view }) {
     const app = this.#app, group = source.page.groups[at.group];
     const go = (changes) => (name === "left" ? app.go(changes) : this.#goRight({ ...at, ...changes }));
-    // Another profile may have fewer texts, layers and heads: go to the nearest without a word.
+    // Another profile may have fewer texts, layers and heads: select the nearest that exist.
     const goSource = async (id) => {
       try {
         const other = await app.source(id);
-        go(settledHead({ ...at, source: id }, other.page).state);
+        go(validHead({ ...at, source: id }, other.page).state);
       } catch (error) {
         app.trouble(error);
       }
     };
     const ready = app.session.sources.filter(({ state }) => state === "ready"), { groups } = source.page;
-    return h("div", { class: `compare-side compare-${name}`, role: "group", "aria-label": `${MARK[name]}, the ${name} side` },
+    return h("div", { class: `compare-side compare-${name}`, role: "group", "aria-label": `${LABEL[name]}, the ${name} side` },
       h("div", { class: "compare-choosers" },
-        h("b", { class: "compare-mark" }, MARK[name]),
+        h("b", { class: "compare-mark" }, LABEL[name]),
         ready.length > 1 ? chooser("Profile", `${name}-source`, at.source, ready.map((one) => [one.id, one.name]), goSource) : h("strong", { class: "context-name" }, source.name),
         headChooser(group, at.layer, at.head, go, name)),
       groups.length > 1 || group.texts.length > 1 ? h("div", { class: "compare-choosers" },
-        groups.length > 1 ? chooser("Attention", `${name}-group`, at.group, groups.map((one, index) => [index, one.name]), (value) => go(settledHead({ ...at, group: value }, source.page).state)) : null,
+        groups.length > 1 ? chooser("Attention", `${name}-group`, at.group, groups.map((one, index) => [index, one.name]), (value) => go(validHead({ ...at, group: value }, source.page).state)) : null,
         group.texts.length > 1 ? chooser("Text", `${name}-text`, at.text, group.texts.map((one, index) => [index, `${index + 1}. ${openingWords(one)}`]), (value) => go({ text: value })) : null) : null,
       h("p", { class: "goes" }, view.heads.goes_to[rowOf(group, at.layer, at.head)], h("small", {}, lengthWords(view))));
   }
 
-  /** How far apart the two are, in one number. */
-  #apart(variation) {
+  /** The mean total variation distance of the two heads. */
+  #distance(variation) {
     if (!variation) return h("div", { class: "compare-apart" });
     const mean = variation.reduce((sum, one) => sum + one, 0) / variation.length;
     return h("div", { class: "compare-apart" }, h("strong", {}, percent(mean)),
-      h("span", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one key more." }, "of the weight lies on other keys in B"));
+      h("span", { "data-tip": "Total variation: half the sum of |A − B| over the keys, mean over the queries. Weight that no key receives counts as one additional key." }, "of the weight is on other keys in B"));
   }
 
   #drawShares() {
@@ -231,7 +225,7 @@ class Compare {
     const arrow = ({ name }) => sides.map(({ shares }) => percent(shares[name])).join(" | ");
     this.#shares.replaceChildren(
       ...sides.map(({ name, window, shares }) => h("div", { class: `compare-share compare-${name}` },
-        h("b", { class: "compare-mark" }, MARK[name]), stack(shares, { window, label: `Where the weight of ${MARK[name]} goes` }))),
+        h("b", { class: "compare-mark" }, LABEL[name]), stack(shares, { window, label: `Destinations of the weight of ${LABEL[name]} goes` }))),
       keyOf(used.map((part) => [part.name === "nearby" ? `nearby (±${sides[0].window})` : part.label, destinationColour(part), arrow(part)])));
   }
 
@@ -240,14 +234,14 @@ class Compare {
   #drawMaps(three) {
     const { left, right, variation } = this.#shown;
     const top = Math.max(...[left, right].map(({ matrix }) => (matrix?.values ? matrix.values.reduce((most, value) => Math.max(most, value), 0) : 0)), 1e-6);
-    // One scale for both, logarithmic as on the map page: a fifth of an equal share is as good as nothing.
+    // One logarithmic scale for both maps, as on the map page: it begins at a fifth of the uniform weight or lower.
     const scale = (this.#shown.scale = { low: Math.min(top / 100, 0.2 / Math.max(left.view.n_keys, right.view.n_keys)), top });
     this.#readout.textContent = [left, right].some(({ matrix }) => matrix?.values) ? "Point at a cell, or focus a map and use the arrow keys." : "";
     replace(this.#maps, this.#map(left, scale), variation ? this.#difference() : three ? h("div", { class: "compare-blank" }) : null, this.#map(right, scale));
   }
 
   #map(side, { low, top }) {
-    const { name, source, at, matrix } = side, title = `${MARK[name]} · ${headName(groupOf(side), at.layer, at.head)}`;
+    const { name, source, at, matrix } = side, title = `${LABEL[name]} · ${headName(groupOf(side), at.layer, at.head)}`;
     if (!matrix) return h("div", { class: "compare-blank", "aria-busy": "true" }, "Computing the map …");
     if (!matrix.values) return h("p", { class: "compare-blank note" }, `There is no map of ${title}. ${matrix.why ?? ""}`);
     side.canvas = h("canvas", {});
@@ -272,29 +266,29 @@ class Compare {
       this.#box(canvas, left.matrix, "Difference of A and B"));
   }
 
-  /** A map with a crosshair that all maps of the same shape share. */
+  /** A map whose crosshair is shared by all maps of the same shape. */
   #box(canvas, matrix, label) {
     const { rows, columns } = matrix;
-    // Squeezed into fewer pixels, single cells would be left out: then they are averaged instead.
+    // With more cells than pixels, average them: nearest-neighbour scaling would skip cells.
     canvas.style.setProperty("image-rendering", columns > SHARP ? "auto" : "pixelated");
-    const box = cellMap({ canvas, rows, columns, label, told: (row, column) => this.#point(matrix, row, column) });
+    const box = cellMap({ canvas, rows, columns, label, onmove: (row, column) => this.#point(matrix, row, column) });
     box.classList.add("compare-map");
     return box;
   }
 
-  /** Mark a cell in every map of this shape, and say what they hold there. */
+  /** Mark a cell in every map of this shape, and show the weights in it. */
   #point(matrix, row, column) {
     const { left, right, variation } = this.#shown;
-    if (!left.matrix || !right.matrix) return; // the maps shown are on their way out
+    if (!left.matrix || !right.matrix) return; // the shown maps are about to be replaced
     const sides = [left, right].filter(({ matrix: own }) => own === matrix || (variation && own));
     for (const box of this.#maps.querySelectorAll(".compare-map"))
       markCell(box, variation || sides.some(({ canvas }) => box.contains(canvas)) ? [row, column] : null, matrix.rows, matrix.columns);
     const { view } = sides[0], weights = sides.map(({ matrix: own }) => own.values[row * own.columns + column]);
-    const told = sides.map(({ name }, index) => `${MARK[name]} ${weightWords(weights[index])}`);
-    if (variation) told.push(`B − A ${weights[1] < weights[0] ? "−" : "+"}${weightWords(Math.abs(weights[1] - weights[0]))}`);
+    const parts = sides.map(({ name }, index) => `${LABEL[name]} ${weightWords(weights[index])}`);
+    if (variation) parts.push(`B − A ${weights[1] < weights[0] ? "−" : "+"}${weightWords(Math.abs(weights[1] - weights[0]))}`);
     this.#readout.replaceChildren(
       "query ", h("b", {}, spanWords(view.queries || view.keys, row, matrix.step.down)), " → key ",
-      h("b", {}, spanWords(view.keys, column, matrix.step.across)), ` · ${told.join(" · ")}`);
+      h("b", {}, spanWords(view.keys, column, matrix.step.across)), ` · ${parts.join(" · ")}`);
   }
 
   // ---- numbers and curves --------------------------------------------------------------------------------
@@ -314,7 +308,7 @@ class Compare {
       h("th", { scope: "row", "data-tip": meaning }, label), h("td", {}, written(a, unit)), h("td", {}, written(b, unit)),
       h("td", {}, a === null || b === null ? "–" : signed(b - a, unit))));
     this.#numbers.replaceChildren(h("table", {},
-      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ...Object.values(MARK).map((mark) => h("th", { scope: "col" }, mark)), h("th", { scope: "col" }, "B − A"))),
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Mean over queries"), ...Object.values(LABEL).map((mark) => h("th", { scope: "col" }, mark)), h("th", { scope: "col" }, "B − A"))),
       h("tbody", {}, rows)));
   }
 
@@ -323,10 +317,10 @@ class Compare {
     if (!shown?.left.curves || !shown.right.curves) return;
     const width = Math.floor(this.#curves.getBoundingClientRect().width);
     if (width <= 0) return;
-    const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--warm"})`, label: MARK[side.name] })).filter((one) => one.values);
+    const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--warm"})`, label: LABEL[side.name] })).filter((one) => one.values);
     const parts = [
-      overlay({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(alongOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
-      overlay({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: alongOf(side, "entropy"), n: side.view.n_queries })) }),
+      overlay({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(curveOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
+      overlay({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: curveOf(side, "entropy"), n: side.view.n_queries })) }),
     ];
     if (shown.variation) parts.push(overlay({ title: "Total variation between A and B", unit: "%", width, series: [{ values: shown.variation, n: shown.left.view.n_queries, colour: "var(--soft)", label: "A, B" }] }));
     this.#curves.replaceChildren(...parts);
@@ -344,13 +338,13 @@ class Compare {
 
 const pick = (object, keys) => Object.fromEntries(keys.map((key) => [key, object[key]]));
 
-/** What a row or column of a map stands for: a token, or a block of `step` positions, of which the last may be short. */
+/** The token of a row or column of a map, or the positions of its block, of which the last may be shorter. */
 function spanWords(tokens, at, step) {
   const from = at * step, to = Math.min(from + step, tokens.length) - 1;
   return from === to ? [`${integer(from)} “`, h("bdi", {}, named(tokens[from])), "”"] : `${integer(from)}–${integer(to)}`;
 }
 
-/** A difference with its sign; of shares in percentage points. */
+/** A difference with its sign; differences of shares are in percentage points. */
 function signed(value, unit) {
   const mark = value > 0 ? "+" : value < 0 ? "−" : "±";
   return `${mark}${unit === "%" ? `${(100 * Math.abs(value)).toFixed(1)}\u00a0points` : written(Math.abs(value), unit)}`;

@@ -1,4 +1,4 @@
-// Live: a model reads a text as it is typed; chosen heads normalise otherwise, and what that does is shown.
+// Live: edit the normalizer or temperature of chosen heads, and see the effect on a text while typing.
 
 import { bytesOf } from "./data.js";
 import { h } from "./dom.js";
@@ -6,37 +6,27 @@ import { isHead } from "./live_edits.js";
 import { liveCsv, liveFileName, liveSvg } from "./live_export.js";
 import { LiveHeads } from "./live_heads.js";
 import { liveMaps } from "./live_maps.js";
-import { drawnRows, headlineOf, nextBars, nextRows, quoted, SHOWN } from "./live_next.js";
+import { sampledRows, headlineOf, nextBars, nextRows, quoted, SHOWN } from "./live_next.js";
 import { LiveTokens } from "./live_tokens.js";
-import { heatWords, LiveWriting } from "./live_writing.js";
+import { LiveWriting, temperatureWords } from "./live_writing.js";
 import { named, percent } from "./numbers.js";
 
-const PAUSE = 250; // milliseconds without a key before the text is read
-const SLIDING = 60; // milliseconds that a slider rests before the model is asked
-const IN_ADDRESS = 500; // characters of a text that the address holds
+const PAUSE = 250; // milliseconds after the last key before the text is sent
+const SLIDER_PAUSE = 60; // milliseconds after the last move of a slider before a request is sent
+const MAX_IN_ADDRESS = 500; // characters: a longer text is left out of the address
 
-// The text as it was when the page was left, {prompt, text, ids}: the address does not hold all of it.
-let left = null;
+// {prompt, text, ids} when the user left the page, because the address may not hold all of it.
+let lastText = null;
 
-/** The page; its own state: `prompt`, `edits` (see `codeOf`), `at` ("layer.head"), `heat`, of sampling. */
-export const livePage = {
-  title: "Live",
-  mount(root, app) {
-    const page = new LivePage(root, app);
-    return {
-      update: (changed) => page.update(changed),
-      picture: () => page.picture(),
-      unmount: () => page.unmount(),
-    };
-  },
-};
+/** Keys of its state: `prompt`, `edits` (see `codeOf`), `at` ("layer.head"), `heat` (sampling temperature). */
+export const mount = (root, app) => new LivePage(root, app);
 
 class LivePage {
   #app;
-  #live; // what the session says of the model
-  #written; // what of the text is in the address
+  #live; // description of the model in the session
+  #written; // the text in the address
   #answer = null;
-  #asking = null; // AbortController of the request under way
+  #request = null; // AbortController of the pending request
   #timer = 0;
   #stopTheme;
   #writing;
@@ -47,21 +37,17 @@ class LivePage {
   constructor(root, app) {
     this.#app = app;
     this.#live = app.session.live;
-    if (!this.#live) {
-      root.append(h("p", { class: "note" }, "No language model is loaded: start qkv view with a model to type a text."));
-      return;
-    }
     this.#writing = new LiveWriting(app, () => this.#body(), {
-      onbegin: () => this.#quiet(),
+      onbegin: () => this.#cancel(),
       onstep: () => this.#stepped(),
-      onend: () => this.#wrote(),
-      onheat: () => this.#remember(),
-      onundo: () => { this.#parts.text.value = this.#writing.text; this.#remember(); this.#ask(); },
-      onplay: () => { for (const part of [this.#heads.grid, this.#parts.maps]) part.classList.toggle("live-stale", this.#writing.playing); }, // they come up when it stops
-      onsay: (sentence) => this.#say(sentence),
+      onend: () => this.#generated(),
+      ontemperature: () => this.#writeAddress(),
+      onundo: () => { this.#parts.text.value = this.#writing.text; this.#writeAddress(); this.#ask(); },
+      onplay: () => { for (const part of [this.#heads.grid, this.#parts.maps]) part.classList.toggle("live-stale", this.#writing.playing); }, // they are updated when play stops
+      ontrouble: (sentence) => this.#showTrouble(sentence),
     });
     this.#heads = new LiveHeads(this.#live, {
-      onshow: (another) => { this.#remember(); if (another && !this.#writing.playing) this.#ask(); },
+      onshow: (another) => { this.#writeAddress(); if (another && !this.#writing.playing) this.#ask(); },
       onedit: (change) => this.#edited(change),
     });
     this.#build(root);
@@ -81,7 +67,7 @@ class LivePage {
     root.classList.add("live");
     root.append(
       h("div", { class: "live-column" },
-        h("label", { for: "live-text", class: "live-label" }, h("h2", {}, "Text"), h("small", {}, `${live.model} reads as you type, at most ${live.most_tokens} tokens`)),
+        h("label", { for: "live-text", class: "live-label" }, h("h2", {}, "Text"), h("small", {}, `${live.model} reads the text as you type, at most ${live.most_tokens} tokens`)),
         text, parts.trouble, this.#writing.element, this.#tokens.element),
       this.#heads.element,
       h("div", { class: "live-column live-effect" }, h("h2", {}, "The next token"), parts.headline, parts.likeliest, parts.next),
@@ -90,79 +76,77 @@ class LivePage {
   }
 
   update(changed) {
-    if (!this.#live) return;
     const { state } = this.#app, writing = this.#writing, heads = this.#heads, first = writing.text === null;
     const prompt = state.prompt === undefined ? undefined : String(state.prompt), edits = String(state.edits ?? "");
-    let ask = first, kept = null;
+    let outdated = first, kept = null;
     if (first || prompt !== this.#written) {
-      kept = first && left?.prompt === prompt ? left : null;
+      kept = first && lastText?.prompt === prompt ? lastText : null;
       writing.halt();
       this.#written = prompt;
       writing.set(kept?.text ?? prompt ?? this.#live.example, kept?.ids ?? null);
       this.#parts.text.value = writing.text;
-      ask = true;
+      outdated = true;
     }
     if (edits !== heads.code) {
       heads.code = edits;
-      ask = true;
+      outdated = true;
     }
-    const heat = Number(state.heat ?? 1);
-    if (heat >= 0 && heat <= 2) writing.heat = heat;
-    if (heads.turnTo(isHead(String(state.at), this.#live) ? String(state.at) : "0.0")) ask = true;
-    if (ask) this.#ask();
-    else if (changed.has("source") || changed.has("session")) this.#draw(); // colours come with a profile
+    const temperature = Number(state.heat ?? 1);
+    if (temperature >= 0 && temperature <= 2) writing.temperature = temperature;
+    if (heads.show(isHead(String(state.at), this.#live) ? String(state.at) : "0.0")) outdated = true;
+    if (outdated) this.#ask();
+    else if (changed.has("source") || changed.has("session")) this.#draw();
     writing.draw();
     heads.drawSetting();
-    // Typed so shortly before the page was left that the address does not have it yet.
-    if (kept && kept.text.length <= IN_ADDRESS && kept.text !== (prompt ?? this.#live.example)) queueMicrotask(() => this.#remember());
+    // The text was typed so shortly before the user left the page that the address does not hold it yet.
+    if (kept && kept.text.length <= MAX_IN_ADDRESS && kept.text !== (prompt ?? this.#live.example)) queueMicrotask(() => this.#writeAddress());
   }
 
   unmount() {
-    if (!this.#live) return;
-    left = { prompt: this.#written, text: this.#writing.text, ids: this.#writing.ids };
+    lastText = { prompt: this.#written, text: this.#writing.text, ids: this.#writing.ids };
     this.#writing.halt();
-    this.#quiet();
+    this.#cancel();
     this.#stopTheme();
   }
 
-  // --- asking -------------------------------------------------------------------------------------------------------
+  // --- requests -----------------------------------------------------------------------------------------------------
 
   #body() {
     const [layer, head] = this.#heads.shown.split(".").map(Number);
-    return { edits: this.#heads.asked, layer, head, k: SHOWN };
+    return { edits: this.#heads.list, layer, head, k: SHOWN };
   }
 
-  /** `beside`: what a step has shown stays, and the heads and maps come up to the text it made. */
-  async #ask({ beside = false } = {}) {
+  /** Request the answer for the text. `keepStep`: keep showing the last sampled token; only heads and maps are updated. */
+  async #ask({ keepStep = false } = {}) {
     const writing = this.#writing, { text, ids } = writing, at = this.#heads.shown, edited = this.#heads.edits.size > 0;
     writing.cancel();
-    this.#quiet();
-    if (!text) return this.#say("Type some text for the model to read.");
-    const asking = (this.#asking = new AbortController());
+    this.#cancel();
+    if (!text) return this.#showTrouble("Type some text for the model to read.");
+    const request = (this.#request = new AbortController());
     try {
-      const answer = await this.#app.post("/api/live", { ...this.#body(), text, ...(ids ? { ids } : {}) }, { signal: asking.signal });
-      if (asking.signal.aborted) return;
+      const answer = await this.#app.post("/api/live", { ...this.#body(), text, ...(ids ? { ids } : {}) }, { signal: request.signal });
+      if (request.signal.aborted) return;
       const maps = [answer.map_before, answer.map].map((map) => new Float32Array(bytesOf(map).buffer));
       this.#answer = { ...answer, at, text, edited, maps };
-      if (!beside) writing.step = null;
-      this.#say("");
+      if (!keepStep) writing.step = null;
+      this.#showTrouble("");
       this.#draw();
-      if (!beside) this.#app.announce([this.#parts.headline, this.#parts.likeliest].map((part) => part.textContent).join(" "));
+      if (!keepStep) this.#app.announce([this.#parts.headline, this.#parts.likeliest].map((part) => part.textContent).join(" "));
     } catch (error) {
-      if (error.name !== "AbortError") this.#say(error.message);
+      if (error.name !== "AbortError") this.#showTrouble(error.message);
     } finally {
-      if (this.#asking === asking) this.#asking = null;
+      if (this.#request === request) this.#request = null;
     }
   }
 
-  /** Nothing that was asked, or is about to be, is wanted any more. */
-  #quiet() {
+  /** Cancel the pending request and the one that is scheduled. */
+  #cancel() {
     clearTimeout(this.#timer);
-    this.#asking?.abort();
+    this.#request?.abort();
   }
 
-  /** A sentence at the text field: why there is no new answer. */
-  #say(sentence) {
+  /** Show a sentence at the text field that says why there is no new answer; an empty one hides it. */
+  #showTrouble(sentence) {
     const { trouble, text } = this.#parts;
     trouble.textContent = sentence;
     trouble.hidden = !sentence;
@@ -171,41 +155,41 @@ class LivePage {
 
   #typed() {
     this.#writing.halt();
-    this.#quiet();
+    this.#cancel();
     this.#writing.set(this.#parts.text.value);
-    this.#timer = setTimeout(() => { this.#remember(); this.#ask(); }, PAUSE);
+    this.#timer = setTimeout(() => { this.#writeAddress(); this.#ask(); }, PAUSE);
   }
 
   #edited(change) {
-    this.#remember();
+    this.#writeAddress();
     if (this.#writing.playing) return;
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#ask(), "temperature" in change ? SLIDING : 0);
+    this.#timer = setTimeout(() => this.#ask(), "temperature" in change ? SLIDER_PAUSE : 0);
   }
 
-  /** A token came. */
+  /** A token was generated. */
   #stepped() {
     const { text } = this.#parts;
     text.value = this.#writing.text;
     text.scrollTop = text.scrollHeight;
-    this.#say("");
+    this.#showTrouble("");
     this.#drawTokens();
     this.#drawNext();
   }
 
-  /** The last token came. */
-  #wrote() {
-    const { token, probability } = this.#writing.made.at(-1);
+  /** The last token was generated. */
+  #generated() {
+    const { token, probability } = this.#writing.generated.at(-1);
     this.#app.announce(`${named(token)}, probability ${percent(probability)}`);
-    this.#remember();
-    this.#ask({ beside: true });
+    this.#writeAddress();
+    this.#ask({ keepStep: true });
   }
 
   /** Write the state into the address. */
-  #remember() {
-    const { text, heat } = this.#writing, { code, shown } = this.#heads;
-    this.#written = text.length <= IN_ADDRESS ? text : undefined;
-    this.#app.go({ prompt: this.#written ?? null, edits: code || null, at: shown, heat: heat === 1 ? null : heat }, { replace: true });
+  #writeAddress() {
+    const { text, temperature } = this.#writing, { code, shown } = this.#heads;
+    this.#written = text.length <= MAX_IN_ADDRESS ? text : undefined;
+    this.#app.go({ prompt: this.#written ?? null, edits: code || null, at: shown, heat: temperature === 1 ? null : temperature }, { replace: true });
   }
 
   // --- drawing ------------------------------------------------------------------------------------------------------
@@ -219,23 +203,23 @@ class LivePage {
   }
 
   #drawTokens() {
-    const { step, made } = this.#writing;
-    if (step) return this.#tokens.draw({ tokens: step.tokens, row: step.row, at: step.at, made, step });
+    const { step, generated } = this.#writing;
+    if (step) return this.#tokens.draw({ tokens: step.tokens, row: step.row, at: step.at, generated, step });
     const { tokens, rows, at } = this.#answer, [layer, head] = at.split(".").map(Number);
-    this.#tokens.draw({ tokens, row: rows[layer][head], at, made, step: null });
+    this.#tokens.draw({ tokens, row: rows[layer][head], at, generated, step: null });
   }
 
   #drawNext() {
-    const { headline, likeliest, next } = this.#parts, { step, heat } = this.#writing;
+    const { headline, likeliest, next } = this.#parts, { step, temperature } = this.#writing;
     if (step) {
-      headline.replaceChildren(quoted(step.token), ` came, with ${percent(step.probability)}.`);
-      likeliest.replaceChildren(`Drawn at sampling temperature ${heatWords(heat)} from what the model${this.#heads.edits.size ? ", edited," : ""} expected.`);
-      next.replaceChildren(nextBars(drawnRows(step), false));
+      headline.replaceChildren(quoted(step.token), ` was sampled, with probability ${percent(step.probability)}.`);
+      likeliest.replaceChildren(`Sampled at temperature ${temperatureWords(temperature)} from the prediction of the ${this.#heads.edits.size ? "edited " : ""}model.`);
+      next.replaceChildren(nextBars(sampledRows(step), false));
       return;
     }
-    const [what, which] = headlineOf(this.#answer);
-    headline.replaceChildren(...what);
-    likeliest.replaceChildren(...which);
+    const [change, token] = headlineOf(this.#answer);
+    headline.replaceChildren(...change);
+    likeliest.replaceChildren(...token);
     next.replaceChildren(nextBars(nextRows(this.#answer), this.#answer.edited));
   }
 

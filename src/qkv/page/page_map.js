@@ -1,4 +1,4 @@
-// The map page: one head's weights, query by key, at any zoom, with controls and a readout beside it.
+// Map: the attention weights of one head, query by key, at any zoom, with a readout and controls.
 
 import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
@@ -12,8 +12,8 @@ import { DEEP, MapView } from "./map_view.js";
 import { integer } from "./numbers.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 
-const REST = 400; // milliseconds without motion until the address follows
-const PATIENCE = 200; // milliseconds that the head shown before stays, so that nothing flickers
+const REST = 400; // milliseconds without motion before the view is written into the address
+const HOLD = 200; // milliseconds that the previous head may stay on the stage, to avoid flicker
 const VIEW = ["x", "y", "z"], PIN = ["cq", "ck"]; // keys of the address
 
 const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
@@ -21,9 +21,9 @@ const pause = (milliseconds) => new Promise((resolve) => setTimeout(resolve, mil
 class MapPage {
   constructor(root, app) {
     this.app = app;
-    this.loaded = ""; // which head was asked for last; another may be shown until it comes
-    this.head = null; // the one that is shown: {source, place, shape, title, name}
-    this.journey = 0; // counts loads, so that a slow one does not overtake a later one
+    this.loaded = ""; // the head that was requested last; the previous one is shown until it is loaded
+    this.head = null; // the shown head: {source, place, shape, title, name}
+    this.loads = 0; // counts loads, so that a slow one cannot replace a later one
     this.build(root);
     this.stopTheme = app.onTheme(() => this.recolour());
     this.recolour();
@@ -62,7 +62,7 @@ class MapPage {
           h("div", { class: "map-overview-box" }, this.overview.element),
           jump,
           h("button", { type: "button", class: "link map-copy", onclick: (event) => this.copy(event.target) }, "Copy link to this view"))),
-      h("p", { id: "map-keys", class: "unseen" }, "Arrow keys move the crosshair, faster with Shift. Plus and minus zoom, 0 shows the whole map, Enter pins the crosshair, Escape lets it go.")));
+      h("p", { id: "map-keys", class: "unseen" }, "Arrow keys move the crosshair, faster with Shift. Plus and minus zoom, 0 shows the whole map, Enter pins the crosshair, Escape unpins it.")));
   }
 
   // ---- state ----
@@ -71,8 +71,8 @@ class MapPage {
   get scale() { return Object.hasOwn(SCALES, this.app.state.scale ?? "") ? this.app.state.scale : "log"; }
   get place() { const { group, text, layer, head } = this.app.state; return [group, text, layer, head]; }
 
-  /** The view that the address asks for, or null. */
-  get asked() {
+  /** The view in the address, or null. */
+  get wantedView() {
     const { x, y, z } = this.app.state;
     return [x, y, z].every(Number.isFinite) ? { x, y, z } : null;
   }
@@ -83,10 +83,10 @@ class MapPage {
   }
 
   async update(changed) {
-    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`, another = textOf !== this.textOf;
+    const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`, otherText = textOf !== this.textOf;
     const has = (keys) => keys.some((key) => changed.has(key));
-    if (this.textOf !== undefined && another) {
-      // Positions of the text before mean nothing in this one, unless the address brought new ones.
+    if (this.textOf !== undefined && otherText) {
+      // Drop positions of the previous text, unless the address contains new ones.
       const stale = [VIEW, PIN].filter((keys) => !has(keys)).flat().filter((key) => this.app.state[key] !== undefined);
       if (stale.length) {
         this.textOf = textOf;
@@ -96,38 +96,38 @@ class MapPage {
     }
     this.textOf = textOf;
     if (`${textOf}/${this.place}` !== this.loaded) {
-      this.told ||= has(VIEW) || !this.map.content || another; // else the view stays where the user has it
+      this.useAddress ||= has(VIEW) || !this.map.content || otherText; // otherwise keep the current view
       await this.load();
     } else if (this.map.content) {
       if (has(["pool", "scale"])) this.controls(), this.map.amend({ pool: this.pool });
-      if (has(VIEW)) this.obey();
+      if (has(VIEW)) this.followAddress();
       if (has(PIN)) this.repin();
     }
   }
 
-  /** Show what the address says, unless it is what this page wrote there. */
-  obey() {
-    const asked = this.asked ?? this.map.fit, written = this.written();
-    if (asked.x === written.x && asked.y === written.y && asked.z === written.z) return;
-    if (!this.asked && written.x === null) return;
-    this.map.look(asked);
+  /** Show the view in the address, unless this page wrote it there. */
+  followAddress() {
+    const wanted = this.wantedView ?? this.map.fit, written = this.written();
+    if (wanted.x === written.x && wanted.y === written.y && wanted.z === written.z) return;
+    if (!this.wantedView && written.x === null) return;
+    this.map.look(wanted);
     clearTimeout(this.rest);
     this.entry = { ...this.map.view };
   }
 
   async load() {
-    const journey = ++this.journey, place = this.place;
+    const load = ++this.loads, place = this.place;
     this.loaded = `${this.textOf}/${place}`;
-    this.canvas.classList.add("map-stale"); // what is shown has another name by now
+    this.canvas.classList.add("map-stale"); // until the new head is loaded
     try {
       const source = await this.app.source(), shape = await source.map(...place);
-      if (journey === this.journey) await this.show(journey, source, place, shape);
+      if (load === this.loads) await this.show(load, source, place, shape);
     } catch (error) {
-      if (journey === this.journey) this.fail(error);
+      if (load === this.loads) this.fail(error);
     }
   }
 
-  /** There is no such map to show, and that of another head would mislead. */
+  /** Show an error instead of a map: the map of the previous head would mislead. */
   fail(error) {
     this.loaded = "";
     this.head = null;
@@ -139,12 +139,12 @@ class MapPage {
     this.status.hidden = true;
     this.why.hidden = false;
     this.why.replaceChildren(h("p", {}, error.message), h("button", { type: "button", class: "quiet", onclick: () => this.load() }, "Try again"));
-    this.readout.hint("The map of this head could not be read.");
+    this.readout.hint("The map of this head could not be loaded.");
     replace(this.settings);
     replace(this.pinned);
   }
 
-  async show(journey, source, place, shape) {
+  async show(load, source, place, shape) {
     const { app } = this, [group, text, layer, head] = place, page = source.page.groups[group], words = page.texts[text];
     const pyramid = new Pyramid(shape), here = () => this.map.content === content;
     let arrived;
@@ -156,7 +156,7 @@ class MapPage {
           arrived();
           if (here()) this.controls();
         }
-        if (here()) this.map.redraw(), this.readout.say();
+        if (here()) this.map.redraw(), this.readout.update();
       },
       onerror: (error) => { arrived(); app.trouble(error); },
     });
@@ -166,13 +166,13 @@ class MapPage {
       tokens: { keys: words.keys, queries: words.queries || words.keys }, profiles: null, colours: null,
     };
     const known = source.profiles(...place).then(
-      (profiles) => { content.profiles = { ...profiles, scales: edgeScales(profiles) }; if (here()) this.map.redraw(), this.readout.say(); },
+      (profiles) => { content.profiles = { ...profiles, scales: edgeScales(profiles) }; if (here()) this.map.redraw(), this.readout.update(); },
       (error) => { if (shape.kind === "exact") app.trouble(error); });
-    // Of a long text the whole map takes a long pass: whoever comes for a part of it has that first.
-    const part = pyramid.deepest >= DEEP && (this.told ? this.asked : !this.map.whole);
+    // The overview of a long text takes long to compute, so a view of a part of the map loads its tiles first.
+    const part = pyramid.deepest >= DEEP && (this.useAddress ? this.wantedView : !this.map.whole);
     if (!part) store?.want([["max", FIRST]]);
-    await Promise.race([Promise.all([known, !part && store && first]), pause(part ? 0 : PATIENCE)]);
-    if (journey !== this.journey) return store?.close();
+    await Promise.race([Promise.all([known, !part && store && first]), pause(part ? 0 : HOLD)]);
+    if (load !== this.loads) return store?.close();
     const name = headTitle(page, layer, head);
     this.head = { source, place, shape, title: `${source.name} · ${name}: attention weights`, name: `map-L${page.layers[layer]}-H${page.heads[head]}` };
     this.hues = hues;
@@ -180,18 +180,18 @@ class MapPage {
     this.store = store;
     this.canvas.classList.remove("map-stale");
     this.canvas.setAttribute("aria-label", `Attention map, ${name}: ${integer(shape.n_queries)} queries by ${integer(shape.n_keys)} keys`);
-    this.why.hidden = shape.kind !== "none"; // the small map says so beside it
+    this.why.hidden = shape.kind !== "none"; // for a small map, the reason is shown below the settings
     this.why.textContent = shape.why ?? "";
     this.query.max = shape.n_queries - 1;
     this.key.max = shape.n_keys - 1;
     this.readout.show(source, place);
     this.map.extra = [];
     this.map.point = null;
-    const { told } = this, view = told ? this.asked : this.map.view;
-    this.told = false;
+    const { useAddress } = this, view = useAddress ? this.wantedView : this.map.view;
+    this.useAddress = false;
     this.map.show(Object.assign(content, { pool: this.pool, colours: this.colours }), view);
-    if (told) {
-      clearTimeout(this.rest); // what the address said is no motion
+    if (useAddress) {
+      clearTimeout(this.rest); // following the address is no motion by the user
       this.entry = { ...this.map.view };
     }
     this.overview.fit();
@@ -204,7 +204,7 @@ class MapPage {
   recolour() {
     const style = getComputedStyle(document.documentElement), names = ["paper", "ink", "soft", "line", "accent", "area", "warm"];
     this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    this.colours.empty = this.colours.paper; // what the mask hides is no weight at all
+    this.colours.empty = this.colours.paper; // masked pairs look like a weight of zero
     this.hues?.forget();
     if (this.map.content) this.map.amend({ colours: this.colours }), this.controls();
   }
@@ -220,7 +220,7 @@ class MapPage {
       this.head.shape.kind === "small" ? h("p", { class: "map-note" }, this.head.shape.why) : null);
   }
 
-  /** What a pixel is. */
+  /** What a pixel shows, in words. */
   pixelWords() {
     const { pyramid } = this.map.content, { level } = this.map, { down, across } = pyramid.step(level);
     if (pyramid.exact && level === pyramid.deepest) return "A pixel: one query and one key";
@@ -229,11 +229,11 @@ class MapPage {
 
   jump() {
     if (!this.map.content) return;
-    const { queries, keys } = this.map.content.pyramid, asked = [this.query, this.key].map((field) => (field.value === "" ? null : Number(field.value)));
-    const [query, key] = asked;
+    const { queries, keys } = this.map.content.pyramid, fields = [this.query, this.key].map((field) => (field.value === "" ? null : Number(field.value)));
+    const [query, key] = fields;
     if (query === null && key === null) return this.query.focus();
-    const settled = (at, other, n) => Math.min(Math.max(at ?? Math.min(other, n - 1), 0), n - 1);
-    const to = { query: settled(query, key, queries), key: settled(key, query, keys) };
+    const valid = (at, other, n) => Math.min(Math.max(at ?? Math.min(other, n - 1), 0), n - 1);
+    const to = { query: valid(query, key, queries), key: valid(key, query, keys) };
     this.map.visit(to.query, to.key);
     this.app.go({ cq: to.query, ck: to.key }, { replace: true });
   }
@@ -246,16 +246,16 @@ class MapPage {
       this.app.announce("The link is copied.");
       setTimeout(() => { button.textContent = "Copy link to this view"; }, 1600);
     } catch {
-      this.app.trouble("The browser does not let this page copy; the address bar has the same link.");
+      this.app.trouble("The browser does not allow this page to copy; the address bar shows the same link.");
     }
   }
 
-  // ---- the address follows the view ----
+  // ---- writing the view into the address ----
 
-  /** The view as the address has it: nothing if it is the whole map. */
+  /** The view as in the address; empty if the whole map is shown. */
   written() {
     if (this.map.whole) return { x: null, y: null, z: null };
-    const { x, y, z } = this.map.view, digits = z > 3 ? 1 : 0; // a tenth of a token, where that is more than a pixel
+    const { x, y, z } = this.map.view, digits = z > 3 ? 1 : 0; // tenths of a token only if these are larger than a pixel
     return { x: Number(x.toFixed(digits)), y: Number(y.toFixed(digits)), z: Number(z.toFixed(3)) };
   }
 
@@ -263,10 +263,10 @@ class MapPage {
     clearTimeout(this.rest);
     this.rest = setTimeout(() => this.commit(), REST);
     if (this.map.content && this.drawnLevel !== this.map.level) this.controls();
-    if (this.map.point) this.readout.say();
+    if (this.map.point) this.readout.update();
   }
 
-  /** One entry of the history for a view that is elsewhere; small corrections rewrite the entry. */
+  /** Write the view into the address: a new entry of the history after a large move, otherwise the current entry. */
   commit() {
     clearTimeout(this.rest);
     if (!this.map.content) return;
@@ -282,7 +282,7 @@ class MapPage {
 
   pointed(point, how) {
     this.map.extra = [];
-    this.readout.say();
+    this.readout.update();
     this.readout.hush();
     if (point && how !== "pointer") this.readout.speak();
   }
@@ -297,7 +297,7 @@ class MapPage {
     replace(this.pinned, ...(pin ? [
       h("button", { type: "button", class: "quiet", "data-key": "text", onclick: () => app.go({ page: "text", pins: cross ? `${pin.query},k${pin.key}` : String(pin.query) }) }, "Show in text"),
       h("button", { type: "button", class: "quiet", "data-key": "unpin", onclick: () => { app.go({ cq: null, ck: null }, { replace: true }); this.canvas.focus({ preventScroll: true }); } }, "Unpin")] : []));
-    this.readout.say();
+    this.readout.update();
   }
 
   // ---- after each frame ----
@@ -322,14 +322,14 @@ class MapPage {
         note: `Queries down, keys across. ${this.pixelWords()}. Colours: ${this.scale === "root" ? "square root" : this.scale}.`,
       }),
       csv: () => {
-        if (!this.store) throw new Error("There is no map to save: the profile keeps none of this text.");
+        if (!this.store) throw new Error("There is no map to save: the profile has no map of this text.");
         return mapCsv(this.map, (pool, { zoom, i, j }) => source.tile(...place, pool, zoom, i, j));
       },
     };
   }
 
   unmount() {
-    this.journey++;
+    this.loads++;
     for (const timer of [this.rest, this.statusTimer]) clearTimeout(timer);
     this.readout.close();
     this.store?.close();
@@ -338,4 +338,5 @@ class MapPage {
   }
 }
 
-export const mapPage = { title: "Map", mount: (root, app) => new MapPage(root, app) };
+/** Keys of its state: `x`, `y`, `z` (view), `cq`, `ck` (pinned pair), `pool`, `scale`. */
+export const mount = (root, app) => new MapPage(root, app);

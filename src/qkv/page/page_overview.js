@@ -1,6 +1,6 @@
-// Overview: what was found, and the grid of all heads with the card of the selected one.
+// Overview: the main findings, the grid of all heads, and the card of the selected head.
 
-import { mostAlike } from "./alike.js";
+import { mostSimilarHead } from "./similar.js";
 import { choice, legend } from "./charts.js";
 import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
@@ -10,13 +10,8 @@ import { integer, short } from "./numbers.js";
 
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
 
-export const overviewPage = {
-  title: "Overview",
-  mount(root, app) {
-    const page = new Overview(root, app);
-    return { update: (changed) => page.update(changed), picture: () => page.picture(), unmount: () => page.unmount() };
-  },
-};
+/** Keys of its state: `statistic` and `sort`. */
+export const mount = (root, app) => new Overview(root, app);
 
 class Overview {
   #app;
@@ -26,26 +21,26 @@ class Overview {
   #layers = h("div", { class: "overview-layers" });
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
   #curves = h("div", { class: "overview-curves" });
-  #stopped = [];
-  #drawn = 0; // counts drawings of curves: the last one asked for wins
+  #cleanups = [];
+  #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
 
   constructor(root, app) {
     this.#app = app;
     root.append(this.#head,
       h("div", { class: "overview-split" }, h("div", {}, this.#controls, this.#grid, this.#layers), this.#card),
       this.#curves);
-    this.#stopped.push(app.onTheme(() => this.update(new Set(["source"]))));
+    this.#cleanups.push(app.onTheme(() => this.update(new Set(["source"]))));
     const watcher = new ResizeObserver(() => this.#along());
     watcher.observe(this.#curves);
-    this.#stopped.push(() => watcher.disconnect());
+    this.#cleanups.push(() => watcher.disconnect());
   }
 
   unmount() {
-    for (const stop of this.#stopped) stop();
+    for (const stop of this.#cleanups) stop();
   }
 
   update(changed) {
-    if (this.#mended()) return; // and so comes back
+    if (this.#corrected()) return; // which calls update again
     if (["page", "source", "group", "text"].some((key) => changed.has(key))) {
       this.#found();
       this.#heads();
@@ -57,8 +52,8 @@ class Overview {
     }
   }
 
-  /** Take what this page does not know out of the address, and say so. */
-  #mended() {
+  /** Remove unknown values from the address, with a note; returns whether there were any. */
+  #corrected() {
     const { statistic, sort } = this.#app.state;
     if (statistic !== undefined && !this.#statistics().includes(statistic)) {
       this.#app.trouble(`These heads have no statistic “${statistic}”; ${looks.statistics[this.#statistic].label.toLowerCase()} is shown.`);
@@ -66,7 +61,7 @@ class Overview {
       return true;
     }
     if (sort !== undefined && !ORDERS.some(([id]) => id === sort)) {
-      this.#app.trouble(`There is no order “${sort}” of heads; they stand by layer.`);
+      this.#app.trouble(`There is no order “${sort}” of heads; they are ordered by layer.`);
       this.#app.go({ sort: null }, { replace: true });
       return true;
     }
@@ -77,16 +72,16 @@ class Overview {
   get #group() { return this.#page.groups[this.#app.state.group]; }
   get #view() { return this.#group.texts[this.#app.state.text]; }
 
-  /** The chosen statistic, or the first that there is. */
+  /** The selected statistic, or the first available one. */
   get #statistic() {
     const known = this.#statistics();
     return known.includes(this.#app.state.statistic) ? this.#app.state.statistic : known[0];
   }
 
-  /** How heads are ordered; there is no order of names by value. */
+  /** The order of the heads; types of heads have no order by value. */
   get #order() {
-    const asked = this.#app.state.sort;
-    return this.#orders().some(([id]) => id === asked) ? asked : "layer";
+    const { sort } = this.#app.state;
+    return this.#orders().some(([id]) => id === sort) ? sort : "layer";
   }
 
   #statistics() {
@@ -97,7 +92,7 @@ class Overview {
     return ORDERS.filter(([id]) => id !== "value" || this.#statistic !== KIND);
   }
 
-  // ---- what was found ------------------------------------------------------------------------------------
+  // ---- main findings --------------------------------------------------------------------------------------
 
   #found() {
     const view = this.#view, group = this.#group, { attrs } = this.#page;
@@ -124,7 +119,7 @@ class Overview {
         this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === KIND ? "Kind of head" : labelOf(group, name))))),
       choice("Order by", this.#orders(), order, (sort) => app.go({ sort })),
       h("p", { class: "overview-meaning" },
-        h("span", { class: "meaning" }, statistic === KIND ? "the first kind whose test the head passes, over all texts" : meaningOf(group, statistic)),
+        h("span", { class: "meaning" }, statistic === KIND ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
         statistic === KIND ? null : legend(scaleOf(view, statistic))));
     const cells = this.#cells(), label = statistic === KIND ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
     const { layer, head } = app.state;
@@ -147,37 +142,37 @@ class Overview {
     return kindsOf(this.#page, this.#group);
   }
 
-  /** Rows of the table of heads in order, under titles where they are grouped. */
+  /** Rows of the table of heads in order, in titled groups if they are ordered by type. */
   #sections(order) {
     const values = this.#statistic === KIND ? null : this.#view.heads[this.#statistic];
     const all = this.#view.heads.goes_to.map((_, at) => at);
-    const fall = (a, b) => (values ? (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b : a - b);
-    if (order === "value") return [{ title: null, rows: all.sort(fall) }];
-    return this.#kinds().map(({ name, count }) => ({ title: `${name} · ${integer(count)}`, rows: all.filter((at) => this.#group.types.type[at] === name).sort(fall) }));
+    const descending = (a, b) => (values ? (values[b] ?? -Infinity) - (values[a] ?? -Infinity) || a - b : a - b);
+    if (order === "value") return [{ title: null, rows: all.sort(descending) }];
+    return this.#kinds().map(({ name, count }) => ({ title: `${name} · ${integer(count)}`, rows: all.filter((at) => this.#group.types.type[at] === name).sort(descending) }));
   }
 
   // ---- the selected head ---------------------------------------------------------------------------------
 
   #selected() {
     const app = this.#app, { layer, head } = app.state, group = this.#group, view = this.#view;
-    const alike = mostAlike(group, view, layer, head);
-    const compared = alike && { page: "compare", bsource: app.state.source, bgroup: app.state.group, btext: app.state.text, blayer: alike.layer, bhead: alike.head };
+    const similar = mostSimilarHead(group, view, layer, head);
+    const compared = similar && { page: "compare", bsource: app.state.source, bgroup: app.state.group, btext: app.state.text, blayer: similar.layer, bhead: similar.head };
     replace(this.#card, ...headCard({ group, view, layer, head }),
       h("p", { class: "overview-links" },
         h("a", { class: "overview-link", href: app.address({ page: "map" }), "data-key": "to-map" }, "Map"),
         h("a", { class: "overview-link", href: app.address({ page: "text" }), "data-key": "to-text" }, "Text"),
-        compared && h("a", { class: "overview-link", href: app.address(compared), "data-key": "to-compare", "data-tip": "the head whose statistics are most like these" },
-          `Compare with ${headName(group, alike.layer, alike.head)}`)));
+        compared && h("a", { class: "overview-link", href: app.address(compared), "data-key": "to-compare", "data-tip": "the head with the most similar statistics" },
+          `Compare with ${headName(group, similar.layer, similar.head)}`)));
     this.#along();
   }
 
-  /** What the head does along the text: drawn to the pixel, so anew for every width. */
+  /** Draw the curves of the head, again for every width because they are drawn to the pixel. */
   async #along() {
-    const app = this.#app, drawing = ++this.#drawn, { group: g, text, layer, head } = app.state;
+    const app = this.#app, drawing = ++this.#drawings, { group: g, text, layer, head } = app.state;
     const group = this.#group, view = this.#view;
     try {
       const curves = await app.opened().curves(g, text);
-      if (drawing !== this.#drawn) return;
+      if (drawing !== this.#drawings) return;
       const width = Math.floor(parseFloat(getComputedStyle(this.#curves).gridTemplateColumns));
       if (width > 0) this.#curves.replaceChildren(...headCurves({ group, view, curves, layer, head, width }));
     } catch (error) {
@@ -237,15 +232,15 @@ class Overview {
 }
 
 /**
- * Heads in any order, line after line, in titled sections: cells as of `cellsOf`. Arrows, Home and End move;
- * `select(layer, head)` hears of every choice, `open(layer, head)` of Enter and of double clicks.
+ * Heads in any order, in lines and titled sections; `cells` of `cellsOf`. Arrow keys, Home and End move the selection.
+ * Calls `select(layer, head)` for each selection, and `open(layer, head)` for Enter and double clicks.
  */
 function headFlow({ group, cells, sections, layer, head, label, select, open }) {
   const count = group.heads.length, many = count > MANY;
   const button = (at) => {
-    const l = Math.floor(at / count), k = at % count, { text, colour, said } = cells[at];
+    const l = Math.floor(at / count), k = at % count, { text, colour, tip } = cells[at];
     return h("button", { type: "button", role: "option", tabindex: -1, "data-layer": l, "data-head": k, "aria-selected": "false",
-      "aria-label": `${headTitle(group, l, k)}: ${said.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${said}`,
+      "aria-label": `${headTitle(group, l, k)}: ${tip.replaceAll("\n", "; ")}`, "data-tip": `${headTitle(group, l, k)}\n${tip}`,
       style: { background: css(colour), color: inkOn(colour) } },
     many ? null : [h("small", {}, `${group.layers[l]}·${group.heads[k]}`), h("span", {}, text)]);
   };
@@ -269,7 +264,7 @@ function headFlow({ group, cells, sections, layer, head, label, select, open }) 
   return flow;
 }
 
-/** The cell nearest above or below in lines whose length depends on the window. */
+/** The nearest cell in the line above or below; the length of lines depends on the window. */
 function overOrUnder(all, here, key) {
   const way = { ArrowUp: -1, ArrowDown: 1 }[key];
   if (!way) return null;

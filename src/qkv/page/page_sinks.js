@@ -1,101 +1,98 @@
-// Sinks: which heads rest on the first token, what they find there, and what a remedy changes.
+// Sinks: attention sinks at the first token, their values, and the effect of interventions on the normalizer.
 
-import { alikeGroups, firstTokenWeight, sinkFigures } from "./sinks.js";
+import { sameSize, firstTokenWeight, sinkFigures } from "./sinks.js";
 import { csvOf, svgCopy, svgKey, svgPicture, svgText } from "./export.js";
 import { h, replace } from "./dom.js";
 import { sizeWords } from "./heads.js";
 
-const REMEDIES = [["off-by-one", "Off by one"], ["sigmoid", "Sigmoid"]];
+const INTERVENTIONS = [["off-by-one", "Off by one"], ["sigmoid", "Sigmoid"]];
 const ACROSS = 3, FIGURE_GAP = 34; // of the exported picture
 
-/** The page; its own state: `after`, the id of the source that is laid beside. */
-export const sinksPage = {
-  title: "Sinks",
-  mount(root, app) {
-    const controls = h("div", { class: "controls sinks-controls" }), said = h("p", { class: "note sinks-said" }), figures = h("div", { class: "sinks-figures" });
-    root.append(h("h2", {}, "Attention sinks"), controls, said, figures);
-    let shown = null, journey = 0;
-    const stop = new AbortController();
+/** Key of its state: `after`, the id of the source to compare with. */
+export function mount(root, app) {
+  const controls = h("div", { class: "controls sinks-controls" }), noteBox = h("p", { class: "note sinks-note" }), figures = h("div", { class: "sinks-figures" });
+  root.append(h("h2", {}, "Attention sinks"), controls, noteBox, figures);
+  let shown = null, drawings = 0;
+  const stop = new AbortController();
 
-    const entryOf = (id) => app.session.sources.find((source) => source.id === id);
+  const entryOf = (id) => app.session.sources.find((source) => source.id === id);
 
-    /** Other sources to choose from, and remedies to try. */
-    function drawControls() {
-      const { source, after } = app.state, here = entryOf(source), others = app.session.sources.filter(({ id }) => id !== source);
-      const chooser = h("label", {}, "Compare with ", h("select", { "data-key": "after", disabled: !others.length, onchange: (event) => app.go({ after: event.target.value === "" ? null : Number(event.target.value) }) },
-        h("option", { value: "" }, others.length ? "nothing" : "no other profile yet"),
-        others.map(({ id, name, state }) => h("option", { value: id, selected: id === after }, state === "running" ? `${name} (running)` : state === "failed" ? `${name} (failed)` : name))));
-      const remedies = here?.kind === "model"
-        ? h("div", { class: "sinks-remedies", role: "group", "aria-label": "Try a remedy" }, h("span", {}, "Try a remedy"),
-          REMEDIES.map(([normalizer, word]) => h("button", { type: "button", class: "quiet", "data-key": normalizer, onclick: () => remedy(normalizer) }, word)),
-          h("small", {}, "in all heads · same weights, no retraining"))
-        : here?.kind === "profile" ? h("small", {}, "To try a remedy, open the model itself instead of its profile.") : null;
-      replace(controls, chooser, remedies);
+  /** A chooser of the source to compare with, and buttons for interventions. */
+  function drawControls() {
+    const { source, after } = app.state, here = entryOf(source), others = app.session.sources.filter(({ id }) => id !== source);
+    const chooser = h("label", {}, "Compare with ", h("select", { "data-key": "after", disabled: !others.length, onchange: (event) => app.go({ after: event.target.value === "" ? null : Number(event.target.value) }) },
+      h("option", { value: "" }, others.length ? "nothing" : "no other profile yet"),
+      others.map(({ id, name, state }) => h("option", { value: id, selected: id === after }, state === "running" ? `${name} (running)` : state === "failed" ? `${name} (failed)` : name))));
+    const interventions = here?.kind === "model"
+      ? h("div", { class: "sinks-interventions", role: "group", "aria-label": "Try an intervention" }, h("span", {}, "Try an intervention"),
+        INTERVENTIONS.map(([normalizer, word]) => h("button", { type: "button", class: "quiet", "data-key": normalizer, onclick: () => intervene(normalizer) }, word)),
+        h("small", {}, "in all heads · same weights, no retraining"))
+      : here?.kind === "profile" ? h("small", {}, "To try an intervention, open the model itself instead of its profile.") : null;
+    replace(controls, chooser, interventions);
+  }
+
+  async function intervene(normalizer) {
+    for (const button of controls.querySelectorAll("button")) button.disabled = true;
+    try {
+      const { id } = await app.post("/api/interventions", { source: app.state.source, normalizer }, { signal: stop.signal });
+      await app.refresh();
+      app.go({ after: id });
+    } catch (error) {
+      app.trouble(error);
+    } finally {
+      drawControls();
     }
+  }
 
-    async function remedy(normalizer) {
-      for (const button of controls.querySelectorAll("button")) button.disabled = true;
-      try {
-        const { id } = await app.post("/api/remedies", { source: app.state.source, normalizer }, { signal: stop.signal });
-        await app.refresh();
-        app.go({ after: id });
-      } catch (error) {
-        app.trouble(error);
-      } finally {
-        drawControls();
-      }
-    }
+  async function drawFigures() {
+    const drawing = ++drawings, { source, group, layer, head, after } = app.state;
+    const here = await app.source(source), compared = after === undefined ? null : entryOf(after);
+    let other = null, sentence = "";
+    if (after !== undefined && !compared) sentence = `There is no profile ${after}.`;
+    else if (compared?.state === "running") sentence = `${compared.name} is being profiled${compared.total > 1 ? `: ${compared.stage} ${compared.done} of ${compared.total}` : ""}. Its figures will appear when it is ready.`;
+    else if (compared?.state === "failed") sentence = compared.error || `${compared.name} could not be profiled.`;
+    else if (compared && compared.id !== source) other = await app.source(after);
+    if (drawing !== drawings) return;
+    const own = here.page.groups[group];
+    const counterpart = other && (other.page.groups.find(({ name }) => name === own.name) ?? other.page.groups[other.page.main]);
+    const overlaid = counterpart && sameSize(own, counterpart);
+    if (counterpart && !overlaid) sentence = `${other.name} has ${sizeWords(counterpart)} instead of ${own.layers.length} × ${own.heads.length}: its figures are shown below.`;
+    shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, overlaid } };
+    noteBox.textContent = sentence;
+    noteBox.hidden = !sentence;
+    const options = { name: here.name, chosen: { layer, head }, select: (l, k) => app.go({ layer: l, head: k }) };
+    replace(figures,
+      ...sinkFigures(here.page, group, overlaid ? { ...options, after: { group: counterpart, name: other.name } } : options),
+      ...(counterpart && !overlaid ? [h("h2", { class: "sinks-other" }, other.name), ...sinkFigures(other.page, other.page.groups.indexOf(counterpart), { name: other.name })] : []));
+  }
 
-    async function drawFigures() {
-      const mine = ++journey, { source, group, layer, head, after } = app.state;
-      const here = await app.source(source), beside = after === undefined ? null : entryOf(after);
-      let other = null, sentence = "";
-      if (after !== undefined && !beside) sentence = `There is no profile ${after}.`;
-      else if (beside?.state === "running") sentence = `${beside.name} is being measured${beside.total > 1 ? `: ${beside.what} ${beside.done} of ${beside.total}` : ""}. It will appear beside when it is ready.`;
-      else if (beside?.state === "failed") sentence = beside.error || `${beside.name} could not be profiled.`;
-      else if (beside && beside.id !== source) other = await app.source(after);
-      if (mine !== journey) return;
-      const own = here.page.groups[group];
-      const counterpart = other && (other.page.groups.find(({ name }) => name === own.name) ?? other.page.groups[other.page.main]);
-      const laid = counterpart && alikeGroups(own, counterpart);
-      if (counterpart && !laid) sentence = `${other.name} has ${sizeWords(counterpart)} instead of ${own.layers.length} × ${own.heads.length}: its figures stand below.`;
-      shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, laid } };
-      said.textContent = sentence;
-      said.hidden = !sentence;
-      const options = { name: here.name, chosen: { layer, head }, select: (l, k) => app.go({ layer: l, head: k }) };
-      replace(figures,
-        ...sinkFigures(here.page, group, laid ? { ...options, after: { group: counterpart, name: other.name } } : options),
-        ...(counterpart && !laid ? [h("h2", { class: "sinks-other" }, other.name), ...sinkFigures(other.page, other.page.groups.indexOf(counterpart), { name: other.name })] : []));
-    }
-
-    return {
-      update(changed) {
-        if (["session", "source", "after"].some((key) => changed.has(key))) drawControls();
-        // A profile that is being measured tells its progress, which changes the sentence alone: figures stay put.
-        const waiting = shown && !shown.other && app.state.after !== undefined;
-        if (["source", "group", "layer", "head", "after"].some((key) => changed.has(key)) || (changed.has("session") && waiting)) return drawFigures();
-        return undefined;
-      },
-      picture() {
-        return shown && {
-          name: ["sinks", shown.name, shown.other?.name].filter(Boolean).join("-"),
-          svg: () => pictureOf(figures, shown),
-          csv: () => csvOfSinks(shown),
-        };
-      },
-      unmount() {
-        journey++;
-        stop.abort();
-      },
-    };
-  },
-};
+  return {
+    update(changed) {
+      if (["session", "source", "after"].some((key) => changed.has(key))) drawControls();
+      // The progress of a profile changes only the sentence; the figures of a finished comparison stay as they are.
+      const waiting = shown && !shown.other && app.state.after !== undefined;
+      if (["source", "group", "layer", "head", "after"].some((key) => changed.has(key)) || (changed.has("session") && waiting)) return drawFigures();
+      return undefined;
+    },
+    picture() {
+      return shown && {
+        name: ["sinks", shown.name, shown.other?.name].filter(Boolean).join("-"),
+        svg: () => pictureOf(figures, shown),
+        csv: () => csvOfSinks(shown),
+      };
+    },
+    unmount() {
+      drawings++;
+      stop.abort();
+    },
+  };
+}
 
 /** All charts of the page in one drawing. */
 function pictureOf(figures, { name, other }) {
   const charts = [...figures.querySelectorAll(".sink-figure")].map((figure) => ({ title: figure.querySelector(".sink-title").textContent, drawing: figure.querySelector("svg") })).filter(({ drawing }) => drawing);
   const wide = Math.max(...charts.map(({ drawing }) => drawing.clientWidth)), tall = Math.max(...charts.map(({ drawing }) => drawing.clientHeight)) + 30;
-  const across = Math.min(ACROSS, charts.length), above = other?.laid ? 30 : 0;
+  const across = Math.min(ACROSS, charts.length), above = other?.overlaid ? 30 : 0;
   const parts = charts.map(({ title, drawing }, index) => {
     const x = (index % across) * (wide + FIGURE_GAP), y = above + Math.floor(index / across) * (tall + FIGURE_GAP / 2);
     return [svgText(x, y + 12, title, { "font-size": 12.5, "font-weight": 600 }), svgCopy(drawing, { x, y: y + 22 })];
@@ -103,11 +100,11 @@ function pictureOf(figures, { name, other }) {
   return svgPicture({
     width: across * (wide + FIGURE_GAP) - FIGURE_GAP, height: above + Math.ceil(charts.length / across) * (tall + FIGURE_GAP / 2),
     title: `Attention sinks of ${name}${other ? ` and ${other.name}` : ""}`, note: [...figures.querySelectorAll(".sink-lead p")].map((p) => p.textContent).join(" "),
-    parts: other?.laid ? [svgKey(0, 10, [[name, "var(--accent)"], [other.name, "var(--warm)"]]), parts] : parts,
+    parts: other?.overlaid ? [svgKey(0, 10, [[name, "var(--accent)"], [other.name, "var(--warm)"]]), parts] : parts,
   });
 }
 
-/** One row a head, then one a depth of the residual stream, of both sources where there are two. */
+/** One row per head, then one per depth of the residual stream, for one or both sources. */
 function csvOfSinks({ name, own, other }) {
   const sources = [[name, own], ...(other ? [[other.name, other.group]] : [])];
   const columns = [...new Set(sources.flatMap(([, group]) => Object.keys(group.sinks ?? {})))];

@@ -1,4 +1,4 @@
-// The text page: tokens as running text, whom each attends to and who attends to it, and paths through the layers.
+// Text: tokens as running text, the weights of a token in both directions, and paths through the layers.
 
 import { choice, legend } from "./charts.js";
 import { h, replace } from "./dom.js";
@@ -8,19 +8,19 @@ import { textCsv, textSvg } from "./text_export.js";
 import { TextFind } from "./text_find.js";
 import { TextLinks } from "./text_links.js";
 import { tokenPanel, tokenSentence } from "./text_panel.js";
-import { receivedLook, receivedShades, stripColumns, tieLook, tieShades, tonesOf } from "./text_shades.js";
+import { receivedLook, receivedShades, stripColumns, weightLook, weightShades, tonesOf } from "./text_shades.js";
 import { TextStrip } from "./text_strip.js";
 import { TextWeights } from "./text_weights.js";
 import { TokenFlow } from "./token_flow.js";
 
-const DEBOUNCE = 60; // milliseconds that the pointer rests until its token is asked about
-const SPOKEN_AFTER = 500; // milliseconds that the keys rest until a screen reader says what they found
+const DEBOUNCE = 60; // milliseconds that the pointer rests before the weights of its token are requested
+const SPOKEN_AFTER = 500; // milliseconds after the last key before a screen reader announces the token
 
 const OF = { head: "this head", layer: "its layer", model: "all layers" };
 
 class TextPage {
   constructor(root, app) {
-    Object.assign(this, { app, root, loaded: "", journey: 0, weights: null, hovered: null, settled: null, flows: {} });
+    Object.assign(this, { app, root, loaded: "", loads: 0, weights: null, hovered: null, current: null, flows: {} });
     this.build();
     this.stopTheme = app.onTheme(() => this.redraw());
     this.sizes = new ResizeObserver(() => this.strips());
@@ -42,21 +42,21 @@ class TextPage {
       h("div", { class: "text-main" },
         h("div", { class: "text-bar" }, this.find.element, this.settings),
         this.key, this.box),
-      h("aside", { class: "text-side", "aria-label": "The chosen token" }, this.trail, this.pins, this.panel, this.links.element)));
+      h("aside", { class: "text-side", "aria-label": "The selected token" }, this.trail, this.pins, this.panel, this.links.element)));
   }
 
   // ---- state ----
 
   get of() { return Object.hasOwn(OF, this.app.state.of ?? "") ? this.app.state.of : "head"; }
 
-  /** The pinned tokens, [{side, at}, …]: "12,40", and in two texts "12,k40" for the key 40. */
+  /** The pinned tokens, [{side, at}, …], from "12,40" in the address; with two texts, "k40" is key 40. */
   get pinned() {
     return String(this.app.state.pins ?? "").split(",").map((word) => /^(k?)(\d+)$/.exec(word)).filter(Boolean)
       .map(([, key, at]) => ({ side: key && this.weights.crossed ? "key" : "query", at: Number(at) }))
       .filter(({ side, at }) => at < this.weights.tokensOf(side).length);
   }
 
-  /** The path that was followed, [{layer, head, at}, …]: "3.7.120,2.1.80". */
+  /** The followed path, [{layer, head, at}, …], from "3.7.120,2.1.80" in the address. */
   get path() {
     const { group: { layers, heads }, queries } = this.weights;
     return String(this.app.state.trail ?? "").split(",").map((word) => /^(\d+)\.(\d+)\.(\d+)$/.exec(word)).filter(Boolean)
@@ -64,16 +64,16 @@ class TextPage {
       .filter(({ layer, head, at }) => layer < layers.length && head < heads.length && at < queries.length);
   }
 
-  /** The token that the panel is about: under the pointer, or gone to, or pinned last. */
-  get active() { return this.hovered ?? this.settled ?? this.pinned.at(-1) ?? null; }
+  /** The token in the panel: the one under the pointer, else the current one, else the last pinned one. */
+  get active() { return this.hovered ?? this.current ?? this.pinned.at(-1) ?? null; }
 
-  /** The tokens that the shades are about. */
-  get shown() { return this.hovered ? [this.hovered] : this.settled ? [this.settled] : this.pinned; }
+  /** The tokens whose weights are shown as shades. */
+  get shown() { return this.hovered ? [this.hovered] : this.current ? [this.current] : this.pinned; }
 
   async update(changed) {
     const { source, group, text } = this.app.state, textOf = `${source}/${group}/${text}`;
     if (this.textOf !== undefined && this.textOf !== textOf && this.app.state.pins !== undefined && !changed.has("pins")) {
-      this.textOf = textOf; // positions of the text before mean nothing in this one
+      this.textOf = textOf; // positions of the previous text are meaningless in this one
       this.app.go({ pins: null, trail: null }, { replace: true });
       return;
     }
@@ -84,14 +84,14 @@ class TextPage {
   }
 
   async load(wanted, textOf) {
-    const journey = ++this.journey, { group, text, layer, head } = this.app.state, { of } = this;
+    const load = ++this.loads, { group, text, layer, head } = this.app.state, { of } = this;
     this.loaded = wanted;
-    this.box.classList.add("text-stale"); // what is shown has another name by now
+    this.box.classList.add("text-stale"); // until the new weights are loaded
     try {
       const weights = await TextWeights.of(await this.app.source(), { group, text, layer, head, of });
-      if (journey === this.journey) this.show(weights, textOf);
+      if (load === this.loads) this.show(weights, textOf);
     } catch (error) {
-      if (journey === this.journey) this.fail(error, wanted, textOf);
+      if (load === this.loads) this.fail(error, wanted, textOf);
     }
   }
 
@@ -104,10 +104,10 @@ class TextPage {
     this.repin(true);
   }
 
-  /** There is nothing to show, and what was shown of another head would mislead. */
+  /** Show an error instead of the text: the weights of the previous head would mislead. */
   fail(error, wanted, textOf) {
     Object.assign(this, { loaded: "", flowsOf: "", weights: null });
-    this.flight?.abort();
+    this.request?.abort();
     this.closeFlows();
     this.links.clear();
     this.box.classList.remove("text-stale");
@@ -119,15 +119,15 @@ class TextPage {
   makeFlows(textOf) {
     this.closeFlows();
     this.flowsOf = textOf;
-    this.hovered = this.settled = null;
+    this.hovered = this.current = null;
     const make = (side, title) => {
       const tokens = this.weights.tokensOf(side);
       const flow = new TokenFlow({
         name: `text-${side}`, tokens, label: `${title ?? "Tokens of the text"}; arrow keys move, Enter pins`,
         look: (at) => this.look(side, at), kind: (at) => this.kind(side, at),
         onhover: (at) => this.hover(at === null ? null : { side, at }),
-        onchoose: (at) => this.choose({ side, at }),
-        oncurrent: (at) => this.settle({ side, at }),
+        onchoose: (at) => this.togglePin({ side, at }),
+        oncurrent: (at) => this.select({ side, at }),
         onescape: () => this.clear(),
         onscroll: () => this.strips(),
       });
@@ -157,84 +157,84 @@ class TextPage {
     flow.reveal(hit.at);
   }
 
-  // ---- ties of a token ----
+  // ---- weights of a token ----
 
-  /** Fetch what the shown tokens need, and draw; a later call makes an earlier one void. */
-  async ask(wait) {
+  /** Fetch the weights of the shown tokens and draw; a later call cancels an earlier one. */
+  async refresh(wait) {
     clearTimeout(this.timer);
-    this.flight?.abort();
+    this.request?.abort();
     const { weights } = this;
     if (!weights) return;
-    const flight = (this.flight = new AbortController()), wanted = [...this.shown, ...(this.active ? [this.active] : [])];
-    const missing = weights.weightless ? [] : wanted.filter((token) => !weights.tie(token));
+    const request = (this.request = new AbortController()), wanted = [...this.shown, ...(this.active ? [this.active] : [])];
+    const missing = weights.weightless ? [] : wanted.filter((token) => !weights.ofToken(token));
     if (missing.length) {
       if (wait) await new Promise((resolve) => { this.timer = setTimeout(resolve, wait); });
-      if (flight.signal.aborted) return;
+      if (request.signal.aborted) return;
       try {
-        await Promise.all(missing.map((token) => weights.fetch(token, flight.signal)));
+        await Promise.all(missing.map((token) => weights.fetch(token, request.signal)));
       } catch (error) {
-        if (!flight.signal.aborted) this.app.trouble(error);
+        if (!request.signal.aborted) this.app.trouble(error);
       }
-      if (flight.signal.aborted || weights !== this.weights) return;
+      if (request.signal.aborted || weights !== this.weights) return;
     }
     this.redraw();
-    this.say();
+    this.announce();
   }
 
-  // ---- choosing ----
+  // ---- selecting ----
 
   hover(token) {
-    // What the pointer leaves stays, so that one can go to the panel; a pin comes back instead.
-    if (!token && this.hovered && !this.pinned.length) this.settled = this.hovered;
+    // The last token under the pointer stays selected, so that the panel can be reached; unless a token is pinned.
+    if (!token && this.hovered && !this.pinned.length) this.current = this.hovered;
     this.hovered = token;
     this.repaint();
-    this.ask(token ? DEBOUNCE : 0);
+    this.refresh(token ? DEBOUNCE : 0);
   }
 
-  settle(token) {
+  select(token) {
     this.hovered = null;
-    this.settled = token;
-    this.toSay = false;
-    this.ask(DEBOUNCE);
+    this.current = token;
+    this.announcePending = false;
+    this.refresh(DEBOUNCE);
     clearTimeout(this.speak);
-    this.speak = setTimeout(() => { this.toSay = true; this.say(); }, SPOKEN_AFTER);
+    this.speak = setTimeout(() => { this.announcePending = true; this.announce(); }, SPOKEN_AFTER);
   }
 
-  /** Have a screen reader say what the keys found; if the weights are still to come, then. */
-  say() {
-    const words = this.toSay && this.active && tokenSentence(this.active, this.weights);
+  /** Have a screen reader announce the current token, as soon as its weights are loaded. */
+  announce() {
+    const words = this.announcePending && this.active && tokenSentence(this.active, this.weights);
     if (!words) return;
-    this.toSay = false;
+    this.announcePending = false;
     this.app.announce(words);
   }
 
-  /** Pin a token, or let a pinned one go. */
-  choose(token) {
+  /** Pin or unpin a token. */
+  togglePin(token) {
     const word = `${token.side === "key" && this.weights.crossed ? "k" : ""}${token.at}`, words = this.pinWords(), had = words.includes(word);
-    this.settled = null;
+    this.current = null;
     this.app.go({ pins: (had ? words.filter((other) => other !== word) : [...words, word]).join(",") || null, ...(had || !this.path.length ? {} : { trail: null }) });
   }
 
   pinWords() { return this.pinned.map(({ side, at }) => `${side === "key" ? "k" : ""}${at}`); }
 
   clear() {
-    this.hovered = this.settled = null;
+    this.hovered = this.current = null;
     if (this.pinned.length || this.path.length) this.app.go({ pins: null, trail: null });
-    else this.ask(0);
+    else this.refresh(0);
   }
 
-  /** Scroll to a token and show it; the keys go on from there. */
+  /** Scroll to a token and make it the current one, from which the arrow keys move. */
   goTo(side, at) {
     const place = this.weights.crossed ? side : "query", { flow } = this.flows[place];
     flow.setCurrent(at);
     flow.reveal(at);
     flow.element.focus({ preventScroll: true });
-    this.settle({ side: place, at });
+    this.select({ side: place, at });
   }
 
   follow(layer, head, at, to) {
     const trail = [...this.path.map((step) => `${step.layer}.${step.head}.${step.at}`), `${layer}.${head}.${at}`].join(",");
-    this.hovered = this.settled = null;
+    this.hovered = this.current = null;
     this.links.layer = null;
     this.app.go({ layer: layer - 1, head, pins: String(to), trail });
   }
@@ -253,26 +253,26 @@ class TextPage {
     ]), this.path.length && last ? h("b", {}, `L${group.layers[weights.at.layer]} `, h("bdi", {}, `“${named(weights.tokensOf(last.side)[last.at])}”`)) : null);
     replace(this.pins, ...this.pinned.map((token, index) => h("span", { class: "text-pin" },
       h("button", { type: "button", "data-key": `pin-${index}`, onclick: () => this.goTo(token.side, token.at), title: "Go to this token" }, h("bdi", {}, named(weights.tokensOf(token.side)[token.at])), h("small", {}, integer(token.at))),
-      h("button", { type: "button", "data-key": `unpin-${index}`, "aria-label": `Unpin ${named(weights.tokensOf(token.side)[token.at])}`, onclick: () => this.choose(token) }, "×"))),
+      h("button", { type: "button", "data-key": `unpin-${index}`, "aria-label": `Unpin ${named(weights.tokensOf(token.side)[token.at])}`, onclick: () => this.togglePin(token) }, "×"))),
     this.pinned.length > 1 ? h("button", { type: "button", class: "link", "data-key": "clear", onclick: () => this.clear() }, "Clear") : null);
-    this.ask(0);
+    this.refresh(0);
   }
 
   back(index) {
     const { layer, head, at } = this.path[index];
-    this.hovered = this.settled = null;
+    this.hovered = this.current = null;
     this.links.layer = null;
     this.app.go({ layer, head, pins: String(at), trail: this.path.slice(0, index).map((step) => `${step.layer}.${step.head}.${step.at}`).join(",") || null });
   }
 
   // ---- shades ----
 
-  /** How a token looks: filled as far as it is attended to, underlined as far as it attends. */
+  /** The look of a token: its fill shows how much it is attended to, its underline how much it attends. */
   look(side, at) {
     const { shades, weights } = this, asKey = !weights.crossed || side === "key", asQuery = !weights.crossed || side === "query";
     if (!shades) return asKey ? receivedLook(this.shares.level(weights.received[at])) : null;
     const level = (one, takes) => (one && takes ? one.level(one.weights[at]) : 0);
-    return tieLook(level(shades.to, asKey), level(shades.from, asQuery), this.tones);
+    return weightLook(level(shades.to, asKey), level(shades.from, asQuery), this.tones);
   }
 
   kind(side, at) {
@@ -283,7 +283,7 @@ class TextPage {
   redraw() {
     if (!this.weights) return;
     this.tones = tonesOf();
-    this.shades = tieShades(this.shown.map((token) => this.weights.tie(token)).filter(Boolean));
+    this.shades = weightShades(this.shown.map((token) => this.weights.ofToken(token)).filter(Boolean));
     this.pinSet = new Set(this.pinned.map(({ side, at }) => `${side}/${at}`));
     this.box.classList.remove("text-stale");
     this.repaint();
@@ -296,10 +296,10 @@ class TextPage {
     if (!this.weights || !this.tones) return;
     const { crossed } = this.weights;
     for (const [side, { strip }] of Object.entries(this.flows))
-      strip.draw(stripColumns({ received: this.shares, ties: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }), this.tones);
+      strip.draw(stripColumns({ received: this.shares, selected: this.shades, tones: this.tones, asKeys: !crossed || side === "key", asQueries: !crossed || side === "query" }), this.tones);
   }
 
-  // ---- words around it ----
+  // ---- legend and panel ----
 
   keys() {
     const many = this.shown.length, { of } = this.weights.at, { whose } = this.weights;
@@ -308,19 +308,19 @@ class TextPage {
       return;
     }
     const it = many > 1 ? `the ${many} pinned tokens` : "the token", { to, from } = this.shades;
-    const part = of === "model" ? " · a token’s own weights are those of this layer" : "";
+    const part = of === "model" ? " · the weights of a single token are those of this layer" : "";
     this.key.replaceChildren(h("span", { class: "text-what" }, `${whose}${part}`),
       ...[to && h("span", { class: "text-swatch" }, h("i", { class: "fill" }), `${it} attend${many > 1 ? "" : "s"} to · up to ${weightWords(to.top)}`),
         from && h("span", { class: "text-swatch" }, h("i", { class: "under" }), `attend${many > 1 ? "" : "s"} to ${many > 1 ? "them" : "it"} · up to ${weightWords(from.top)}`)].filter(Boolean));
   }
 
-  /** The panel: the token that is pointed at; below it the links of the one pinned last, which pointing leaves alone. */
+  /** The panel about the active token; below it the links of the last pinned token, which pointing does not change. */
   about() {
     const { active, weights } = this, pin = this.pinned.at(-1), linkable = (token) => !weights.weightless && !(weights.crossed && token.side === "key");
     if (active) replace(this.panel, ...tokenPanel(active, weights, (side, at) => this.goTo(side, at)));
     else replace(this.panel, h("p", { class: "text-hint" },
-      h("span", { class: "text-with-mouse" }, "Point at a token to see whom it attends to, and who attends to it. A click pins it; Escape lets go."),
-      h("span", { class: "text-with-finger" }, "Tap a token to see whom it attends to, and who attends to it.")),
+      h("span", { class: "text-with-mouse" }, "Point at a token to see which tokens it attends to, and which attend to it. A click pins it; Escape unpins it."),
+      h("span", { class: "text-with-finger" }, "Tap a token to see which tokens it attends to, and which attend to it.")),
     weights.shape.why ? h("p", { class: "text-note" }, weights.shape.why) : null);
     if (pin && linkable(pin)) this.links.show(weights, pin.at);
     else this.links.clear(!pin && active && linkable(active) ? "Pin the token to follow its links through the layers." : null);
@@ -335,22 +335,23 @@ class TextPage {
     return {
       name: weights.fileName,
       svg: () => textSvg({
-        box: this.box, flows: Object.values(this.flows).map(({ flow }) => flow), ties: shades,
+        box: this.box, flows: Object.values(this.flows).map(({ flow }) => flow), weights: shades,
         title: `${weights.source.name}: ${weights.at.of === "model" && !shades ? "all heads" : weights.whose}`,
         note: shades ? `Outlined: ${this.shown.map(({ side, at }) => `“${named(weights.tokensOf(side)[at])}” at ${at}`).join(", ")}` : "Shaded by the attention that each token receives.",
       }),
-      csv: () => textCsv({ keys: text.keys, queries, crossed, received, ties: shades }),
+      csv: () => textCsv({ keys: text.keys, queries, crossed, received, weights: shades }),
     };
   }
 
   unmount() {
-    this.journey++;
+    this.loads++;
     for (const timer of [this.timer, this.speak]) clearTimeout(timer);
-    this.flight?.abort();
+    this.request?.abort();
     this.sizes.disconnect();
     this.closeFlows();
     this.stopTheme();
   }
 }
 
-export const textPage = { title: "Text", mount: (root, app) => new TextPage(root, app) };
+/** Keys of its state: `of` ("head", "layer" or "model"), `pins`, `trail`. */
+export const mount = (root, app) => new TextPage(root, app);

@@ -1,10 +1,10 @@
-// The report: its state, and one function per part of the page. Everything it shows is in the file.
+// The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { binPeaks, binStart, integer, named, percent, short, visible, written } from "./numbers.js";
-import { choice, curve, denseMap, legend, paint } from "./charts.js";
+import { choice, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, tellingHead } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostFocusedHead } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { sinkFigures } from "./sinks.js";
 
@@ -13,8 +13,8 @@ const PAGE = JSON.parse($("page").textContent);
 useLooks(PAGE);
 
 const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, source: "all", from: 0, query: null, sort: "target_share", descending: true, all: false };
-const WINDOW = 600; // tokens of a long text that are set at a time
-const cache = new Map(); // decoded arrays and maps, by element id
+const WINDOW = 600; // tokens of a long text that are shown at a time
+const cache = new Map(); // element id → decoded arrays or maps
 const group = () => PAGE.groups[state.group];
 const view = () => group().texts[state.text];
 const place = () => `${state.group}-${state.text}`;
@@ -41,10 +41,9 @@ function header() {
   const { attrs } = PAGE, v = view(), g = group();
   $("model").textContent = attrs.model || "Attention profile";
   $("headline").textContent = v.headline.replaceAll(" %", "\u00a0%");
-  // The preview in the attributes is of the first text; any other is read back from its tokens.
+  // The preview in the attributes is of the first text; for other texts, join the tokens.
   const preview = ((state.text === 0 && attrs.text_preview) || v.keys.slice(0, 60).join("")).trim().replace(/\s+/g, " ");
-  const cut = v.n_keys > 60 || preview.length > 220; // a preview cut inside a word loses the rest of the word
-  
+  const cut = v.n_keys > 60 || preview.length > 220; // a truncated preview drops a word that was cut
   $("preview").textContent = `“${cut ? `${preview.slice(0, 220).replace(/ \S*$/, "")} …` : preview}”`;
   const facts = [
     [v.n_queries === v.n_keys ? "tokens" : "queries × keys", v.n_queries === v.n_keys ? integer(v.n_keys) : `${integer(v.n_queries)} × ${integer(v.n_keys)}`],
@@ -97,7 +96,7 @@ function overview() {
     h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },
       available.map((id) => h("option", { value: id, selected: id === state.statistic }, name(id))))),
     kinds ? null : legend(scaleOf(view(), state.statistic)),
-    h("p", { class: "meaning" }, kinds ? "the first kind whose test the head passes, over all texts" : meaningOf(group(), state.statistic)),
+    h("p", { class: "meaning" }, kinds ? "the first type whose criterion the head meets, over all texts" : meaningOf(group(), state.statistic)),
   );
   const { layer, head } = state;
   const cells = kinds ? kindCells(PAGE, group(), view()) : cellsOf(group(), view(), state.statistic);
@@ -116,7 +115,7 @@ async function card() {
   const v = view(), g = group(), at = row(), wanted = `${place()}/${at}`;
   card.wanted = wanted;
   const [curves, bytes] = await Promise.all([arrays(), map()]);
-  if (card.wanted !== wanted) return; // another head was chosen meanwhile
+  if (card.wanted !== wanted) return; // another head was selected meanwhile
   const step = (by) => {
     const total = g.layers.length * g.heads.length, next = (at + by + total) % total;
     select(Math.floor(next / g.heads.length), next % g.heads.length);
@@ -125,7 +124,7 @@ async function card() {
   detail(curves, bytes);
 }
 
-/** What a head does along the text: its dense map where there is one, and its curves. */
+/** The dense map of the head, if there is one, and its curves along the text. */
 function detail(curves, bytes) {
   const v = view(), g = group(), queries = tokensOf("query");
   const box = h("div", { class: "curves" });
@@ -137,13 +136,13 @@ function detail(curves, bytes) {
     bytes ? null : mapNote(v),
   );
   const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
-  const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // a frame that is not laid out yet has no columns
+  const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // before the first layout there are no columns
   box.replaceChildren(...headCurves({ group: g, view: v, curves, layer: state.layer, head: state.head, width }));
 }
 
 function mapNote(v) {
   return h("p", { class: "note" }, v.maps === "none"
-    ? "No dense map: this text is longer than map_tokens, up to which the profiler keeps them. Every other number is exact all the same."
+    ? "No dense map: this text is longer than map_tokens, the limit up to which the profiler stores maps. All other numbers are exact nevertheless."
     : "The dense maps of this text are in the profile but too large for this page: use profile.plot.map(layer, head).");
 }
 
@@ -155,7 +154,7 @@ function sinks() {
 
 // ---- the text -------------------------------------------------------------------------------------------
 
-/** Received share of every token for the chosen source, and what to call it. */
+/** The received share of every token for the selected source. */
 function shading(curves) {
   const n = view().n_keys, L = state.layer;
   if (state.source === "all") return curves.mean.values;
@@ -172,8 +171,8 @@ async function reading() {
   if (reading.wanted !== wanted) return;
   const n = v.n_keys, queries = tokensOf("query");
   if (state.query !== null && (!bytes || state.query >= queries.length)) state.query = null;
-  const asks = state.query !== null;
-  const values = asks ? Float32Array.from(bytes.subarray(state.query * n, (state.query + 1) * n), (byte) => byte / 255) : shading(curves);
+  const hasQuery = state.query !== null;
+  const values = hasQuery ? Float32Array.from(bytes.subarray(state.query * n, (state.query + 1) * n), (byte) => byte / 255) : shading(curves);
   const positive = Array.from(values).filter((x) => x > 0).sort((a, b) => a - b);
   const high = positive.at(-1) || 1, low = Math.min(positive[Math.floor(positive.length * 0.1)] || high / 8, high / 8);
   const level = (x) => (x <= 0 ? 0 : Math.log(Math.max(x, low) / low) / Math.log(high / low));
@@ -184,16 +183,16 @@ async function reading() {
     if (lead) words.push(lead.includes("\n") ? h("br") : " ");
     words.push(h("span", { class: i === state.query && !v.queries ? "token asked" : "token", "data-at": i, style: { background: css(colour), color: inkOn(colour) } }, visible(body) || (token.includes("\n") ? "⏎" : "␣")));
   }
-  const readout = h("output", { class: "readout" }, asks ? askedLine(queries) : hint(v, bytes));
+  const readout = h("output", { class: "readout" }, hasQuery ? queryLine(queries) : hint(v, bytes));
   const text = h("div", { class: "text", lang: "und",
     onpointerover: (event) => {
       const at = event.target.dataset && event.target.dataset.at;
       if (at === undefined) return;
       const share = values[+at];
-      readout.textContent = asks ? `${named(queries[state.query])} gives “${named(v.keys[at])}” (position ${integer(+at)}) ${percent(share)} of its weight`
+      readout.textContent = hasQuery ? `${named(queries[state.query])} gives “${named(v.keys[at])}” (position ${integer(+at)}) ${percent(share)} of its weight`
         : `“${named(v.keys[at])}” at position ${integer(+at)} receives ${percent(share)} of the attention, ${(share * n).toPrecision(2)} × an equal share`;
     },
-    onpointerleave: () => { readout.textContent = asks ? askedLine(queries) : hint(v, bytes); },
+    onpointerleave: () => { readout.textContent = hasQuery ? queryLine(queries) : hint(v, bytes); },
     onclick: (event) => {
       const at = event.target.dataset && event.target.dataset.at;
       if (at === undefined || !bytes || v.queries) return;
@@ -214,22 +213,22 @@ async function reading() {
   $("text").replaceChildren(text);
 }
 
-const askedLine = (queries) => `Shaded: where “${named(queries[state.query])}” (position ${integer(state.query)}) of ${headName(group(), state.layer, state.head)} looks. Select it again to go back.`;
+const queryLine = (queries) => `Shaded: the weights of the query “${named(queries[state.query])}” (position ${integer(state.query)}) in ${headName(group(), state.layer, state.head)}. Select it again to go back.`;
 
 function hint(v, bytes) {
-  if (bytes && !v.queries) return "Select a token to see where this head looks from it.";
+  if (bytes && !v.queries) return "Select a token to see its attention weights in this head.";
   if (state.source === "head" && v.bins.received < v.n_keys) return `Stored as ${integer(v.bins.received)} means of ${(v.n_keys / v.bins.received).toFixed(1)} tokens for single heads.`;
   return "Point at a token for its share.";
 }
 
-/** For attention between two texts: choose the query whose weights shade the keys. */
+/** For cross-attention: choose the query whose weights shade the keys. */
 function queryChooser(queries) {
-  return h("label", { class: "asker" }, "Seen from ", h("select", { "data-key": "asker", onchange: (event) => { state.query = event.target.value === "" ? null : +event.target.value; reading(); } },
+  return h("label", { class: "asker" }, "Query ", h("select", { "data-key": "asker", onchange: (event) => { state.query = event.target.value === "" ? null : +event.target.value; reading(); } },
     h("option", { value: "" }, "all queries"),
     queries.map((token, index) => h("option", { value: index, selected: index === state.query }, `${index} ${named(token)}`))));
 }
 
-/** Received attention of each layer along the whole text; a click moves the window. */
+/** The attention received in each layer along the whole text; a click moves the window. */
 function strip(curves, v) {
   const layers = group().layers, n = v.n_keys;
   const rows = layers.map((_, l) => binPeaks(curves.layers.values.subarray(l * n, (l + 1) * n), 900));
@@ -245,7 +244,7 @@ function strip(curves, v) {
     moveTo(((event.clientX - bounds.left) / bounds.width) * n - WINDOW / 2, n);
   });
   return h("figure", { class: "strip" },
-    h("figcaption", {}, h("span", {}, "The whole text, layer by layer"), h("small", {}, `rows: layer ${layers[0]} (top) to ${layers.at(-1)} · columns: positions 0 to ${integer(n - 1)}${n > 900 ? ", the largest share in each" : ""}${n > WINDOW ? " · select a place to read it" : ""}`)),
+    h("figcaption", {}, h("span", {}, "The whole text, layer by layer"), h("small", {}, `rows: layer ${layers[0]} (top) to ${layers.at(-1)} · columns: positions 0 to ${integer(n - 1)}${n > 900 ? ", the largest share in each" : ""}${n > WINDOW ? " · click to move the window" : ""}`)),
     box);
 }
 
@@ -268,7 +267,7 @@ function headTable() {
   if (state.sort === "head") { if (state.descending) order.reverse(); }
   else order.sort((a, b) => {
     const [x, y] = [columns[state.sort][a], columns[state.sort][b]];
-    if (x === null || y === null) return (x === null) - (y === null) || a - b; // heads without the value come last
+    if (x === null || y === null) return (x === null) - (y === null) || a - b; // heads without this value come last
     return (state.descending ? y - x : x - y) || a - b;
   });
   const heading = (name, label) => h("th", { scope: "col", "aria-sort": state.sort === name ? (state.descending ? "descending" : "ascending") : "none" },
@@ -285,7 +284,7 @@ function headTable() {
   });
   replace(
     $("head-table"),
-    h("p", { class: "meaning" }, "By the share of their weight that goes to one target. Select a column to sort by it."),
+    h("p", { class: "meaning" }, "Sorted by the share of the weight on one target. Select a column to sort by it."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of heads" }, h("table", {},
       h("thead", {}, h("tr", {}, heading("head", "Head"), names.map((name) => heading(name, label(name))))),
       h("tbody", {}, rows))),
@@ -297,7 +296,7 @@ function tokenTable() {
   const { tokens } = view(), most = tokens.share[0] || 1;
   $("token-table").replaceChildren(
     h("h3", {}, "Most attended tokens"),
-    h("p", { class: "meaning" }, "All occurrences together; share of all attention, mean over heads."),
+    h("p", { class: "meaning" }, "All occurrences together: share of all attention, mean over heads."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of tokens" }, h("table", { class: "token-table" },
       h("thead", {}, h("tr", {}, ["Token", "Share", "Times", "Lift"].map((name) => h("th", { scope: "col", "data-tip": name === "Lift" ? "share of the attention / share of the text" : null }, name)))),
       h("tbody", {}, tokens.token.slice(0, 12).map((token, index) => h("tr", {},
@@ -316,10 +315,10 @@ function about() {
     h("dl", {}, statisticsOf(view()).map((name) => [h("dt", {}, looks.statistics[name].label), h("dd", {}, meaningOf(g, name))])),
     h("div", {},
       h("p", {}, "Every number of a head is a mean over the queries of the text, computed exactly from all of its attention weights; nothing is sampled. ",
-        g.causal ? "In causal attention, first token and previous token leave out the first query, which sees nothing but itself. " : "",
+        g.causal ? "In causal attention, the statistics “first token” and “previous token” leave out the first query, which can only attend to itself. " : "",
         "Weights add up to one for each query, so a share of all attention is a mean over queries."),
       h("p", {}, `Where the weight goes counts each key once, under the first name that fits: first token, other special tokens, self, previous, next, nearby (within ${g.window} tokens), elsewhere. `,
-        v.maps === "none" ? `Only one border is not exact: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
+        v.maps === "none" ? `There is one exception to exactness: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
       h("p", {}, `Curves are stored in 16 bits (steps of 1/65,533 of their range)${binned ? `; for this length they are means: ${integer(v.bins.curve)} along the queries, ${integer(v.bins.received)} along the keys of each head` : ""}. `,
         v.maps === "kept" ? "Dense maps are stored in steps of 1/255: a weight read from a map is right to 0.2 %." : "")),
   );
@@ -359,8 +358,8 @@ function everything() {
   return Promise.all([card(), reading()]);
 }
 
-/** Curves are drawn to the pixel: draw them again when their place has another width. */
-function redrawnToFit() {
+/** Draw the curves again when the width changes, because they are drawn to the pixel. */
+function redrawOnResize() {
   let width = $("detail").clientWidth, later;
   new ResizeObserver(() => {
     if ($("detail").clientWidth === width) return;
@@ -382,9 +381,9 @@ function trouble(error) {
 addEventListener("error", (event) => trouble(event.error || event.message));
 addEventListener("unhandledrejection", (event) => trouble(event.reason));
 try {
-  Object.assign(state, tellingHead(group(), view()));
+  Object.assign(state, mostFocusedHead(group(), view()));
   theme(); tooltips();
-  everything().then(() => { redrawnToFit(); document.documentElement.dataset.ready = "1"; }, trouble);
+  everything().then(() => { redrawOnResize(); document.documentElement.dataset.ready = "1"; }, trouble);
 } catch (error) {
   trouble(error);
 }

@@ -1,29 +1,29 @@
-// What surrounds every page: the top bar, menus, errors, the busy state, tooltips, keys and the help dialog.
+// The shell around every page: the bar, menus, errors, the busy indicator, tooltips, keyboard shortcuts, the help dialog.
 
 import { h, replace } from "./dom.js";
 import { isDark } from "./colour.js";
-import { PAGES, lengthWords, openingWords, reasonAgainst } from "./address.js";
+import { PAGES, lengthWords, openingWords, missingReason } from "./address.js";
 import { download, pngOf } from "./export.js";
 import { headName } from "./heads.js";
 
-const SETTINGS = "qkv-viewer"; // in the browser's storage: theme, whether single keys act
+const SETTINGS = "qkv-viewer"; // key in localStorage: the theme, and whether single keys act
 const byId = (id) => document.getElementById(id);
 
 const KEYS = [
-  ["1 – 7", "Overview, Map, Text, Sinks, Live, Compare, Seq2seq & images"],
+  [`1 – ${PAGES.length}`, PAGES.map(({ title }) => title).join(", ")],
   ["n, p", "next, previous head"],
   ["Shift + n, p", "the same head of the next, previous layer"],
   ["t", "light or dark theme"],
   ["Arrow keys", "move in a grid or map that has the focus"],
-  ["Enter", "in the grid of heads: open the map"],
-  ["Esc", "close a menu or a note"],
-  ["?", "this list"],
+  ["Enter", "in the grid of heads: open the map of the head"],
+  ["Esc", "close a menu or a message"],
+  ["?", "show this list"],
 ];
 
-/** The shell of `app`: draws the bar, and asks the app to go elsewhere. */
+/** The shell of `app`: draws the bar and navigates through `app.go`. */
 export class Shell {
   #app;
-  #settings = remembered();
+  #settings = storedSettings();
   #themeWatchers = new Set();
   #busyTimer = 0;
 
@@ -36,7 +36,7 @@ export class Shell {
     tooltips();
     byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId("main").focus(); });
     addEventListener("keydown", (event) => this.#key(event));
-    // Pages that fill the window need to know what the bar leaves them.
+    // Pages that fill the window need the height of the bar.
     new ResizeObserver(([{ target }]) =>
       document.documentElement.style.setProperty("--top", `${target.offsetHeight}px`)).observe(byId("top"));
   }
@@ -46,11 +46,11 @@ export class Shell {
     const { state, session } = this.#app;
     byId("brand").setAttribute("href", addresses.overview);
     replace(byId("nav"), ...PAGES.map((page) => {
-      const reason = reasonAgainst(page, session);
+      const reason = missingReason(page, session);
       if (reason) return h("a", { role: "link", "aria-disabled": "true", tabindex: 0, title: reason, "data-key": page.id }, page.title);
       return h("a", { href: addresses[page.id], "aria-current": page.id === state.page ? "page" : null, "data-key": page.id }, page.title);
     }));
-    // On a phone the pages scroll sideways: keep the current one in sight.
+    // On a phone the list of pages scrolls sideways: keep the current one visible.
     const current = byId("nav").querySelector("[aria-current]");
     if (current) byId("nav").scrollLeft = current.offsetLeft - byId("nav").clientWidth / 2 + current.offsetWidth / 2;
     this.#context();
@@ -84,13 +84,13 @@ export class Shell {
     ].filter(Boolean);
   }
 
-  /** Say what is being computed; nothing for what takes no time. */
+  /** Show what is being computed, unless it ends at once. */
   busy(list, running) {
-    const said = [...running, ...new Set(list.map((what) => `Computing ${what}`))];
+    const lines = [...running, ...new Set(list.map((what) => `Computing ${what}`))];
     const box = byId("busy");
-    box.lastElementChild.textContent = said[0] ?? "";
-    box.title = said.join("\n");
-    if (!said.length) {
+    box.lastElementChild.textContent = lines[0] ?? "";
+    box.title = lines.join("\n");
+    if (!lines.length) {
       clearTimeout(this.#busyTimer);
       this.#busyTimer = 0;
       box.hidden = true;
@@ -99,27 +99,28 @@ export class Shell {
     }
   }
 
-  /** Show an error, or any sentence, until it is dismissed or the page is left. */
+  /** Show an error, or any sentence, until it is dismissed or the user leaves the page. */
   trouble(error) {
-    if (error && error.name === "AbortError") return; // the user moved on
-    const said = String(error && error.message ? error.message : error), box = byId("troubles");
-    if ([...box.children].some((note) => note.firstChild.textContent === said)) return;
-    const note = h("div", { class: "trouble" }, h("p", {}, said),
+    if (error && error.name === "AbortError") return; // cancelled on purpose
+    const sentence = String(error && error.message ? error.message : error), box = byId("troubles");
+    if ([...box.children].some((note) => note.firstChild.textContent === sentence)) return;
+    const note = h("div", { class: "trouble" }, h("p", {}, sentence),
       h("button", { type: "button", class: "trouble-close", "aria-label": "Dismiss", onclick: () => note.remove() }, "×"));
     box.append(note);
     while (box.children.length > 3) box.firstChild.remove();
   }
 
-  /** Take away the sentences that were about the page just left. */
-  calm() {
+  /** Remove all sentences, because they are about the previous page. */
+  clearTroubles() {
     byId("troubles").replaceChildren();
   }
 
+  /** Have a screen reader announce a text. */
   announce(text) {
     byId("live").textContent = text;
   }
 
-  /** Call back when light and dark change; returns a function that stops it. */
+  /** Call back when the theme changes; returns a function that stops this. */
   onTheme(callback) {
     this.#themeWatchers.add(callback);
     return () => this.#themeWatchers.delete(callback);
@@ -134,7 +135,7 @@ export class Shell {
     };
     button.addEventListener("click", () => {
       document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-      this.#keep({ theme: document.documentElement.dataset.theme });
+      this.#store({ theme: document.documentElement.dataset.theme });
       changed();
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
@@ -190,10 +191,10 @@ export class Shell {
     byId("help-close").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
     box.checked = this.#settings.keys !== false;
-    box.addEventListener("change", () => this.#keep({ keys: box.checked }));
+    box.addEventListener("change", () => this.#store({ keys: box.checked }));
   }
 
-  /** Single keys, which people who speak to their computer can switch off. */
+  /** Keyboard shortcuts of single keys, which users of speech input can turn off. */
   #key(event) {
     const typing = event.target.closest?.("input:not([type=radio], [type=checkbox], [type=range]), textarea, select, dialog, [contenteditable]");
     if (event.key === "Escape" && !event.defaultPrevented && !typing) byId("troubles").lastElementChild?.remove();
@@ -201,7 +202,7 @@ export class Shell {
     if (event.key === "?") byId("help-dialog").showModal();
     else if (event.key === "t") byId("theme").click();
     else if (event.key.toLowerCase() === "n" || event.key.toLowerCase() === "p") this.#step(event.key.toLowerCase() === "n" ? 1 : -1, event.shiftKey);
-    else if (PAGES[Number(event.key) - 1] && !reasonAgainst(PAGES[Number(event.key) - 1], this.#app.session)) this.#app.go({ page: PAGES[Number(event.key) - 1].id });
+    else if (PAGES[Number(event.key) - 1] && !missingReason(PAGES[Number(event.key) - 1], this.#app.session)) this.#app.go({ page: PAGES[Number(event.key) - 1].id });
   }
 
   #step(by, byLayer) {
@@ -211,17 +212,17 @@ export class Shell {
     this.#app.go(next);
   }
 
-  #keep(changes) {
+  #store(changes) {
     Object.assign(this.#settings, changes);
     try {
       localStorage.setItem(SETTINGS, JSON.stringify(this.#settings));
     } catch {
-      // storage may be forbidden: the setting then lasts as long as the page
+      // without localStorage, the setting lasts as long as the page
     }
   }
 }
 
-/** The head before or after another one, or its like one layer on. */
+/** The next or previous head; `byLayer`: the same head of the next or previous layer. */
 function stepped(group, layer, head, by, byLayer = false) {
   const count = group.heads.length, layers = group.layers.length;
   if (byLayer) return { layer: (layer + by + layers) % layers, head };
@@ -236,7 +237,7 @@ export function chooser(label, key, chosen, options, onchange) {
       options.map(([value, text]) => h("option", { value, selected: value === chosen }, text))));
 }
 
-/** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` keeps the focus keys of several apart. */
+/** "‹ L 3 · H 7 ›": two selects between two buttons. `prefix` makes the focus keys of several choosers unique. */
 export function headChooser(group, layer, head, onselect, prefix = "") {
   const pick = (name, mark, ids, chosen, key) =>
     h("label", {}, h("span", { "aria-hidden": "true" }, mark), h("select", { "aria-label": name, "data-key": `${prefix}${key}`, onchange: (event) => onselect({ layer, head, [key]: Number(event.target.value) }) },
@@ -249,7 +250,7 @@ export function headChooser(group, layer, head, onselect, prefix = "") {
     step(1, "›", "Next head"));
 }
 
-/** What an element's data-tip says, beside it while the pointer or the focus is on it. */
+/** Show the data-tip of an element beside it while it has the pointer or the focus. */
 function tooltips() {
   const tip = byId("tip");
   const show = (target) => {
@@ -270,7 +271,7 @@ function tooltips() {
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
 }
 
-function remembered() {
+function storedSettings() {
   try {
     return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
   } catch {

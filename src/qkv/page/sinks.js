@@ -1,41 +1,41 @@
-// Attention sinks as figures, drawn from a page's numbers alone: heads as dots by layer, the residual stream by depth,
-// and which tokens are sinks. The report and the viewer show the same.
+// Figures about attention sinks, for the report and the viewer: heads as dots by layer, the residual stream by depth, and
+// a table of the tokens that are sinks.
 
 import { decades, keyOf, niceTicks } from "./charts.js";
 import { h, svg } from "./dom.js";
 import { headTitle } from "./heads.js";
-import { cutShort, integer, named, percent, written } from "./numbers.js";
+import { truncated, integer, named, percent, written } from "./numbers.js";
 
-const SINK_AT = 0.3; // α from which a head has a sink (Gu et al. 2025)
+const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
 const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--warm)";
 
-/** Whether the heads of two groups correspond one to one. */
-export const alikeGroups = (a, b) => a.layers.length === b.layers.length && a.heads.length === b.heads.length;
+/** Whether two groups have the same numbers of layers and heads. */
+export const sameSize = (a, b) => a.layers.length === b.layers.length && a.heads.length === b.heads.length;
 
-/** A head's weight on the first token, averaged over the texts of a group: null where no text tells it. */
+/** The weight of each head on the first token, averaged over the texts of a group; null if no text has it. */
 export function firstTokenWeight(group) {
   const columns = group.texts.map((text) => text.heads.sink);
   return columns[0].map((_, at) => {
-    const told = columns.map((column) => column[at]).filter((x) => x !== null);
-    return told.length ? told.reduce((sum, x) => sum + x, 0) / told.length : null;
+    const known = columns.map((column) => column[at]).filter((x) => x !== null);
+    return known.length ? known.reduce((sum, x) => sum + x, 0) / known.length : null;
   });
 }
 
 /**
- * Figures about the sinks of `page.groups[g]`, as elements. `name` is what to call the page where `after`, {group, name}
- * with as many layers and heads, is laid over it. `chosen` (layer, head) is marked; `select(layer, head)` hears of
- * heads that are clicked or entered.
+ * Figures about the sinks of `page.groups[g]`, as elements. `after`: {group, name} of the same size to overlay; `name`
+ * then labels the page. `chosen`: the selected head {layer, head}, which is marked. `select(layer, head)` is called for
+ * clicks and Enter.
  */
 export function sinkFigures(page, g, { name = "", after = null, chosen = null, select = null } = {}) {
   const group = page.groups[g], more = { group, names: [name, after?.name], chosen, select };
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Weight on the first token", note: "mean over all queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_AT }),
-    byLayerChart({ ...more, title: "Length of the first token’s value", note: "the mean of the others is 1 · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
-    byLayerChart({ ...more, title: "Length of the first token’s key", note: "the mean of the others is 1 · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
-    byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or the 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),
+    byLayerChart({ ...more, title: "Weight on the first token", note: "mean over all queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
+    byLayerChart({ ...more, title: "Norm of the first token’s key", note: "relative to the mean of the other tokens · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
+    byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or on the term 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),
     kindsChart(more, after),
     depthChart(more, after),
   ].filter(Boolean);
@@ -51,54 +51,54 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   ].filter(Boolean);
 }
 
-/** One or two sentences: how many heads rest on the first token, and what they take from it. */
+/** One or two sentences: the number of heads with a sink at the first token, and the norm of its value. */
 function sinkSentence(group) {
   const { alpha_first: scores, value_norm_first: values } = group.sinks ?? {};
-  const weights = scores ?? firstTokenWeight(group), resting = [];
-  weights.forEach((x, at) => { if (x !== null && x > SINK_AT) resting.push(at); });
-  const measure = scores ? `a sink at the first token (α > ${SINK_AT})` : "more than 30 % of the weight on the first token";
-  const first = `${integer(resting.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${resting.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
-  const lengths = resting.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
+  const weights = scores ?? firstTokenWeight(group), sinks = [];
+  weights.forEach((x, at) => { if (x !== null && x > SINK_THRESHOLD) sinks.push(at); });
+  const measure = scores ? `a sink at the first token (α > ${SINK_THRESHOLD})` : "more than 30 % of the weight on the first token";
+  const first = `${integer(sinks.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${sinks.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
+  const lengths = sinks.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
   if (!lengths.length) return first;
   const middle = lengths[Math.floor(lengths.length / 2)];
-  return `${first} In the median one its value is ${times(middle)} as long as the others’${middle < 0.7 ? ": what is parked there adds little" : ""}.`;
+  return `${first} In the median of these heads, the norm of its value is ${times(middle)} the mean of the other tokens${middle < 0.7 ? ", so the weight on it adds little to the output" : ""}.`;
 }
 
 const titleOf = (group, at) => headTitle(group, Math.floor(at / group.heads.length), at % group.heads.length);
 const times = (x) => `${written(x, "ratio")} ×`;
-const saidAs = (x, unit) => (x === null ? "–" : unit === "%" ? percent(x) : unit === "×" ? times(x) : written(x, "ratio"));
+const formatted = (x, unit) => (x === null ? "–" : unit === "%" ? percent(x) : unit === "×" ? times(x) : written(x, "ratio"));
 
-/** Heads as dots, by layer. `values`: [before, after or null], each by layer × heads + head, or null. */
+/** A dot per head, by layer. `values`: [before, after], each null or an array indexed by layer × heads + head. */
 function byLayerChart({ group, names, values, ...rest }) {
   const series = values.map((column, s) => column && {
-    name: names[s], told: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
+    name: names[s], paired: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
     columns: group.layers.map((_, l) => group.heads.map((_, k) => ({ at: l * group.heads.length + k, value: column[l * group.heads.length + k] })).filter(({ value }) => value !== null)),
   }).filter((one) => one && one.columns.some((column) => column.length));
   if (!series.length) return null;
-  return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", told: (at) => titleOf(group, at), ...rest });
+  return dotChart({ group, series, columns: group.layers.map(String), axis: "layer", nameOf: (at) => titleOf(group, at), ...rest });
 }
 
-/** Sink scores of the first token on kinds of text. */
+/** Sink scores of the first token on different kinds of text. */
 function kindsChart({ group, names, chosen, select }, after) {
   const kinds = KINDS_OF_TEXT.filter(([column]) => group.sinks?.[column]);
   if (kinds.length < 2) return null;
   const series = [group, after?.group].filter((one) => one?.sinks).map((one, s) => ({
-    name: names[s], told: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
+    name: names[s], paired: true, colour: s ? AFTER_COLOUR : BEFORE_COLOUR,
     columns: kinds.map(([column]) => (one.sinks[column] ?? []).map((value, at) => ({ at, value })).filter(({ value }) => value !== null)),
   }));
-  const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_AT).length).join(" → ");
+  const count = (column) => series.map((one) => one.columns[column].filter(({ value }) => value > SINK_THRESHOLD).length).join(" → ");
   return dotChart({
-    group, series, chosen, select, unit: "%", reference: SINK_AT, title: "Sink score α on three kinds of text", note: `of the first 64 queries · dashed: ${SINK_AT}, below: heads over it`,
+    group, series, chosen, select, unit: "%", reference: SINK_THRESHOLD, title: "Sink score α on three kinds of text", note: `of the first 64 queries · dashed: ${SINK_THRESHOLD}; below: the number of heads above it`,
     columns: kinds.map(([, kind]) => kind), below: kinds.map((_, column) => `${count(column)} of ${group.layers.length * group.heads.length}`),
-    told: (at) => titleOf(group, at),
+    nameOf: (at) => titleOf(group, at),
   });
 }
 
-/** The largest activation of the residual stream by depth, against the median. */
+/** The largest and the median activation of the residual stream by depth. */
 function depthChart({ group, names }, after) {
   const stream = group.residual;
   if (!stream) return null;
-  const line = (values, name, colour, of) => ({ name, told: Boolean(of), colour, of, columns: values.map((value, at) => (value === null || value <= 0 ? [] : [{ at, value }])) });
+  const line = (values, name, colour, of) => ({ name, paired: Boolean(of), colour, of, columns: values.map((value, at) => (value === null || value <= 0 ? [] : [{ at, value }])) });
   const later = after?.group.residual?.largest.length === stream.largest.length ? after.group.residual : null;
   const series = [
     line(stream.largest, later ? names[0] : "largest |h|", BEFORE_COLOUR, stream),
@@ -110,21 +110,21 @@ function depthChart({ group, names }, after) {
     group, series, log: true, unit: "", title: "Largest activation by depth",
     note: `grey: median · ${massive ? "some" : "none"} massive (> ${integer(stream.above)}, ≥ ${integer(stream.times)} medians)`,
     columns: stream.largest.map((_, depth) => String(depth)), axis: "layers passed",
-    told: (depth, _, { of }) => `depth ${depth}${of ? ` · “${cutShort(named(of.token[depth]), 12)}” at ${integer(of.position[depth])}, dimension ${of.dimension[depth]} · ${integer(of.largest[depth] / (of.median[depth] || 1))} medians` : ", median"}`,
+    nameOf: (depth, _, { of }) => `depth ${depth}${of ? ` · “${truncated(named(of.token[depth]), 12)}” at ${integer(of.position[depth])}, dimension ${of.dimension[depth]} · ${integer(of.largest[depth] / (of.median[depth] || 1))} medians` : ", median"}`,
   });
 }
 
 /**
- * Dots in columns, a line through the columns' means. `series`: [{name, colour, columns: [[{at, value}]], told}],
- * of which those that are `told` are one quantity before and after;
- * `told(at, column, series)` names a dot; `below` stands under the columns' names. The arrow keys move between dots of the first series, Enter selects one.
+ * Dots in columns with a line through the means of the columns. `series`: [{name, colour, columns: [[{at, value}]],
+ * paired}]; the series with `paired` are one quantity before and after. `nameOf(at, column, series)` names a dot; `below`
+ * are labels under the names of the columns. Arrow keys move between the dots of the first series; Enter selects one.
  */
-function dotChart({ group, series, columns, title, note, unit, told, axis = "", below = null, reference = null, log = false, chosen = null, select = null }) {
+function dotChart({ group, series, columns, title, note, unit, nameOf, axis = "", below = null, reference = null, log = false, chosen = null, select = null }) {
   const all = series.flatMap((one) => one.columns.flat().map(({ value }) => value)).filter((x) => !log || x > 0);
   const place = chosen === null ? -1 : chosen.layer * group.heads.length + chosen.head;
   const readout = h("output", { "aria-live": "polite" }), aside = h("small", {}, note);
   const means = series[0].columns.map((column) => (column.length ? column.reduce((sum, { value }) => sum + value, 0) / column.length : null));
-  const summary = columns.length <= 12 ? means.map((mean, c) => `${columns[c]}: ${saidAs(mean, unit)}`).join(", ") : `from ${saidAs(Math.min(...all), unit)} to ${saidAs(Math.max(...all), unit)}`;
+  const summary = columns.length <= 12 ? means.map((mean, c) => `${columns[c]}: ${formatted(mean, unit)}`).join(", ") : `from ${formatted(Math.min(...all), unit)} to ${formatted(Math.max(...all), unit)}`;
   let dots = [], show = () => {}, current = null;
   const box = h("div", { class: "sink-chart", tabindex: 0, "data-key": `chart-${title}`, role: "application", "aria-roledescription": "chart", "aria-label": `${title}${axis ? ` by ${axis}` : ""}. Mean ${summary}. Arrow keys move between dots.` });
   const point = (dot) => { current = dot; show(dot); };
@@ -142,10 +142,10 @@ function dotChart({ group, series, columns, title, note, unit, told, axis = "", 
     dots = [];
     const marks = series.flatMap((one, s) => {
       const middle = (c) => left + step * (c + 0.5 + (single ? 0 : (s - (series.length - 1) / 2) * share * 1.15));
-      // Lines run through the middle of the columns, so that those of two series can be compared.
+      // Lines run through the centres of the columns, so that two series can be compared.
       const through = one.columns.map((column, c) => (column.length ? [axis ? left + step * (c + 0.5) : middle(c), y(column.reduce((sum, { value }) => sum + value, 0) / column.length)] : null)).filter(Boolean);
       const circles = one.columns.flatMap((column, c) => column.slice().sort((a, b) => a.value - b.value).map(({ at, value }, i) => {
-        // Neighbours in value stand apart, so that equal values do not hide one another.
+        // Spread the dots sideways, so that equal values do not cover one another.
         const x = middle(c) + (single ? 0 : (((i * 0.618) % 1) - 0.5) * step * share);
         const dot = { x, y: y(value), at, value, column: c, s };
         dots.push(dot);
@@ -160,8 +160,8 @@ function dotChart({ group, series, columns, title, note, unit, told, axis = "", 
     const every = axis ? Math.max(1, Math.ceil(((columns.at(-1).length * 6.5 + 8) * columns.length) / inner)) : 1;
     const ring = svg("circle", { r: radius + 3.5, fill: "none", stroke: "var(--ink)", "stroke-width": 1.6, visibility: "hidden" });
     show = (dot) => {
-      readout.textContent = dot ? saidOf(dot) : "";
-      aside.hidden = Boolean(dot); // they share one line, so that nothing moves
+      readout.textContent = dot ? readoutOf(dot) : "";
+      aside.hidden = Boolean(dot); // both share one line, so that the layout does not move
       ring.setAttribute("visibility", dot ? "visible" : "hidden");
       if (dot) { ring.setAttribute("cx", dot.x); ring.setAttribute("cy", dot.y); }
     };
@@ -179,11 +179,11 @@ function dotChart({ group, series, columns, title, note, unit, told, axis = "", 
       ring);
   };
 
-  /** A dot and its value: before and after where there are both. */
-  function saidOf(dot) {
-    const alike = series[dot.s].told ? series.filter((one) => one.told) : [series[dot.s]];
-    const values = alike.map((one) => one.columns[dot.column].find(({ at }) => at === dot.at)?.value ?? null);
-    return `${told(dot.at, dot.column, series[dot.s])} · ${values.map((x) => saidAs(x, unit)).join(" → ")}`;
+  /** The name of a dot and its value, before and after if there are both. */
+  function readoutOf(dot) {
+    const compared = series[dot.s].paired ? series.filter((one) => one.paired) : [series[dot.s]];
+    const values = compared.map((one) => one.columns[dot.column].find(({ at }) => at === dot.at)?.value ?? null);
+    return `${nameOf(dot.at, dot.column, series[dot.s])} · ${values.map((x) => formatted(x, unit)).join(" → ")}`;
   }
 
   const nearest = (event) => {
@@ -202,38 +202,38 @@ function dotChart({ group, series, columns, title, note, unit, told, axis = "", 
     event.preventDefault();
     const own = dots.filter(({ s }) => s === (current?.s ?? 0)), here = current ?? own.find(({ at }) => at === place);
     if (!here) return point(own[0] ?? null);
-    const column = own.filter((dot) => dot.column === here.column); // by value, upwards
+    const column = own.filter((dot) => dot.column === here.column); // in ascending order
     const along = column.indexOf(here) + (event.key === "ArrowUp" ? 1 : -1);
     if (event.key === "ArrowUp" || event.key === "ArrowDown") return point(column[Math.min(Math.max(along, 0), column.length - 1)]);
     const next = own.filter((dot) => dot.column === here.column + (event.key === "ArrowRight" ? 1 : -1));
     const same = next.find(({ at }) => at % group.heads.length === here.at % group.heads.length);
     point(same ?? next[0] ?? here);
   });
-  // Drawn as wide as it stands on the page, again whenever that changes: text keeps its size on a phone.
+  // Draw at the width on the page, again whenever it changes, so that text keeps its size on a phone.
   let drawn = 0;
   new ResizeObserver(([{ contentRect }]) => {
     const width = Math.floor(contentRect.width);
     if (!width || width === drawn) return;
     drawn = width;
-    requestAnimationFrame(() => box.replaceChildren(draw(width))); // not within the observer: it would observe itself
+    requestAnimationFrame(() => box.replaceChildren(draw(width))); // in the next frame, because the observer must not trigger itself
   }).observe(box);
   return h("figure", { class: "sink-figure", style: { "min-width": 0 } },
     h("figcaption", { style: { display: "block" } }, h("div", { class: "sink-title" }, title), h("div", { style: { height: "20px", overflow: "hidden", "white-space": "nowrap", "text-overflow": "ellipsis" } }, aside, readout)), box);
 }
 
-/** The tokens that some head rests on. */
+/** The tokens that are a sink in at least one head. */
 function sinkTokenTable(group, name, several) {
   const found = group.sink_tokens;
   if (!found) return null;
   const lengths = found.value_norm, title = name ? `Tokens that are sinks, ${name}` : "Tokens that are sinks";
-  const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `α > ${SINK_AT} over all queries that see them`));
+  const caption = h("figcaption", { style: { display: "block" } }, h("div", {}, title), h("small", {}, `α > ${SINK_THRESHOLD} over all queries that can attend to the token`));
   if (!found.token.length) return h("figure", {}, caption, h("p", { class: "note" }, "None: no token has such a score in any head."));
   return h("figure", { style: { "min-width": 0 } }, caption,
     h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": title }, h("table", { class: "token-table" },
-      h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest α", lengths ? "Value length" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
+      h("thead", {}, h("tr", {}, ["Token", several ? "Text" : null, "Position", "Heads", "Layers", "Largest α", lengths ? "Value norm" : null].filter(Boolean).map((word) => h("th", { scope: "col" }, word)))),
       h("tbody", {}, found.token.map((token, i) => h("tr", {},
         h("th", { scope: "row" }, h("code", { title: named(token) }, named(token))),
         several ? h("td", {}, integer(found.text[i] + 1)) : null,
         h("td", {}, integer(found.position[i])), h("td", {}, integer(found.heads[i])), h("td", {}, found.layers[i]), h("td", {}, percent(found.alpha[i])),
-        lengths ? h("td", {}, saidAs(lengths[i], "×")) : null))))));
+        lengths ? h("td", {}, formatted(lengths[i], "×")) : null))))));
 }

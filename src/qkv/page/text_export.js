@@ -1,11 +1,11 @@
-// What the text page shows, as a vector picture and as a table.
+// Export of the text page as SVG and CSV.
 
 import { svg } from "./dom.js";
 import { csvOf, svgKey, svgPicture, svgText } from "./export.js";
 import { visible } from "./numbers.js";
 
-/** The tokens in view, as they are on the page. `ties` of tieShades(), null if what tokens receive is shown. */
-export function textSvg({ box, flows, ties, title, note }) {
+/** The visible tokens as on the page. `weights` of weightShades(), null if the shades show received attention. */
+export function textSvg({ box, flows, weights, title, note }) {
   const frame = box.getBoundingClientRect(), shapes = [], words = [];
   for (const flow of flows) {
     const pane = flow.element.getBoundingClientRect(), font = getComputedStyle(flow.space);
@@ -23,17 +23,17 @@ export function textSvg({ box, flows, ties, title, note }) {
       words.push(svgText(left - frame.left + 1, top - frame.top + height * 0.76, shown, { "font-size": parseFloat(font.fontSize), "font-family": font.fontFamily, fill: color || "var(--ink)" }));
     }
   }
-  const entries = ties ? [ties.to && ["it attends to", "var(--accent)"], ties.from && ["attends to it (underlined)", "var(--warm)"]].filter(Boolean) : [["received attention", "var(--accent)"]];
+  const entries = weights ? [weights.to && ["it attends to", "var(--accent)"], weights.from && ["attends to it (underlined)", "var(--warm)"]].filter(Boolean) : [["received attention", "var(--accent)"]];
   return svgPicture({ width: frame.width, height: frame.height + 34, title, note, parts: [shapes, words, svgKey(0, frame.height + 24, entries)] });
 }
 
-/** A row for each token; of two texts, first the queries and then the keys. */
-export function textCsv({ keys, queries, crossed, received, ties }) {
-  const tie = (name, at) => ties?.[name]?.weights[at] ?? null;
+/** One row per token; for two texts, first the queries and then the keys. */
+export function textCsv({ keys, queries, crossed, received, weights }) {
+  const weight = (name, at) => weights?.[name]?.weights[at] ?? null;
   if (!crossed)
-    return csvOf(["position", "token", "received", "attended_to", "attends"], keys.map((token, at) => [at, token, received[at], tie("to", at), tie("from", at)]));
+    return csvOf(["position", "token", "received", "attended_to", "attends"], keys.map((token, at) => [at, token, received[at], weight("to", at), weight("from", at)]));
   return csvOf(["side", "position", "token", "received", "attended_to", "attends"], [
-    ...queries.map((token, at) => ["query", at, token, null, null, tie("from", at)]),
-    ...keys.map((token, at) => ["key", at, token, received[at], tie("to", at), null]),
+    ...queries.map((token, at) => ["query", at, token, null, null, weight("from", at)]),
+    ...keys.map((token, at) => ["key", at, token, received[at], weight("to", at), null]),
   ]);
 }

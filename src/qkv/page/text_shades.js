@@ -1,39 +1,40 @@
-// How tokens of a text are shaded: by what they receive, or by how they are tied to the chosen ones.
+// Shades of tokens: by the attention that they receive, or by the weights from and to selected tokens.
 
 import { css, inkOn, ramp, rgbOf } from "./colour.js";
 
-const LEAST = 0.02; // levels below it are not shown
+const MIN_LEVEL = 0.02; // lower levels are not shown
 
 /**
- * The power that makes the mean of what is not zero pale, and so keeps differences visible: the largest may be twice
- * the mean, or a thousand times. Not below `least`, where next to nothing would look like something.
+ * The exponent that maps the mean of the nonzero weights to a pale level, so that differences stay visible whether the
+ * largest weight is twice the mean or a thousand times. It is at least `least`, because a smaller exponent would make
+ * negligible weights visible.
  */
-function bent(weights, top, least) {
+function exponentFor(weights, top, least) {
   let sum = 0, count = 0;
   for (const weight of weights) if (weight > 0) sum += weight, count++;
   return count ? Math.min(Math.max(Math.log(0.2) / Math.log(Math.min(sum / count / top, 0.9)), least), 2) : 1;
 }
 
-/** Weights with their largest, and the level from 0 to 1 that a weight is shown with. */
+/** Weights with the largest one, and the level from 0 to 1 at which a weight is shown. */
 function scaled(weights, least) {
-  const top = weights.reduce((most, weight) => (weight > most ? weight : most), 1e-12), bend = bent(weights, top, least);
-  return { weights, top, level: (weight) => (weight / top) ** bend };
+  const top = weights.reduce((most, weight) => (weight > most ? weight : most), 1e-12), exponent = exponentFor(weights, top, least);
+  return { weights, top, level: (weight) => (weight / top) ** exponent };
 }
 
-/** Shares that the keys receive. */
+/** Shades of the shares that keys receive. */
 export const receivedShades = (received) => scaled(received, 0.35);
 
-/** Ties [{to, from}, …] of several tokens, of each pair the largest: {to, from}, null where there are none. */
-export function tieShades(ties) {
+/** Shades of the weights [{to, from}, …] of several tokens, the largest for each other token: {to, from}, or null. */
+export function weightShades(selected) {
   const largest = (name) => {
-    const lists = ties.map((tie) => tie[name]).filter(Boolean);
+    const lists = selected.map((weights) => weights[name]).filter(Boolean);
     if (!lists.length) return null;
     return scaled(lists.length < 2 ? lists[0] : lists[0].map((_, at) => lists.reduce((most, list) => Math.max(most, list[at]), 0)), 0.5);
   };
-  return ties.length ? { to: largest("to"), from: largest("from") } : null;
+  return selected.length ? { to: largest("to"), from: largest("from") } : null;
 }
 
-/** The colours of the theme that are mixed. */
+/** The colours of the theme from which shades are mixed. */
 export function tonesOf() {
   const style = getComputedStyle(document.documentElement);
   return Object.fromEntries(["paper", "accent", "warm"].map((name) => [name, rgbOf(style.getPropertyValue(`--${name}`).trim())]));
@@ -41,29 +42,29 @@ export function tonesOf() {
 
 const mixed = (from, to, part) => from.map((channel, at) => Math.round(channel + (to[at] - channel) * Math.min(Math.max(part, 0), 1)));
 
-/** The look of a token that receives so much: {background, ink, line}, or null. */
+/** The look of a token at a level of received attention: {background, ink, line}, or null. */
 export function receivedLook(level) {
-  if (!(level > LEAST)) return null;
+  if (!(level > MIN_LEVEL)) return null;
   const colour = ramp(level);
   return { background: css(colour), ink: inkOn(colour), line: "" };
 }
 
-/** The look of a token that is attended to at one level (filled) and attends at another (underlined). */
-export function tieLook(filled, lined, tones) {
-  if (filled < LEAST && lined < LEAST) return null;
+/** The look of a token by its levels of being attended to (filled) and of attending (underlined). */
+export function weightLook(filled, lined, tones) {
+  if (filled < MIN_LEVEL && lined < MIN_LEVEL) return null;
   const colour = mixed(tones.paper, tones.accent, filled);
   return {
-    background: filled >= LEAST ? css(colour) : "",
-    ink: filled >= LEAST ? inkOn(colour) : "",
-    line: lined >= LEAST ? `inset 0 ${-Math.max(1, Math.round(5 * lined))}px ${css(mixed(tones.paper, tones.warm, 0.25 + 0.75 * lined))}` : "",
+    background: filled >= MIN_LEVEL ? css(colour) : "",
+    ink: filled >= MIN_LEVEL ? inkOn(colour) : "",
+    line: lined >= MIN_LEVEL ? `inset 0 ${-Math.max(1, Math.round(5 * lined))}px ${css(mixed(tones.paper, tones.warm, 0.25 + 0.75 * lined))}` : "",
   };
 }
 
-/** The columns of a strip beside the text: [{shades, part: [from, to] of its width, colourOf(level)}, …]. */
-export function stripColumns({ received, ties, tones, asKeys, asQueries }) {
-  if (!ties) return asKeys ? [{ shades: received, part: [0, 1], colourOf: ramp }] : [];
+/** The columns of the strip beside the text: [{shades, part: [from, to] of the width, colourOf(level)}, …]. */
+export function stripColumns({ received, selected, tones, asKeys, asQueries }) {
+  if (!selected) return asKeys ? [{ shades: received, part: [0, 1], colourOf: ramp }] : [];
   const both = asKeys && asQueries, columns = [];
-  if (ties.to && asKeys) columns.push({ shades: ties.to, part: [0, both ? 0.5 : 1], colourOf: (level) => mixed(tones.paper, tones.accent, level) });
-  if (ties.from && asQueries) columns.push({ shades: ties.from, part: [both ? 0.5 : 0, 1], colourOf: (level) => mixed(tones.paper, tones.warm, level) });
+  if (selected.to && asKeys) columns.push({ shades: selected.to, part: [0, both ? 0.5 : 1], colourOf: (level) => mixed(tones.paper, tones.accent, level) });
+  if (selected.from && asQueries) columns.push({ shades: selected.from, part: [both ? 0.5 : 0, 1], colourOf: (level) => mixed(tones.paper, tones.warm, level) });
   return columns;
 }

@@ -1,15 +1,15 @@
-// The strip beside a text: all of it from top to bottom, shaded, and the part that is in view.
+// The strip beside a text: a shaded overview from top to bottom, with the visible part marked.
 
 import { css } from "./colour.js";
 import { h } from "./dom.js";
 import { binPeaks } from "./numbers.js";
 
-const FAINT = 0.03; // levels below it are not drawn
+const FAINT = 0.03; // lower levels are not drawn
 
 export class TextStrip {
   constructor(flow) {
     this.flow = flow;
-    this.element = h("canvas", { class: "text-strip", role: "img", "aria-label": "The whole text from top to bottom, shaded; a click goes there" });
+    this.element = h("canvas", { class: "text-strip", role: "img", "aria-label": "Shaded overview of the whole text; a click scrolls there" });
     this.element.addEventListener("pointerdown", (event) => { this.element.setPointerCapture(event.pointerId); this.jump(event); });
     this.element.addEventListener("pointermove", (event) => { if (event.buttons) this.jump(event); });
   }
@@ -19,7 +19,7 @@ export class TextStrip {
     this.flow.reveal(Math.floor(part * this.flow.tokens.length));
   }
 
-  /** `columns` of stripColumns(). */
+  /** Draw the `columns` of stripColumns(). */
   draw(columns, tones) {
     const { element, flow } = this, ratio = devicePixelRatio || 1, n = flow.tokens.length;
     const width = Math.round(element.clientWidth * ratio), height = Math.round(element.clientHeight * ratio);

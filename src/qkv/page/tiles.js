@@ -1,19 +1,19 @@
-// The tile pyramid of an attention map: which tiles a view needs, in what order they come, where they are kept.
+// The tile pyramid of an attention map: geometry of tiles, loading in order of importance, an LRU cache, and painting.
 
-export const TILE = 256; // pixels a side; the server's tiles are never larger
-const AT_ONCE = 4; // requests under way
-const KEPT = 320; // tiles: 256 kB of weights and as much of paint each
-const RETRY = 3000; // milliseconds until a tile that failed is asked for again
-const SETTLE = 60; // milliseconds that a zoom level has to last before its tiles are asked for
+export const TILE = 256; // maximal side of a tile in pixels, as on the server
+const MAX_REQUESTS = 4; // at a time
+const MAX_CACHED = 320; // tiles: 256 kB of weights each, and as much for their pixels
+const RETRY = 3000; // milliseconds before a failed tile is requested again
+const SETTLE = 60; // milliseconds that a zoom level has to last before its tiles are requested
 
-export const FIRST = { zoom: 0, i: 0, j: 0 }; // the tile that shows everything
+export const FIRST = { zoom: 0, i: 0, j: 0 }; // the tile that shows the whole map
 
-/** Where tiles lie: zoom 0 is one tile, and each further zoom halves the tokens that a pixel covers. */
+/** The geometry of the tiles: zoom 0 is one tile, and each further zoom halves the number of tokens per pixel. */
 export class Pyramid {
-  /** `shape`: what the server says of a map: {n_queries, n_keys, deepest, pixel_queries, pixel_keys}. */
+  /** `shape`: the server's description of a map, {n_queries, n_keys, deepest, pixel_queries, pixel_keys}. */
   constructor(shape) {
     Object.assign(this, { queries: shape.n_queries, keys: shape.n_keys, deepest: shape.deepest });
-    this.pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1: only bins are known
+    this.pixel = { down: shape.pixel_queries ?? 1, across: shape.pixel_keys ?? 1 }; // more than 1 if only bins are stored
   }
 
   /** Whether the deepest tiles hold the weight of every pair. */
@@ -21,26 +21,26 @@ export class Pyramid {
     return this.pixel.down === 1 && this.pixel.across === 1;
   }
 
-  /** Queries and keys that a pixel of a zoom covers. */
+  /** The numbers of queries and keys per pixel at a zoom. */
   step(zoom) {
     const wide = 2 ** (this.deepest - zoom);
     return { down: wide * this.pixel.down, across: wide * this.pixel.across };
   }
 
-  /** The zoom whose pixels are one to two of the screen's, of which a token has `pixels`. */
+  /** The zoom whose pixels cover one to two screen pixels, if a token covers `pixels`. */
   zoomFor(pixels) {
-    // Never less than one: a lone peak would be thinned away.
+    // Never less than one, because downscaling would drop single peaks.
     const finest = pixels * Math.min(this.pixel.down, this.pixel.across);
     return Math.min(Math.max(Math.floor(this.deepest + Math.log2(Math.min(finest, 1)) + 0.02), 0), this.deepest);
   }
 
-  /** What a tile shows: its first query and key, and how many tokens each of its pixels covers. */
+  /** The extent of a tile: its first query and key, and the number of tokens per pixel. */
   extent({ zoom, i, j }) {
     const { down, across } = this.step(zoom);
     return { top: i * TILE * down, left: j * TILE * across, down, across };
   }
 
-  /** The bin of a zoom that holds a pair of tokens: its tile, its pixel there, and the first and last of its tokens. */
+  /** The bin at a zoom that contains a pair of tokens: its tile, its pixel in the tile, and its first and last tokens. */
   bin(zoom, query, key) {
     const { down, across } = this.step(zoom), row = Math.floor(query / down), column = Math.floor(key / across);
     return {
@@ -52,7 +52,7 @@ export class Pyramid {
     };
   }
 
-  /** The tiles of a zoom that a box of tokens touches, from its centre outwards. */
+  /** The tiles of a zoom that intersect a box of tokens, from its centre outwards. */
   within(zoom, { top, left, bottom, right }) {
     const { down, across } = this.step(zoom), found = [];
     const tile = (at, n, side) => Math.floor(Math.min(Math.max(at, 0), n - 1) / side);
@@ -66,37 +66,37 @@ export class Pyramid {
 
 const keyOfTile = (pool, { zoom, i, j }) => `${pool}/${zoom}/${i}/${j}`;
 
-/** Fetches tiles as they are wanted, a few at a time, and keeps the ones used last. */
+/** Loads wanted tiles, a few at a time, into an LRU cache. */
 export class TileStore {
-  /** `load(pool, place, {signal})` promises {rows, columns, values} or null; the callbacks hear what came of it. */
+  /** `load(pool, place, {signal})` returns a promise of {rows, columns, values} or null; the callbacks report the outcome. */
   constructor(load, { onload, onerror }) {
     Object.assign(this, { load, onload, onerror });
-    this.kept = new Map(); // in order of use
-    this.flights = new Map(); // AbortControllers by key
-    this.failed = new Map(); // when, by key
-    this.wishes = [];
+    this.cache = new Map(); // key → tile, least recently used first
+    this.requests = new Map(); // key → AbortController
+    this.failed = new Map(); // key → time of the failure
+    this.wanted = []; // the most important first
     this.level = null;
     this.settling = this.retrying = 0; // timers
   }
 
-  /** A tile that is here, or undefined. One that the mask hides has no rows. */
+  /** A cached tile, or undefined. A masked tile has no rows. */
   get(pool, place) {
-    const key = keyOfTile(pool, place), tile = this.kept.get(key);
-    if (tile) this.kept.delete(key), this.kept.set(key, tile);
+    const key = keyOfTile(pool, place), tile = this.cache.get(key);
+    if (tile) this.cache.delete(key), this.cache.set(key, tile);
     return tile;
   }
 
-  /** How many of the wished tiles are still missing. */
+  /** The number of wanted tiles that are not loaded yet. */
   get missing() {
-    return this.wishes.filter(({ key }) => !this.kept.has(key)).length;
+    return this.wanted.filter(({ key }) => !this.cache.has(key)).length;
   }
 
-  /** From now on, these tiles and no others: [[pool, place], …], the most wanted first; `level`: the view's zoom. */
-  want(wishes, level = this.level) {
-    this.wishes = wishes.map(([pool, place]) => ({ key: keyOfTile(pool, place), pool, place }));
-    const wanted = new Set(this.wishes.map(({ key }) => key));
-    for (const [key, flight] of this.flights) if (!wanted.has(key)) flight.abort(), this.flights.delete(key);
-    if (level !== this.level && this.level !== null) { // passing through; the next frame has others
+  /** Set the wanted tiles, [[pool, place], …] with the most important first, and cancel others; `level`: the view's zoom. */
+  want(tiles, level = this.level) {
+    this.wanted = tiles.map(([pool, place]) => ({ key: keyOfTile(pool, place), pool, place }));
+    const keys = new Set(this.wanted.map(({ key }) => key));
+    for (const [key, request] of this.requests) if (!keys.has(key)) request.abort(), this.requests.delete(key);
+    if (level !== this.level && this.level !== null) { // the zoom is still changing
       clearTimeout(this.settling);
       this.settling = setTimeout(() => { this.settling = 0; this.start(); }, SETTLE);
     } else if (!this.settling) this.start();
@@ -105,65 +105,65 @@ export class TileStore {
 
   start() {
     const now = performance.now();
-    for (const { key, pool, place } of this.wishes) {
-      if (this.flights.size >= AT_ONCE) return;
-      if (this.kept.has(key) || this.flights.has(key)) continue;
+    for (const { key, pool, place } of this.wanted) {
+      if (this.requests.size >= MAX_REQUESTS) return;
+      if (this.cache.has(key) || this.requests.has(key)) continue;
       const wait = (this.failed.get(key) ?? -Infinity) + RETRY - now;
-      if (wait > 0) { // by a timer of its own: the others need not wait for it
+      if (wait > 0) { // a separate timer, so that other tiles need not wait
         this.retrying ||= setTimeout(() => { this.retrying = 0; this.start(); }, wait + 10);
         continue;
       }
-      this.fly(key, pool, place);
+      this.request(key, pool, place);
     }
   }
 
-  async fly(key, pool, place) {
-    const flight = new AbortController();
-    this.flights.set(key, flight);
+  async request(key, pool, place) {
+    const request = new AbortController();
+    this.requests.set(key, request);
     try {
-      const tile = (await this.load(pool, place, { signal: flight.signal })) || { rows: 0, columns: 0, values: new Float32Array(0) };
-      if (flight.signal.aborted) return;
+      const tile = (await this.load(pool, place, { signal: request.signal })) || { rows: 0, columns: 0, values: new Float32Array(0) };
+      if (request.signal.aborted) return;
       this.failed.delete(key);
-      this.kept.set(key, { ...tile, canvas: null, look: null });
-      while (this.kept.size > KEPT) this.kept.delete(this.kept.keys().next().value);
+      this.cache.set(key, { ...tile, canvas: null, look: null });
+      while (this.cache.size > MAX_CACHED) this.cache.delete(this.cache.keys().next().value);
       this.onload(pool, place);
     } catch (error) {
-      if (flight.signal.aborted) return;
+      if (request.signal.aborted) return;
       this.failed.set(key, performance.now());
       this.onerror(error);
     } finally {
-      if (this.flights.get(key) === flight) this.flights.delete(key), this.start();
+      if (this.requests.get(key) === request) this.requests.delete(key), this.start();
     }
   }
 
-  /** Stop all requests. */
+  /** Cancel all requests. */
   close() {
     clearTimeout(this.settling);
     clearTimeout(this.retrying);
-    this.wishes = [];
-    for (const flight of this.flights.values()) flight.abort();
-    this.flights.clear();
+    this.wanted = [];
+    for (const request of this.requests.values()) request.abort();
+    this.requests.clear();
   }
 }
 
 /**
- * Colours by weight. The table is indexed by the upper half of a float's bits (its exponent and seven bits of its
- * fraction), so that painting is one look-up for each pixel whatever the scale. Zero is left transparent.
+ * The colours of weights, in a table that is indexed by the upper 16 bits of a float32 (sign, exponent and 7 bits of the
+ * fraction), so that painting needs one look-up per pixel for any scale. Zero is transparent.
  */
 export class Look {
-  /** `level(weight)` gives 0 to 1; `ramp` the colour of that. */
+  /** `level(weight)` is from 0 to 1; `ramp(level)` is its colour. */
   constructor(level, ramp) {
     const bits = new Uint32Array(1), weight = new Float32Array(bits.buffer);
     const colours = Array.from({ length: 256 }, (_, at) => ramp(at / 255)).map(([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
     this.table = new Uint32Array(65536);
     for (let at = 1; at < 0x7f80; at++) {
-      bits[0] = (at << 16) | 0x8000; // the middle of what shares these bits
+      bits[0] = (at << 16) | 0x8000; // the middle of the floats with these upper bits
       this.table[at] = colours[Math.round(255 * Math.min(Math.max(level(weight[0]), 0), 1))];
     }
   }
 }
 
-/** The tile as a canvas in a look; painted again only when the look is another. */
+/** The canvas of a tile in a look; painted again only if the look has changed. */
 export function painted(tile, look) {
   if (tile.look === look) return tile.canvas;
   const canvas = tile.canvas || document.createElement("canvas");

@@ -1,13 +1,13 @@
-// Tokens as running text of any length: only what is in view, and some around it, is in the document.
+// Tokens as running text of any length: only the blocks near the visible part are in the document.
 
 import { h } from "./dom.js";
 import { integer, visible } from "./numbers.js";
 
-const FEWEST = 110, MOST = 240; // tokens of a block
-const SPACE = 7; // pixels of a space, and a little more
-const AROUND = 900; // pixels above and below the view that are kept in the document
+const MIN_BLOCK = 110, MAX_BLOCK = 240; // tokens of a block
+const SPACE = 7; // pixels, a little more than the width of a space
+const MARGIN = 900; // pixels above and below the visible part that stay in the document
 
-/** Text in pieces [text, isMark]: marks stand for characters that have no shape of their own. */
+/** Split a token into pieces [text, isMark]; marks replace invisible characters. */
 function pieces(token) {
   if (visible(token) === token) return [[token, false]];
   const found = [];
@@ -20,27 +20,27 @@ function pieces(token) {
   return found;
 }
 
-/** Where blocks of a text start: after a line break if there is one, after a sentence else. */
+/** The first tokens of blocks: after a line break if there is one, otherwise after a sentence. */
 function blockStarts(tokens) {
   const starts = [0];
   let sentence = 0;
   for (let at = 0; at < tokens.length; at++) {
     const length = at + 1 - starts.at(-1);
-    if (length >= FEWEST && /[.!?。！？]["'”’)]?\s*$/.test(tokens[at])) sentence = at + 1;
-    const here = length >= FEWEST && tokens[at].includes("\n") ? at + 1 : length >= MOST ? (sentence > starts.at(-1) ? sentence : at + 1) : 0;
+    if (length >= MIN_BLOCK && /[.!?。！？]["'”’)]?\s*$/.test(tokens[at])) sentence = at + 1;
+    const here = length >= MIN_BLOCK && tokens[at].includes("\n") ? at + 1 : length >= MAX_BLOCK ? (sentence > starts.at(-1) ? sentence : at + 1) : 0;
     if (here && here < tokens.length) starts.push(here);
   }
   return starts;
 }
 
-/** Whether a text is better read in letters of one width: many of its lines are indented. */
+/** Whether a text is shown in a monospaced font, because many of its lines are indented. */
 function isCode(tokens) {
   const lines = tokens.slice(0, 4000).join("").split("\n").filter((line) => line.trim());
   return lines.length > 4 && lines.filter((line) => /^(\t| {2,})/.test(line)).length > lines.length / 4;
 }
 
 /**
- * A scroller of tokens. `look(i)` gives {background, ink, line} or null for a token, `kind(i)` its further classes.
+ * A scrollable text of tokens. `look(i)` gives {background, ink, line} or null for a token, `kind(i)` further classes.
  * Calls `onhover(i or null)`, `onchoose(i)` for a click or Enter, `oncurrent(i)` for the arrow keys, `onscroll()`.
  */
 export class TokenFlow {
@@ -49,9 +49,9 @@ export class TokenFlow {
     this.starts = blockStarts(tokens);
     this.code = isCode(tokens);
     this.current = null;
-    this.blocks = new Map(); // block → its element, those in the document
+    this.blocks = new Map(); // block → its element, for blocks in the document
     this.heights = new Float64Array(this.starts.length);
-    this.known = new Uint8Array(this.starts.length); // which heights were measured
+    this.known = new Uint8Array(this.starts.length); // whether a height was measured
     this.space = h("div", { class: this.code ? "flow-space code" : "flow-space", role: "presentation" });
     this.element = h("div", { class: "flow", tabindex: 0, role: "listbox", "aria-multiselectable": "true", "aria-label": label }, this.space);
     this.listen();
@@ -79,7 +79,7 @@ export class TokenFlow {
     return low;
   }
 
-  /** Heights before anything is measured: from the number of characters of each line. */
+  /** Estimate heights that are not measured yet from the number of characters of each line. */
   estimate() {
     const width = Math.max(this.element.clientWidth - 70, 120), style = getComputedStyle(this.space);
     const line = parseFloat(style.lineHeight) || 30, letter = 0.5 * parseFloat(style.fontSize);
@@ -104,13 +104,14 @@ export class TokenFlow {
     if (this.wanted !== undefined) this.reveal(this.wanted); else this.render();
   }
 
-  /** The block at the top of the view, and how far its top is above that. */
+  /** The block at the top of the view, and the distance of its top above the view. */
   anchor() {
     let top = 0, block = 0;
     while (block < this.heights.length - 1 && top + this.heights[block] <= this.element.scrollTop) top += this.heights[block++];
     return { block, above: this.element.scrollTop - top };
   }
 
+  /** Scroll so that the anchor keeps its position after heights changed. */
   hold({ block, above }) {
     let top = 0;
     for (let before = 0; before < block; before++) top += this.heights[before];
@@ -118,11 +119,11 @@ export class TokenFlow {
     if (Math.abs(this.element.scrollTop - top - above) > 0.5) this.element.scrollTop = top + above;
   }
 
-  /** Put the blocks around the view into the document, and take the others out. */
+  /** Put the blocks near the view into the document and remove the others. */
   render() {
     if (!this.width) return;
     for (let round = 0; round < 4; round++) {
-      const anchor = this.anchor(), from = this.element.scrollTop - AROUND, to = this.element.scrollTop + this.element.clientHeight + AROUND;
+      const anchor = this.anchor(), from = this.element.scrollTop - MARGIN, to = this.element.scrollTop + this.element.clientHeight + MARGIN;
       const wanted = new Map();
       for (let block = 0, top = 0; block < this.heights.length && top < to; top += this.heights[block++])
         if (top + this.heights[block] > from) wanted.set(block, top);
@@ -150,32 +151,32 @@ export class TokenFlow {
   made(block) {
     const first = this.starts[block];
     const box = h("div", { class: "flow-block", role: "presentation" }, h("span", { class: "flow-position", "aria-hidden": "true" }, integer(first)));
-    // A token may be a line break and the indent of the line after it, which is in the next block.
+    // A token may end with a line break and the indent of the next line, which belongs to the next block.
     const indent = /\n([ \t]+)$/;
     if (first) box.append(indent.exec(this.tokens[first - 1])?.[1] ?? "");
     box.tokens = [];
     for (let at = first; at < this.end(block); at++) {
-      // In prose the space before a word is no part of its box: where a line ends, it would be an empty one.
+      // In prose, the space before a word is outside of its box: at the end of a line it would be an empty box.
       const [, space, word] = this.code ? [null, "", this.tokens[at]] : /^( *)(.*)$/s.exec(this.tokens[at]);
       if (word) box.append(space);
       const last = at + 1 === this.end(block), shown = word || space, parts = pieces(last ? shown.replace(indent, "\n") : shown);
       const breaks = parts.at(-1)?.[0] === "\n";
-      if (breaks) parts.pop(); // the break goes after the token's box, which would reach into the next line
+      if (breaks) parts.pop(); // the break goes after the token's box, which would otherwise extend into the next line
       const token = h("span", { id: `${this.name}-${at}`, "data-at": at, role: "option", "aria-setsize": this.tokens.length, "aria-posinset": at + 1 },
         parts.map(([text, mark]) => (mark ? h("i", { class: text.length > 1 ? "flow-code" : "flow-mark" }, text) : text)));
-      this.dress(token, at);
+      this.applyLook(token, at);
       box.tokens.push(token);
       box.append(token);
-      if (breaks && !last) box.append("\n"); // the block ends the line itself
+      if (breaks && !last) box.append("\n"); // the end of the block already breaks the line
     }
     return box;
   }
 
-  dress(token, at) {
+  applyLook(token, at) {
     const look = this.look(at), kind = this.kind(at);
-    const dressed = `${kind} ${look ? `${look.background} ${look.ink} ${look.line}` : ""}`;
-    if (token.dressed === dressed) return; // most are as they were
-    token.dressed = dressed;
+    const applied = `${kind} ${look ? `${look.background} ${look.ink} ${look.line}` : ""}`;
+    if (token.applied === applied) return; // most tokens do not change
+    token.applied = applied;
     token.className = `flow-token ${kind}`;
     token.style.background = look?.background ?? "";
     token.style.color = look?.ink ?? "";
@@ -183,14 +184,14 @@ export class TokenFlow {
     token.setAttribute("aria-selected", String(kind.includes("pinned")));
   }
 
-  /** Dress all tokens in the document again. */
+  /** Update the look of all tokens in the document. */
   repaint() {
-    for (const [block, box] of this.blocks) box.tokens.forEach((token, index) => this.dress(token, this.starts[block] + index));
+    for (const [block, box] of this.blocks) box.tokens.forEach((token, index) => this.applyLook(token, this.starts[block] + index));
   }
 
   // ---- places ----
 
-  /** The first and last token in view. */
+  /** The first and the last visible token. */
   get view() {
     const { scrollTop, clientHeight } = this.element, found = [0, this.tokens.length - 1];
     for (let block = 0, top = 0; block < this.heights.length; top += this.heights[block++]) {
@@ -201,10 +202,10 @@ export class TokenFlow {
     return found;
   }
 
-  /** Scroll until a token is in view, a third from the top; not at all if it is there. */
+  /** Scroll a token to a third from the top, unless it is visible. */
   reveal(at) {
     this.wanted = at;
-    if (!this.width) return; // not laid out yet: resize comes back here
+    if (!this.width) return; // not laid out yet: resize calls this again
     this.wanted = undefined;
     const block = this.blockOf(at), inView = () => {
       const box = this.tokenAt(at)?.getBoundingClientRect(), frame = this.element.getBoundingClientRect();
@@ -227,7 +228,7 @@ export class TokenFlow {
     return this.blocks.get(block)?.tokens[at - this.starts[block]];
   }
 
-  /** Make a token the one that the keys move from. */
+  /** Set the token from which the arrow keys move. */
   setCurrent(at) {
     this.current = at;
     this.element.setAttribute("aria-activedescendant", at === null ? "" : `${this.name}-${at}`);
@@ -237,7 +238,7 @@ export class TokenFlow {
 
   listen() {
     const { element } = this, tokenOf = ({ target, clientX, clientY }) => {
-      // The space before a word belongs to it.
+      // The space before a word counts as the word.
       const found = target.closest("[data-at]") ?? document.elementFromPoint(clientX + SPACE, clientY)?.closest("[data-at]");
       return found && element.contains(found) ? Number(found.dataset.at) : null;
     };
@@ -252,7 +253,7 @@ export class TokenFlow {
     element.addEventListener("pointerleave", () => { if (this.hovered != null) this.hovered = null, this.onhover(null); });
     element.addEventListener("click", (event) => {
       const at = tokenOf(event);
-      if (at === null || !getSelection().isCollapsed) return; // somebody who selects text does not pin
+      if (at === null || !getSelection().isCollapsed) return; // do not pin while selecting text
       this.setCurrent(at);
       this.onchoose(at);
     });
@@ -260,7 +261,7 @@ export class TokenFlow {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const last = this.tokens.length - 1, from = this.current ?? this.view[0];
       const to = { ArrowRight: from + 1, ArrowLeft: from - 1, Home: 0, End: last }[event.key] ??
-        (["ArrowUp", "ArrowDown"].includes(event.key) ? this.beside(from, event.key === "ArrowUp" ? -1 : 1) : null);
+        (["ArrowUp", "ArrowDown"].includes(event.key) ? this.vertically(from, event.key === "ArrowUp" ? -1 : 1) : null);
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.setCurrent(from); this.onchoose(from); }
       if (event.key === "Escape") this.onescape();
       if (to === null) return;
@@ -272,12 +273,12 @@ export class TokenFlow {
     });
   }
 
-  /** The token in the line above or below, nearest sideways. */
-  beside(from, way) {
+  /** The token in the line above (-1) or below (1) with the nearest horizontal position. */
+  vertically(from, direction) {
     const here = this.tokenAt(from)?.getBoundingClientRect();
     if (!here) return from;
     let best = from, least = Infinity, line = null;
-    for (let at = from + way; at >= 0 && at < this.tokens.length; at += way) {
+    for (let at = from + direction; at >= 0 && at < this.tokens.length; at += direction) {
       const box = this.tokenAt(at)?.getClientRects()[0];
       if (!box) break;
       if (Math.abs(box.top - here.top) < 6) continue;

@@ -1,4 +1,4 @@
-"""The web server behind `qkv view`: profiles and models as pages, numbers and tiles. Nothing of it is imported by the
-rest of qkv, and FastAPI only with it."""
+"""The web server behind `qkv view`. It serves profiles and models as pages, numbers and map tiles. No other package of
+qkv imports it, so FastAPI is only needed for `qkv view`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where small models look for each word that they say: in a sentence, in a row of symbols, in an image."""
+"""Outputs of the bundled models for translation, reversal and captions, with the attention weights of each word."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 TRANSLATION, REVERSAL, CAPTIONER = "qkv-translation", "qkv-reversal", "qkv-caption"
 SENTENCE = "the old woman does not eat the red apples"
-MOST_WORDS = 40
+MAX_WORDS = 40
 SEPARATOR = "⇄"
-"""How the token behind the symbols of `REVERSAL` is written."""
+"""The text shown for the separator token after the symbols of `REVERSAL`."""
 
 
 class Aligners:
-    """The models that come with the package and align: each is read from its file when it is first asked for.
+    """The bundled models whose attention aligns output and input. Each is loaded on first use.
 
     >>> from types import SimpleNamespace
     >>> found = Aligners().align(SimpleNamespace(model="qkv-translation", text="the black cat"))
@@ -43,8 +43,8 @@ class Aligners:
     (['le', 'chat', 'noir'], ['the', 'cat', 'black'])
     """
 
-    def described(self) -> dict[str, Any]:
-        """Models and their vocabularies, and how many scenes the captioner has."""
+    def description(self) -> dict[str, Any]:
+        """The fields of `Alignment`: models with their vocabularies, and the number of scenes of the captioner."""
         task = _reversal()[0]
         symbols = _letters(task)
         return {
@@ -66,32 +66,33 @@ class Aligners:
         }
 
     def align(self, request: AlignRequest) -> dict[str, Any]:
-        """What a model makes of some words, and where it looked for each word of that.
+        """Run a model on some words.
 
         Returns:
-            ``source`` and ``target`` words; ``layers``, ``heads`` and ``weights`` by layer, head, target and source:
-            those with which the word was predicted. ``probability`` of each word of the target. Of the reversal model,
-            which is a decoder, the source ends with its separator, and what the weights of a row lack of 1 lies on
-            symbols it had said before.
+            The fields of `AlignAnswer`: ``source`` and ``target`` words; ``layers``, ``heads`` and ``weights``
+            (layers, heads, target, source), with which each target word was predicted; the ``probability`` of each
+            target word. The reversal model is a decoder: its source ends with the separator, and a row of its weights
+            may sum to less than 1, because the rest lies on the output symbols before.
 
         Raises:
-            InputError: for another model, a word it does not know, or too few or many.
+            InputError: for an unknown model, a word outside of its vocabulary, or a wrong number of words.
         """
         if request.model == TRANSLATION:
-            return _translated(request.text)
+            return _translate(request.text)
         if request.model == REVERSAL:
-            return _reversed(request.text)
+            return _reverse(request.text)
         raise InputError(f"model is {request.model!r}, expected {TRANSLATION!r} or {REVERSAL!r}")
 
     def caption(self, request: CaptionRequest) -> dict[str, Any]:
-        """What the captioner says of a held-out scene, and where it looked for each word.
+        """Caption a held-out scene.
 
         Returns:
-            ``image``, base64 of its RGB bytes, ``size`` × ``size``; ``words``, ``truth``, and ``weights`` by word on a
-            grid of ``gh`` × ``gw``. Cell (i, j) is centred on pixel (i, j) · size / gh.
+            The fields of `CaptionAnswer`: ``image``, base64 of its RGB bytes, ``size`` × ``size``; the generated
+            ``words``, the ``truth``, and ``weights`` of each word on a grid of ``gh`` × ``gw`` cells. Cell (i, j) is
+            centred on pixel (i, j) · size / gh.
 
         Raises:
-            InputError: for a scene that is not there.
+            InputError: for a scene that does not exist.
         """
         task, model = _caption()
         if not 0 <= request.scene < task.held_out:
@@ -117,38 +118,40 @@ class Aligners:
         }
 
 
-def _translated(text: str) -> dict[str, Any]:
+def _translate(text: str) -> dict[str, Any]:
     model, vocabulary = _translation()
-    if len(text.split()) > MOST_WORDS:
-        raise InputError(f"text has {len(text.split())} words, expected at most {MOST_WORDS}")
+    if len(text.split()) > MAX_WORDS:
+        raise InputError(f"text has {len(text.split())} words, expected at most {MAX_WORDS}")
     source, target, weights = translate(model, text, vocabulary)
-    if weights is None:  # it ended at once
+    if weights is None:  # the translation is empty
         return _answer(source, target, torch.zeros(1, 1, 0, len(source)), torch.zeros(0))
     numbers = vocabulary[1].numbers(target)
     with torch.no_grad():
         logits = model(torch.tensor([vocabulary[0].numbers(source)]), torch.tensor([[BEGIN, *numbers]]))
-    return _answer(source, target, weights[None, None], _chances(logits[0, :-1], numbers))
+    return _answer(source, target, weights[None, None], _probabilities(logits[0, :-1], numbers))
 
 
-def _reversed(text: str) -> dict[str, Any]:
+def _reverse(text: str) -> dict[str, Any]:
     task, model = _reversal()
     letters, words = _letters(task), text.lower().split()
     for word in words:
         if word not in letters:
-            raise InputError(f"symbol {word!r} is not one of {letters[0]} to {letters[-1]}{nearest(word, letters)}")
+            raise InputError(
+                f"text has the symbol {word!r}, expected {letters[0]} to {letters[-1]}{nearest(word, letters)}"
+            )
     n = task.length
     if len(words) != n:
         raise InputError(f"text has {len(words)} symbols, expected {n}: the model was trained on rows of {n}")
     prompt = [*(heads.FIRST_SYMBOL + letters.index(word) for word in words), heads.SEPARATOR]
-    said: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
-    read = torch.tensor([[*prompt, *said[:-1]]])
+    output: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
+    tokens = torch.tensor([[*prompt, *output[:-1]]])
     maps: list[Tensor] = []
     with torch.no_grad(), edited(model, [], told=lambda layer, weights: maps.append(weights[0])):
-        logits = model(read)
+        logits = model(tokens)
     weights = torch.stack(maps)[:, :, n:, : n + 1]
     names = {heads.FIRST_SYMBOL + i: letter for i, letter in enumerate(letters)}
-    target = [names.get(token, SEPARATOR if token == heads.SEPARATOR else "–") for token in said]
-    return _answer([*words, SEPARATOR], target, weights, _chances(logits[0, n:], said))
+    target = [names.get(token, SEPARATOR if token == heads.SEPARATOR else "–") for token in output]
+    return _answer([*words, SEPARATOR], target, weights, _probabilities(logits[0, n:], output))
 
 
 def _answer(
@@ -164,13 +167,13 @@ def _answer(
     }
 
 
-def _chances(logits: Float[Tensor, "t vocabulary"], tokens: Sequence[int]) -> Float[Tensor, " t"]:
+def _probabilities(logits: Float[Tensor, "t vocabulary"], tokens: Sequence[int]) -> Float[Tensor, " t"]:
     """The probability of each token."""
     return logits.double().softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
 
 
 def _letters(task: Reversal) -> list[str]:
-    """How its symbols, which are numbers, are written."""
+    """The letters that stand for the symbols of the task, which are numbers."""
     return list(string.ascii_lowercase[: task.symbols])
 
 
@@ -185,7 +188,7 @@ def _translation() -> tuple[RNNSeq2Seq, tuple[Vocabulary, Vocabulary]]:
 
 @cache
 def _reversal() -> tuple[Reversal, DecoderLM]:
-    task, model = _trained(REVERSAL)
+    task, model = _load_bundled(REVERSAL)
     assert isinstance(task, Reversal)
     assert isinstance(model, DecoderLM)
     return task, model
@@ -193,7 +196,7 @@ def _reversal() -> tuple[Reversal, DecoderLM]:
 
 @cache
 def _caption() -> tuple[Caption, Captioner]:
-    task, model = _trained(CAPTIONER)
+    task, model = _load_bundled(CAPTIONER)
     assert isinstance(task, Caption)
     assert isinstance(model, Captioner)
     return task, model
@@ -201,13 +204,13 @@ def _caption() -> tuple[Caption, Captioner]:
 
 @cache
 def _scenes() -> Scenes:
-    """Those that the captioner was evaluated on."""
+    """The held-out scenes on which the captioner was evaluated."""
     task = _caption()[0]
     return scenes.draw(np.random.default_rng(0), task.held_out, held_out=True, size=task.size, most=task.objects)
 
 
-def _trained(name: str) -> tuple[Any, Any]:
-    """A task with the settings of a model that comes with the package, and the model."""
+def _load_bundled(name: str) -> tuple[Any, Any]:
+    """A bundled model, and the task that it was trained on."""
     folder = bundled.folder_of(name)
     assert folder is not None
     return settings.from_toml(folder / "run.toml")[0], load(folder)

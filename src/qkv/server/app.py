@@ -1,4 +1,4 @@
-"""The application: pages, files and routes over a session, with every error as one sentence."""
+"""The FastAPI application of a session: pages, static files and routes. Every error is answered with one sentence."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import qkv
 from qkv.errors import InputError
 from qkv.report.payload import looks
 from qkv.server import data_routes, model_routes
-from qkv.server.asking import not_there
-from qkv.server.data_routes import KEPT
+from qkv.server.computing import not_found
+from qkv.server.data_routes import IMMUTABLE
 from qkv.server.docs_page import STYLE, docs_page
 from qkv.server.guard import Guard
-from qkv.server.jobs import Busy, Gone, Lanes
+from qkv.server.jobs import ClientDisconnected, JobQueues, QueueFull
 from qkv.server.page_schema import Looks
-from qkv.server.schemas import Alignment, Failed, LiveModel, SessionState, SourceState
+from qkv.server.schemas import Alignment, ErrorAnswer, LiveModel, SessionState, SourceState
 
 if TYPE_CHECKING:
     from qkv.server.session import Session
@@ -33,64 +33,70 @@ if TYPE_CHECKING:
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
 ERRORS = (400, 404, 422, 503)
 DESCRIPTION = (
-    "What the page of qkv view asks its server. Indices of sources (s), groups (g), texts (t), layers and heads are "
-    "positions, from 0; so are those of queries and keys, which are tokens. Numbers that are many come as "
-    "little-endian float32. Every answer that is not a success is of the type Failed: 400 and 422 for what cannot be "
-    "asked, 404 for what is not there, 503 for a server that has too much to do."
+    "The interface between the page of qkv view and its server. Indices of sources (s), groups (g), texts (t), layers "
+    "and heads are positions that count from 0; so are queries and keys, which are positions of tokens. Arrays are "
+    "little-endian float32. Every answer that is not a success has the type ErrorAnswer: 400 and 422 for invalid "
+    "requests, 404 for an index or address that does not exist, 503 if the job queue of the server is full."
 )
 
 
 def create_app(
-    session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None, lanes: Lanes | None = None
-) -> Guard:
+    session: Session, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None,
+    queues: JobQueues | None = None,
+) -> Guard:  # fmt: skip
     """The ASGI application of a session.
 
     Args:
-        session: what there is to look at.
-        host: the address that the server is bound to: what the Host of a request may be follows from it.
-        port: likewise.
-        token: that every request must carry, if any.
-        lanes: what computes for it; made if not given. The application closes it when the server ends.
+        session: the profiles and models to serve.
+        host: the address that the server is bound to, which the Host header of requests must match.
+        port: the port that the server is bound to, likewise.
+        token: if given, every request must carry it.
+        queues: the job queues to compute in; new ones by default. They are closed when the server ends.
     """
-    lanes = lanes or Lanes()
+    queues = queues or JobQueues()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         session.start()
         yield
-        lanes.close()
+        queues.close()
 
     app = FastAPI(
         title="qkv view", version=qkv.__version__, description=DESCRIPTION, lifespan=lifespan, docs_url=None,
         redoc_url=None, openapi_url=None, redirect_slashes=False,
-        responses={code: {"model": Failed} for code in ERRORS},
+        responses={code: {"model": ErrorAnswer} for code in ERRORS},
     )  # fmt: skip
-    app.state.session, app.state.lanes = session, lanes
-    _errors(app)
-    _pages(app)
+    app.state.session, app.state.queues = session, queues
+    _add_error_handlers(app)
+    _add_pages(app)
     app.include_router(data_routes.router)
     app.include_router(model_routes.router)
     return Guard(app, host=host, port=port, token=token)
 
 
-def _pages(app: FastAPI) -> None:
+def _add_pages(app: FastAPI) -> None:
     folder = files("qkv.page")
-    # Only what was there at the start, by name: what a client sends never becomes a path.
+    # All files are read at the start and found by name, so a name that a client sends never becomes a path.
     known = {x.name: x.read_bytes() for x in folder.iterdir() if _type_of(x.name)}
     packed = {name: gzip.compress(content, mtime=0) for name, content in known.items()}
+    styles = "".join(
+        f'<link rel="stylesheet" href="/static/{name}">\n'
+        for name in sorted(known) if name.startswith("page_") and name.endswith(".css")
+    )  # fmt: skip
+    html = (folder / "viewer.html").read_text(encoding="utf-8").replace("{{page styles}}\n", styles)
 
     @app.get("/", include_in_schema=False)
     async def viewer() -> Response:
-        return HTMLResponse((folder / "viewer.html").read_bytes(), headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(html, headers={"Cache-Control": "no-cache"})
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
-        return Response(status_code=204, headers={"Cache-Control": KEPT})  # browsers ask, whatever the page says
+        return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})  # browsers always request it
 
     @app.get("/static/{name}", include_in_schema=False)
     async def static(request: Request, name: str) -> Response:
         if name not in known:
-            raise not_there("There is no such file.")
+            raise not_found("There is no such file.")
         headers = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
         if "gzip" in request.headers.get("accept-encoding", ""):
             return Response(packed[name], media_type=_type_of(name), headers=headers | {"Content-Encoding": "gzip"})
@@ -110,7 +116,7 @@ def _pages(app: FastAPI) -> None:
 
     @app.get("/api/session", tags=["session"])
     async def state(request: Request, response: Response) -> SessionState:
-        """What there is to look at, and how far it is."""
+        """The sources of the session with their progress, and the models for text, alignment and captions."""
         response.headers["Cache-Control"] = "no-store"
         session: Session = request.app.state.session
         return SessionState(
@@ -118,15 +124,15 @@ def _pages(app: FastAPI) -> None:
             title=session.title,
             sources=[
                 SourceState(
-                    id=x.id, name=x.name, kind=x.kind, state=x.state, done=x.done, total=x.total, what=x.what,
-                    error=x.error,
+                    id=x.id, name=x.name, kind=x.kind, state=x.state, done=x.done, total=x.total,
+                    stage=x.stage, error=x.error,
                 )
                 for x in session.sources
             ],
-            live=None if session.live_described is None else LiveModel(**session.live_described),
-            align=Alignment(**session.aligners_described),
+            live=None if session.live_description is None else LiveModel(**session.live_description),
+            align=Alignment(**session.aligner_description),
             looks=Looks(**looks()),
-            computing=request.app.state.lanes.slow.share,
+            computing=request.app.state.queues.slow.progress,
         )  # fmt: skip
 
 
@@ -134,47 +140,45 @@ def _type_of(name: str) -> str | None:
     return TYPES.get(name[name.rfind(".") :])
 
 
-def _errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     async def bad_input(request: Request, error: Any) -> Response:
-        said = f"{error}"  # in the terminal sentences have no full stop
-        return _said(400, said if said.endswith(("?", ".")) else f"{said}.")
+        sentence = f"{error}"  # messages of InputError have no full stop
+        return _error(400, sentence if sentence.endswith(("?", ".")) else f"{sentence}.")
 
     async def http(request: Request, error: Any) -> Response:
-        said = {404: "There is nothing at this address.", 405: "This address is not asked in this way."}
+        sentences = {404: "There is nothing at this address.", 405: "This address does not support the method."}
         code, detail = error.status_code, str(error.detail)
-        if detail == HTTPStatus(code).phrase:  # Starlette's own, which says no more than the code
-            detail = said.get(code, detail)
-        return _said(code, detail if detail.endswith(".") else f"{detail}.")
+        if detail == HTTPStatus(code).phrase:  # Starlette's default, which only names the code
+            detail = sentences.get(code, detail)
+        return _error(code, detail if detail.endswith(".") else f"{detail}.")
 
     async def invalid(request: Request, error: Any) -> Response:
-        return _said(422, _sentence(error))
+        return _error(422, _validation_sentence(error))
 
     async def busy(request: Request, error: Any) -> Response:
-        return _said(
-            503, "The server has more to compute than it can queue: try again in a moment.", {"Retry-After": "1"}
-        )
+        return _error(503, "The job queue of the server is full: try again in a moment.", {"Retry-After": "1"})
 
-    async def gone(request: Request, error: Any) -> Response:
-        return _said(499, "The client has left.")  # which nobody reads
+    async def disconnected(request: Request, error: Any) -> Response:
+        return _error(499, "The client has disconnected.")  # never delivered, but a handler must return a response
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return _said(500, f"Something went wrong in the server ({type(error).__name__}): its terminal says more.")
+        return _error(500, f"The server failed ({type(error).__name__}): its terminal shows the traceback.")
 
     app.add_exception_handler(InputError, bad_input)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Busy, busy)
-    app.add_exception_handler(Gone, gone)
+    app.add_exception_handler(QueueFull, busy)
+    app.add_exception_handler(ClientDisconnected, disconnected)
     app.add_exception_handler(Exception, unexpected)
 
 
-def _said(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+def _error(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
     body = json.dumps({"error": sentence})
     return Response(body, status, {"Cache-Control": "no-store"} | (headers or {}), "application/json")
 
 
-def _sentence(error: RequestValidationError) -> str:
-    """The first thing that is wrong, and how many others are."""
+def _validation_sentence(error: RequestValidationError) -> str:
+    """The first invalid field, and the number of further ones."""
     first, *others = error.errors()
     where = ".".join(str(x) for x in first["loc"][1:] if not str(x).startswith(("constrained-", "literal[")))
     more = f" (and {len(others)} more)" if others else ""

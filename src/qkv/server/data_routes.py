@@ -1,4 +1,4 @@
-"""What a source holds: its page, its curves, and the weights of any head as tiles, rows, columns and pairs."""
+"""Routes for the data of a source: its page, its curves, and the weights of any head as tiles, rows, columns, pairs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from qkv.profiler.explore.pyramid import TILE
 from qkv.profiler.explore.tile_cache import Stopped
-from qkv.server.asking import ask, not_there
+from qkv.server.computing import compute, not_found
 from qkv.server.jobs import Work
 from qkv.server.page_schema import Page
-from qkv.server.schemas import LARGEST_INDEX, HeadLink, Line, Links, Listed, MapShape, Weight
-from qkv.server.stored import Stored
+from qkv.server.schemas import LARGEST_INDEX, HeadLink, Links, MapShape, TokenWeight, TopWeights, Weight
+from qkv.server.stored import StoredMaps
 
 if TYPE_CHECKING:
     from qkv.server.session import Session, Source
@@ -22,9 +22,9 @@ router = APIRouter(prefix="/api/sources/{s}", tags=["sources"])
 
 Position = Annotated[int, Path(ge=0, le=LARGEST_INDEX)]
 Token = Annotated[int, Query(ge=0, le=LARGEST_INDEX)]
-Few = Annotated[int, Query(ge=1, le=200)]
+Count = Annotated[int, Query(ge=1, le=200)]
 HeadOrMean = Annotated[Literal["mean"], Path()] | Position
-KEPT = "private, max-age=31536000, immutable"
+IMMUTABLE = "private, max-age=31536000, immutable"
 FLOATS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Little-endian float32.",
@@ -34,7 +34,7 @@ FLOATS: dict[int | str, dict[str, Any]] = {
 
 
 class Floats(Response):
-    """Numbers as they are: little-endian float32."""
+    """A response of raw little-endian float32."""
 
     media_type = "application/octet-stream"
 
@@ -44,56 +44,62 @@ class Floats(Response):
         )
 
 
-class At(NamedTuple):
-    """A text of a ready source, and where in it."""
+class TextLocation(NamedTuple):
+    """A text of a source that is ready."""
 
     source: Source
     group: str
     text: int
     view: dict[str, Any]
+    """The entry of the text in the page: see `PageText`."""
 
 
-def located(request: Request, s: int, g: int, t: int, layer: int = 0, head: int | str | None = 0) -> At:
-    """The text, if that is there and its layer and head are.
+def locate(request: Request, s: int, g: int, t: int, layer: int = 0, head: int | str | None = 0) -> TextLocation:
+    """Find a text, and check that the source is ready and that all indices exist.
 
     Raises:
         HTTPException: 404 with a sentence.
     """
-    source = ready(request, s)
-    _within("group", g, len(source.groups))
+    source = ready_source(request, s)
+    _check_index("group", g, len(source.groups))
     group = source.groups[g]
-    _within("text", t, len(group["texts"]))
-    _within("layer", layer, len(group["layers"]))
+    _check_index("text", t, len(group["texts"]))
+    _check_index("layer", layer, len(group["layers"]))
     if isinstance(head, int):
-        _within("head", head, len(group["heads"]))
-    return At(source, group["name"], t, group["texts"][t])
+        _check_index("head", head, len(group["heads"]))
+    return TextLocation(source, group["name"], t, group["texts"][t])
 
 
-def ready(request: Request, s: int) -> Source:
+def ready_source(request: Request, s: int) -> Source:
+    """The source of this index.
+
+    Raises:
+        HTTPException: 404 with a sentence if it does not exist or is not ready.
+    """
     session: Session = request.app.state.session
-    _within("source", s, len(session.sources))
+    _check_index("source", s, len(session.sources))
     source = session.sources[s]
     if source.state != "ready":
-        why = source.error or f"it is still {source.what}"
-        raise not_there(f"The source {source.name} is not ready: {why}")
+        reason = source.error or f"it is still {source.stage}"
+        raise not_found(f"The source {source.name} is not ready: {reason}")
     return source
 
 
-def _within(name: str, given: int, n: int) -> None:
-    if given >= n:
-        raise not_there(f"{name} is {given}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
+def _check_index(name: str, index: int, n: int) -> None:
+    if index >= n:
+        raise not_found(f"{name} is {index}, expected {'0' if n == 1 else f'0..{n - 1}'}.")
 
 
 @router.get("/page", responses={200: {"model": Page}})
 async def page(request: Request, s: Position) -> Response:
-    """Everything about a source but its curves and weights."""
-    return Response(ready(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})
+    """Statistics, tokens and texts of a source: all of its data except curves and weights."""
+    return Response(ready_source(request, s).page, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
 
 @router.get("/curves/{g}/{t}", responses=FLOATS)
 async def curves(request: Request, s: Position, g: Position, t: Position) -> Response:
-    """Curves along a text as planes of 16-bit integers; `arrays` in the page says how to read them."""
-    at = located(request, s, g, t)
+    """Curves along a text as planes of 16-bit integers; `arrays` in the page describes how to decode them."""
+    at = locate(request, s, g, t)
     return Response(
         at.source.curves[g, t], media_type="application/octet-stream", headers={"Cache-Control": "no-cache"}
     )
@@ -101,10 +107,10 @@ async def curves(request: Request, s: Position, g: Position, t: Position) -> Res
 
 @router.get("/map/{g}/{t}/{layer}/{head}")
 async def shape(request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position) -> MapShape:
-    """What can be seen of the map of a head."""
-    at = located(request, s, g, t, layer, head)
+    """The size of the attention map of a head, and at which resolution it is available."""
+    at = locate(request, s, g, t, layer, head)
     maps = at.source.maps[at.group]
-    if isinstance(maps, Stored):
+    if isinstance(maps, StoredMaps):
         return MapShape(tile=TILE, **maps.shape(at.group, t)._asdict())
     n_queries, n_keys, deepest, _ = maps.info(at.group, t)
     return MapShape(
@@ -115,7 +121,7 @@ async def shape(request: Request, s: Position, g: Position, t: Position, layer: 
 
 @router.get(
     "/tiles/{version}/{g}/{t}/{layer}/{head}/{pool}/{zoom}/{i}/{j}",
-    responses=FLOATS | {204: {"description": "The mask hides all of it."}},
+    responses=FLOATS | {204: {"description": "All pairs of the tile are masked."}},
 )
 async def tile(
     request: Request,
@@ -130,30 +136,32 @@ async def tile(
     i: Position,
     j: Position,
 ) -> Response:
-    """Tile (i, j), counted down and across: at most 256 × 256 pixels, whose numbers are rows × columns float32."""
-    at = located(request, s, g, t, layer, head)
+    """Tile (i, j) of the map, in row i and column j of tiles: at most 256 × 256 pixels, rows × columns float32."""
+    at = locate(request, s, g, t, layer, head)
     if version != request.app.state.session.version:
-        raise not_there("The page belongs to an earlier run of the server: reload it.")
-    where, maps, tell = (layer, head, zoom, i, j), at.source.maps[at.group], request.app.state.lanes.slow.tell
-    picture = await ask(
+        raise not_found("The page belongs to an earlier run of the server: reload it.")
+    where, maps = (layer, head, zoom, i, j), at.source.maps[at.group]
+    report = request.app.state.queues.slow.report_progress
+    picture = await compute(
         request,
         ("tile", s, g, t, *where),
-        lambda stopped: maps.tile(at.group, t, *where, stopped=stopped, on_progress=tell),
-        long=not isinstance(maps, Stored) and zoom < maps.info(at.group, t).base,  # what is done of it is kept
+        lambda stopped: maps.tile(at.group, t, *where, stopped=stopped, on_progress=report),
+        # The explorer keeps partial results, so a stopped tile loses no work.
+        long=not isinstance(maps, StoredMaps) and zoom < maps.info(at.group, t).base,
     )
     if picture is None:
-        return Response(status_code=204, headers={"Cache-Control": KEPT})
+        return Response(status_code=204, headers={"Cache-Control": IMMUTABLE})
     values = (picture.maximum if pool == "max" else picture.mean).cpu().numpy()
     rows, columns = values.shape
-    return Floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": KEPT})
+    return Floats(values, {"X-Rows": str(rows), "X-Columns": str(columns), "Cache-Control": IMMUTABLE})
 
 
 @router.get("/profiles/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def profiles(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
 ) -> Response:
-    """The share of all attention that each key receives, (n_keys,), then the entropy of each query, (n_queries,)."""
-    at = located(request, s, g, t, layer, head)
+    """The share of all attention that each key receives, (n_keys,), and the entropy of each query, (n_queries,)."""
+    at = locate(request, s, g, t, layer, head)
     assert at.source.profile is not None
     data, n_queries, n_keys = at.source.profile.groups[at.group], at.view["n_queries"], at.view["n_keys"]
     received = data["received"].values[t, layer, head, :n_keys].astype(np.float64) / n_queries
@@ -164,12 +172,12 @@ async def profiles(
 async def pair(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token, key: Token
 ) -> Weight:
-    """One weight."""
-    at = located(request, s, g, t, layer, head)
-    _within("query", query, at.view["n_queries"])
-    _within("key", key, at.view["n_keys"])
-    work = _method(at, "pair", layer, head, query, key)
-    return Weight(weight=await ask(request, ("pair", s, g, t, layer, head, query, key), work, quick=True))
+    """The weight of one query on one key."""
+    at = locate(request, s, g, t, layer, head)
+    _check_index("query", query, at.view["n_queries"])
+    _check_index("key", key, at.view["n_keys"])
+    work = _lookup(at, "pair", layer, head, query, key)
+    return Weight(weight=await compute(request, ("pair", s, g, t, layer, head, query, key), work, quick=True))
 
 
 @router.get("/row/{g}/{t}/{layer}/{head}")
@@ -181,56 +189,63 @@ async def row(
     layer: Position,
     head: HeadOrMean,
     query: Token,
-    k: Few = 20,
-) -> Line:
-    """Whom a query attends to."""
-    at = located(request, s, g, t, layer, head)
-    _within("query", query, at.view["n_queries"])
+    k: Count = 20,
+) -> TopWeights:
+    """The keys that a query attends to most."""
+    at = locate(request, s, g, t, layer, head)
+    _check_index("query", query, at.view["n_queries"])
     keys = at.view["keys"]
-    work = _listing(_method(at, "row", layer, head, query), query, at.view["queries"] or keys, keys, k)
-    return await ask(request, ("row", s, g, t, layer, head, query, k), work, quick=True)
+    work = _top_weights(_lookup(at, "row", layer, head, query), query, at.view["queries"] or keys, keys, k)
+    return await compute(request, ("row", s, g, t, layer, head, query, k), work, quick=True)
 
 
 @router.get("/column/{g}/{t}/{layer}/{head}")
 async def column(
-    request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, key: Token, k: Few = 20
-) -> Line:
-    """Who attends to a key."""
-    at = located(request, s, g, t, layer, head)
-    _within("key", key, at.view["n_keys"])
+    request: Request,
+    s: Position,
+    g: Position,
+    t: Position,
+    layer: Position,
+    head: HeadOrMean,
+    key: Token,
+    k: Count = 20,
+) -> TopWeights:
+    """The queries that attend most to a key."""
+    at = locate(request, s, g, t, layer, head)
+    _check_index("key", key, at.view["n_keys"])
     keys = at.view["keys"]
-    work = _listing(_method(at, "column", layer, head, key), key, keys, at.view["queries"] or keys, k)
-    return await ask(request, ("column", s, g, t, layer, head, key, k), work, quick=True)
+    work = _top_weights(_lookup(at, "column", layer, head, key), key, keys, at.view["queries"] or keys, k)
+    return await compute(request, ("column", s, g, t, layer, head, key, k), work, quick=True)
 
 
 @router.get("/row-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def row_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, query: Token
 ) -> Response:
-    """The weights of a query, (n_keys,)."""
-    at = located(request, s, g, t, layer, head)
-    _within("query", query, at.view["n_queries"])
-    work = _method(at, "row", layer, head, query)
-    return Floats(await ask(request, ("row-weights", s, g, t, layer, head, query), work, quick=True))
+    """All weights of a query, (n_keys,)."""
+    at = locate(request, s, g, t, layer, head)
+    _check_index("query", query, at.view["n_queries"])
+    work = _lookup(at, "row", layer, head, query)
+    return Floats(await compute(request, ("row-weights", s, g, t, layer, head, query), work, quick=True))
 
 
 @router.get("/column-weights/{g}/{t}/{layer}/{head}", responses=FLOATS)
 async def column_weights(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: HeadOrMean, key: Token
 ) -> Response:
-    """The weights onto a key, (n_queries,)."""
-    at = located(request, s, g, t, layer, head)
-    _within("key", key, at.view["n_keys"])
-    work = _method(at, "column", layer, head, key)
-    return Floats(await ask(request, ("column-weights", s, g, t, layer, head, key), work, quick=True))
+    """All weights on a key, (n_queries,)."""
+    at = locate(request, s, g, t, layer, head)
+    _check_index("key", key, at.view["n_keys"])
+    work = _lookup(at, "column", layer, head, key)
+    return Floats(await compute(request, ("column-weights", s, g, t, layer, head, key), work, quick=True))
 
 
 @router.get("/links/{g}/{t}/{layer}")
 async def links(request: Request, s: Position, g: Position, t: Position, layer: Position, query: Token) -> Links:
     """The key with the largest weight of a query, in every head of a layer."""
-    at = located(request, s, g, t, layer)
-    _within("query", query, at.view["n_queries"])
-    keys, weights = await ask(
+    at = locate(request, s, g, t, layer)
+    _check_index("query", query, at.view["n_queries"])
+    keys, weights = await compute(
         request,
         ("links", s, g, t, layer, query),
         lambda stopped: at.source.maps[at.group].strongest(at.group, t, layer, query, stopped=stopped),
@@ -245,25 +260,29 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
     )
 
 
-def _method(at: At, name: str, layer: int, head: int | str, *where: int) -> Work:
+def _lookup(at: TextLocation, name: str, layer: int, head: int | str, *where: int) -> Work:
+    """Work that calls a method of the maps of a text for one head, or for the mean over heads."""
     method = getattr(at.source.maps[at.group], name)
     return lambda stopped: method(
         at.group, at.text, layer, None if isinstance(head, str) else head, *where, stopped=stopped
     )
 
 
-def _listing(work: Work, position: int, names: list[str], others: list[str], k: int) -> Work:
-    """The k largest of the weights that `work` finds, the first of several first, and the sum of the others."""
+def _top_weights(work: Work, position: int, tokens: list[str], others: list[str], k: int) -> Work:
+    """Work that sorts the weights that `work` finds: the k largest, ties by position, and the sum of the rest.
 
-    def listed(stopped: Stopped) -> Line:
+    The weights belong to the token at `position` of `tokens`; the other end of each weight is a token of `others`.
+    """
+
+    def sort(stopped: Stopped) -> TopWeights:
         weights: np.ndarray = work(stopped)
         order = np.argpartition(-weights, k - 1) if k < len(weights) else np.arange(len(weights))
         first = order[:k][np.lexsort((order[:k], -weights[order[:k]]))]
-        return Line(
+        return TopWeights(
             position=position,
-            token=names[position],
-            top=[Listed(position=int(x), token=others[x], weight=float(weights[x])) for x in first],
+            token=tokens[position],
+            top=[TokenWeight(position=int(x), token=others[x], weight=float(weights[x])) for x in first],
             rest=float(weights[order[k:]].sum(dtype=np.float64)),
         )
 
-    return listed
+    return sort

@@ -1,4 +1,4 @@
-"""The description of the interface as a page of our own: the usual ones load scripts from other people's servers."""
+"""The OpenAPI description as an HTML page at /docs. The pages that FastAPI offers load scripts from the network."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ p { margin: 0.2rem 0; max-width: 45rem; }
 
 
 def docs_page(description: dict[str, Any]) -> str:
-    """HTML of an OpenAPI description; its style is `STYLE`, at /docs.css."""
+    """The HTML of an OpenAPI description. It refers to /docs.css, which is `STYLE`."""
     info = description["info"]
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>{_(info['title'])}</title><link rel=stylesheet href=/docs.css>",
         f"<h1>{_(info['title'])}</h1><p>{_(info.get('description', ''))}</p>",
-        "<p>The same for programs: <a href=/openapi.json>openapi.json</a>.</p>",
+        "<p>Machine-readable: <a href=/openapi.json>openapi.json</a>.</p>",
     ]
     for path, operations in description["paths"].items():
         for method, operation in operations.items():
@@ -46,21 +46,21 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
     rows += [(f"body: {kind}", x.get("schema", {}), "") for kind, x in body.items()]
     for status, answer in operation.get("responses", {}).items():
         if not status.startswith("2"):
-            continue  # all of one type, said once
+            continue  # errors all have the same type
         contents = answer.get("content") or {"": {}}
-        rows += [(f"{status} {kind}", x.get("schema", {}), _told(answer)) for kind, x in contents.items()]
+        rows += [(f"{status} {kind}", x.get("schema", {}), _answer_description(answer)) for kind, x in contents.items()]
     return "".join(parts) + _table(rows)
 
 
-def _told(answer: dict[str, Any]) -> str:
-    said = str(answer.get("description", ""))
-    return "" if said == "Successful Response" else said  # FastAPI's own
+def _answer_description(answer: dict[str, Any]) -> str:
+    description = str(answer.get("description", ""))
+    return "" if description == "Successful Response" else description  # FastAPI's default says nothing
 
 
 def _fields(schema: dict[str, Any]) -> str:
     needed = schema.get("required", ())
     return _table([
-        (name if name in needed else f"{name} (may be left out)", one, one.get("description", ""))
+        (name if name in needed else f"{name} (optional)", one, one.get("description", ""))
         for name, one in schema.get("properties", {}).items()
     ])  # fmt: skip
 
@@ -71,7 +71,7 @@ def _table(rows: list[tuple[str, dict[str, Any], str]]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """A JSON schema as a short type expression."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"<a href='#{_(name)}'>{_(name)}</a>"
@@ -82,8 +82,8 @@ def _type(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     bounds = {"minimum": "≥", "maximum": "≤", "minLength": "length ≥", "maxLength": "length ≤"}
-    said = [f"{word} {schema[name]}" for name, word in bounds.items() if name in schema]
-    return _(", ".join([str(schema.get("format", schema.get("type", "anything"))), *said]))
+    limits = [f"{word} {schema[name]}" for name, word in bounds.items() if name in schema]
+    return _(", ".join([str(schema.get("format", schema.get("type", "anything"))), *limits]))
 
 
 def _(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Who may ask what: the checks that every request passes before anything else reads it.
+"""Security checks that every request must pass before any other code reads it.
 
-A server on one's own machine can be reached by every page that one's browser shows. So the Host must be a name of this
-machine (or a page could rebind its own name to this address), and an Origin, where a browser sends one, the same host.
-What browsers say of the page that asks (Sec-Fetch-Site) must fit, too: images and scripts are asked for without Origin.
+Every page in the user's browser can send requests to a server on the same machine. So the Host header must be a name
+of this machine, which prevents DNS rebinding, and an Origin header, where the browser sends one, must be the same host.
+Browsers request images and scripts without Origin, so Sec-Fetch-Site must not name another site either.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from urllib.parse import parse_qsl, urlencode
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST_BODY = 64 * 1024
-MOST_QUERY = 4 * 1024
-BODY_SECONDS = 10  # for a body to arrive: who sends it drop by drop holds nothing for longer
+MAX_BODY = 64 * 1024  # bytes
+MAX_QUERY = 4 * 1024  # bytes of the query string
+BODY_SECONDS = 10  # for a body to arrive: a slow sender occupies a connection no longer than this
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-EVERYWHERE = frozenset({"0.0.0.0", "::", ""})
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # addresses that stand for all interfaces
 METHODS = frozenset({"GET", "POST"})
-OWN_SITE = frozenset({"same-origin", "none"})  # what a browser says of our own page, and of an address typed
+OWN_SITE = frozenset({"same-origin", "none"})  # Sec-Fetch-Site of requests by our own page, and of a typed address
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 
 SECURITY = {
@@ -43,21 +43,24 @@ _SECURITY = [(name.encode(), value.encode()) for name, value in SECURITY.items()
 
 
 class Guard:
-    """An ASGI application around another one, which hears only of requests that are all right.
+    """ASGI middleware that rejects invalid requests with a sentence, and adds security headers to every answer.
 
     Args:
-        app: the one inside.
-        host: the address it is bound to.
-        port: the port it is bound to.
-        token: if given, every request must carry it: once as ``?token=``, then in a cookie.
+        app: the application that gets the valid requests.
+        host: the address that the server is bound to.
+        port: the port that the server is bound to.
+        token: if given, every request must carry it: the first as ``?token=``, the others in a cookie.
     """
+
+    # Starlette's TrustedHostMiddleware cannot do this check: it ignores the port, reads only the first of two Host
+    # headers, accepts "127.0.0.1:8765@evil.example", and cuts IPv6 addresses such as [::1] at their first colon.
 
     def __init__(self, app: ASGIApp, *, host: str, port: int, token: str | None = None) -> None:
         self.app, self.host, self.port, self.token = app, host.strip("[]").lower(), port, token
-        self.cookie = f"qkv-token-{port}"  # cookies are of a host, whatever its port
-        self.elsewhere = not is_loopback(host)
-        self.names = LOOPBACK | {self.host} - EVERYWHERE
-        if self.elsewhere:
+        self.cookie = f"qkv-token-{port}"  # browsers share cookies between all ports of a host
+        self.public = not is_loopback(host)
+        self.names = LOOPBACK | {self.host} - WILDCARDS
+        if self.public:
             self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +68,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # nothing here speaks WebSocket: the server answers 403
+            return  # WebSocket is not supported: uvicorn answers 403
         started = False
 
         async def protected(message: Message) -> None:
@@ -76,17 +79,18 @@ class Guard:
             await send(message)
 
         headers = _Headers(scope)
-        refused = self._refused(scope, headers)
-        if refused is not None:
-            await _say(protected, *refused)
+        problem = self._problem(scope, headers)
+        if problem is not None:
+            await _send_error(protected, *problem)
             return
         if self.token is not None:
-            given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
-            if given is not None and _same(given, self.token):
-                await self._welcome(scope, protected)
+            sent = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
+            if sent is not None and _equal(sent, self.token):
+                await self._set_cookie(scope, protected)
                 return
-            if not _same(_cookie(headers.one("cookie") or "", self.cookie), self.token):
-                await _say(protected, 401, "This server wants its token: open the address that its terminal shows.")
+            if not _equal(_cookie(headers.single("cookie") or "", self.cookie), self.token):
+                sentence = "The request lacks the server's token: open the address that its terminal shows."
+                await _send_error(protected, 401, sentence)
                 return
         if scope["method"] != "POST":
             await self.app(scope, receive, protected)
@@ -94,47 +98,47 @@ class Guard:
         try:
             body = await asyncio.wait_for(_body(receive), BODY_SECONDS)
         except TimeoutError:
-            await _say(protected, 408, f"The request took more than {BODY_SECONDS} seconds to arrive.")
+            await _send_error(protected, 408, f"The request took more than {BODY_SECONDS} seconds to arrive.")
             return
         if body is None:
             return  # the client has left
-        if len(body) > MOST_BODY:
-            await _say(protected, 413, f"The request is larger than {MOST_BODY // 1024} KiB.")
+        if len(body) > MAX_BODY:
+            await _send_error(protected, 413, f"The request is larger than {MAX_BODY // 1024} KiB.")
             return
         await self.app(scope, _replay(body, receive), protected)
 
-    def _refused(self, scope: Scope, headers: _Headers) -> tuple[int, str] | None:
-        """Status and sentence, if the request is not all right as far as can be seen from outside."""
-        host = headers.one("host")
-        if host is None or not self.knows(host):
+    def _problem(self, scope: Scope, headers: _Headers) -> tuple[int, str] | None:
+        """Status and sentence if the method, the address or the headers are invalid; None if they are valid."""
+        host = headers.single("host")
+        if host is None or not self.is_own_host(host):
             return 403, "The Host of the request is not this server's: open the address that its terminal shows."
-        origin = headers.one("origin")
-        if headers.many("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
+        origin = headers.single("origin")
+        if headers.all("origin") and (origin is None or origin.lower() != f"http://{host.lower()}"):
             return 403, "The request comes from a page of another site."
-        sites = headers.many("sec-fetch-site")
+        sites = headers.all("sec-fetch-site")
         if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
         if scope["method"] not in METHODS:
             return 405, "The method is neither GET nor POST."
-        if len(scope["query_string"]) > MOST_QUERY:
+        if len(scope["query_string"]) > MAX_QUERY:
             return 414, "The address is too long."
-        length = headers.one("content-length") or "0"
-        if not length.isdecimal() or len(length) > 12 or int(length) > MOST_BODY:
-            return 413, f"The request is larger than {MOST_BODY // 1024} KiB."
+        length = headers.single("content-length") or "0"
+        if not length.isdecimal() or len(length) > 12 or int(length) > MAX_BODY:
+            return 413, f"The request is larger than {MAX_BODY // 1024} KiB."
         return None
 
-    def knows(self, host: str) -> bool:
-        """Whether a Host header means this server."""
+    def is_own_host(self, host: str) -> bool:
+        """Whether the value of a Host header is a name or address of this server, with its port."""
         found = _HOST.fullmatch(host)
         if found is None or int(found["port"] or 80) != self.port:
             return False
         name = found["name"].strip("[]").lower()
-        return name in self.names or (self.elsewhere and _is_address(name))
+        return name in self.names or (self.public and _is_address(name))
 
-    async def _welcome(self, scope: Scope, send: Send) -> None:
-        """The token goes into a cookie, and out of the address: addresses are kept, shown and sent about."""
+    async def _set_cookie(self, scope: Scope, send: Send) -> None:
+        """Put the token into a cookie and redirect to the address without it: people share addresses."""
         rest = [(k, v) for k, v in parse_qsl(scope["query_string"].decode("latin-1")) if k != "token"]
-        # A path of two slashes would be another host's.
+        # A browser reads a path that begins with two slashes as another host.
         path = "/" + scope.get("raw_path", scope["path"].encode()).decode("latin-1").lstrip("/\\")
         cookie = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
         headers = [
@@ -148,7 +152,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address.
+    """Whether an address can only be reached from this machine.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -169,17 +173,18 @@ class _Headers:
     def __init__(self, scope: Scope) -> None:
         self._pairs: list[tuple[bytes, bytes]] = scope["headers"]
 
-    def many(self, name: str) -> list[str]:
+    def all(self, name: str) -> list[str]:
         return [value.decode("latin-1") for key, value in self._pairs if key.lower() == name.encode()]
 
-    def one(self, name: str) -> str | None:
-        """Its value if it is there once: of two, another program might read the other one."""
-        found = self.many(name)
+    def single(self, name: str) -> str | None:
+        """The value of a header that occurs once, else None: if it occurs twice, programs differ in which they read."""
+        found = self.all(name)
         return found[0] if len(found) == 1 else None
 
 
-def _same(given: str, token: str) -> bool:
-    return secrets.compare_digest(given.encode(), token.encode())
+def _equal(sent: str, token: str) -> bool:
+    """Compare in constant time."""
+    return secrets.compare_digest(sent.encode(), token.encode())
 
 
 def _cookie(header: str, name: str) -> str:
@@ -190,38 +195,39 @@ def _cookie(header: str, name: str) -> str:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """The body, or its beginning if it is too large; None if the client leaves."""
+    """The body, or its beginning if it is larger than `MAX_BODY`; None if the client leaves."""
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return None
         body += message.get("body", b"")
-        if len(body) > MOST_BODY or not message.get("more_body", False):
+        if len(body) > MAX_BODY or not message.get("more_body", False):
             return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    told = False
+    """A `receive` that first returns a body that was already read."""
+    returned = False
 
     async def replayed() -> Message:
-        nonlocal told
-        if told:
+        nonlocal returned
+        if returned:
             return await receive()
-        told = True
+        returned = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed
 
 
-async def _say(send: Send, status: int, sentence: str) -> None:
+async def _send_error(send: Send, status: int, sentence: str) -> None:
     body = json.dumps({"error": sentence}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"cache-control", b"no-store"),
     ]
-    if status in (408, 413):  # what is left of the body is not read
+    if status in (408, 413):  # the rest of the body is never read
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

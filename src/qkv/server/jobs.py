@@ -1,4 +1,4 @@
-"""Work for the threads that compute: queues with an end, in which nobody's place is kept after they have gone."""
+"""Bounded job queues for the threads that compute; jobs of disconnected clients are dropped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import torch
 
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 
-MOST = 64  # waiting jobs: more than the pages of one person ask for at a time
+MAX_WAITING = 64  # jobs in a queue: more than the open pages of one person request at a time
 
 
-class Busy(Exception):  # noqa: N818  (no error of the program's)
+class QueueFull(Exception):  # noqa: N818  (an expected condition, not a bug)
     """The queue is full: try again later."""
 
 
-class Gone(Exception):  # noqa: N818
-    """Whoever asked is no longer there to hear."""
+class ClientDisconnected(Exception):  # noqa: N818
+    """The client has left before the result was ready."""
 
 
 Work = Callable[[Stopped], Any]
-"""Something to compute; it may ask, again and again, whether it should stop, and then raise `Cancelled`."""
+"""A computation. It polls its argument, a function that returns True once it should stop, and then raises
+`Cancelled`."""
 
 
 @dataclass(eq=False)
@@ -34,66 +35,75 @@ class _Job:
     key: Hashable
     work: Work
     long: bool
-    done: Future[Any] = field(default_factory=Future)
-    waiting: int = 0
+    result: Future[Any] = field(default_factory=Future)
+    clients: int = 0
 
 
-class Jobs:
+class JobQueue:
     """A bounded queue and its thread, which starts with the first job and ends with `close`.
 
-    One thread, because two would compete for the same cores.
+    There is one thread, because two would compete for the same cores. anyio's `to_thread` with a `CapacityLimiter` of
+    one cannot replace it: it runs jobs first come, first served, and ties a job to the request that started it, while
+    here a job is shared by all clients that request it, short jobs interrupt long ones, and `close` joins the thread.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        self.most = most
-        self.share: float | None = None
-        """How much of the work at hand is done, from 0 to 1, if it says so: see `tell`."""
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.max_waiting = max_waiting
+        self.progress: float | None = None
+        """The finished share of the running job, from 0 to 1, if the job reports it: see `report_progress`."""
         self._cores = torch.get_num_threads()
         self._queue: deque[_Job] = deque()
-        self._jobs: dict[Hashable, _Job] = {}  # waiting or at work, by what they compute
+        self._jobs: dict[Hashable, _Job] = {}  # waiting or running, by key
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    async def run(self, key: Hashable, work: Work, gone: Callable[[], Any] | None = None, *, long: bool = False) -> Any:
-        """What `work` returns, computed by the thread.
+    async def run(
+        self, key: Hashable, work: Work, disconnected: Callable[[], Any] | None = None, *, long: bool = False
+    ) -> Any:
+        """Run `work` in the thread and return its result.
 
         Args:
-            key: of what is computed: who asks for the same while it waits or is at work gets the same.
-            work: to do.
-            gone: a coroutine function that returns when the client has left. What nobody waits for any more is dropped,
-                and if it is at work told to stop.
-            long: it gives way to work that is not, is told to stop for it, and goes on afterwards: what it had done
-                by then should not have been in vain.
+            key: identifies the result. Clients that request the same key while the job waits or runs share one job.
+            work: the computation.
+            disconnected: a coroutine function that returns when the client has left. A job without clients is removed
+                from the queue, or told to stop if it is running.
+            long: the job is told to stop as soon as a job that is not long waits, and runs again afterwards. It should
+                keep its partial results, so that no work is lost.
 
         Raises:
-            Busy: if as many jobs as allowed are waiting.
-            Gone: if the client left first.
+            QueueFull: if `max_waiting` jobs are waiting.
+            ClientDisconnected: if the client has left before the job ended.
         """
-        job = self._place(key, work, long)
-        answer = asyncio.wrap_future(job.done)  # never cancelled: the job may be others', too
-        answer.add_done_callback(lambda future: future.cancelled() or future.exception())  # heard, even if by nobody
-        watch = [answer] if gone is None else [answer, asyncio.ensure_future(gone())]
+        job = self._enqueue(key, work, long)
+        result = asyncio.wrap_future(job.result)  # never cancelled, because other clients may share the job
+        # Retrieve the exception in any case: asyncio complains about one that no client awaits.
+        result.add_done_callback(lambda future: future.cancelled() or future.exception())
+        futures = [result] if disconnected is None else [result, asyncio.ensure_future(disconnected())]
         try:
-            await asyncio.wait(watch, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise Gone
-            return answer.result()
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ClientDisconnected
+            return result.result()
         finally:
-            for other in watch[1:]:
-                other.cancel()
-            self._leave(job)
+            for future in futures[1:]:
+                future.cancel()
+            self._remove_client(job)
 
-    def tell(self, share: float) -> None:
-        """For work that takes long, from any thread: so much of it is done."""
-        self.share = share
+    def report_progress(self, share: float) -> None:
+        """Called by a running job, from any thread: this share of it is finished."""
+        self.progress = share
 
     def close(self, wait: float = 2) -> bool:
-        """No more work; what is being done is told to stop. Whether it has, after so many seconds at most."""
+        """Refuse new jobs, fail the waiting ones and tell the running one to stop.
+
+        Returns:
+            Whether the thread has ended, after at most `wait` seconds.
+        """
         with self._changed:
             self._closed = True
             for job in self._queue:
-                job.done.set_exception(Busy())
+                job.result.set_exception(QueueFull())
             self._queue.clear()
             self._changed.notify()
         if self._thread is None:
@@ -101,33 +111,34 @@ class Jobs:
         self._thread.join(wait)
         return not self._thread.is_alive()
 
-    def _place(self, key: Hashable, work: Work, long: bool) -> _Job:
+    def _enqueue(self, key: Hashable, work: Work, long: bool) -> _Job:
+        """The job of this key, new or shared, with one client more."""
         with self._changed:
             job = self._jobs.get(key)
             if job is None:
-                if self._closed or len(self._queue) >= self.most:
-                    raise Busy
+                if self._closed or len(self._queue) >= self.max_waiting:
+                    raise QueueFull
                 job = _Job(key, work, long)
                 self._jobs[key] = job
                 self._queue.append(job)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._labour, name="qkv compute", daemon=True)
+                    self._thread = threading.Thread(target=self._run_jobs, name="qkv compute", daemon=True)
                     self._thread.start()
                 self._changed.notify()
-            job.waiting += 1
+            job.clients += 1
             return job
 
-    def _leave(self, job: _Job) -> None:
+    def _remove_client(self, job: _Job) -> None:
         with self._changed:
-            job.waiting -= 1
-            if job.waiting:
+            job.clients -= 1
+            if job.clients:
                 return
-            self._forget(job)  # at work, it may stop: whoever comes now begins anew
+            self._forget(job)  # a running job may stop now, so a new client gets a new job
             if job in self._queue:
                 self._queue.remove(job)
 
-    def _labour(self) -> None:
-        # A new thread takes over what any other has set last, which may be 1 for as long as that one works.
+    def _run_jobs(self) -> None:
+        # A new thread inherits the number of threads that any other thread has set last, which may be 1 for a moment.
         torch.set_num_threads(self._cores)
         with torch.no_grad():
             while True:
@@ -138,46 +149,47 @@ class Jobs:
                     job = next((x for x in self._queue if not x.long), self._queue[0])
                     self._queue.remove(job)
                 try:
-                    result = job.work(lambda job=job: self._stopped(job))  # type: ignore[misc]
+                    result = job.work(lambda job=job: self._should_stop(job))  # type: ignore[misc]
                 except Cancelled:
-                    self._stop(job)
+                    self._requeue_or_drop(job)
                 except Exception as error:
                     self._finish(job, error=error)
                 else:
                     self._finish(job, result)
 
-    def _stopped(self, job: _Job) -> bool:
-        """Whether to stop what is at work."""
+    def _should_stop(self, job: _Job) -> bool:
+        """Whether the running job should stop."""
         with self._changed:
-            return job.waiting == 0 or self._closed or (job.long and any(not x.long for x in self._queue))
+            return job.clients == 0 or self._closed or (job.long and any(not x.long for x in self._queue))
 
-    def _stop(self, job: _Job) -> None:
+    def _requeue_or_drop(self, job: _Job) -> None:
+        """Put a stopped job that still has clients back at the front of the queue."""
         with self._changed:
-            if job.waiting and not self._closed:
+            if job.clients and not self._closed:
                 self._queue.appendleft(job)
                 return
-        self._finish(job, error=Gone())
+        self._finish(job, error=ClientDisconnected())
 
     def _finish(self, job: _Job, result: Any = None, *, error: Exception | None = None) -> None:
         with self._changed:
             self._forget(job)
-            self.share = None
+            self.progress = None
         if error is None:
-            job.done.set_result(result)
+            job.result.set_result(result)
         else:
-            job.done.set_exception(error)
+            job.result.set_exception(error)
 
     def _forget(self, job: _Job) -> None:
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
 
-class Lanes:
-    """Two queues with a thread each: what is quick never waits for a map that takes its time."""
+class JobQueues:
+    """Two queues with a thread each, so that quick jobs never wait for a slow map."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self.quick, self.slow = Jobs(most), Jobs(most)
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self.quick, self.slow = JobQueue(max_waiting), JobQueue(max_waiting)
 
     def close(self) -> bool:
-        """Both: see `Jobs.close`."""
+        """Close both: see `JobQueue.close`."""
         return all([self.quick.close(), self.slow.close()])

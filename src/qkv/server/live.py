@@ -1,4 +1,4 @@
-"""A language model that answers to a text as it is typed, with other normalizers or temperatures in chosen heads."""
+"""Live answers of a language model on a text, with other normalizers or temperatures in chosen heads."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from qkv.profiler.capture.tokens import token_text
 if TYPE_CHECKING:
     from qkv.server.schemas import LiveRequest, StepRequest
 
-MOST_TOKENS = 512
-"""So that the maps of a head, and the answer with them, stay small."""
-MOST_CHARACTERS = 2_000
+MAX_TOKENS = 512
+"""Limits the size of an answer, which holds attention maps."""
+MAX_CHARACTERS = 2_000
 EXAMPLE = "import os\n\nclass Stack:\n    def __init__(self"
 NAMES = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
-"""Of the normalizers of `DecoderConfig`, those that a page offers, by the names it has for them."""
-BEFORE = 16  # tokens that are enough to see how what follows them reads
+"""Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
+CONTEXT_TOKENS = 16  # decoded with a new token, because the text of a token depends on the tokens before it
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """One forward over a text."""
+class ForwardPass:
+    """The result of one forward pass over a text."""
 
     probabilities: Float[Tensor, " vocabulary"]
-    """Of the next token, float64."""
+    """Probabilities of the next token, float64."""
     logits: Float[Tensor, "1 vocabulary"]
     weights: list[Float[Tensor, "heads n n"]]
-    """Of every layer."""
+    """Attention weights of every layer."""
 
 
 class Live:
-    """Answers about one model; see `described` for whether it can.
+    """Live answers of one model; `description` is None if the model does not support them.
 
     >>> from types import SimpleNamespace
     >>> from qkv.profiler.capture.models import load
@@ -57,10 +57,10 @@ class Live:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
 
-    def described(self) -> dict[str, Any] | None:
-        """What a page has to know, or None of a model that cannot go on with a text, or whose heads cannot be edited.
+    def description(self) -> dict[str, Any] | None:
+        """The fields of `LiveModel`, or None if the model is no `DecoderLM` with a tokenizer and a known normalizer.
 
-        The first of the normalizers is the one the model was trained with.
+        The first of the normalizers is the one that the model was trained with.
         """
         model = self.loaded.model
         if not isinstance(model, DecoderLM) or self.loaded.tokenizer is None or model.config.normalizer not in NAMES:
@@ -70,25 +70,25 @@ class Live:
             "model": self.loaded.name,
             "layers": model.config.layers,
             "heads": model.config.heads,
-            "most_tokens": min(MOST_TOKENS, model.config.context),
-            "most_characters": MOST_CHARACTERS,
+            "most_tokens": min(MAX_TOKENS, model.config.context),
+            "most_characters": MAX_CHARACTERS,
             "normalizers": [own, *(name for name in NAMES.values() if name != own)],
             "example": EXAMPLE,
         }
 
     def answer(self, request: LiveRequest) -> dict[str, Any]:
-        """Where every head attends on a text and what would come next, without the edits and with them.
+        """Attention weights of every head and the probabilities of the next token, before and after the edits.
 
         Returns:
-            As the page gets it: ``tokens``; ``next``, the `k` likeliest tokens of either, both times in the same
-            order; ``divergence``, Kullback and Leibler's of the next token, before ‖ after, in nats; by layer and head
-            ``sink`` (mean weight on the first token, of all queries after it; 0 of a text of one token) and ``entropy``
-            (of the weights of a query, divided by their sum, in nats; mean over the queries), before and after;
-            ``rows``, weights of the last query after; ``map`` and ``map_before`` of the head asked for, as base64 of
+            The fields of `LiveAnswer`: ``tokens``; ``next``, the `k` likeliest tokens before and after the edits, in
+            the same order; ``divergence``, KL(before ‖ after) of the next token in nats; for each layer and head,
+            before and after, ``sink`` (mean weight on the first token over all later queries; 0 for a text of one
+            token) and ``entropy`` (mean over the queries, of the weights divided by their sum, in nats); ``rows``,
+            the weights of the last query after the edits; ``map`` and ``map_before`` of the requested head, base64 of
             float32.
 
         Raises:
-            InputError: for a text without tokens, or too many, and for a head that is not there.
+            InputError: for a text without tokens or with too many, and for a head that does not exist.
         """
         ids = self._ids(request)
         edits = self._edits(request)
@@ -107,24 +107,26 @@ class Live:
         }
 
     def step(self, request: StepRequest) -> dict[str, Any]:
-        """One more token of a text. The same request gives the same token.
+        """Sample the next token of a text. The same request gives the same token.
 
-        With seed s, steps 0, 1, … draw what `qkv.models.generate` draws with that seed, if each is asked with the
-        ``ids`` of the one before.
+        Steps 0, 1, … with one seed sample the same tokens as `qkv.models.generate` with that seed, provided that each
+        request sends the ``ids`` of the answer before.
 
         Returns:
-            ``text`` and ``ids`` with the token appended, the ``token`` and its ``probability``, as the model says
-            before the sampling temperature; ``top``, the `k` likeliest; ``tokens`` that were read, and ``row``, the
-            weights of the last of them in the head asked for.
+            ``text`` and ``ids`` with the token appended; the ``token`` and its ``probability`` before the sampling
+            temperature is applied; ``top``, the `k` likeliest tokens; ``tokens`` of the text before, and ``row``, the
+            weights of the last of them in the requested head.
 
         Raises:
-            InputError: as of `answer`, and for a text to which no token can be added.
+            InputError: as `answer`, and for a text that is already as long as the model's context.
         """
         ids = self._ids(request)
         edits = self._edits(request)
         found = self._run(ids, edits)
-        chances = Sampler(temperature=request.sampling_temperature).probabilities(found.logits, torch.tensor([ids]))
-        token = _drawn(chances, request.seed, request.step)
+        probabilities = Sampler(temperature=request.sampling_temperature).probabilities(
+            found.logits, torch.tensor([ids])
+        )
+        token = _sample(probabilities, request.seed, request.step)
         return {
             "text": self._continued(request.text, ids, token),
             "ids": [*ids, token],
@@ -136,28 +138,28 @@ class Live:
         }
 
     def _ids(self, request: LiveRequest) -> list[int]:
-        text, described = request.text, self.described()
-        if described is None:
+        text, description = request.text, self.description()
+        if description is None:
             raise InputError(
-                f"model: {self.loaded.name} does not go on with a text, expected a DecoderLM such as qkv-mini"
+                f"model: {self.loaded.name} does not support live text, expected a DecoderLM such as qkv-mini"
             )
-        if len(text) > MOST_CHARACTERS:
-            raise InputError(f"text has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
+        if len(text) > MAX_CHARACTERS:
+            raise InputError(f"text has {len(text):,} characters, expected at most {MAX_CHARACTERS:,}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError("text has half of a character (a lone surrogate), expected whole ones") from error
-        # A text that was made token by token need not be cut into the same tokens again.
+        # Tokenizing a text that was generated token by token need not give the same tokens again.
         ids = request.ids
         if ids is None:
             ids = self.loaded.tokenizer(text, return_tensors="pt")["input_ids"][0].tolist()
-        most = described["most_tokens"]
+        most = description["most_tokens"]
         if not 1 <= len(ids) <= most:
             raise InputError(f"text has {len(ids)} tokens, expected 1 to {most}")
         return ids
 
     def _edits(self, request: LiveRequest) -> list[Edit]:
-        """The edits that change something; the head asked for is checked, too."""
+        """The edits that have an effect. This also checks the requested head."""
         model = self.loaded.model
         assert isinstance(model, DecoderLM)
         own, layers = NAMES[model.config.normalizer], attention_layers(model)
@@ -165,34 +167,34 @@ class Live:
             raise InputError(f"layer is {request.layer}, expected 0 to {len(layers) - 1}")
         if not 0 <= request.head < layers[request.layer].heads:
             raise InputError(f"head is {request.head}, expected 0 to {layers[request.layer].heads - 1}")
-        return [  # what is as trained is no edit
+        return [  # an edit to the trained normalizer at temperature 1 has no effect
             Edit(e.layer, e.head, AS_TRAINED if e.normalizer == own else e.normalizer, e.temperature)
             for e in request.edits
             if e.normalizer != own or e.temperature != 1
         ]
 
-    def _run(self, ids: list[int], edits: list[Edit]) -> Run:
+    def _run(self, ids: list[int], edits: list[Edit]) -> ForwardPass:
         model = self.loaded.model
         assert isinstance(model, DecoderLM)
         weights: list[Tensor] = []
         device = next(model.parameters()).device
         with evaluating(model), edited(model, edits, told=lambda layer, found: weights.append(found[0].float().cpu())):
             logits = model(torch.tensor([ids], device=device))[:, -1].cpu()
-        return Run(logits[0].double().softmax(-1), logits, weights)
+        return ForwardPass(logits[0].double().softmax(-1), logits, weights)
 
-    def _listed(self, run: Run, tokens: list[int]) -> list[dict[str, Any]]:
+    def _listed(self, run: ForwardPass, tokens: list[int]) -> list[dict[str, Any]]:
         names = zip(tokens, self._names(tokens), strict=True)
         return [{"token": name, "probability": float(run.probabilities[token])} for token, name in names]
 
     def _names(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as a person reads them."""
+        """Tokens as readable text."""
         tokenizer, ids = self.loaded.tokenizer, list(ids)
         pieces = tokenizer.convert_ids_to_tokens(ids)
         return [token_text(tokenizer, token, str(piece)) for token, piece in zip(ids, pieces, strict=True)]
 
     def _continued(self, text: str, ids: list[int], token: int) -> str:
-        """The text and what the token adds to it, which may complete the character at its end."""
-        tail = ids[-BEFORE:]
+        """The text with a token appended, which may complete an unfinished character at its end."""
+        tail = ids[-CONTEXT_TOKENS:]
         before, after = (
             str(self.loaded.tokenizer.decode(x, skip_special_tokens=True, clean_up_tokenization_spaces=False))
             for x in (tail, [*tail, token])
@@ -202,25 +204,27 @@ class Live:
         return text + after.removeprefix(before)
 
 
-def _likeliest(runs: Sequence[Run], k: int) -> list[int]:
-    """The k likeliest tokens of each run together, those first that are likeliest in any."""
+def _likeliest(runs: Sequence[ForwardPass], k: int) -> list[int]:
+    """The union of the k likeliest tokens of each run, sorted by their largest probability in any run."""
     k = min(k, len(runs[0].probabilities))
     found = {int(i) for run in runs for i in run.probabilities.topk(k).indices}
     return sorted(found, key=lambda i: (-max(float(run.probabilities[i]) for run in runs), i))
 
 
 def _divergence(p: Tensor, q: Tensor) -> float:
-    """Σ p ln(p/q), in nats; rounding does not make it negative."""
+    """KL(p ‖ q) = Σ p ln(p/q) in nats, clamped at 0 because rounding could make it negative."""
     smallest = torch.finfo(q.dtype).tiny
     terms = torch.where(p > 0, p * (p.clamp(min=smallest).log() - q.clamp(min=smallest).log()), 0.0)
     return max(float(terms.sum()), 0.0)
 
 
-def _sinks(run: Run) -> list[list[float]]:
+def _sinks(run: ForwardPass) -> list[list[float]]:
+    """The mean weight on the first token over all later queries, by layer and head."""
     return [x[:, 1:, 0].mean(1).tolist() if x.shape[1] > 1 else [0.0] * len(x) for x in run.weights]
 
 
-def _entropies(run: Run) -> list[list[float]]:
+def _entropies(run: ForwardPass) -> list[list[float]]:
+    """The mean entropy of the normalized weights of a query, by layer and head, in nats."""
     shares = [x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) for x in run.weights]
     return [torch.special.entr(x).sum(-1).mean(1).tolist() for x in shares]
 
@@ -229,9 +233,9 @@ def _encoded(weights: Float[Tensor, "n n"]) -> str:
     return base64.b64encode(weights.numpy().astype("<f4").tobytes()).decode("ascii")
 
 
-def _drawn(chances: Float[Tensor, "1 vocabulary"], seed: int, step: int) -> int:
-    """What `qkv.models.generation` draws for the first item of a batch at this step."""
+def _sample(probabilities: Float[Tensor, "1 vocabulary"], seed: int, step: int) -> int:
+    """Sample the token that `qkv.models.generation` samples for the first item of a batch at this step."""
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence((seed, 0)).generate_state(1)[0]))
-    for _ in range(step):  # those before took one number each
+    for _ in range(step):  # each earlier step consumed one number
         torch.rand(1, generator=generator, dtype=torch.float64)
-    return int(Sampler().draw(chances, [generator]))
+    return int(Sampler().draw(probabilities, [generator]))

@@ -1,4 +1,4 @@
-"""Models at work: text typed, alignment, captions, and the same model with another normalizer."""
+"""Routes that run models: live text, alignment, captions, and interventions on the normalizer of a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from qkv.server.asking import ask, not_there
-from qkv.server.data_routes import ready
+from qkv.server.computing import compute, not_found
+from qkv.server.data_routes import ready_source
 from qkv.server.schemas import (
     AlignAnswer,
     AlignRequest,
     CaptionAnswer,
     CaptionRequest,
+    Created,
+    InterventionRequest,
     LiveAnswer,
     LiveRequest,
-    Made,
-    RemedyRequest,
     StepAnswer,
     StepRequest,
 )
@@ -29,43 +29,43 @@ router = APIRouter(prefix="/api", tags=["models"])
 
 
 @router.post("/live")
-async def answer(request: Request, asked: LiveRequest) -> LiveAnswer:
-    """Where every head attends on a text and what would come next, without the edits and with them."""
+async def answer(request: Request, body: LiveRequest) -> LiveAnswer:
+    """Attention weights of every head and the probabilities of the next token, before and after the edits."""
     live = _live(request)
-    key = ("live", asked.model_dump_json())
-    return LiveAnswer(**await ask(request, key, lambda stopped: live.answer(asked), quick=True))
+    key = ("live", body.model_dump_json())
+    return LiveAnswer(**await compute(request, key, lambda stopped: live.answer(body), quick=True))
 
 
 @router.post("/live/step")
-async def step(request: Request, asked: StepRequest) -> StepAnswer:
-    """One more token of a text. The server keeps nothing: the same request gives the same token."""
+async def step(request: Request, body: StepRequest) -> StepAnswer:
+    """Sample the next token of a text. The server is stateless: the same request gives the same token."""
     live = _live(request)
-    key = ("step", asked.model_dump_json())
-    return StepAnswer(**await ask(request, key, lambda stopped: live.step(asked), quick=True))
+    key = ("step", body.model_dump_json())
+    return StepAnswer(**await compute(request, key, lambda stopped: live.step(body), quick=True))
 
 
 @router.post("/align")
-async def align(request: Request, asked: AlignRequest) -> AlignAnswer:
-    """What a model makes of some words, and where it looked for each word of that."""
+async def align(request: Request, body: AlignRequest) -> AlignAnswer:
+    """The output of a sequence-to-sequence model, and its attention weights for each output word."""
     aligners = _session(request).aligners
-    key = ("align", asked.model_dump_json())
-    return AlignAnswer(**await ask(request, key, lambda stopped: aligners.align(asked), quick=True))
+    key = ("align", body.model_dump_json())
+    return AlignAnswer(**await compute(request, key, lambda stopped: aligners.align(body), quick=True))
 
 
 @router.post("/caption")
-async def caption(request: Request, asked: CaptionRequest) -> CaptionAnswer:
-    """What the captioner says of a scene, and where it looked for each word."""
+async def caption(request: Request, body: CaptionRequest) -> CaptionAnswer:
+    """The caption of a held-out scene, and the attention weights on the image for each word."""
     aligners = _session(request).aligners
     return CaptionAnswer(
-        **await ask(request, ("caption", asked.scene), lambda stopped: aligners.caption(asked), quick=True)
+        **await compute(request, ("caption", body.scene), lambda stopped: aligners.caption(body), quick=True)
     )
 
 
-@router.post("/remedies")
-async def remedy(request: Request, asked: RemedyRequest) -> Made:
-    """The model of a source that is ready, on the same texts with another normalizer in all heads, as a new source."""
-    ready(request, asked.source)
-    return Made(id=_session(request).add_remedy(asked.source, asked.normalizer).id)
+@router.post("/interventions")
+async def intervention(request: Request, body: InterventionRequest) -> Created:
+    """Create a source: the model of another source on the same texts, with another normalizer in all heads."""
+    ready_source(request, body.source)
+    return Created(id=_session(request).add_intervention(body.source, body.normalizer).id)
 
 
 def _session(request: Request) -> Session:
@@ -76,5 +76,5 @@ def _session(request: Request) -> Session:
 def _live(request: Request) -> Live:
     live = _session(request).live
     if live is None:
-        raise not_there("There is no model here that goes on with a text.")
+        raise not_found("The server has no language model for live text.")
     return live

@@ -1,4 +1,4 @@
-"""The JSON of a source's page as types, to read about at /docs; `qkv.report.payload` makes it."""
+"""The JSON of a source's page as pydantic types, which document it at /docs. `qkv.report.payload` creates the JSON."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ Column = list[Any]
 
 
 class Array(BaseModel):
-    """How to read one array of the curves: codes of 16 bits, all low bytes of all arrays first, then all high ones.
+    """How to decode one array of the curves. Codes have 16 bits; the low bytes of all arrays precede the high bytes.
 
-    Code c of 1 to 65534 is low + (c − 1) × step, or e to that power where the scale is "log"; 0 is zero or less, 65535
-    is not a number.
+    Code c from 1 to 65534 stands for low + (c − 1) × step, or e to that power if the scale is "log". Code 0 stands for
+    zero or less, and 65535 for NaN.
     """
 
     shape: list[int]
-    start: int = Field(description="Its first code.")
+    start: int = Field(description="Index of its first code.")
     scale: Literal["log", "linear"]
     low: float
     step: float
 
 
 class PageText(BaseModel):
-    """A text as a group of heads sees it. Columns about heads go through them layer by layer."""
+    """The data of one text for a group of heads. Columns about heads list them layer by layer."""
 
     n_queries: int
     n_keys: int
     headline: str
     findings: list[dict[str, str]]
-    heads: dict[str, Column] = Field(description="Statistics, a column each: see `Profile.heads`.")
-    shares: dict[str, Column] = Field(description="Where the weight goes, a column for each destination.")
-    keys: list[str] = Field(description="Tokens, as text to be set in a row.")
-    queries: list[str] | None = Field(description="Null where they are the keys.")
-    tokens: dict[str, Column] = Field(description="The tokens that receive most.")
+    heads: dict[str, Column] = Field(description="One column per statistic: see `Profile.heads`.")
+    shares: dict[str, Column] = Field(description="The share of the weight on each destination, one column each.")
+    keys: list[str] = Field(description="Tokens as text; joined they give the text.")
+    queries: list[str] | None = Field(description="Null if the queries are the keys.")
+    tokens: dict[str, Column] = Field(description="The tokens that receive most attention.")
     bins: dict[str, int]
     arrays: dict[str, Array]
-    maps: Literal["none", "left out", "kept"] = Field(description="Of a report.")
+    maps: Literal["none", "left out", "kept"] = Field(description="Whether a report holds the dense maps.")
 
 
 class Group(BaseModel):
-    """Heads of one kind of attention. It may also have `sinks`, `sink_tokens` and `residual`, where measured."""
+    """Heads of one kind of attention. It also has `sinks`, `sink_tokens` and `residual` if these were measured."""
 
     name: str
     causal: bool
-    window: int = Field(description="“Local” is at most so many tokens away.")
-    layers: list[int] = Field(description="Numbers to show; in addresses a layer is a position in this list.")
-    heads: list[int] = Field(description="Likewise.")
+    window: int = Field(description="The statistic “local” counts keys at most this many tokens away.")
+    layers: list[int] = Field(description="Layer numbers to display; addresses use positions in this list.")
+    heads: list[int] = Field(description="Head numbers, likewise.")
     modules: list[str]
     texts: list[PageText]
-    types: dict[str, Column] = Field(description="What kind each head is, and its scores: see `Profile.types`.")
+    types: dict[str, Column] = Field(description="The type of each head, and its scores: see `Profile.types`.")
 
 
 class Looks(BaseModel):
-    """Words and colours, the same for all pages."""
+    """Labels and colours that all pages share."""
 
     statistics: dict[str, dict[str, str | bool]] = Field(
-        description="Label, unit and meaning of columns of `heads`, and whether tables show them."
+        description="Label, unit and meaning of each column of `heads`, and whether tables show it."
     )
     destinations: list[dict[str, str]] = Field(description="Names, labels and colours, in the order of `shares`.")
     ramp: dict[str, list[str]] = Field(description="Colours from 0 to 1, light and dark.")
 
 
 class Page(Looks):
-    attrs: dict[str, Any] = Field(description="Facts about the run.")
-    main: int = Field(description="Of the groups, the one to begin with.")
+    attrs: dict[str, Any] = Field(description="Attributes of the profile: model, versions, time and so on.")
+    main: int = Field(description="Index of the group to show first.")
     groups: list[Group]
-    roles: list[dict[str, str]] = Field(description="Kinds of heads that occur.")
+    roles: list[dict[str, str]] = Field(description="Types of heads that occur, with their colours.")

@@ -1,4 +1,4 @@
-"""What the page and the server say to each other, as JSON. Indices are positions in the page, from 0: see `Page`."""
+"""Request and answer types of the server's JSON interface. Indices are positions in the page that count from 0."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from qkv.server.page_schema import Looks
 
-MOST_CHARACTERS = 2_000  # of a text that a model is to read while somebody waits
-MOST_EDITS = 256
-MOST_IDS = 2_000  # no text has more tokens than characters, but for those put around it
-MOST_STEPS = 10_000
+MAX_CHARACTERS = 2_000  # of a text for a live model
+MAX_EDITS = 256
+MAX_IDS = 2_000  # a text has at most one token per character, apart from special tokens
+MAX_STEPS = 10_000
 LARGEST_INDEX = 2**31 - 1
 
 Index = Annotated[int, Field(ge=0, le=LARGEST_INDEX)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=MOST_CHARACTERS)]
-Few = Annotated[int, Field(ge=1, le=50)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARACTERS)]
+Count = Annotated[int, Field(ge=1, le=50)]
 Temperature = Annotated[float, Field(ge=0.05, le=20, allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 Normalizer = Literal["softmax", "off-by-one", "sigmoid"]
 
 
-class Asked(BaseModel):
-    """What a page asks for: nothing unknown, and no text where a number is meant."""
+class RequestBody(BaseModel):
+    """The body of a request: unknown fields are rejected, and values are not converted between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Failed(BaseModel):
-    """Every answer that is not a success."""
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is not a success."""
 
     error: str = Field(description="One sentence.")
 
@@ -38,20 +38,20 @@ class Failed(BaseModel):
 
 
 class SourceState(BaseModel):
-    """Something to look at, and how far it is."""
+    """A profile or model of the session, and its progress."""
 
     id: int
     name: str
-    kind: Literal["model", "profile", "remedy"]
+    kind: Literal["model", "profile", "intervention"]
     state: Literal["running", "ready", "failed"]
-    done: int = Field(description="Steps done, of `total`.")
+    done: int = Field(description="Finished steps, of `total`.")
     total: int
-    what: str = Field(description="What it is doing.")
-    error: str | None = Field(description="Why it failed, one sentence.")
+    stage: str = Field(description="The current step of its preparation, in words.")
+    error: str | None = Field(description="The reason why it failed, one sentence.")
 
 
 class LiveModel(BaseModel):
-    """The model that answers to text typed."""
+    """The language model for live text."""
 
     model: str
     layers: int
@@ -68,7 +68,7 @@ class AlignModel(BaseModel):
     name: str
     kind: Literal["translation", "reversal"]
     example: str
-    words: list[str] | None = Field(description="All it knows; null if it takes any.")
+    words: list[str] | None = Field(description="Its vocabulary; null if it accepts any word.")
 
 
 class Captioner(BaseModel):
@@ -82,14 +82,14 @@ class Alignment(BaseModel):
 
 
 class SessionState(BaseModel):
-    version: str = Field(description="Of this run of the server: part of the addresses of tiles.")
+    version: str = Field(description="Identifies this run of the server; part of the addresses of tiles.")
     title: str
     sources: list[SourceState]
     live: LiveModel | None
     align: Alignment
     looks: Looks
     computing: float | None = Field(
-        description="How much of the map that is being computed is done, from 0 to 1; null if none is."
+        description="The finished share of the map that is being computed, from 0 to 1; null if there is none."
     )
 
 
@@ -97,42 +97,44 @@ class SessionState(BaseModel):
 
 
 class MapShape(BaseModel):
-    """What is known of the map of a head."""
+    """The size of a head's attention map, and at which resolution it is available."""
 
     kind: Literal["exact", "stored", "small", "none"] = Field(
-        description="Computed on demand; whole weights from the profile; only its pooled map (tile 0/0/0); nothing."
+        description="exact: computed on demand; stored: all weights are in the profile; small: only tile 0/0/0 is."
     )
     n_queries: int
     n_keys: int
-    tile: int = Field(description="Pixels a side of a tile.")
-    deepest: int = Field(description="The largest zoom. A pixel covers 2^(deepest − zoom) × what it covers there.")
-    pixel_queries: int = Field(description="Queries that a pixel covers at the deepest zoom: 1, but in a small map.")
+    tile: int = Field(description="Side of a tile in pixels.")
+    deepest: int = Field(
+        description="The largest zoom. A pixel at another zoom covers 2^(deepest − zoom) times as many tokens a side."
+    )
+    pixel_queries: int = Field(description="Queries per pixel at the deepest zoom: more than 1 only in a small map.")
     pixel_keys: int
-    why: str | None = Field(description="Why it is not exact, one sentence.")
+    why: str | None = Field(description="The reason why it is not exact, one sentence.")
 
 
 class Weight(BaseModel):
     weight: float
 
 
-class Listed(BaseModel):
-    """A token at the other end, and the weight."""
+class TokenWeight(BaseModel):
+    """A token and the weight on it, or from it."""
 
     position: int
     token: str
     weight: float
 
 
-class Line(BaseModel):
-    """The largest weights of a query (or onto a key), and the sum of the others."""
+class TopWeights(BaseModel):
+    """The largest weights of a query (or on a key), and the sum of the rest."""
 
     position: int
     token: str
-    top: list[Listed]
+    top: list[TokenWeight]
     rest: float
 
 
-class HeadLink(Listed):
+class HeadLink(TokenWeight):
     head: int
 
 
@@ -145,7 +147,7 @@ class Links(BaseModel):
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
-class Edit(Asked):
+class Edit(RequestBody):
     """Another normalizer or temperature in one head."""
 
     layer: Index
@@ -154,63 +156,63 @@ class Edit(Asked):
     temperature: Temperature = Field(description="Scores are divided by it.")
 
 
-class LiveRequest(Asked):
+class LiveRequest(RequestBody):
     text: Text
-    ids: Annotated[list[Index], Field(max_length=MOST_IDS)] | None = Field(
-        None, description="Of the text's tokens, from the step that made it: cut anew they might be others."
+    ids: Annotated[list[Index], Field(max_length=MAX_IDS)] | None = Field(
+        None, description="Token ids of the text, from the step that created it; tokenized anew they might differ."
     )
-    edits: Annotated[list[Edit], Field(max_length=MOST_EDITS)] = []
+    edits: Annotated[list[Edit], Field(max_length=MAX_EDITS)] = []
     layer: Index
     head: Index
-    k: Few = 12
+    k: Count = 12
 
 
-class Likely(BaseModel):
+class TokenProbability(BaseModel):
     token: str
     probability: float
 
 
-class Before(BaseModel):
-    before: list[list[float]] = Field(description="(layers, heads), as the model is.")
-    after: list[list[float]] = Field(description="The same with the edits.")
+class BeforeAfter(BaseModel):
+    before: list[list[float]] = Field(description="(layers, heads), without the edits.")
+    after: list[list[float]] = Field(description="(layers, heads), with the edits.")
 
 
 class NextToken(BaseModel):
-    before: list[Likely]
-    after: list[Likely]
+    before: list[TokenProbability]
+    after: list[TokenProbability]
 
 
 class LiveAnswer(BaseModel):
     tokens: list[str]
     next: NextToken
     divergence: float = Field(description="KL(before ‖ after) of the next token, nats.")
-    sink: Before
-    entropy: Before
-    rows: list[list[list[float]]] = Field(description="(layers, heads, n): weights of the last query, after.")
-    map: str = Field(description="base64 of float32 (n, n), little-endian: the head asked for, after.")
-    map_before: str
+    sink: BeforeAfter
+    entropy: BeforeAfter
+    rows: list[list[list[float]]] = Field(description="(layers, heads, n): weights of the last query, with the edits.")
+    map: str = Field(description="base64 of float32 (n, n), little-endian: the requested head, with the edits.")
+    map_before: str = Field(description="The same without the edits.")
 
 
 class StepRequest(LiveRequest):
     sampling_temperature: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)]
     seed: Index
-    step: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
 
 
 class StepAnswer(BaseModel):
-    text: str = Field(description="What was sent, with the new token appended.")
-    ids: list[int] = Field(description="Of its tokens.")
+    text: str = Field(description="The text of the request with the new token appended.")
+    ids: list[int] = Field(description="Token ids of this text.")
     token: str
     probability: float
-    top: list[Likely]
+    top: list[TokenProbability]
     tokens: list[str]
-    row: list[float] = Field(description="(n,): weights of the last query in the head asked for.")
+    row: list[float] = Field(description="(n,): weights of the last query in the requested head.")
 
 
-# --- alignment, captions, remedies ------------------------------------------------------------------------------------
+# --- alignment, captions, interventions -------------------------------------------------------------------------------
 
 
-class AlignRequest(Asked):
+class AlignRequest(RequestBody):
     model: Name
     text: Text
 
@@ -224,7 +226,7 @@ class AlignAnswer(BaseModel):
     probability: list[float] = Field(description="Of each target word.")
 
 
-class CaptionRequest(Asked):
+class CaptionRequest(RequestBody):
     scene: Index
 
 
@@ -238,10 +240,10 @@ class CaptionAnswer(BaseModel):
     gw: int
 
 
-class RemedyRequest(Asked):
+class InterventionRequest(RequestBody):
     source: Index
     normalizer: Literal["off-by-one", "sigmoid"]
 
 
-class Made(BaseModel):
-    id: int = Field(description="Of the new source.")
+class Created(BaseModel):
+    id: int = Field(description="The id of the new source.")

@@ -1,4 +1,4 @@
-"""What there is to look at: models on their texts and saved profiles, each made ready in the background."""
+"""The session of a server: models on their texts and saved profiles, prepared one after another in the background."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload
 from qkv.server.align import Aligners
 from qkv.server.live import Live
-from qkv.server.stored import Stored
+from qkv.server.stored import StoredMaps
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
     from qkv.profiler.profiles import Profile
 
 M = TypeVar("M", bound=nn.Module)
-Maker = Callable[["Source"], None]
+Prepare = Callable[["Source"], None]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Source:
-    """Something to look at. What a page needs is there once its state is "ready"."""
+    """A profile or model of the session. Its data is complete once its state is "ready"."""
 
     id: int
     name: str
-    kind: Literal["model", "profile", "remedy"]
+    kind: Literal["model", "profile", "intervention"]
     state: Literal["running", "ready", "failed"] = "running"
     done: int = 0
     total: int = 1
-    what: str = "waiting"
+    stage: str = "waiting"
+    """The current step of its preparation, in words."""
     error: str | None = None
     profile: Profile | None = None
-    maps: dict[str, explore.Explorer | Stored] = field(default_factory=dict)
-    """What answers for the weights of each group."""
+    maps: dict[str, explore.Explorer | StoredMaps] = field(default_factory=dict)
+    """The attention weights of each group."""
     page: bytes = b""
-    """`qkv.report.payload.payload`'s JSON."""
+    """The JSON of `qkv.report.payload.payload`."""
     curves: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Its 16-bit planes by group and text."""
+    """The curves by group and text: 16-bit planes, as the payload describes them."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Its groups."""
+    """The groups of the page."""
 
 
 class Session:
-    """The sources, in the order they were added. `start` makes them ready, one after another, in a thread.
+    """The sources in the order they were added. `start` prepares them in a thread, one after another.
 
     >>> from qkv.profiler.capture.models import load
     >>> session = Session("qkv-mini")
@@ -80,79 +81,79 @@ class Session:
         self.version = secrets.token_urlsafe(9)
         self.sources: list[Source] = []
         self.live: Live | None = None
-        self.live_described: dict[str, Any] | None = None
+        self.live_description: dict[str, Any] | None = None
         self.aligners = Aligners()
-        self.aligners_described: dict[str, Any] = {"models": [], "captioner": None}
-        self._asked: dict[int, tuple[Loaded, Any, str | None]] = {}  # twins of models that never run; what they read
-        self._room = explore.CacheBudget()
+        self.aligner_description: dict[str, Any] = {"models": [], "captioner": None}
+        self._models: dict[int, tuple[Loaded, Any, str | None]] = {}  # pristine copies with their inputs and target
+        self._cache_budget = explore.CacheBudget()
         self._cores = torch.get_num_threads()
-        self._remedies: dict[tuple[int, str], Source] = {}
-        self._makers: list[tuple[Source, Maker]] = []
+        self._interventions: dict[tuple[int, str], Source] = {}
+        self._pending: list[tuple[Source, Prepare]] = []
         self._has_small_models = False
         self._changed = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add_profile(self, profile: Profile, name: str = "") -> Source:
-        """A profile that is there already: numbers as saved, maps as far as it keeps them."""
+        """Add a saved profile. Its maps are available as far as the profile stores them."""
 
-        def make(source: Source) -> None:
-            source.profile, source.maps = profile, dict.fromkeys(profile.groups, Stored(profile))
+        def prepare(source: Source) -> None:
+            source.profile, source.maps = profile, dict.fromkeys(profile.groups, StoredMaps(profile))
 
-        return self._add(name or str(profile.attrs.get("model", "profile")), "profile", make)
+        return self._add(name or str(profile.attrs.get("model", "profile")), "profile", prepare)
 
     def add_model(self, loaded: Loaded, inputs: Any, *, target: str | None = None, name: str = "") -> Source:
-        """A model on its texts: `inputs` and `target` as in `qkv.profile`."""
+        """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`."""
 
-        def make(source: Source) -> None:
-            _profiled(source, loaded, inputs, target, self._room, self._closed.is_set)
+        def prepare(source: Source) -> None:
+            _profile_model(source, loaded, inputs, target, self._cache_budget, self._closed.is_set)
 
-        # Made now: once the model runs, a copy of it would have the hooks of that moment.
-        apart = replace(loaded, model=twin(loaded.model))
-        source = self._add(name or loaded.name, "model", make)
-        self._asked[source.id] = apart, inputs, target
+        # Copy it now: once the model runs, a copy would inherit the hooks that are registered at that moment.
+        pristine = replace(loaded, model=copy_sharing_weights(loaded.model))
+        source = self._add(name or loaded.name, "model", prepare)
+        self._models[source.id] = pristine, inputs, target
         return source
 
-    def add_remedy(self, of: int, normalizer: str) -> Source:
-        """The same model on the same texts with another normalizer in all heads, not trained for it.
+    def add_intervention(self, of: int, normalizer: str) -> Source:
+        """Add the model of a source, on the same texts, with another normalizer in all heads and without retraining.
 
-        Asked for again, it is the one that is there; one that failed is tried again.
+        The same intervention again returns the existing source; one that failed is prepared again.
 
         Raises:
-            InputError: for a source that is no model, or a model whose heads cannot be edited.
+            InputError: for a source that is not a model, or a model whose heads cannot be edited.
         """
-        if of not in self._asked:
+        if of not in self._models:
             raise InputError(f"source is {of}, expected a model that this server has loaded: a profile cannot run")
-        loaded, inputs, target = self._asked[of]
+        loaded, inputs, target = self._models[of]
         changes = edits.everywhere(loaded.model, normalizer)
-        there = self._remedies.get((of, normalizer))
-        if there is not None and there.state != "failed":
-            return there
+        existing = self._interventions.get((of, normalizer))
+        if existing is not None and existing.state != "failed":
+            return existing
         name = f"{loaded.name} with {normalizer}"
 
-        def make(source: Source) -> None:
-            edited = replace(loaded, name=name, model=twin(loaded.model))
-            _always(edited.model, changes)
-            _profiled(source, edited, inputs, target, self._room, self._closed.is_set)
+        def prepare(source: Source) -> None:
+            edited = replace(loaded, name=name, model=copy_sharing_weights(loaded.model))
+            _edit_every_forward(edited.model, changes)
+            _profile_model(source, edited, inputs, target, self._cache_budget, self._closed.is_set)
 
-        if there is None:
-            there = self._remedies[of, normalizer] = self._add(name, "remedy", make)
+        if existing is None:
+            existing = self._interventions[of, normalizer] = self._add(name, "intervention", prepare)
         else:
             with self._changed:
-                there.state, there.done, there.what, there.error = "running", 0, "waiting", None
-                self._makers.append((there, make))
+                existing.state, existing.done, existing.stage, existing.error = "running", 0, "waiting", None
+                self._pending.append((existing, prepare))
         self.start()
-        return there
+        return existing
 
     def start(self) -> None:
-        """Make ready, in a thread, what is not."""
+        """Start a thread that prepares the pending sources, if none is running."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._prepare_in_thread, name="qkv prepare", daemon=True)
                 self._thread.start()
 
     def close(self, wait: float = 2) -> bool:
-        """Give up what is being made ready. Whether that has ended, after so many seconds at most."""
+        """Cancel the preparation; returns whether its thread has ended after at most `wait` seconds."""
         self._closed.set()
         thread = self._thread
         if thread is None:
@@ -161,72 +162,78 @@ class Session:
         return not thread.is_alive()
 
     def prepare(self) -> None:
-        """Make ready what is not; returns when all is."""
+        """Prepare all pending sources in this thread."""
         if not self._has_small_models:
             self._has_small_models = True
-            self._small_models()
-        while (following := self._following()) is not None:
-            source, make = following
+            self._load_small_models()
+        while (following := self._next_pending()) is not None:
+            source, prepare = following
             try:
-                make(source)
-                _paged(source)
-                source.state, source.what, source.done = "ready", "ready", source.total
+                prepare(source)
+                _build_page(source)
+                source.state, source.stage, source.done = "ready", "ready", source.total
             except Cancelled:
-                source.error, source.state = "the server was ended", "failed"
+                source.error, source.state = "the server was stopped", "failed"
             except InputError as error:
                 source.error, source.state = f"{error}", "failed"
                 log.error("%s: %s", source.name, error)
             except Exception as error:
-                source.error = f"{source.name} could not be profiled ({type(error).__name__}): the terminal says more."
+                source.error = f"{source.name} could not be profiled ({type(error).__name__}): the terminal shows why."
                 source.state = "failed"
                 log.exception("%s could not be profiled", source.name)
 
-    def _small_models(self) -> None:
-        """What answers to text typed, the first model given that can, and models that align. Quick, so before all."""
-        try:
-            given = (Live(replace(loaded, model=twin(loaded.model))) for loaded, _, _ in self._asked.values())
-            live = next((x for x in given if x.described() is not None), None) or Live(models.load("qkv-mini"))
-            self.live, self.live_described = live, live.described()
-            self.aligners_described = self.aligners.described()
-        except Exception:  # without them the rest works
-            log.exception("Models for text typed and for alignment could not be loaded")
+    def _load_small_models(self) -> None:
+        """Load the aligners and the live model: the first added model that supports live text, else qkv-mini.
 
-    def _add(self, name: str, kind: Literal["model", "profile", "remedy"], make: Maker) -> Source:
+        This is quick, so it comes before the sources.
+        """
+        try:
+            candidates = (
+                Live(replace(loaded, model=copy_sharing_weights(loaded.model)))
+                for loaded, _, _ in self._models.values()
+            )
+            live = next((x for x in candidates if x.description() is not None), None) or Live(models.load("qkv-mini"))
+            self.live, self.live_description = live, live.description()
+            self.aligner_description = self.aligners.description()
+        except Exception:  # the other pages work without them
+            log.exception("The models for live text and for alignment could not be loaded")
+
+    def _add(self, name: str, kind: Literal["model", "profile", "intervention"], prepare: Prepare) -> Source:
         with self._changed:
             source = Source(len(self.sources), name, kind)
             self.sources.append(source)
-            self._makers.append((source, make))
+            self._pending.append((source, prepare))
         return source
 
-    def _following(self) -> tuple[Source, Maker] | None:
+    def _next_pending(self) -> tuple[Source, Prepare] | None:
         with self._changed:
-            return self._makers.pop(0) if self._makers else None
+            return self._pending.pop(0) if self._pending else None
 
     def _prepare_in_thread(self) -> None:
-        torch.set_num_threads(self._cores)  # see `qkv.server.jobs.Jobs`
+        torch.set_num_threads(self._cores)  # see `qkv.server.jobs.JobQueue`
         while True:
             self.prepare()
             with self._changed:
-                if not self._makers:
+                if not self._pending:
                     self._thread = None
                     return
 
 
-def twin(model: M) -> M:
-    """A model of the same parameters and buffers, not copies of them, in modules of its own.
+def copy_sharing_weights(model: M) -> M:
+    """A copy of a model whose modules are new, but whose parameters and buffers are the same tensors.
 
-    Hooks and settings of one do not concern the other: two threads may run them at once.
+    Hooks and settings of the copy do not affect the model, so two threads may run both at once.
 
     >>> model = nn.Linear(2, 2)
-    >>> twin(model).weight is model.weight, twin(model) is model
+    >>> copy_sharing_weights(model).weight is model.weight, copy_sharing_weights(model) is model
     (True, False)
     """
     shared: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
-def _always(model: nn.Module, changes: list[edits.Edit]) -> None:
-    """Every forward of the model is edited so, also those that maps of long texts need later."""
+def _edit_every_forward(model: nn.Module, changes: list[edits.Edit]) -> None:
+    """Apply the edits in every forward pass of the model, including those that compute maps of long texts later."""
     plain = model.forward
 
     @functools.wraps(plain)
@@ -237,16 +244,16 @@ def _always(model: nn.Module, changes: list[edits.Edit]) -> None:
     model.forward = forward
 
 
-def _profiled(
-    source: Source, loaded: Loaded, inputs: Any, target: str | None, room: explore.CacheBudget, stopped: Stopped
+def _profile_model(
+    source: Source, loaded: Loaded, inputs: Any, target: str | None, budget: explore.CacheBudget, stopped: Stopped
 ) -> None:
-    """The profile, and the maps of all heads."""
+    """Profile a model on its inputs, and prepare the maps of all heads."""
     model, tokenizer, name = loaded.model, loaded.tokenizer, loaded.name
 
     def step(*_: object) -> None:
         if stopped():
             raise Cancelled
-        source.done = min(source.done + 1, source.total - 1)  # short texts that probe the model come after its own
+        source.done = min(source.done + 1, source.total - 1)  # the probe texts after the inputs are not counted
 
     names = set(attention_modules(model))
     layers = [module for at, module in model.named_modules() if at in names]
@@ -254,33 +261,36 @@ def _profiled(
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(step).remove)
-        source.what = "profiling"
+        source.stage = "profiling"
         profile = source.profile = run.profile(
             model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False, name=name
         )
-        source.what = "making the maps ready"
-        explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, room=room)
+        source.stage = "preparing the maps"
+        explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, room=budget)
         source.maps = _maps(profile, explorer, stopped)
 
 
-def _maps(profile: Profile, explorer: explore.Explorer, stopped: Stopped) -> dict[str, explore.Explorer | Stored]:
-    """Of each group exact ones where its calls can be seen; of what was read off a model's outputs, what was kept."""
-    found: dict[str, explore.Explorer | Stored] = {}
+def _maps(profile: Profile, explorer: explore.Explorer, stopped: Stopped) -> dict[str, explore.Explorer | StoredMaps]:
+    """The maps of each group: exact if qkv can record its inputs, else those that the profile stores.
+
+    The profile has nothing else for weights that were read from the outputs of a model.
+    """
+    found: dict[str, explore.Explorer | StoredMaps] = {}
     for group, data in profile.groups.items():
         try:
             for text in range(data.sizes["text"]):
-                explorer.info(group, text, stopped=stopped)  # the model runs now, not while somebody waits
+                explorer.info(group, text, stopped=stopped)  # run the model now rather than on the first request
         except InputError as error:
-            found[group] = Stored(profile, f"{error}.")
+            found[group] = StoredMaps(profile, f"{error}.")
         else:
             found[group] = explorer
     return found
 
 
-def _paged(source: Source) -> None:
-    """What the page is made of, ready to send."""
+def _build_page(source: Source) -> None:
+    """Encode the page and the curves of a source for sending."""
     assert source.profile is not None
-    source.what = "writing the page"
+    source.stage = "writing the page"
     page, blobs = payload(source.profile)
     source.groups = page["groups"]
     source.page = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(

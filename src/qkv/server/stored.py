@@ -1,4 +1,4 @@
-"""The maps that a saved profile holds: whole weights of short texts, or the small pooled map of any."""
+"""Attention maps from a saved profile: all weights of short texts, or the small pooled maps of longer ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
 
-class Shape(NamedTuple):
-    """What a source knows of the maps of a text: the fields of `qkv.server.schemas.MapShape`, without `tile`."""
+class StoredShape(NamedTuple):
+    """Size and resolution of the maps of a text: the fields of `qkv.server.schemas.MapShape` except `tile`."""
 
     kind: str
     n_queries: int
@@ -32,12 +32,16 @@ class Shape(NamedTuple):
     why: str | None = None
 
 
-class Stored:
-    """Tiles, rows and columns from the data of a profile, with the same methods as `qkv.profiler.Explorer`."""
+class StoredMaps:
+    """Tiles, rows and columns from the data of a profile, with the methods of `qkv.profiler.Explorer`.
 
-    def __init__(self, profile: Profile, why: str | None = None) -> None:
-        """`why` maps are not computed instead, if not because there is no model."""
-        self._because = why
+    Args:
+        profile: with or without weights and maps.
+        reason: a sentence that says why exact maps are not computed; by default, because there is no model.
+    """
+
+    def __init__(self, profile: Profile, reason: str | None = None) -> None:
+        self._reason = reason
         self._texts = {
             (group, text): trimmed(data, text)
             for group, data in profile.groups.items()
@@ -45,33 +49,33 @@ class Stored:
         }
         self._shapes = {place: self._shape(one) for place, one in self._texts.items()}
 
-    def shape(self, group: str, text: int) -> Shape:
-        """What there is for the heads of a text."""
+    def shape(self, group: str, text: int) -> StoredShape:
+        """The size and resolution of the maps of a text."""
         return self._shapes[group, text]
 
-    def _shape(self, one: xr.Dataset) -> Shape:
+    def _shape(self, one: xr.Dataset) -> StoredShape:
         n_queries, n_keys = one.sizes["query"], one.sizes["key"]
         if "weights" in one and np.isfinite(one["weights"].values).all():
-            return Shape("stored", n_queries, n_keys, deepest(n_queries, n_keys))
+            return StoredShape("stored", n_queries, n_keys, deepest(n_queries, n_keys))
         if "map_max" in one and np.isfinite(one["map_max"].values).any():
             bins = int(one["bin_queries"][0]), int(one["bin_keys"][0])
-            return Shape("small", n_queries, n_keys, 0, *bins, self._why("only maps of a few dozen pixels a side"))
-        return Shape("none", n_queries, n_keys, 0, why=self._why("no maps"))
+            return StoredShape("small", n_queries, n_keys, 0, *bins, self._explanation("only small pooled maps"))
+        return StoredShape("none", n_queries, n_keys, 0, why=self._explanation("no maps"))
 
-    def _why(self, kept: str) -> str:
-        if self._because is not None:
-            return f"There are {kept}: {self._because}"
-        return f"The profile keeps {kept}; for exact ones, open the model on its text: qkv view MODEL --file TEXT."
+    def _explanation(self, available: str) -> str:
+        if self._reason is not None:
+            return f"There are {available}: {self._reason}"
+        return f"The profile has {available}; for exact maps, open the model on its text: qkv view MODEL --file TEXT."
 
     def tile(
         self, group: str, text: int, layer: int, head: int, zoom: int, i: int, j: int,
         *, stopped: Stopped = never, on_progress: OnProgress = lambda share: None,
     ) -> Picture | None:  # fmt: skip
-        """A tile as in `Pyramid.tile`; None if its keys all lie after its queries, unseen."""
+        """A tile as in `Pyramid.tile`; None if causality masks all of it."""
         shape, one = self.shape(group, text), self._texts[group, text]
         if shape.kind == "small":
             if (zoom, i, j) != (0, 0, 0):
-                raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile keeps one small map")
+                raise InputError(f"tile is {zoom}/{i}/{j}, expected 0/0/0: the profile stores one small map")
             return StoredMap("", group, one, (layer, head)).picture()
         weights = self._weights(group, text, layer)[head]
         rows, columns = edges(zoom, i, j, (shape.n_queries, shape.n_keys))
@@ -85,25 +89,26 @@ class Stored:
     def row(
         self, group: str, text: int, layer: int, head: int | None, query: int, *, stopped: Stopped = never
     ) -> np.ndarray:
-        """(n_keys,) weights of a query, float32; of no head, their mean."""
+        """Weights of a query, (n_keys,) float32; with head None, the mean over heads."""
         weights = self._weights(group, text, layer)[:, query]
-        return _of(weights, head)
+        return _select_head(weights, head)
 
     def column(
         self, group: str, text: int, layer: int, head: int | None, key: int, *, stopped: Stopped = never
     ) -> np.ndarray:
-        """(n_queries,) weights onto a key."""
-        return _of(self._weights(group, text, layer)[:, :, key], head)
+        """Weights on a key, (n_queries,); with head None, the mean over heads."""
+        return _select_head(self._weights(group, text, layer)[:, :, key], head)
 
     def pair(
         self, group: str, text: int, layer: int, head: int | None, query: int, key: int, *, stopped: Stopped = never
     ) -> float:
+        """The weight of a query on a key; with head None, the mean over heads."""
         return float(self.row(group, text, layer, head, query)[key])
 
     def strongest(
         self, group: str, text: int, layer: int, query: int, *, stopped: Stopped = never
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of every head, the key with the largest weight, and that weight."""
+        """For every head of the layer, the key with the largest weight of a query, and that weight."""
         weights = self._weights(group, text, layer)[:, query]
         return weights.argmax(-1), weights.max(-1)
 
@@ -116,17 +121,18 @@ class Stored:
         return weights
 
 
-def _of(lines: np.ndarray, head: int | None) -> np.ndarray:
+def _select_head(lines: np.ndarray, head: int | None) -> np.ndarray:
+    """One head of (heads, n) weights, or their mean."""
     if head is not None:
         return lines[head]
     return lines.mean(0, dtype=np.float64).astype(np.float32)
 
 
 def _picture(weights: np.ndarray, visible: np.ndarray, rows: list[int], columns: list[int]) -> Picture:
-    """Pooled over bins of a power of two, but for the last of each side."""
+    """Pool weights over bins; `rows` and `columns` are the edges of the bins."""
     starts = [np.array(side[:-1]) - side[0] for side in (rows, columns)]
     sizes = np.outer(np.diff(rows), np.diff(columns))
     top = np.maximum.reduceat(np.maximum.reduceat(weights, starts[0], 0), starts[1], 1)
     sums = (np.add.reduceat(np.add.reduceat(x, starts[0], 0), starts[1], 1) for x in (weights, visible))
-    largest, mean, shown = (torch.from_numpy(x.astype(np.float32)) for x in (top, *(x / sizes for x in sums)))
-    return Picture(largest, mean, shown, torch.tensor(rows), torch.tensor(columns))
+    largest, mean, share = (torch.from_numpy(x.astype(np.float32)) for x in (top, *(x / sizes for x in sums)))
+    return Picture(largest, mean, share, torch.tensor(rows), torch.tensor(columns))
