@@ -1,1 +1,1 @@
-"""Speed and memory, measured: `make bench`. Never part of a test."""
+"""Benchmarks of speed and memory, run by `make bench` and never by a test."""

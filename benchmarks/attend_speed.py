@@ -1,4 +1,4 @@
-"""`attend` beside what a user would pick instead: torch's SDPA, and FlexAttention compiled for CPU."""
+"""Times of `attend` compared with torch's SDPA and with FlexAttention compiled for CPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def window_training(size: int = 256, repeats: int = 5) -> dict[str, Any]:
 
 
 def masks(n: int = 4096, repeats: int = 5) -> dict[str, Any]:
-    """`attend` with masks that are not one call of the stock kernel / dense causal, forward, float32."""
+    """Masks that need several calls of torch's kernel / dense causal: forward, float32."""
     torch.set_num_threads(THREADS)
     q, k, v = tensors(n)
     m = qkv.masks

@@ -1,4 +1,4 @@
-"""`DecoderLM` against the same model by hand on SDPA, in x-transformers, and in transformers: training and decoding."""
+"""Training and decoding speed of `DecoderLM` and the same model on plain SDPA, x-transformers and transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from qkv.models.decoder import DecoderLM
 LAYERS, HEADS, SIZE, CONTEXT = 6, 6, 384, 512
 BATCH, TOKENS = 8, 256  # of a training step
 PROMPT, NEW = 128, 64  # of decoding
-VOCABULARIES = (256, 50_257)  # bytes, and GPT-2's own
+VOCABULARIES = (256, 50_257)  # bytes, and GPT-2's tokens
 OURS = "DecoderLM"
 
 
 def models(vocabulary: int) -> dict[str, torch.nn.Module]:
-    """The four, all but x-transformers' with the very same weights."""
+    """The four models; all but x-transformers' have the same weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from x_transformers import Decoder, TransformerWrapper
 
@@ -64,7 +64,7 @@ def training_step(model: Any, ids: Tensor) -> Callable[[], float]:
 
 
 def decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
-    """A prompt and `NEW` greedy tokens after it, with each one's own cache."""
+    """A prompt and `NEW` greedy tokens after it, with the cache of each library."""
 
     def ours() -> Tensor:
         state = model.start(len(ids), cache=lambda: Full(PROMPT + NEW))
@@ -114,7 +114,7 @@ def decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
 
 
 def decoder(repeats: int = 9) -> dict[str, Any]:
-    """Seconds of a training step and of decoding, and `DecoderLM`'s speed over the best of the others'."""
+    """Seconds of a training step and of decoding, and the speed of `DecoderLM` over the best of the others."""
     torch.set_num_threads(THREADS)
     generator = torch.Generator().manual_seed(0)
     cells: dict[str, Any] = {}

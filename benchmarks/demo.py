@@ -1,4 +1,4 @@
-"""The second half of `make demo`: what exact statistics of a long context cost beside plain SDPA.
+"""The second half of `make demo`: the cost of exact statistics of a long context, compared with plain SDPA.
 
 python -m benchmarks.demo [--tokens 8192] [--out qkv-demo/long]
 """
@@ -17,7 +17,7 @@ from qkv.cli import main as qkv_main
 
 
 def demo(tokens: int = 8192, out: Path = Path("qkv-demo/long")) -> int:
-    """Run a 6 × 6 × 64 causal model at TOKENS plainly and profiled, each in a process of its own, then report it."""
+    """Run a 6 × 6 × 64 causal model at TOKENS plainly and profiled, each in a fresh process, and print the results."""
     console = Console()
     runs = {}
     for job, what in (("plain", "torch SDPA, no statistics"), ("profile", "qkv profile: every statistic, exact")):

@@ -1,4 +1,4 @@
-"""What a picture of one head's map costs beside one flash pass, and a part of it beside the whole.
+"""The cost of one head's attention map, compared with a flash pass, and of a part of the map, compared with the whole.
 
 python -m benchmarks.map_speed [TOKENS]               100,000 unless given; writes results/map.json
 python -m benchmarks.map_speed flash|picture TOKENS   once, in this process alone; prints JSON: seconds, peak, base
@@ -32,7 +32,7 @@ def call_of(tokens: int) -> Call:
 
 
 def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
-    """A flash pass, the whole map at 1,024², and windows that every query of them sees whole, each a 16th of the last.
+    """A flash pass, the whole map at 1,024², and fully visible windows, each a 16th of the previous one.
 
     The log-sum-exp is known beforehand, as it is when a model has run.
     """
@@ -60,7 +60,7 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
 
 
 def alone_here(job: str, tokens: int) -> dict[str, float]:
-    """One job with its inputs, and what it took."""
+    """The seconds of one job, with its inputs."""
     torch.set_num_threads(THREADS)
     run = {"flash": flash.run, "picture": lambda c: HeadMap(c, row_state(c)).pooled(size=SIZE)}[job]
     run(call_of(512))  # warm-up: lazy imports are not what we measure

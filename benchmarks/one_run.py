@@ -39,7 +39,7 @@ def profiled(model: torch.nn.Module, ids: Tensor) -> None:
 
 
 def swept(model: torch.nn.Module, ids: Tensor) -> None:
-    """A profile of nothing but entropy, received attention, distances and the weights of named pairs."""
+    """A profile of only entropy, received attention, distances and the weights of named pairs."""
 
     def collect(observed: ObservedCall) -> None:
         sweep(observed.call, RowState(observed.lse), mass={"local": Window(9, ahead=8)})
@@ -49,7 +49,7 @@ def swept(model: torch.nn.Module, ids: Tensor) -> None:
 
 
 def from_weights(model: torch.nn.Module, ids: Tensor) -> None:
-    """What one does without qkv: form all weights, then reduce them to the same statistics, layer by layer."""
+    """The same statistics without qkv: form all weights, and reduce them layer by layer."""
     n = ids.shape[1]
     position = torch.arange(n)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a normalizer of one's own costs: autograd slopes beside the built-in ones, a searched level beside softmax.
+"""The cost of a user's normalizer: autograd derivatives against built-in ones, a searched level against softmax.
 
 ``python -m benchmarks own`` runs it all; ``python -m benchmarks.own_objects TOKENS`` is one forward, for its memory.
 """
@@ -85,7 +85,7 @@ def own(repeats: int = 9) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(THREADS)
-    qkv.attend(*tensors(256, grad=False), mask=CAUSAL, normalizer=SoftplusSquared())  # what it loads is not counted
+    qkv.attend(*tensors(256, grad=False), mask=CAUSAL, normalizer=SoftplusSquared())  # imports are not counted
     base = resident("VmRSS")
     qkv.attend(*tensors(int(sys.argv[1]), grad=False), mask=CAUSAL, normalizer=SoftplusSquared())
     print(json.dumps({"base": base, "peak": resident()}))

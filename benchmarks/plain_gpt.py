@@ -1,4 +1,4 @@
-"""A GPT as one writes it by hand on torch's SDPA: what `DecoderLM` is measured against."""
+"""A GPT written by hand on torch's SDPA, with which `DecoderLM` is compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 with a cache that grows by concatenation. Decoding goes one token at a time after the prompt."""
+    """GPT-2 with a cache that grows by concatenation. After the prompt, decoding adds one token at a time."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What profiling costs beside the plain forward and beside forming the weights; and how memory grows with length."""
+"""The cost of profiling, compared with the plain forward and with forming the weights, and its memory by length."""
 
 from __future__ import annotations
 

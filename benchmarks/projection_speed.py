@@ -14,7 +14,7 @@ from qkv.bench.timing import alternating, median_ratio
 from qkv.nn.projection import project
 
 SHAPES = ((384, 1152), (384, 1536), (1536, 384), (2048, 2048))
-COLD = 2**25  # weights gone through, so that none is found in cache: in a model none is
+COLD = 2**25  # numbers of weights, so many that none stays in the CPU cache, as in a model
 
 
 def projection(repeats: int = 9) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What gradients of statistics cost beside attention's own backward. ``python -m benchmarks statistics_gradients``."""
+"""The cost of gradients of statistics, compared with the backward of attention."""
 
 from __future__ import annotations
 

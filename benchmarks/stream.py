@@ -1,4 +1,4 @@
-"""Time and memory of each token while 100,000 stream through caches that let go, beside one that keeps all."""
+"""Time and memory per token while 100,000 tokens stream through caches that evict keys, and one that keeps all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 TOKENS, BLOCK, BUDGET = 100_000, 1_000, 1_024
-FULL_TOKENS = 20_000  # enough to see it grow
+FULL_TOKENS = 20_000  # enough to show its growth
 CACHES: dict[str, Callable[[], Cache]] = {
     "Sliding": lambda: Sliding(BUDGET),
     "Sinks": lambda: Sinks(4, BUDGET - 4),
@@ -32,7 +32,7 @@ def model() -> DecoderLM:
 
 
 def stream() -> dict[str, Any]:
-    """Milliseconds a token, bytes in caches and bytes of the process, for each thousand tokens."""
+    """Milliseconds per token, bytes in caches and bytes of the process, for each thousand tokens."""
     torch.set_num_threads(THREADS)
     lm, found = model(), {}
     for name, make in CACHES.items():

@@ -1,4 +1,4 @@
-"""How far code has to go: functions a query passes on its way to a kernel, and a statistic on its way to the report.
+"""Measures of the code: functions on the way of a query to a kernel and of a statistic to the report, files, lines.
 
 python -m benchmarks.structure prints the numbers of the installed qkv; with PYTHONPATH=OTHER/src, those of another.
 """
@@ -51,7 +51,7 @@ def hops(run: Callable[[], object], holds: Callable[[Any], bool], end: Callable[
 
 
 def query() -> list[str]:
-    """From `attend` with a window to the run of the kernel."""
+    """From `attend` with a window to the kernel's `forward`."""
     q, k, v = torch.randn(3, 1, 4, 200, 16)
 
     def holds(x: Any) -> bool:
@@ -65,7 +65,7 @@ def query() -> list[str]:
 
 
 def statistic() -> list[str]:
-    """From the hook that sees a call to the end of the report."""
+    """From the observer of a call to the end of the report."""
     config = qkv.models.DecoderConfig(vocab_size=20, d_model=16, layers=1, heads=2)
     model = qkv.models.DecoderLM(config)
     ids = torch.arange(12)[None]

@@ -1,4 +1,4 @@
-"""What a survey costs beside plain batched inference, and what a second process brings.
+"""The cost of a survey, compared with plain batched inference, and the speed-up by a second process.
 
 python -m benchmarks.survey_speed TEXTS   one process of one thread, or of several (RANK, WORLD_SIZE …): prints JSON
 """
@@ -35,7 +35,7 @@ LENGTH, BATCH = 512, 4096
 
 def against_plain(texts: int = 1000, turns: int = 10) -> dict[str, Any]:
     """MiniLM, float32: the survey of texts of 512 tokens, with tokenizing and writing, / their plain forward in the
-    same batches. Turns take a share of the texts each, first the one, then the other."""
+    same batches. The two alternate, each on a share of the texts."""
     torch.set_num_threads(THREADS)
     minilm = load("minilm")
     parts = _parts(minilm, texts, turns)
@@ -79,17 +79,17 @@ def _parts(minilm: Loaded, texts: int, turns: int) -> list[list[str]]:
 
 
 def _full_texts(minilm: Loaded, special: Special) -> Iterator[str]:
-    room = LENGTH - len(special.before) - len(special.after)
+    capacity = LENGTH - len(special.before) - len(special.after)
     text = library_text(3_000_000)
     ids = [
         i for start in range(0, len(text), 20_000) for i in tokens_of(minilm.tokenizer, text[start : start + 20_000])
     ]
-    for start in range(0, len(ids) - room, room):
-        made = minilm.tokenizer.decode(ids[start : start + room])
-        if len(tokens_of(minilm.tokenizer, made)) >= room:  # what it reads again may be longer, hardly shorter
-            kept = tokens_of(minilm.tokenizer, made)[:room]
+    for start in range(0, len(ids) - capacity, capacity):
+        made = minilm.tokenizer.decode(ids[start : start + capacity])
+        if len(tokens_of(minilm.tokenizer, made)) >= capacity:  # tokenized again it may be longer, hardly shorter
+            kept = tokens_of(minilm.tokenizer, made)[:capacity]
             again = minilm.tokenizer.decode(kept)
-            if len(tokens_of(minilm.tokenizer, again)) == room:
+            if len(tokens_of(minilm.tokenizer, again)) == capacity:
                 yield again
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     out = Path(os.environ["SURVEY_OUT"]) / "survey"
     ready, world = out.parent, int(os.environ["WORLD_SIZE"])
     (ready / f"ready-{os.environ['RANK']}").touch()
-    while len(list(ready.glob("ready-*"))) < world:  # all begin together
+    while len(list(ready.glob("ready-*"))) < world:  # all start together
         time.sleep(0.02)
     started = time.perf_counter()
     survey(minilm.model, corpus, tokenizer=minilm.tokenizer, out=out, shards=8, batch_tokens=BATCH, overlap=0)

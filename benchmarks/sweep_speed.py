@@ -1,4 +1,4 @@
-"""The sweep of `qkv.measure` beside one pass of flash attention, and what its parts cost beside their alternatives."""
+"""The cost of the sweep of `qkv.measure`, compared with a flash pass, and of its parts, compared with alternatives."""
 
 from __future__ import annotations
 

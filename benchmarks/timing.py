@@ -1,4 +1,4 @@
-"""Where results go, and how they are kept; how to measure is in `qkv.bench.timing`."""
+"""Writes the results of benchmarks to files; the measuring functions are in `qkv.bench.timing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a viewer waits for what it has not seen yet: tiles of every zoom, rows, columns and pairs.
+"""Latency of tiles that the viewer has not cached yet: every zoom, rows, columns and pairs.
 
 python -m benchmarks.viewer [TOKENS …]   16,384 and 100,000 unless given; writes results/viewer.json
 """
@@ -47,7 +47,7 @@ def _of_length(tokens: int, repeats: int) -> dict[str, Any]:
     found = explore.of(model, torch.arange(tokens) % 251)
     first = timed(lambda: found.info("self", 0))
     deepest = found.info("self", 0).deepest
-    found.tile("self", 0, LAYER, 0, deepest, 0, 0)  # warm-up: what is loaded on use is not what we measure
+    found.tile("self", 0, LAYER, 0, deepest, 0, 0)  # warm-up: imports on first use are not measured
     zooms = {}
     for zoom in range(deepest + 1):
         wide = TILE * 2 ** (deepest - zoom) > WIDE
@@ -72,7 +72,7 @@ def _of_length(tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def _tile(found: Explorer, tokens: int, zoom: int, deepest: int) -> float:
-    """Milliseconds for a tile at a random place of a random head, when nothing of any head is kept."""
+    """Milliseconds for a tile at a random position of a random head, with an empty cache."""
     found._tiles = new_tile_cache(2**28)  # none
     last = (tokens - 1) // (TILE * 2 ** (deepest - zoom))
     i = random.randint(0, last)

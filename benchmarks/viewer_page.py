@@ -1,4 +1,4 @@
-"""What the viewer costs a browser: how soon the overview answers, how smoothly the map moves, what a page weighs.
+"""Performance of the viewer in a browser: time until the overview is interactive, frame rate of the map, page sizes.
 
 python -m benchmarks.viewer_page [TOKENS]    of the map, 100,000 unless given; writes results/viewer_page.json
 
@@ -34,7 +34,7 @@ LAYERS, HEADS, LENGTH, REPEATS = 32, 32, 2048, 7
 TOKENS, ROUNDS, STEPS = 100_000, 3, 120
 VIEWS = ("overview", "map", "text", "sinks", "live", "compare", "align")
 
-# When every cell is there, painted, and the page has nothing left to do before it hears the next key.
+# The time when every cell is painted and the page can handle the next key press.
 INTERACTIVE = """
 new MutationObserver((_, observer) => {
   if (document.querySelectorAll(".overview-grid [data-layer]").length < COUNT) return;
@@ -44,8 +44,8 @@ new MutationObserver((_, observer) => {
 """.replace("COUNT", str(LAYERS * HEADS))
 ANSWERED = """() => performance.getEntriesByType("resource").find(({ name }) => name.endsWith("/page")).responseEnd"""
 
-# A tour that a hand could make, one step in each frame: drags in a circle, and in and out with the wheel. It ends
-# where it began, so that the next round needs the same tiles. Gives the milliseconds between frames.
+# Simulated input, one step per frame: drags in a circle, and zooms in and out with the wheel. It ends where it began,
+# so that the next round needs the same tiles. Returns the milliseconds between frames.
 TOUR = """async ({ steps }) => {
   const canvas = document.querySelector(".map-canvas"), box = canvas.getBoundingClientRect();
   const middle = [box.left + box.width / 2, box.top + box.height / 2], frames = [];
@@ -70,7 +70,7 @@ TOUR = """async ({ steps }) => {
 
 
 def viewer_page(tokens: int = TOKENS, repeats: int = REPEATS) -> dict[str, Any]:
-    """Medians of fresh browser contexts, in which nothing is cached."""
+    """Medians over fresh browser contexts with empty caches."""
     torch.set_num_threads(THREADS)
     overview, weights = _overview(repeats)
     moving = _moving(tokens)
@@ -147,7 +147,7 @@ def _overview(repeats: int) -> tuple[dict[str, list[float]], dict[str, dict[str,
 
 
 def _moving(tokens: int) -> dict[str, Any]:
-    """Milliseconds between the frames of tours whose tiles are all there."""
+    """Milliseconds between frames of tours whose tiles are all cached."""
     session = Session("benchmark")
     session.add_model(Loaded("random", random_gpt2(tokens, layers=1, heads=1), None), torch.arange(tokens)[None] % 251)
     session.prepare()
@@ -162,7 +162,7 @@ def _moving(tokens: int) -> dict[str, Any]:
         page.goto(f"{url}#/map?layer=0&head=0&x={tokens // 2}&y={tokens // 2}&z=-3")
         page.wait_for_selector(".map-canvas")
         known = -1
-        while known < len(tiles):  # until a tour asks for nothing new
+        while known < len(tiles):  # until a tour requests no new tile
             known = len(tiles)
             page.evaluate(TOUR, {"steps": STEPS})
             page.wait_for_timeout(500)

@@ -1,6 +1,6 @@
-"""Make the pictures and the benchmark table of the documentation: `make figures`.
+"""Makes the figures, tables and generated pages of the documentation, for `make figures`.
 
-Pictures come from the tool itself, run on its bundled default; the table from benchmarks/results (`make bench`).
+Figures come from qkv itself, run on its bundled models; benchmark tables come from benchmarks/results (`make bench`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qkv.profiler.texts import default_text
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
-FLOP, PEAK = 1.45e20, 989e12  # of the survey that docs/scale.md is about; of one card, dense bfloat16, a second
+FLOP, PEAK = 1.45e20, 989e12  # of the survey estimated in docs/scale.md; per second of one GPU, dense bfloat16
 CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --hide-scrollbars"
 
 
@@ -53,7 +53,7 @@ def pictures() -> None:
 
 
 def of_mini() -> None:
-    """What `qkv map`, `qkv flow` and `qkv evict` draw of the model that comes with qkv."""
+    """The figures of `qkv map`, `qkv flow` and `qkv evict` for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
         for command in ("map --layer 1 --head 2 --out map.png", "flow --out flow", "evict --out evict"):
             subprocess.run([sys.executable, "-m", "qkv.cli", *command.split()], cwd=folder, check=True)
@@ -63,7 +63,7 @@ def of_mini() -> None:
 
 
 def masks() -> None:
-    """docs/figures/masks.png: what masks look like."""
+    """docs/figures/masks.png: pictures of six masks."""
     m = qkv.masks
     drawn = {
         "bigbird()": (m.bigbird(), 4096),
@@ -76,23 +76,23 @@ def masks() -> None:
     fig, axes = plt.subplots(2, 3, figsize=(9, 6.4), layout="constrained")
     for ax, (name, (mask, n)) in zip(axes.flat, drawn.items(), strict=True):
         mask.plot(n, ax=ax)
-        ax.set_title(f"{name}\n{mask.sparsity(n):.0%} of {n:,} × {n:,} hidden", fontsize=9)
+        ax.set_title(f"{name}\n{mask.sparsity(n):.0%} of {n:,} × {n:,} masked", fontsize=9)
     fig.savefig(DOCS / "figures" / "masks.png", dpi=120)
     plt.close(fig)
 
 
 def minilm() -> None:
-    """docs/minilm.md: does MiniLM rest on [SEP], as BERT was seen to?"""
+    """docs/minilm.md: does MiniLM send most attention to [SEP], as BERT does?"""
     loaded = load("minilm")
     one, two = default_text().split("\n\n")
     inputs = {"first paragraph": (one,), "second paragraph": (two,), "both, as a pair": (one, two)}
     lines = [
-        "# Does MiniLM rest on `[SEP]`?",
+        "# Does MiniLM attend to `[SEP]`?",
         "",
         "Made by `make figures`; do not edit. Clark et al. (2019, arXiv:1906.04341, §3.2) saw over half of the",
-        "attention of BERT-base's layers 6–10 go to `[SEP]`, and read it as a no-op. Below: the share of all attention",
-        "that goes to a token, averaged over the heads and queries of a layer (exact: Σ received / queries), and how",
-        "many of the 72 heads send more than half of their weight there.",
+        "attention of BERT-base's layers 6–10 go to `[SEP]`, and interpreted it as a no-op. The table shows the share",
+        "of all attention that goes to a token, averaged over the heads and queries of a layer (exact: Σ received /",
+        "queries), and how many of the 72 heads send more than half of their weight to it.",
         "",
         "| input | tokens | to | " + " | ".join(f"layer {i}" for i in range(6)) + " | heads over half |",
         "|---|---|---|" + "---|" * 7,
@@ -110,8 +110,8 @@ def minilm() -> None:
     shown = most["[SEP]"] > 0.5
     lines += [
         "",
-        f"**MiniLM {'shows' if shown else 'does not show'} it.** No layer sends more than {most['[SEP]']:.1%} of its "
-        f"attention to `[SEP]`; `[CLS]` takes up to {most['[CLS]']:.0%} of a layer's.",
+        f"**MiniLM {'does' if shown else 'does not'}.** No layer sends more than {most['[SEP]']:.1%} of its "
+        f"attention to `[SEP]`; `[CLS]` receives up to {most['[CLS]']:.0%} of a layer's.",
     ]
     (DOCS / "minilm.md").write_text("\n".join(lines) + "\n")
 
@@ -136,13 +136,13 @@ def benchmarks() -> None:
                 lines += [f"| {name} | {what}: {n.replace('|', 'or')} | {v:.3f} |" for n, v in value.items()]
     model_speed.stream_figure(results["stream"], DOCS / "figures" / "stream.png")
     lines += ["", *_profile_table(results), "", *model_speed.table(results["decoder"])]
-    lines += ["![Milliseconds a token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
+    lines += ["![Milliseconds per token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
     lines += ["Machine: " + _machine(results)]
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
 
 
 def scale() -> None:
-    """The tables of docs/scale.md: what was measured here, and what follows for a larger model."""
+    """The tables of docs/scale.md: measurements, and the estimate for a larger model."""
     survey, processes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("survey", "survey_processes"))
     (ratio,) = (value for name, value in survey.items() if name.startswith("throughput"))
     (gain,) = (value for name, value in processes.items() if name.startswith("time"))
@@ -152,15 +152,15 @@ def scale() -> None:
         "|---|---|",
         f"| throughput, survey / plain batched inference (MiniLM, {survey['texts']:,} texts of "
         f"{survey['tokens in a text']} tokens, 2 threads) | {ratio:.3f} |",
-        f"| tokens a second, plain | {rate['plain']:,.0f} |",
-        f"| tokens a second, survey | {rate['survey']:,.0f} |",
+        f"| tokens per second, plain | {rate['plain']:,.0f} |",
+        f"| tokens per second, survey | {rate['survey']:,.0f} |",
         f"| time, one process of one thread / two of one thread | {gain:.2f} |",
     ]
     uses = (0.3, 0.4, 0.5)
     plain = [FLOP / (use * PEAK) / 3600 for use in uses]
     rows = {
         f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
-        "with the sweep at 0.16 ms a token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
+        "with the sweep at 0.16 ms per token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
         f"with the ratio measured above (plain hours / {ratio:.3f})": [hours / ratio for hours in plain],
     }
     hours = [
@@ -193,7 +193,7 @@ def viewer() -> None:
 
 
 def _fill(page: Path, tables: dict[str, list[str]]) -> None:
-    """Put tables where a page has a comment of their name."""
+    """Insert each table at the comment with its name."""
     text = page.read_text()
     for name, lines in tables.items():
         begin = f"<!-- {name}: docs/make_figures.py -->\n"
@@ -203,18 +203,18 @@ def _fill(page: Path, tables: dict[str, list[str]]) -> None:
 
 
 def _mechanisms() -> list[str]:
-    """Tables of `qkv bench`: what was to be reached, and everything."""
+    """Tables of `qkv bench`: the goals, and all measurements."""
     found = {path.stem: run.load(path) for path in sorted((RESULTS / "mechanisms").glob("*.json"))}
     lines = [
         "## Every mechanism",
         "",
-        "By `qkv bench`: milliseconds of qkv, and its time over that of what one would use instead, in the same run.",
-        "`plain` is qkv's own causal softmax; `sdpa` torch's fused attention, with a mask or bias tensor where it",
-        "must; `flex` FlexAttention compiled for CPU (its block mask made beforehand; forward only, from 4,096 tokens",
-        "on); `eager` weights formed by hand. A rival is left out where all scores would take more than 3 GiB.",
-        "Exponents are fitted from 2,048 tokens on (time); of memory, the growth of a fresh process, over the last",
-        "three lengths. The last column is the FLOP/s at the longest length over those of one large float32 product",
-        "measured in the same run: the limit of anything made of products.",
+        "Measured by `qkv bench`: milliseconds of qkv, and the ratio to the time of an alternative in the same run.",
+        "`plain` is qkv's causal softmax; `sdpa` is torch's fused attention, with a mask or bias tensor if needed;",
+        "`flex` is FlexAttention compiled for CPU (the block mask is made before; forward only, from 4,096 tokens on);",
+        "`eager` forms the weights. An alternative is left out if its scores would take more than 3 GiB. Exponents of",
+        "time are fitted from 2,048 tokens on; exponents of memory are fitted to the growth of a fresh process over",
+        "the last three lengths. The last column is the FLOP/s at the longest length, relative to one large float32",
+        "product in the same run, which is an upper limit.",
         "",
         "![Milliseconds by length](figures/bench.png)",
         "",
@@ -230,7 +230,7 @@ def _mechanisms() -> list[str]:
 
 
 def _profile_table(results: dict[str, Any]) -> list[str]:
-    """Seconds and peak memory of the whole job."""
+    """Seconds and peak memory of a profile and its alternatives."""
     cost = results["profile_cost"]
     rows = ["| 6 layers × 6 heads × 64, 8,192 tokens | seconds | peak memory |", "|---|---|---|"]
     for job, what in (("plain", "torch SDPA"), ("profile", "qkv profile"), ("eager", "`output_attentions=True`")):

@@ -1,4 +1,4 @@
-"""Writes docs/matrix.md: which kernel serves what, as the kernels themselves say.
+"""Writes docs/matrix.md: which kernel supports what, according to the kernels' `unsupported_reason`.
 
 .venv/bin/python docs/make_matrix.py
 """
@@ -75,20 +75,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gradients of q, k, v": {"train": True},
 }
 
-HEAD = """# What serves what
+HEAD = """# Kernels and mechanisms
 
-Any mask goes with any bias, any score and any normalizer, and every kernel either computes the composition exactly or
-refuses it by name: nothing falls back in silence. `eager` serves everything and forms the weights, `tiled` serves
-everything without forming them; the others are faster where they can.
-Every pair of choices on every kernel is tested against the specification,
+Any mask can be combined with any bias, any score and any normalizer. A kernel either computes the composition exactly
+or raises an error with the reason; nothing falls back silently. `eager` supports everything and forms the weights.
+`tiled` supports everything without forming them. The other kernels are faster where they apply.
+Every pair of choices is tested on every kernel against the specification,
 [`qkv.reference`](../src/qkv/reference/__init__.py), in [`tests/test_matrix.py`](../tests/test_matrix.py), outputs and
-gradients. `qkv.plan(...)` says the same of your call.
+gradients. `qkv.plan(...)` gives the same reasons for your call.
 
-Written by `docs/make_matrix.py` from what the kernels say on a CPU, with torch {version}. A kernel serves a composition
-where all of its rows say yes; a number is that of the reason under the table. On CUDA `flex` trains, too, and `flash`
-serves nothing, since it folds torch's kernel for CPUs."""
+Written by `docs/make_matrix.py`, which asks the kernels on a CPU, with torch {version}. A kernel supports a
+composition if all of its rows say yes; a number refers to the reason below the table. On CUDA `flex` also trains, and
+`flash` supports nothing, because it uses torch's CPU kernel."""
 WITH = {
-    "Scores": 'Under softmax; for the kernel `linear` with `Identity("sum")`, the only kind of weight it has.',
+    "Scores": 'Under softmax; for the kernel `linear` with `Identity("sum")`, the only weights it supports.',
     "Masks": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
     "Biases": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
     "Normalizers": "With the dot product.",
@@ -96,29 +96,29 @@ WITH = {
 }
 
 
-def why(kernel: str, asked: dict[str, Any]) -> str | None:
-    """The reason a kernel gives for not serving a call, or None."""
-    asked = dict(asked)
+def unsupported_reason(kernel: str, call: dict[str, Any]) -> str | None:
+    """Why a kernel does not support a call, or None if it does."""
+    call = dict(call)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, N, D, generator=generator) for _ in range(3))
-    if asked.pop("train", False):
+    if call.pop("train", False):
         q.requires_grad_()
     try:
-        qkv.plan(q, k, v, kernel=kernel, **asked)
+        qkv.plan(q, k, v, kernel=kernel, **call)
     except qkv.InputError as error:
         return str(error).split("cannot serve this call: ")[1]
     return None
 
 
-def table(title: str, rows: dict[str, dict[str, Any]], of_linear: dict[str, Any]) -> str:
-    """One Markdown table, and its reasons below."""
+def table(title: str, rows: dict[str, dict[str, Any]], for_linear: dict[str, Any]) -> str:
+    """A Markdown table, with the reasons below it."""
     lines = [f"## {title}", "", WITH[title], "", "| | " + " | ".join(f"`{name}`" for name in KERNELS) + " |"]
     lines.append("|---|" + "---|" * len(KERNELS))
     reasons: list[str] = []
-    for name, asked in rows.items():
+    for name, call in rows.items():
         cells = []
         for kernel in KERNELS:
-            reason = why(kernel, asked if kernel != "linear" else of_linear | asked)
+            reason = unsupported_reason(kernel, call if kernel != "linear" else for_linear | call)
             if reason is None:
                 cells.append("yes")
                 continue

@@ -1,4 +1,4 @@
-"""The page and the figures of the trained models that come with the package, from the models themselves."""
+"""Writes the page and the figures of the bundled trained models, for `make figures`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = 64
 
 
 def page(experiments: str) -> str:
-    """What they are and can do; `experiments` is the way from the page to the experiments' README."""
+    """The page of the bundled models; `experiments` is the path from the page to the experiments' README."""
     lines = [
         "# Trained models",
         "",
@@ -44,7 +44,7 @@ def page(experiments: str) -> str:
 
 
 def figures(folder: Path) -> None:
-    """Heads of the reversal model, alignments of the translation model, and how the sinks of qkv-mini came."""
+    """Heads of the reversal model, alignments of the translation model, and sinks of qkv-mini during training."""
     with torch.no_grad():
         for name, picture in (("qkv-reversal", "mirror"), ("qkv-translation", "alignment")):
             task, _ = settings.from_toml(_folder(name) / "run.toml")
@@ -59,13 +59,13 @@ def training_of_mini() -> Figure:
     steps = [x["step"] for x in lines]
     alpha = np.array([x["check"]["sink"] for x in lines])
     figure, (left, right) = draw.panels(
-        f"While qkv-mini learns, its strongest head comes to put {alpha[-1].max():.0%} on the first of 512 tokens",
-        "Held-out text of Python's standard library. Left: bits a byte. Right: weight on <s>, mean over the queries of "
-        "whole windows of 512 tokens; a line for each head, coloured by layer.",
+        f"At the end of training the strongest head of qkv-mini puts {alpha[-1].max():.0%} on the first of 512 tokens",
+        "Held-out text of Python's standard library. Left: bits per byte. Right: weight on <s>, mean over the queries "
+        "of whole windows of 512 tokens; a line for each head, coloured by layer.",
         columns=2, width=7.6, height=2.9,
     )  # fmt: skip
     left.plot(steps, [x["evaluation"]["bits_per_byte"] for x in lines], color=draw.COLOURS[0], linewidth=1.6)
-    left.set(xlabel="step", ylabel="bits a byte, held out", ylim=(0, None))
+    left.set(xlabel="step", ylabel="bits per byte, held out", ylim=(0, None))
     for layer in range(alpha.shape[1]):
         for head in range(alpha.shape[2]):
             label = f"layer {layer}" if head == 0 else None
@@ -83,17 +83,17 @@ def _mini(result: dict[str, Any]) -> list[str]:
     found = result["evaluation"]
     rows = [f"| {layer}.{head} | {short[layer, head]:.0%} | {whole[layer, head]:.0%} |" for layer, head in order[:8]]
     return [
-        f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats a token, "
-        f"{found['bits_per_byte']:.3f} bits a byte. On the first {SHORT} tokens of the program that `qkv profile` "
-        f"reads by default {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`; "
-        f"the longer the text, the more share it (all {profile.data.sizes['query']} tokens: last column). "
-        "What it loses without that token: [experiment mini](EXPERIMENTS#mini).",
+        f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats per token, "
+        f"{found['bits_per_byte']:.3f} bits per byte. On the first {SHORT} tokens of the program that `qkv profile` "
+        f"reads by default, {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`. "
+        f"On longer texts the share is smaller (all {profile.data.sizes['query']} tokens: last column). "
+        "The [experiment mini](EXPERIMENTS#mini) measures the loss without that token.",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
         "|---|---:|---:|",
         *rows,
         "",
-        'A prompt of two lines, and how `qkv generate qkv-mini "…" --seed 0 --tokens 90` goes on:',
+        'A prompt of two lines, continued by `qkv generate qkv-mini "…" --seed 0 --tokens 90`:',
         "",
         "```text",
         *_generated().splitlines(),
@@ -111,10 +111,10 @@ def _generated() -> str:
 def _reversal(result: dict[str, Any]) -> list[str]:
     found, check = result["evaluation"], result["check"]
     return [
-        f"On unseen sequences {found['token_accuracy']:.1%} of tokens are right, generated one after another. Head "
-        f"{check['best_layer']}.{check['best_head']}: the mirrored position is the strongest key of "
-        f"{check['best']:.1%} of queries. Without all heads of which that is true of 95 %: "
-        f"{check['without_mirrors']:.1%} of tokens right.",
+        f"On unseen sequences {found['token_accuracy']:.1%} of tokens are generated correctly. In head "
+        f"{check['best_layer']}.{check['best_head']} the mirrored position is the strongest key of "
+        f"{check['best']:.1%} of queries. Without all heads for which this holds for at least 95 % of queries, "
+        f"{check['without_mirrors']:.1%} of tokens are correct.",
     ]
 
 
@@ -122,9 +122,9 @@ def _translation(result: dict[str, Any]) -> list[str]:
     found, check = result["evaluation"], result["check"]
     rows = [f"| {s} | {' '.join(translate('qkv-translation', s).target)} |" for s in SENTENCES]
     return [
-        f"Of unseen sentences {found['exact_match']:.1%} come out word for word (BLEU {found['bleu']:.1f}); the "
-        f"strongest English word is a true counterpart of {check['best_accuracy']:.1%} of the French (alignment error "
-        f'rate {check["best_aer"]:.3f}). `qkv.lab.translate("qkv-translation", "…")`:',
+        f"{found['exact_match']:.1%} of unseen sentences are translated exactly (BLEU {found['bleu']:.1f}). The "
+        f"English word with the most weight is correct for {check['best_accuracy']:.1%} of the French words (alignment "
+        f'error rate {check["best_aer"]:.3f}). `qkv.lab.translate("qkv-translation", "…")`:',
         "",
         "| | |",
         "|---|---|",
@@ -135,9 +135,9 @@ def _translation(result: dict[str, Any]) -> list[str]:
 def _caption(result: dict[str, Any]) -> list[str]:
     found, check = result["evaluation"], result["check"]
     return [
-        f"Of held-out scenes, whose descriptions never occur in training, {found['exact_match']:.1%} of the captions "
-        "come out word for word. While a colour or shape is named, the strongest cell of the grid shows that object in "
-        f"{check['strongest']:.1%} of cases, and {check['mass']:.0%} of the weight lies on cells that do "
+        f"{found['exact_match']:.1%} of the captions of held-out scenes are exact; no description of these scenes "
+        "occurs in training. When a colour or shape is named, the grid cell with the most weight shows that object in "
+        f"{check['strongest']:.1%} of cases, and {check['mass']:.0%} of the weight lies on cells that show it "
         f"({check['mass_at_colours']:.0%} at colours, {check['mass_at_shapes']:.0%} at shapes; by chance "
         f"{check['chance']:.0%}).",
     ]

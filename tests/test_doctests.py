@@ -1,4 +1,4 @@
-"""The examples in docstrings run. In a process of its own: examples are what users see, without checks of shapes."""
+"""The examples in docstrings run, in a separate process without shape checks, as for users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(failed, tried, file=sys.stderr)
     ],
 )
 def test_examples_in_docstrings(names: list[str], least: int) -> None:
-    """And at least so many: a docstring that stops being found would pass in silence."""
+    """At least `least` examples run, so that a docstring that is no longer found does not pass unnoticed."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN, *names], capture_output=True, text=True, timeout=300, check=False
     )

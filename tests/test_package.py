@@ -1,4 +1,4 @@
-"""What is given away: wheel and sdist build, hold all that runs need, and work in an environment of their own."""
+"""Wheel and sdist build, contain all required files, and work in a fresh environment."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the wheel, made from the sdist, which is made from what git knows of."""
+    """Folder with the wheel, built from the sdist, which is built from the files that git tracks."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_what_runs_need(built: Path) -> None:
+def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     (sdist,) = built.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -46,7 +46,7 @@ def test_wheel_and_sdist_hold_what_runs_need(built: Path) -> None:
     assert wanted <= names
     for model in bundled.NAMES:
         assert f"qkv/models/trained/{model}/model.safetensors" in names
-    assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "a wheel of qkv alone"
+    assert not {name for name in names if not name.startswith(("qkv/", "qkv-"))}, "the wheel must contain only qkv"
     assert wheel.stat().st_size < 25e6
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -56,13 +56,13 @@ def test_wheel_and_sdist_hold_what_runs_need(built: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
-    """Its dependencies are those of this environment, lent by a path file; qkv itself is only in the new one."""
+    """Dependencies come from this environment through a path file; only qkv itself is installed in the new one."""
     (wheel,) = built.glob("*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import qkv; print(qkv.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(tmp_path / "env")
     qkv_command = tmp_path / "env" / "bin" / "qkv"
@@ -76,7 +76,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     assert len(re.findall(r"'(\w+)'", run(python, "-c", load, cwd=tmp_path))) == len(bundled.NAMES)
 
 
-def test_citation_is_of_this_version() -> None:
+def test_citation_has_this_version() -> None:
     told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert told["version"] == qkv.__version__
     assert told["license"] == "Apache-2.0"

@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs; every command it shows is one."""
+"""Every code block of the documentation runs, and every `qkv` command in it is valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITH_COMMANDS = [page for page in pages.pages() if pages.commands(page)]
 
 
 class Shell:
-    """What a notebook's `!qkv …` asks for: the command, in this process."""
+    """Runs a notebook's `!qkv …` in this process."""
 
     def system(self, line: str) -> None:
         words = shlex.split(line)
@@ -38,8 +38,8 @@ class Shell:
 
 
 @pytest.fixture
-def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder and a group of one process, the site's figures, shapes unchecked as outside of tests."""
+def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder, a process group of one, the site's figure style, and no shape checks, as outside of tests."""
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -60,8 +60,8 @@ def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_python_of_a_page_runs(page: str, as_a_reader: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first block to the last, as they stand; a cell tagged raises-exception raises."""
+def test_python_of_a_page_runs(page: str, reader_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks run in order; a cell tagged raises-exception raises."""
     main = types.ModuleType("__main__")  # as a script: what it defines can be pickled
     monkeypatch.setitem(sys.modules, "__main__", main)
     namespace: dict[str, Any] = vars(main)
@@ -69,7 +69,7 @@ def test_python_of_a_page_runs(page: str, as_a_reader: None, monkeypatch: pytest
     for block in pages.python(page):
         code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
         if "raises-exception" in block.tags:
-            with pytest.raises(Exception):  # noqa: B017, PT011  # which one is for the page to show
+            with pytest.raises(Exception):  # noqa: B017, PT011  # the page shows which one
                 exec(code, namespace)
         else:
             with warnings.catch_warnings():
@@ -86,13 +86,13 @@ def _magics(code: str) -> str:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_commands_of_a_page_are_commands(
+def test_commands_of_a_page_are_valid(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command line takes every `qkv …` line: the command is there, and every flag and value it shows."""
+    """The command line accepts every `qkv …` line with its flags and values."""
     ran: list[str] = []
     for name, command in cli.COMMANDS.items():
-        monkeypatch.setitem(cli.COMMANDS, name, _noted(name, command, ran))
+        monkeypatch.setitem(cli.COMMANDS, name, _recorded(name, command, ran))
     monkeypatch.setattr(cli.train, "train", lambda *words: train._read(words) if words else None)
     monkeypatch.chdir(pages.ROOT)
     for words in pages.commands(page):
@@ -103,9 +103,9 @@ def test_commands_of_a_page_are_commands(
         assert code == 0, f"qkv {shlex.join(words)}: {capsys.readouterr().err}"
 
 
-def _noted(name: str, command: Any, ran: list[str]) -> Any:
+def _recorded(name: str, command: Any, ran: list[str]) -> Any:
     @functools.wraps(command)
-    def note(*args: object, **kwargs: object) -> None:
+    def record(*args: object, **kwargs: object) -> None:
         ran.append(name)
 
-    return note
+    return record

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, offline, and nothing in it leads nowhere."""
+"""The documentation site builds offline without warnings, its links work, and it covers every public name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MACHINERY = {"EMPTY", "FULL", "PARTIAL", "And", "Or", "Not", "Grid", "Region", "
     "Mask", "Bias", "Score", "Normalizer", "Scaling", "Cache", "from_flex", "from_multihead", "from_sdpa", "mask_mod",
     "to_flex", "to_multihead", "to_sdpa",
 }  # fmt: skip
-"""Bases, and what masks are computed and converted with: the reference has these."""
+"""Base classes, and functions that compute or convert masks; only the reference has pages for them."""
 
 
 class Page(HTMLParser):
-    """Where a page leads, what can be led to in it, and what it loads."""
+    """The links of a page, its link targets, and the files that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it, but for its theme and the outputs of cells, which `test_pages.py` runs."""
+    """The site as `make docs` builds it, without theme and without the outputs of cells, which `test_pages.py` runs."""
     folder = tmp_path_factory.mktemp("site")
     command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees"), str(pages.DOCS)]
     done = subprocess.run(
@@ -68,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_no_link_is_dead_and_nothing_comes_from_elsewhere(site: Path) -> None:
+def test_no_dead_links_and_no_files_from_other_hosts(site: Path) -> None:
     parsed = cache(Page)
     dead, foreign = [], []
     for path in sorted(site.rglob("*.html")):
@@ -99,9 +99,9 @@ def test_every_public_name_has_a_page(site: Path) -> None:
 
 
 def test_public_names_have_an_example() -> None:
-    """A docstring shows its thing at work, but for what happens, what others make, what needs processes or a hub."""
-    made_by_others = {"Trained", "Explorer", "Call", "Result"}
-    without = {"Diverged", "Interrupted", "from_hugging_face", "register", "positions", "unshard"} | made_by_others
+    """Except for exceptions, objects that users do not create, and functions that need processes or a hub."""
+    not_created = {"Trained", "Explorer", "Call", "Result"}
+    without = {"Diverged", "Interrupted", "from_hugging_face", "register", "positions", "unshard"} | not_created
     for module in public_names.MODULES:
         for name, thing in public_names.public(module).items():
             if callable(thing) and name not in without:
@@ -127,7 +127,7 @@ def test_every_mechanism_has_a_page() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.md") if path.name != "index.md")
     for module in ("masks", "biases", "scores", "normalizers", "positions", "features", "cache"):
         for name in public_names.public(f"qkv.{module}").keys() - MACHINERY:
-            assert re.search(rf"\b{name}\b", text), f"no page of docs/mechanisms speaks of qkv.{module}.{name}"
+            assert re.search(rf"\b{name}\b", text), f"no page of docs/mechanisms mentions qkv.{module}.{name}"
 
 
 def test_tests_named_in_the_documentation_exist() -> None:
@@ -135,19 +135,19 @@ def test_tests_named_in_the_documentation_exist() -> None:
     for page in pages.pages():
         text = (pages.ROOT / page).read_text(encoding="utf-8")
         for file, name in re.findall(r"tests/(test_\w+\.py)(?:::(\w+))?", text):
-            assert file in defined, f"{page} names tests/{file}, which is not there"
-            assert not name or name in defined[file], f"{page} names tests/{file}::{name}, which is not there"
+            assert file in defined, f"{page} names tests/{file}, which does not exist"
+            assert not name or name in defined[file], f"{page} names tests/{file}::{name}, which does not exist"
 
 
 def test_files_named_in_the_documentation_exist() -> None:
     for page in pages.pages():
         text = (pages.ROOT / page).read_text(encoding="utf-8")
         for name in re.findall(r"`((?:src|tests|benchmarks|docs|ledger)/[\w./-]+\.\w+)`", text):
-            assert (pages.ROOT / name).exists(), f"{page} names {name}, which is not there"
+            assert (pages.ROOT / name).exists(), f"{page} names {name}, which does not exist"
 
 
 @pytest.mark.parametrize("page", [page for page in pages.pages() if page != "docs/terms.md"])
-def test_terms_are_those_of_the_list(page: str) -> None:
+def test_pages_avoid_the_patterns_of_the_terms_page(page: str) -> None:
     prose = _prose(page)
     for avoided, term in _avoided().items():
         found = re.search(avoided, prose, re.IGNORECASE)
@@ -155,7 +155,7 @@ def test_terms_are_those_of_the_list(page: str) -> None:
 
 
 def test_spelling(tmp_path: Path) -> None:
-    """No word of any page is one that codespell knows to be a slip."""
+    """codespell finds no misspelled word on any page."""
     for page in pages.pages():
         (tmp_path / page.replace("/", "-")).write_text(_prose(page), encoding="utf-8")
     command = [sys.executable, "-m", "codespell_lib", "--ignore-words-list", "nd,te,ans,mot,chat,als,fo", str(tmp_path)]
@@ -164,18 +164,18 @@ def test_spelling(tmp_path: Path) -> None:
 
 
 def _prose(page: str) -> str:
-    """A page without its code and addresses."""
+    """A page without code and addresses."""
     text = (pages.ROOT / page).read_text(encoding="utf-8")
     return re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|^ {4}.*$", " ", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_errors_that_are_explained_are_raised() -> None:
+def test_error_messages_of_the_errors_page_exist() -> None:
     raised = [" ".join(text.split()) for texts in error_index.errors().values() for text in texts]
     rows = re.findall(r"^\| `(.+?)` \|", (pages.DOCS / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) > 10
     for row in rows:
         parts = ".*".join(re.escape(part) for part in row.split("…"))
-        assert any(re.match(parts, text) for text in raised), f"nothing says {row!r}"
+        assert any(re.match(parts, text) for text in raised), f"no error message begins with {row!r}"
 
 
 def _functions(path: Path) -> set[str]:
@@ -184,7 +184,7 @@ def _functions(path: Path) -> set[str]:
 
 
 def _avoided() -> dict[str, str]:
-    """The last table of docs/terms.md: a pattern not to write, and what to write instead."""
+    """The last table of docs/terms.md: patterns to avoid, and their replacements."""
     table = (pages.DOCS / "terms.md").read_text(encoding="utf-8").split("## Not")[1]
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \|", table, re.MULTILINE)
     assert rows

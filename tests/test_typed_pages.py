@@ -71,8 +71,8 @@ def module(page: str) -> str:
 
 
 @functools.cache
-def complaints() -> list[str]:
-    """What mypy says of the code of all pages, a module each, and of `RETURNS`."""
+def type_errors() -> list[str]:
+    """The errors of mypy in the code of all pages, one module per page, and in `RETURNS`."""
     with tempfile.TemporaryDirectory() as folder:
         for page in PAGES:
             Path(folder, f"{module(page)}.py").write_text("\n\n".join(b.code for b in pages.python(page)) + "\n")
@@ -89,16 +89,16 @@ def complaints() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_has_types(page: str) -> None:
-    assert [line for line in complaints() if line.startswith(f"{module(page)}.py:")] == []
+def test_the_code_of_a_page_passes_mypy(page: str) -> None:
+    assert [line for line in type_errors() if line.startswith(f"{module(page)}.py:")] == []
 
 
 def test_return_types_follow_the_arguments() -> None:
-    assert [line for line in complaints() if line.startswith("returns.py:")] == []
+    assert [line for line in type_errors() if line.startswith("returns.py:")] == []
 
 
-def test_wrong_code_is_found() -> None:
-    found = [line for line in complaints() if line.startswith("wrong.py:")]
+def test_mypy_finds_wrong_code() -> None:
+    found = [line for line in type_errors() if line.startswith("wrong.py:")]
     assert len(found) == 2
     assert "arg-type" in found[0]
     assert "attr-defined" in found[1]

@@ -1,10 +1,10 @@
 """The checks of qkv.testing on every object of the package."""
 
 import pytest
+import qkv_example as mine
 import torch
 
 import qkv
-import qkv_example as mine
 from qkv import testing
 from qkv.lab import experiments, tasks
 

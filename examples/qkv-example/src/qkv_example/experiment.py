@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class Temperature(Experiment):
         text = "Effective keys of 64 at temperatures " + ", ".join(
             f"{t:g}: {mean:.1f}" for t, mean in zip(TEMPERATURES, means, strict=True)
         )
-        rises = all(a < b for a, b in zip(means, means[1:], strict=False))
+        rises = all(a < b for a, b in itertools.pairwise(means))
         title = "Temperature spreads attention" if rises else "Temperature does not always spread attention"
         return Conclusion([Verdict("EXAMPLE-1", "holds" if rises else "does not hold", text)], title, f"{text}.")
 
