@@ -180,8 +180,8 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
             wrong = difference(moved, weights, CLOSE * size_of(weights))
             if wrong is not None:
                 fail(
-                    normalizer, "slope_from_weights", "is defined, but the weight depends on more than score − level: at "
-                    f"{at(scores, level, wrong.place)} it is {number(wrong.want)}, and with both 0.37 larger "
+                    normalizer, "slope_from_weights", "is defined, but the weight depends on more than score − level: "
+                    f"at {at(scores, level, wrong.place)} it is {number(wrong.want)}, and with both 0.37 larger "
                     f"{number(wrong.got)}"
                 )  # fmt: skip
         with torch.no_grad(), calling(normalizer, "slope_from_weights", "called"):
