@@ -165,18 +165,18 @@ def visible_pairs(mask: Mask, region: Region, grid: Grid) -> Tensor:
 
 def project(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """`project`, with a check of its result."""
-    given = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
-    with calling(score, "project", f"called with {given}, {q.dtype}"):
+    shapes = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+    with calling(score, "project", f"called with {shapes}, {q.dtype}"):
         made = score.project(q, k)
     if not isinstance(made, tuple) or len(made) != 2:
         fail(score, "project", f"returned {shape_of(made)}, expected two tensors: queries and keys")
     for name, x, of in (("queries", made[0], q), ("keys", made[1], k)):
         size = x.shape[3] if isinstance(x, Tensor) and x.ndim == 4 else of.shape[3]
-        check_returned(score, "project", x, (*of.shape[:3], size), of.dtype, f"the {name} of {given}, {of.dtype}")
+        check_returned(score, "project", x, (*of.shape[:3], size), of.dtype, f"the {name} of {shapes}, {of.dtype}")
     if not isinstance(score, Pairwise) and made[0].shape[3] != made[1].shape[3]:
         fail(
             score, "project", f"returned queries of {made[0].shape[3]} entries and keys of {made[1].shape[3]} for "
-            f"{given}, expected as many"
+            f"{shapes}, expected as many"
         )  # fmt: skip
     return made
 
@@ -186,10 +186,10 @@ def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
     k = per_head(k, q.shape[1])
     if not isinstance(score, Pairwise):
         return score.factor(q.shape[3]) * (q @ k.transpose(-1, -2))
-    given = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
-    with calling(score, "scores", f"called with {given}"):
+    shapes = f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+    with calling(score, "scores", f"called with {shapes}"):
         made = score.scores(q, k)
-    return check_returned(score, "scores", made, (*q.shape[:3], k.shape[2]), q.dtype, f"{given}, {q.dtype}")
+    return check_returned(score, "scores", made, (*q.shape[:3], k.shape[2]), q.dtype, f"{shapes}, {q.dtype}")
 
 
 def added(bias: Additive, region: Region, shape: torch.Size) -> Tensor:

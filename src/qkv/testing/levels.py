@@ -67,8 +67,8 @@ def check_level_of(normalizer: SumToOne, heads: int) -> None:
             scores[:, :, 1] = -torch.inf
             scores[:, :, 2, keys // 2 + 1 :] = -torch.inf
             with torch.no_grad(), calling(normalizer, "level_of", f"called for rows of {keys} scores"):
-                found = normalizer.level_of(scores.clone())
-            level = check_returned(normalizer, "level_of", found, scores.shape[:-1], dtype, f"rows of {keys} {dtype}")
+                result = normalizer.level_of(scores.clone())
+            level = check_returned(normalizer, "level_of", result, scores.shape[:-1], dtype, f"rows of {keys} {dtype}")
             if bool((level[:, :, 1] != 0).any()):
                 fail(
                     normalizer, "level_of", f"got {number(level[0, 0, 1].item())} for a row of −inf alone, "

@@ -65,14 +65,14 @@ def check_mask(mask: Mask, *, sizes: Sizes | None = None, batch: int = 2, heads:
         )
     with calling(mask, "sees", "checked"):
         require(mask, Mask, "sees", "b, h, q, k, grid", "True where a query may attend")
-    found = _fitting(mask, [*_all_sizes(sizes, batch, heads)], explicit=sizes is not None)
-    for size in found:
+    fitting = _fitting(mask, [*_all_sizes(sizes, batch, heads)], explicit=sizes is not None)
+    for size in fitting:
         visible = definition.visible_pairs(mask, size.whole, size.grid).expand(size.batch, size.heads, -1, -1)
         _check_tiles(mask, size, visible)
         _check_status(mask, size, visible)
         _check_shortcuts(mask, size, visible)
-    _check_value(mask, found[0])
-    _check_attend(mask, found)
+    _check_value(mask, fitting[0])
+    _check_attend(mask, fitting)
 
 
 def _all_sizes(sizes: Sizes | None, batch: int, heads: int) -> list[Size]:
@@ -204,19 +204,23 @@ def _check_shortcuts(mask: Mask, size: Size, visible: Tensor) -> None:
     fits = counts.ndim == 3 and all(x in (1, y) for x, y in zip(counts.shape, want.shape, strict=True))
     wrong = difference(counts, want) if fits else None
     if not fits or wrong is not None:
-        said = f"returned shape {tuple(counts.shape)}" if wrong is None else str(wrong)
-        fail(mask, "visible_keys", f"{said}, the number of keys where sees is True, for {size}")
+        problem = f"returned shape {tuple(counts.shape)}" if wrong is None else str(wrong)
+        fail(mask, "visible_keys", f"{problem}, the number of keys where sees is True, for {size}")
     for method, together in (("factors", torch.logical_and), ("alternatives", torch.logical_or)):
-        found = _read(mask, method, getattr(mask, method))
-        if not isinstance(found, tuple) or not found or not all(isinstance(part, Mask) for part in found):
-            fail(mask, method, f"returned {found!r}, expected a tuple of masks")
-        if len(found) == 1 and found[0] is mask:
+        components = _read(mask, method, getattr(mask, method))
+        if (
+            not isinstance(components, tuple)
+            or not components
+            or not all(isinstance(part, Mask) for part in components)
+        ):
+            fail(mask, method, f"returned {components!r}, expected a tuple of masks")
+        if len(components) == 1 and components[0] is mask:
             continue
-        made = definition.visible_pairs(found[0], size.whole, grid)
-        for part in found[1:]:
+        made = definition.visible_pairs(components[0], size.whole, grid)
+        for part in components[1:]:
             made = together(made, definition.visible_pairs(part, size.whole, grid))
-        said = "all of them say" if method == "factors" else "one of them says"
-        _claims(mask, method, said, made.expand_as(visible), visible, grid)
+        quantifier = "all of them say" if method == "factors" else "one of them says"
+        _claims(mask, method, quantifier, made.expand_as(visible), visible, grid)
 
 
 def _read(mask: Mask, method: str, read: Callable[[], T]) -> T:

@@ -23,9 +23,9 @@ class CheckFailed(AssertionError):  # noqa: N818  (an AssertionError, whose name
     """
 
 
-def fail(thing: object, method: str, says: str) -> NoReturn:
+def fail(thing: object, method: str, message: str) -> NoReturn:
     """Raise `CheckFailed` about a method of an object."""
-    raise CheckFailed(f"{type(thing).__name__}.{method}: {says}")
+    raise CheckFailed(f"{type(thing).__name__}.{method}: {message}")
 
 
 @contextmanager

@@ -77,12 +77,12 @@ def bisect(normalizer: SumToOne, final: Tensor, shown: Tensor) -> Tensor:
     top = torch.where(shown, final, -torch.inf).amax(-1).masked_fill(empty, 0)
 
     def total(level: Tensor) -> Tensor:
-        found = _total(normalizer, final, shown, level)
-        if bool(found.isnan().any()):
-            place = tuple(found.isnan().nonzero()[0].tolist())
+        sums = _total(normalizer, final, shown, level)
+        if bool(sums.isnan().any()):
+            place = tuple(sums.isnan().nonzero()[0].tolist())
             near = f"a largest score of {number(top[place].item())} and level {number(level[place].item())}"
             fail(normalizer, "weight", f"the weights of a query with {near} sum to nan, expected numbers of 0 or more")
-        return found
+        return sums
 
     def end(sign: int) -> Tensor:
         """One end of the bracket: a level at which the sum is at least 1 (sign −1), or at most 1 (sign 1)."""

@@ -121,13 +121,13 @@ def check_derivatives(normalizer: Normalizer, heads: int) -> Tensor:
         arguments["level"] = level.expand_as(scores).clone().requires_grad_()
     made = weigh(normalizer, arguments["score"], arguments.get("level"))
     check_finite(normalizer, made, scores, level)
-    found = {}
+    derivatives = {}
     for name, x in arguments.items():
-        found[name] = torch.zeros_like(x)
+        derivatives[name] = torch.zeros_like(x)
         if made.requires_grad:
             with calling(normalizer, "weight", f"differentiated in the {name}"):
                 (slope,) = torch.autograd.grad(made.sum(), x, allow_unused=True, retain_graph=True)
-            found[name] = found[name] if slope is None else slope
+            derivatives[name] = derivatives[name] if slope is None else slope
         step = torch.minimum(1e-5 * x.detach().abs().clamp(min=1), 1e-3 * x.detach().abs())  # kinks are at 0
         ends = []
         for sign in (1, -1):
@@ -135,15 +135,15 @@ def check_derivatives(normalizer: Normalizer, heads: int) -> Tensor:
             ends.append(weigh(normalizer, moved["score"], moved.get("level")).detach())
         want = (ends[0] - ends[1]) / (2 * step)
         size = 1e-4 * (want.abs() + made.detach().abs()) + 1e-8
-        wrong = difference(found[name] / size, want / size, 1.0)
+        wrong = difference(derivatives[name] / size, want / size, 1.0)
         if wrong is not None:
             place = wrong.place
             fail(
                 normalizer, "weight", f"its derivative in the {name} by autograd is "
-                f"{number(found[name][place].item())} at {at(scores, level, place)}, expected "
+                f"{number(derivatives[name][place].item())} at {at(scores, level, place)}, expected "
                 f"{number(want[place].item())} by finite differences"
             )  # fmt: skip
-    return found["score"].detach()
+    return derivatives["score"].detach()
 
 
 # --- shortcuts --------------------------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
             wrong = difference(moved, weights, CLOSE * size_of(weights))
             if wrong is not None:
                 fail(
-                    normalizer, "slope_from_weights", "is given, but the weight depends on more than score − level: at "
-                    f"{at(scores, level, wrong.place)} it is {number(wrong.want)}, and with both 0.37 larger "
+                    normalizer, "slope_from_weights", "is defined, but the weight depends on more than score − level: "
+                    f"at {at(scores, level, wrong.place)} it is {number(wrong.want)}, and with both 0.37 larger "
                     f"{number(wrong.got)}"
                 )  # fmt: skip
         with torch.no_grad(), calling(normalizer, "slope_from_weights", "called"):
@@ -190,8 +190,8 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
     if normalizer.zero_at_minus_infinity:
         lowest = each(heads, -torch.inf).requires_grad_()
         made = weigh(normalizer, lowest, None if level is None else level[:, :, :1])
-        found = torch.autograd.grad(made.sum(), lowest, allow_unused=True)[0] if made.requires_grad else None
-        for name, x in (("weight", made), ("derivative of weight", found)):
+        derivative = torch.autograd.grad(made.sum(), lowest, allow_unused=True)[0] if made.requires_grad else None
+        for name, x in (("weight", made), ("derivative of weight", derivative)):
             if x is not None and bool((x != 0).any()):
                 fail(normalizer, "zero_at_minus_infinity", f"is True, but the {name} at a score of −inf is "
                      f"{number(x[first(x != 0)].item())}, expected 0")  # fmt: skip
@@ -208,7 +208,7 @@ def check_pointwise(normalizer: Pointwise, heads: int, slope: Tensor) -> None:
     if overrides(normalizer, Pointwise, "log_weight") and bool((weights < 0).any()):
         place = first(weights < 0)
         fail(
-            normalizer, "log_weight", f"is given, but the weight at {at(scores, None, place)} is "
+            normalizer, "log_weight", f"is defined, but the weight at {at(scores, None, place)} is "
             f"{number(weights[place].item())}, which has no logarithm"
         )  # fmt: skip
     some = (weights > 1e-300).all(2).all(1)[0]
