@@ -210,7 +210,7 @@ def test_prepare_rejects_a_tiny_corpus_and_an_unknown_tokenizer(
 ) -> None:
     monkeypatch.setenv("QKV_CACHE", str(tmp_path))
     monkeypatch.setattr(corpora, "load", lambda name: Corpus(name, ("tiny",)))
-    with pytest.raises(InputError, match=r"^corpus: tiny\.txt is too small"):
+    with pytest.raises(InputError, match=r"^corpus is 'tiny\.txt', which is too small"):
         prepare("tiny.txt")
     with refused("tokenizer"):
         prepare("tiny.txt", "words")

@@ -103,7 +103,7 @@ def load(name: str) -> Corpus:
         raise InputError(f"corpus: no file or folder {name!r}, expected {expected}{nearest(name, NAMES)}")
     text = _text(_bytes(path))
     if text is None:
-        raise InputError(f"corpus: {name} is not UTF-8 text, expected a text file or a folder of them")
+        raise InputError(f"corpus is {name!r}, which is not UTF-8 text, expected a text file or a folder of them")
     return _corpus(name, [("", text)])
 
 
@@ -133,7 +133,7 @@ def _corpus(name: str, named: Sequence[tuple[str, str]], skipped: int = 0) -> Co
     documents = tuple(dict.fromkeys(text for _, text in shuffled if text.strip()))
     if not documents:
         also = f" (files that are not UTF-8 text: {skipped:,})" if skipped else ""
-        raise InputError(f"corpus: {name} is empty{also}, expected some text")
+        raise InputError(f"corpus is {name!r}, which is empty{also}, expected some text")
     return Corpus(name, documents, skipped)
 
 
@@ -229,12 +229,13 @@ def _dataset_corpus(name: str) -> Corpus:
     if column not in rows.column_names:
         columns = ", ".join(rows.column_names)
         raise InputError(
-            f"corpus: {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with one of {columns}"
+            f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with "
+            f"one of {columns}"
         )
     return _corpus(name, [(f"{at:012}", _row(text, name)) for at, text in enumerate(rows[column])])
 
 
 def _row(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise InputError(f"corpus: {name} holds {type(text).__name__}, expected a column of texts")
+        raise InputError(f"corpus is {name!r}, whose rows are {type(text).__name__}, expected a column of texts")
     return text

@@ -284,7 +284,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
             differs = settings.difference(settings.read_toml(file), settings.parse_toml(text))
             if differs:
                 raise InputError(
-                    f"folder: {folder} holds a run with other settings ({'; '.join(differs)}), expected another folder"
+                    f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
                 )
             return
         folder.mkdir(parents=True, exist_ok=True)

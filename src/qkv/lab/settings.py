@@ -83,7 +83,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"config: cannot read {path} ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"config: {path} is not TOML ({error})") from error
+        raise InputError(f"config: the file {path} is not TOML ({error})") from error
 
 
 def from_toml(path: Path) -> tuple[Task, Training]:
@@ -98,7 +98,10 @@ def from_toml(path: Path) -> tuple[Task, Training]:
     name = found.get("task")
     if not isinstance(name, str):
         raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}")
-    cls = task_class(name)
+    try:
+        cls = task_class(name)
+    except InputError as error:
+        raise InputError(f"{error} (in {path})") from error
     for key in found:
         if key not in ("task", name, "training"):
             raise InputError(f"{key} is an unknown table in {path}, expected [{name}] and [training]")

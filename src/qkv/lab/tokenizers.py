@@ -148,4 +148,4 @@ def _tokenizer(text: str) -> Tokenizer:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("tokenizers") is None:
-        raise InputError("tokenizer: byte-level BPE needs the package tokenizers: pip install 'qkv[hf]'")
+        raise InputError("tokenizer is 'bpe', which needs the package tokenizers: pip install 'qkv[hf]'")

@@ -70,7 +70,9 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
         with _status(found):
             parts = found.split()
             if not all(parts):
-                raise InputError(f"corpus: {corpus} is too small to hold out a part of it, expected more text")
+                raise InputError(
+                    f"corpus is {corpus!r}, which is too small to hold out a part of it, expected more text"
+                )
             made = tokenizers.byte_tokenizer() if tokenizer == "bytes" else tokenizers.train_bpe(parts[0], size)
             write_cached(file, made.encode())
             for path, documents in zip((train, held_out), parts, strict=True):
@@ -107,16 +109,16 @@ def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
         described = json.loads(_sidecar(path).read_text(encoding="utf-8"))
         count, dtype, length = int(described["count"]), described["dtype"], path.stat().st_size
         if dtype not in DTYPES or described["settings"] != settings or count < 1:
-            raise InputError(f"corpus: {_sidecar(path)} does not describe these tokens; {_hint(path)}")
+            raise InputError(f"corpus: the file {_sidecar(path)} does not describe these tokens; {_hint(path)}")
     except OSError as error:
         raise InputError(f"corpus: cannot read {error.filename} ({error.strerror}); {_hint(path)}") from error
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"corpus: {_sidecar(path)} is damaged ({error}); {_hint(path)}") from error
+        raise InputError(f"corpus: the file {_sidecar(path)} is damaged ({error}); {_hint(path)}") from error
     expected = count * np.dtype(dtype).itemsize
     if length != expected:
-        raise InputError(f"corpus: {path} has {length:,} bytes, expected {expected:,}; {_hint(path)}")
+        raise InputError(f"corpus: the file {path} has {length:,} bytes, expected {expected:,}; {_hint(path)}")
     return np.memmap(path, dtype, "r")
 
 

@@ -165,7 +165,7 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
     except OSError as error:
         raise InputError(f"model: no {VOCABULARY} in {folder} ({error.strerror})") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"model: {file} is not a vocabulary ({error!r})") from error
+        raise InputError(f"model: the file {file} is not a vocabulary ({error!r})") from error
 
 
 def vocabulary_file(source: Vocabulary, target: Vocabulary) -> str:

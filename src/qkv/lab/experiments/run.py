@@ -171,9 +171,9 @@ def load(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         missing = {"question", "paragraph", "title", "verdicts", "quick", "variants"} - set(found)
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"out: {file} is no result of an experiment ({error})") from error
+        raise InputError(f"out: no result of an experiment in {file} ({error})") from error
     if missing:
-        raise InputError(f"out: {file} is no result of an experiment: it has no {', '.join(sorted(missing))}")
+        raise InputError(f"out: no result of an experiment in {file}: it has no {', '.join(sorted(missing))}")
     return dict(found)
 
 

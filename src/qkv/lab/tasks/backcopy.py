@@ -256,7 +256,9 @@ def _pairs() -> np.ndarray:
     counts = np.zeros(256 * 256, np.int64)
     files = sorted(folder.glob("*.py"))
     if not files:
-        raise InputError(f"task: backcopy needs the source files of Python's standard library, but {folder} has none")
+        raise InputError(
+            f"task is 'backcopy', which needs the source files of Python's standard library, but {folder} has none"
+        )
     for file in files:
         text = np.frombuffer(file.read_bytes(), np.uint8).astype(np.int64)
         counts += np.bincount(256 * text[:-1] + text[1:], minlength=256 * 256)

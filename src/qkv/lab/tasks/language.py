@@ -154,7 +154,7 @@ class Language:
     def _check_length(self, tokens: Integer[np.ndarray, " tokens"], what: str) -> None:
         if len(tokens) < self._window_length:
             raise InputError(
-                f"corpus: {self.corpus} has {len(tokens):,} tokens {what}, expected a context of "
+                f"corpus is {self.corpus!r}, which has {len(tokens):,} tokens {what}, expected a context of "
                 f"{self._window_length:,}: a larger corpus, or a smaller context"
             )
 

@@ -296,7 +296,9 @@ def bleu(translations: Sequence[Sequence[str]], pairs: Sequence[Pair]) -> float:
     try:
         import sacrebleu
     except ImportError as error:
-        raise InputError("task: translation needs the package sacrebleu for BLEU: pip install 'qkv[train]'") from error
+        raise InputError(
+            "task is 'translation', which needs the package sacrebleu for BLEU: pip install 'qkv[train]'"
+        ) from error
     texts, references = [" ".join(words) for words in translations], [" ".join(pair.target) for pair in pairs]
     return float(sacrebleu.corpus_bleu(texts, [references], tokenize="none").score)
 
