@@ -226,7 +226,7 @@ def test_what_surveys_refuse(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"'ahead' is -\d.*histograms of a survey begin at 0"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
     found = own_survey(tmp_path / "own", statistics=[Heavy()])
-    with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was there and is not there"):
+    with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was present and is missing"):
         own_survey(tmp_path / "own")
     plain = own_survey(tmp_path / "plain", shards=5)
     for a, b in ((found, plain), (plain, found)):
