@@ -159,7 +159,7 @@ def checked_custom(
             raise InputError(f"statistics: the name {s.name!r} is taken; expected a name that is not in use")
         if over is not None and s.over != over:
             raise InputError(
-                f"statistics: {s.name!r} is a number for each {s.over}; expected a number for each {over}, because a "
+                f"statistics: {s.name!r} is a number for each {s.over}; expected one for each {over}, because a "
                 f"survey keeps means and histograms over each {over} only"
             )
     return statistics
