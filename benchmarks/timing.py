@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.bench.timing import machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -17,5 +17,5 @@ def save(name: str, result: dict[str, Any]) -> Path:
     """Write one benchmark's result with the machine it ran on."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    write_whole(path, json.dumps({"machine": machine(THREADS), **result}, indent=1) + "\n")
+    write_atomically(path, json.dumps({"machine": machine(THREADS), **result}, indent=1) + "\n")
     return path

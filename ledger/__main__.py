@@ -9,7 +9,7 @@ import torch
 from ledger.claim import CLAIMS
 from ledger.page import PAGES, pages
 from ledger.settled import load
-from qkv._files import write_whole
+from qkv._files import write_atomically
 
 
 def main(ids: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(ids: list[str]) -> int:
         return 0
     PAGES.mkdir(exist_ok=True)
     for name, text in pages(found).items():
-        write_whole(PAGES / name, text)
+        write_atomically(PAGES / name, text)
     print(f"{len(found)} claims in {PAGES}")
     return 0
 

@@ -226,7 +226,7 @@ def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: P
     with refused("ahead"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
     result = own_survey(tmp_path / "own", statistics=[Heavy()])
-    with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was there and is not there"):
+    with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was present and is missing"):
         own_survey(tmp_path / "own")
     plain = own_survey(tmp_path / "plain", shards=5)
     for a, b in ((result, plain), (plain, result)):

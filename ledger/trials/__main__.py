@@ -13,7 +13,7 @@ import torch
 import ledger.trials
 import qkv
 from ledger.settle import RESULTS
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.bench.timing import machine
 
 
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         start = time.perf_counter()
         found = importlib.import_module(f"ledger.trials.{name}").run()
         found |= {"made": {**machine(1), "qkv": qkv.__version__, "seconds": round(time.perf_counter() - start, 1)}}
-        write_whole(RESULTS / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        write_atomically(RESULTS / f"{name}.json", json.dumps(found, indent=1) + "\n")
         print(f"{name}: {found['made']['seconds']} s")
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from qkv.errors import InputError
 
 
-def write_whole(path: Path, data: bytes | memoryview | str) -> None:
+def write_atomically(path: Path, data: bytes | memoryview | str) -> None:
     """Write a file atomically: to a temporary file in the same folder, which is then renamed. Text is UTF-8.
 
     A reader never sees a partial file, and several processes may write the same path at once.
@@ -19,7 +19,7 @@ def write_whole(path: Path, data: bytes | memoryview | str) -> None:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_whole(Path(folder) / "x", "é")
+    ...     write_atomically(Path(folder) / "x", "é")
     ...     [(p.name, p.read_bytes()) for p in Path(folder).iterdir()]
     [('x', b'\\xc3\\xa9')]
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import alone, alternating, machine, timed
 from qkv.errors import InputError
@@ -109,7 +109,7 @@ def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def save(result: dict[str, Any], path: Path) -> None:
     """Write results as JSON."""
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -44,13 +44,13 @@ def write(comparison: Comparison, out: Path) -> list[Path]:
     """Write comparison.csv, with all heads, and a figure for every group: compare.png, compare-cross.png …"""
     import pandas as pd
 
-    from qkv._files import write_whole
+    from qkv._files import write_atomically
     from qkv.figures.save import save_figure
 
     tables = [comparison.heads(group).assign(group=group) for group in comparison.groups]
     files = [out / "comparison.csv"]
     table = pd.concat(tables).set_index("group").reset_index()
-    write_whole(files[0], table.to_csv(index=False).encode())
+    write_atomically(files[0], table.to_csv(index=False).encode())
     for group in comparison.groups:
         name = "compare.png" if group == comparison.a.main else f"compare-{group}.png"
         files.append(out / name)

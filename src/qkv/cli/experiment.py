@@ -42,7 +42,7 @@ def experiment(
         jobs: Number of training runs at the same time, each in its own process on one core.
         redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
     """
-    from qkv._files import write_whole
+    from qkv._files import write_atomically
     from qkv.lab import experiments
 
     if not names:
@@ -56,7 +56,7 @@ def experiment(
     for name in chosen:
         again = experiments.redraw(name, out) if redraw else None
         _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
-        write_whole(out / "README.md", experiments.table(out))
+        write_atomically(out / "README.md", experiments.table(out))
 
 
 def _list() -> None:

@@ -62,7 +62,7 @@ def flow(
     """
     from rich.console import Console
 
-    from qkv._files import write_whole
+    from qkv._files import write_atomically
     from qkv._progress import bar
     from qkv.figures.flow import flow_figure
     from qkv.figures.save import save_figure
@@ -90,7 +90,7 @@ def flow(
             tables.append(_table(found, direction))
         import pandas as pd
 
-        write_whole(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
+        write_atomically(out / "flow.csv", pd.concat(tables).to_csv(index=False).encode())
         print_line("Data", out / "flow.csv")
 
 

@@ -71,7 +71,7 @@ def head_map(
     """
     from rich.console import Console
 
-    from qkv._files import write_whole
+    from qkv._files import write_atomically
     from qkv._progress import bar, spinner
     from qkv.figures.map import map_figure, sentence
     from qkv.figures.save import save_figure
@@ -102,7 +102,7 @@ def head_map(
         print_line("Map", out, main=True)
         if data:
             numbers = out.with_suffix(".npz")
-            write_whole(numbers, _npz(found, picture))
+            write_atomically(numbers, _npz(found, picture))
             print_line("Data", numbers)
 
 

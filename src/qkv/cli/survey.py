@@ -257,7 +257,7 @@ def _number(value: float) -> str:
 def _write(result: Survey, out: Path) -> None:
     from rich.console import Console
 
-    from qkv._files import write_whole
+    from qkv._files import write_atomically
     from qkv.figures.save import save_figure
     from qkv.figures.survey import FIGURES
 
@@ -265,7 +265,7 @@ def _write(result: Survey, out: Path) -> None:
     try:
         for group in result.groups:
             ending = "" if group == result.main else f"-{group}"
-            write_whole(out / f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode())
+            write_atomically(out / f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode())
             for name, draw in FIGURES.items():
                 save_figure(draw(result, group=group), out / f"{name}{ending}.png")
                 names.append(f"{name}{ending}.png")

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,4 +18,4 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, atomically."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
-    write_whole(path, drawn.getbuffer())
+    write_atomically(path, drawn.getbuffer())

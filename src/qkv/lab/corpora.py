@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.models.config import nearest
 
@@ -120,7 +120,7 @@ def write_cached(path: Path, data: bytes | memoryview) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
+        write_atomically(path, data)
     except OSError as error:
         raise InputError(
             f"QKV_CACHE: cannot write {path} ({error.strerror}); set QKV_CACHE to another folder"

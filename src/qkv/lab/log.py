@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 
 
@@ -89,7 +89,7 @@ def _drop_after(path: Path, step: int) -> None:
     lines = [line for line in read(path) if line["step"] <= step] if step else []
     if not path.exists():
         return
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _tensorboard_writer(folder: Path, step: int) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv._progress import Bar, bar
 from qkv.errors import InputError
 from qkv.lab import log, resume, settings
@@ -288,7 +288,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
                 )
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text)
+        write_atomically(file, text)
     except OSError as error:
         raise InputError(f"folder: cannot write to {folder} ({error.strerror})") from error
 
@@ -315,7 +315,7 @@ def _finish(folder: Path, task: Task, model: nn.Module, processes: int, figures:
                 save_figure(figure, folder / FIGURES / f"{name}.png")
         parameters = sum(p.numel() for p in model.parameters())
         result = {"task": task.name, **metrics[-1], "parameters": parameters, "processes": processes}
-        write_whole(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
+        write_atomically(folder / RESULT, json.dumps(log.finite(result), indent=1) + "\n")
     except OSError as error:
         raise InputError(
             f"folder: cannot write to {folder} ({error.strerror}); the checkpoints are complete"

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.report.payload import payload
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def write_report(profile: Profile, path: str | os.PathLike[str]) -> Path:
         InputError: if the folder of `path` does not exist, or `path` is a folder.
     """
     target = Path(path)
-    write_whole(target, render(profile).encode("utf-8", "replace"))
+    write_atomically(target, render(profile).encode("utf-8", "replace"))
     return target
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.figures import style
 from qkv.figures.findings import headline
@@ -157,7 +157,7 @@ class View:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page as one file, atomically, and return its path."""
         target = Path(path)
-        write_whole(target, self.html.encode("utf-8", "replace"))
+        write_atomically(target, self.html.encode("utf-8", "replace"))
         return target
 
     def __repr__(self) -> str:

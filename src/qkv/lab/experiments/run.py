@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv.errors import InputError
 from qkv.lab import log, settings
@@ -100,7 +100,7 @@ def run_experiment(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, p
             **_conclusion_fields(found),
             "variants": {v: _variant_fields(planned.get(v), keys.get(v), rows) for v, rows in variants.items()},
         }
-        write_whole(target, _json(described))
+        write_atomically(target, _json(described))
         kept.path.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
@@ -123,7 +123,7 @@ def redraw(name: str, out: str | Path) -> Result:
     found = _mark_quick(made.conclude(results), results.quick)
     try:
         save_figure(made.figure(results), picture)
-        write_whole(target, _json(described | {"question": made.question} | _conclusion_fields(found)))
+        write_atomically(target, _json(described | {"question": made.question} | _conclusion_fields(found)))
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
     return Result(target, picture, tuple(found.verdicts), found.paragraph)
@@ -199,7 +199,7 @@ class _PartialResults:
         self._save()
 
     def _save(self) -> None:
-        write_whole(self.path, _json({"quick": self.quick, "runs": self.runs, "computed": self.computed}))
+        write_atomically(self.path, _json({"quick": self.quick, "runs": self.runs, "computed": self.computed}))
 
 
 def _outcomes(made: Experiment, todo: Mapping[str, Setting], runs: Path, jobs: int) -> Iterator[tuple[str, Outcome]]:

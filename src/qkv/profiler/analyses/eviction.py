@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv._progress import Step, bar
 from qkv.errors import InputError
 from qkv.masks import Mask, Predicate
@@ -80,7 +80,7 @@ class Eviction:
             summary["loss"] = json.loads(self.loss.to_json(orient="records", double_precision=15))
         files["eviction.json"] = json.dumps(summary, indent=2, ensure_ascii=False)
         for name, content in files.items():
-            write_whole(folder / name, content.encode())
+            write_atomically(folder / name, content.encode())
         return [folder / name for name in files]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import xarray as xr
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.data.variables import with_current_names
 
@@ -43,7 +43,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:  # zarr has compressed the chunks already
         for member, buffer in members.items():
             archive.writestr(member, buffer.to_bytes())
-    write_whole(path, file.getvalue())
+    write_atomically(path, file.getvalue())
 
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import ROLES, TRAITS
@@ -114,9 +114,9 @@ def export(profile: Profile, path: Path, group: str | None) -> Path:
     if path.suffix == ".zarr":
         _zarr(profile, path)
     elif path.suffix == ".parquet":
-        write_whole(path, _parquet(all_of_heads(profile, group)))
+        write_atomically(path, _parquet(all_of_heads(profile, group)))
     elif path.suffix == ".csv":
-        write_whole(path, all_of_heads(profile, group).to_csv(index=False))
+        write_atomically(path, all_of_heads(profile, group).to_csv(index=False))
     else:
         raise InputError(f"path is {str(path)!r}, expected a suffix of {', '.join(SUFFIXES)}")
     return path

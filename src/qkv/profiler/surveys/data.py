@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.data.variables import RENAMED
 from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
@@ -178,7 +178,7 @@ class Survey:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the survey atomically to one file (a zip of JSON and NumPy arrays) and return its path."""
         target = Path(path)
-        write_whole(target, self.packed())
+        write_atomically(target, self.packed())
         return target
 
     def packed(self) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from qkv._files import write_whole
+from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import positions
 from qkv.profiler.capture.models import load
@@ -211,7 +211,7 @@ def finished(folder: Path) -> set[int]:
 
 def _write(path: Path, data: bytes, what: str, folder: Path, shards: int) -> None:
     try:
-        write_whole(path, data)
+        write_atomically(path, data)
     except OSError as error:
         raise InputError(
             f"out: cannot write {what} to {path} ({error.strerror}); {len(finished(folder))} of {shards} shards are "
@@ -225,7 +225,7 @@ def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
     try:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_whole(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
+            write_atomically(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
         before = json.loads(file.read_text(encoding="utf-8"))
         before["definition"]["quantities"] = with_current_texts(before["definition"]["quantities"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
