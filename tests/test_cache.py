@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conftest import MASKS, close, oracle, rand, refused, triple, unchecked
 from qkv import Attention, InputError, attend, biases, kernels, masks, normalizers, scores
-from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
+from qkv.cache import Cache, Evicting, Full, HeavyHitters, Sinks, Sliding
 from qkv.positions import DynamicNTK, Rotary, YaRN
 
 B, H, HKV, N, D, DV = 2, 6, 3, 23, 7, 5
@@ -627,3 +627,38 @@ def test_sizes_that_are_not_integers_are_rejected() -> None:
     for argument, make in (("capacity", lambda: Full(8.5)), ("sinks", lambda: Sinks("4", 2))):  # type: ignore[arg-type]
         with unchecked(), refused(argument):
             make()
+
+
+# --- a policy of one's own --------------------------------------------------------------------------------------------
+
+
+class Oldest(Evicting):
+    """Evicts the oldest key: a sliding window."""
+
+    def worth(self, received: Tensor, age: Tensor) -> Tensor:
+        return -age.to(received)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 23, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
+def test_a_policy_that_evicts_the_oldest_key_holds_the_last_ones(sizes: list[int]) -> None:
+    q, k, v = tokens()
+    policy, window = Oldest(6, recent=2), Sliding(6)
+    feed(policy, CAUSAL, (q, k, v), sizes)
+    feed(window, CAUSAL, (q, k, v), sizes)
+    held = policy._buffers["positions"][:, :, :6].sort(-1).values
+    assert held.tolist() == torch.arange(17, 23).expand_as(held).tolist()
+    last = tuple(x[:, :, -1:] for x in (q, k, v))
+    close(policy.attend(CAUSAL, *last), window.attend(CAUSAL, *last))
+
+
+def test_a_policy_without_worth_or_with_a_wrong_one_is_rejected() -> None:
+    q, k, v = tokens()
+    with pytest.raises(TypeError, match="worth"):
+        feed(Evicting(3, 1), CAUSAL, (q, k, v), [1] * 23)
+    for wrong in (lambda received, age: received[..., :1], lambda received, age: received * torch.nan):
+        policy = type("Wrong", (Evicting,), {"worth": lambda self, r, a, f=wrong: f(r, a)})(3, 1)
+        with refused("worth"):
+            feed(policy, CAUSAL, (q, k, v), [1] * 23)
+    for sizes in ((3, 3), (0, 1), (3, 0)):
+        with pytest.raises(InputError):
+            Oldest(*sizes)

@@ -1,7 +1,8 @@
 """Key-value caches for decoding: one object per layer.
 
 `Full` keeps all keys. The others have a fixed size and evict keys: `Sliding` keeps the last keys, `Sinks`
-(StreamingLLM) the first and the last, `HeavyHitters` (H2O) the last and those that received most attention.
+(StreamingLLM) the first and the last, `HeavyHitters` (H2O) the last and those that received most attention. A policy of
+your own is a subclass of `Evicting` with one method, `worth`.
 
 >>> import torch, qkv
 >>> from qkv.cache import Sliding
@@ -14,12 +15,13 @@
 """
 
 from qkv.cache.base import Cache
+from qkv.cache.evicting import Evicting
 from qkv.cache.full import Full
 from qkv.cache.heavy_hitters import HeavyHitters
 from qkv.cache.sinks import Sinks
 from qkv.cache.sliding import Sliding
 
-__all__ = ["Cache", "Full", "HeavyHitters", "Sinks", "Sliding"]
+__all__ = ["Cache", "Evicting", "Full", "HeavyHitters", "Sinks", "Sliding"]
 
 
 def __dir__() -> list[str]:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qkv._engine.call import as_biases, at_least_float32
-from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, attend_with, check_distance_mask, rotated
-from qkv.errors import InputError
-from qkv.masks import Mask
-from qkv.normalizers import SumToOne
-from qkv.positions import Rotary
+from qkv.cache.base import at_least_one
+from qkv.cache.evicting import Evicting
 
 
-class HeavyHitters(Cache):
+class HeavyHitters(Evicting):
     """H2O: keeps the last `recent` keys, and of the older ones the `heavy` keys that received most attention.
 
     The attention received by a key is the exact sum of its weights over all queries so far, and over the query heads
-    that share its key head; each key head evicts independently. Before a new token attends, the key that received
-    least is evicted (on ties the oldest). Several tokens passed at once attend to all keys in the cache and to earlier
-    tokens of their chunk, and keys are evicted afterwards. (Zhang et al. 2023, arXiv:2306.14048, alg. 1.) Keys keep the
-    rotation of their original positions; memory is constant.
+    that share its key head. (Zhang et al. 2023, arXiv:2306.14048, alg. 1.)
 
     >>> HeavyHitters(32, 32)
     HeavyHitters(heavy=32, recent=32, seen=0, length=0)
@@ -29,99 +20,12 @@ class HeavyHitters(Cache):
 
     def __init__(self, heavy: int, recent: int) -> None:
         at_least_one("HeavyHitters", heavy=heavy, recent=recent)
-        super().__init__(heavy + recent)
-        self.heavy, self.recent = heavy, recent
+        super().__init__(heavy + recent, recent)
+        self.heavy = heavy
 
-    def _check(
-        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
-        mask: Mask | None,
-    ) -> None:  # fmt: skip
-        check_distance_mask("HeavyHitters", own, positions, mask)
-        if own.band != PAST:
-            raise InputError(f"HeavyHitters: mask is {own!r}, but keys in this cache are unordered; expected Causal()")
-        for bias in as_biases(attention.bias):
-            if not bias.by_score:
-                raise InputError(
-                    f"HeavyHitters: bias is {type(bias).__name__}, which depends on positions, but keys in this cache "
-                    "are unordered; expected no bias, or one that depends on the score alone, such as SoftCap"
-                )
-        if isinstance(attention.normalizer, SumToOne) and attention.normalizer.sample:
-            raise InputError(
-                f"HeavyHitters: normalizer is {type(attention.normalizer).__name__}(sample=True), whose weights are "
-                "random; expected a deterministic normalizer"
-            )
+    def worth(self, received: Tensor, age: Tensor) -> Tensor:
+        """The attention received."""
+        return received
 
-    def _allocate(self, k: Tensor, v: Tensor) -> None:
-        super()._allocate(k, v)
-        shape = (*k.shape[:2], self._most)
-        self._buffers["received"] = k.new_zeros(shape, dtype=at_least_float32(k.dtype))
-        self._buffers["positions"] = k.new_zeros(shape, dtype=torch.int64)
-
-    def _attend(
-        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
-        positions: Tensor | None, mask: Mask | None,
-    ) -> Tensor:  # fmt: skip
-        q, k = rotated(rotary, q, k, self.seen, positions)
-        return self._step(attention, q, k, v) if k.shape[2] == 1 else self._chunk(attention, own, q, k, v)
-
-    def _step(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Decode one token; the order of keys does not matter for a single query."""
-        new = self._new(k, v)
-        if self._stop < self._most:
-            for name, x in new.items():
-                self._buffers[name][:, :, self._stop : self._stop + 1] = x
-            self._stop += 1
-        else:
-            slot = self._eviction_slots()
-            for name, x in new.items():
-                index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
-                self._buffers[name].scatter_(2, index, x)
-        keys, values, received = (self._buffers[name][:, :, : self._stop] for name in ("keys", "values", "received"))
-        out, weights = attend_with(attention, None, q, keys, values, return_weights=True)
-        received += _of_key_heads(weights[:, :, 0].to(received), k.shape[1])
-        return out
-
-    def _eviction_slots(self) -> Tensor:
-        """The slot to evict for each key head, (b, hkv, 1)."""
-        received, positions = self._buffers["received"], self._buffers["positions"]
-        received = received.masked_fill(positions > self.seen - self.recent, torch.inf)
-        least = received == received.amin(-1, keepdim=True)
-        return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
-
-    def _chunk(self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Process several tokens, in order after all keys in the cache, and then evict."""
-        whole = {
-            name: torch.cat([self._buffers[name][:, :, : self._stop], x], 2) for name, x in self._new(k, v).items()
-        }
-        keys, values = whole["keys"], whole["values"]
-        out: Tensor = attend_with(attention, own, q, keys, values)
-        whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
-        if keys.shape[2] > self._most:
-            slots = self._kept_slots(whole["received"], whole["positions"])
-            whole = {
-                name: x.gather(2, slots if x.ndim == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]))
-                for name, x in whole.items()
-            }
-        self._stop = min(keys.shape[2], self._most)
-        for name, x in whole.items():
-            self._buffers[name][:, :, : self._stop] = x
-        return out
-
-    def _kept_slots(self, received: Tensor, positions: Tensor) -> Tensor:
-        """The slots to keep for each key head, (b, hkv, heavy + recent)."""
-        by_age = positions.argsort(-1)
-        old, recent = by_age[..., : -self.recent], by_age[..., -self.recent :]
-        by_received = old.gather(-1, received.gather(-1, old).argsort(stable=True, dim=-1))
-        return torch.cat([by_received[..., -self.heavy :], recent], -1)
-
-    def _new(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Buffer entries of new tokens."""
-        shape = k.shape[:3]
-        positions = torch.arange(self.seen, self.seen + shape[2], device=k.device).expand(shape)
-        received = self._buffers["received"].new_zeros(shape)
-        return {"keys": k, "values": v, "received": received, "positions": positions}
-
-
-def _of_key_heads(received: Tensor, key_heads: int) -> Tensor:
-    """Sum over the query heads of each key head: (b, h, keys) to (b, hkv, keys)."""
-    return received.unflatten(1, (key_heads, -1)).sum(2)
+    def __repr__(self) -> str:
+        return f"HeavyHitters(heavy={self.heavy}, recent={self.recent}, seen={self.seen}, length={self.length})"

@@ -1,0 +1,171 @@
+"""`Evicting`: the base of policies that keep the last keys and those of the greatest worth, such as H2O."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from qkv._engine.call import as_biases, at_least_float32
+from qkv.attention import Attention
+from qkv.cache.base import PAST, Cache, at_least_one, attend_with, check_distance_mask, rotated
+from qkv.errors import InputError
+from qkv.masks import Mask
+from qkv.normalizers import SumToOne
+from qkv.positions import Rotary
+
+
+class Evicting(Cache):
+    """Base of eviction policies: keeps the last `recent` keys, and of the older ones those of the greatest `worth`.
+
+    A policy defines `worth`. Before a new token attends, the old key of least worth is evicted (on ties the oldest).
+    Several tokens passed at once attend to all keys in the cache and to earlier tokens of their chunk, and keys are
+    evicted afterwards. Each key head evicts on its own. Keys keep the rotation of their original positions; memory is
+    constant.
+
+    Args:
+        keys: keys held, at most.
+        recent: of these, the last ones, which are never evicted.
+
+    Raises:
+        InputError: for sizes that are not whole numbers with 1 ≤ recent < keys.
+
+    >>> import torch, qkv
+    >>> class MeanAttention(Evicting):
+    ...     def worth(self, received, age):
+    ...         return received / (age + 1)
+    >>> cache, causal = MeanAttention(6, recent=2), qkv.Attention(mask=qkv.masks.Causal())
+    >>> for q, k, v in torch.randn(20, 3, 1, 2, 1, 8):
+    ...     out = cache.attend(causal, q, k, v)
+    >>> cache
+    MeanAttention(keys=6, recent=2, seen=20, length=6)
+    """
+
+    def __init__(self, keys: int, recent: int) -> None:
+        name = type(self).__name__
+        at_least_one(name, keys=keys, recent=recent)
+        if recent >= keys:
+            raise InputError(f"{name}: recent is {recent} of {keys} keys, expected fewer, so that a key can be evicted")
+        super().__init__(keys)
+        self.keys, self.recent = keys, recent
+
+    def worth(
+        self, received: Float[Tensor, "b hkv slots"], age: Int[Tensor, "b hkv slots"]
+    ) -> Float[Tensor, "b hkv slots"]:
+        """The worth of each key; the least is evicted.
+
+        Args:
+            received: attention received by each key: the exact sum of its weights over all queries so far, and over
+                the query heads that share its key head.
+            age: how many tokens came after it.
+        """
+        raise TypeError(f"{type(self).__name__} does not define worth(received, age)")
+
+    def _check(
+        self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
+        mask: Mask | None,
+    ) -> None:  # fmt: skip
+        name = type(self).__name__
+        check_distance_mask(name, own, positions, mask)
+        if own.band != PAST:
+            raise InputError(f"{name}: mask is {own!r}, but keys in this cache are unordered; expected Causal()")
+        for bias in as_biases(attention.bias):
+            if not bias.by_score:
+                raise InputError(
+                    f"{name}: bias is {type(bias).__name__}, which depends on positions, but keys in this cache "
+                    "are unordered; expected no bias, or one that depends on the score alone, such as SoftCap"
+                )
+        if isinstance(attention.normalizer, SumToOne) and attention.normalizer.sample:
+            raise InputError(
+                f"{name}: normalizer is {type(attention.normalizer).__name__}(sample=True), whose weights are "
+                "random; expected a deterministic normalizer"
+            )
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        super()._allocate(k, v)
+        shape = (*k.shape[:2], self._most)
+        self._buffers["received"] = k.new_zeros(shape, dtype=at_least_float32(k.dtype))
+        self._buffers["positions"] = k.new_zeros(shape, dtype=torch.int64)
+
+    def _attend(
+        self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
+        positions: Tensor | None, mask: Mask | None,
+    ) -> Tensor:  # fmt: skip
+        q, k = rotated(rotary, q, k, self.seen, positions)
+        return self._step(attention, q, k, v) if k.shape[2] == 1 else self._chunk(attention, own, q, k, v)
+
+    def _step(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Decode one token; the order of keys does not matter for a single query."""
+        new = self._new(k, v)
+        if self._stop < self._most:
+            for name, x in new.items():
+                self._buffers[name][:, :, self._stop : self._stop + 1] = x
+            self._stop += 1
+        else:
+            slot = self._eviction_slots()
+            for name, x in new.items():
+                index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
+                self._buffers[name].scatter_(2, index, x)
+        keys, values, received = (self._buffers[name][:, :, : self._stop] for name in ("keys", "values", "received"))
+        out, weights = attend_with(attention, None, q, keys, values, return_weights=True)
+        received += _of_key_heads(weights[:, :, 0].to(received), k.shape[1])
+        return out
+
+    def _eviction_slots(self) -> Tensor:
+        """The slot to evict for each key head, (b, hkv, 1)."""
+        received, positions = self._buffers["received"], self._buffers["positions"]
+        worth = self._worth(received, positions, self.seen)
+        worth = worth.masked_fill(positions > self.seen - self.recent, torch.inf)
+        least = worth == worth.amin(-1, keepdim=True)
+        return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
+
+    def _chunk(self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Process several tokens, in order after all keys in the cache, and then evict."""
+        whole = {
+            name: torch.cat([self._buffers[name][:, :, : self._stop], x], 2) for name, x in self._new(k, v).items()
+        }
+        keys, values = whole["keys"], whole["values"]
+        out: Tensor = attend_with(attention, own, q, keys, values)
+        whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
+        if keys.shape[2] > self._most:
+            slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2] - 1)
+            whole = {
+                name: x.gather(2, slots if x.ndim == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]))
+                for name, x in whole.items()
+            }
+        self._stop = min(keys.shape[2], self._most)
+        for name, x in whole.items():
+            self._buffers[name][:, :, : self._stop] = x
+        return out
+
+    def _kept_slots(self, received: Tensor, positions: Tensor, last: int) -> Tensor:
+        """The slots to keep for each key head, (b, hkv, keys), when the newest token is `last`."""
+        by_age = positions.argsort(-1)
+        old, recent = by_age[..., : -self.recent], by_age[..., -self.recent :]
+        worth = self._worth(received, positions, last).gather(-1, old)
+        by_worth = old.gather(-1, worth.argsort(stable=True, dim=-1))
+        return torch.cat([by_worth[..., self.recent - self.keys :], recent], -1)
+
+    def _worth(self, received: Tensor, positions: Tensor, last: int) -> Tensor:
+        """`worth`, checked."""
+        worth = self.worth(received, last - positions)
+        if not isinstance(worth, Tensor) or worth.shape != received.shape or bool(worth.isnan().any()):
+            got = "NaN" if isinstance(worth, Tensor) and worth.shape == received.shape else _described(worth)
+            raise InputError(f"{type(self).__name__}: worth returned {got}, expected numbers {tuple(received.shape)}")
+        return worth
+
+    def _new(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Buffer entries of new tokens."""
+        shape = k.shape[:3]
+        positions = torch.arange(self.seen, self.seen + shape[2], device=k.device).expand(shape)
+        received = self._buffers["received"].new_zeros(shape)
+        return {"keys": k, "values": v, "received": received, "positions": positions}
+
+
+def _of_key_heads(received: Tensor, key_heads: int) -> Tensor:
+    """Sum over the query heads of each key head: (b, h, keys) to (b, hkv, keys)."""
+    return received.unflatten(1, (key_heads, -1)).sum(2)
+
+
+def _described(x: object) -> str:
+    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
