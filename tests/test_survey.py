@@ -613,7 +613,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["survey", "qkv-mini", str(tmp_path / "texts"), "--out", str(out), "--shards", "2"]) == 0
     said = capsys.readouterr().out
     assert "1 texts" in said
-    assert "Left out 1 texts: 1 × no UTF-8 text" in said
+    assert "Skipped 1 texts: 1 × no UTF-8 text" in said
     assert "b.bin" in said
     names = {p.name for p in out.iterdir()}
     assert names >= {"survey.qkv.zip", "heads.csv", "heads.png", "sinks.png", "texts.png", "distribution.png"}
