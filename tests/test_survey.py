@@ -624,7 +624,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "sentence"),
     [
         (["minilm", "/nowhere"], "no file or folder '/nowhere'"),
-        (["minilm", "library", "x"], "library stands by itself"),
+        (["minilm", "library", "x"], "library is a named corpus"),
         (["qkv-mini", "{text}", "--shards", "0"], "shards is 0"),
         (["qkv-mini", "{text}", "--length", "9999"], "length is 9,999"),
         (["qkv-mini", "{text}", "--threads", "0"], "--threads is 0"),
