@@ -606,7 +606,7 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
     assert main(["survey", "qkv-mini", str(tmp_path / "texts"), "--out", str(out), "--shards", "2"]) == 0
     said = capsys.readouterr().out
     assert "1 texts" in said
-    assert "Left out 1 texts: 1 × no UTF-8 text" in said
+    assert "Skipped 1 texts: 1 × no UTF-8 text" in said
     assert "b.bin" in said
     names = {p.name for p in out.iterdir()}
     assert names >= {"survey.qkv.zip", "heads.csv", "heads.png", "sinks.png", "texts.png", "distribution.png"}
@@ -617,7 +617,7 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
     ("arguments", "sentence"),
     [
         (["minilm", "/nowhere"], "path '/nowhere', expected a file or folder that exists"),
-        (["minilm", "library", "x"], "library stands by itself"),
+        (["minilm", "library", "x"], "library is a named corpus"),
         (["qkv-mini", "{text}", "--shards", "0"], "shards is 0"),
         (["qkv-mini", "{text}", "--length", "9999"], "length is 9,999"),
         (["qkv-mini", "{text}", "--threads", "0"], "--threads is 0"),

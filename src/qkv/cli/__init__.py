@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import inspect
 import re
 import sys
@@ -30,6 +32,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `qkv`. For bad input it prints one sentence to standard error and returns exit code 2."""
+    if arguments is None:  # the process ends with the command
+        atexit.register(gc.freeze)  # else Python would search all libraries for garbage at exit, for almost a second
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         print(f"qkv {qkv.__version__}")

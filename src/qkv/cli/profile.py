@@ -12,7 +12,7 @@ import tyro
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, numbers, text_of
-from qkv.cli.terminal import Stopwatch, print_line
+from qkv.cli.terminal import Stopwatch, no_garbage_collection, print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def profile(
     """
 
     clock = Stopwatch()
-    from qkv.profiler import run
-    from qkv.profiler.capture import models
+    with no_garbage_collection():
+        from qkv.profiler import run
+        from qkv.profiler.capture import models
 
     clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
@@ -117,7 +118,8 @@ def profile(
         if comparison is not None:
             compare.show(comparison)
         clock.lap("summary")
-        files = _figures(result, out)
+        with no_garbage_collection():
+            files = _figures(result, out)
         if comparison is not None:
             files += compare.write(comparison, out)
         if mixed is not None:
