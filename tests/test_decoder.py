@@ -522,7 +522,7 @@ def test_decoder_rejects_bad_configurations_tokens_and_states() -> None:
         model(ids_of(1, 30))
     rotary = model_of(positions="rotary")
     assert rotary(ids_of(1, 40)).isfinite().all()
-    with refused("cache"):
+    with refused("capacity"):
         rotary.step(ids_of(1, 30), rotary.start())
     with unchecked():
         for ids, argument in (

@@ -306,12 +306,12 @@ BAD = {
     "head beyond": (["--head", "6"], "head is 6, but layer 0 has heads 0..5"),
     "rows beyond": (["--rows", "5:3000"], "--rows is 5:3000, expected a:b with 0 ≤ a < b ≤"),
     "columns backwards": (["--cols", "9:5"], "--cols is 9:5, expected a:b with"),
-    "no colon": (["--rows", "5"], "--rows is '5', expected tokens from and to, such as 100:200"),
-    "three parts": (["--cols", "1:5:2"], "--cols is '1:5:2', expected tokens from and to"),
+    "no colon": (["--rows", "5"], "--rows is '5', expected a range of tokens, such as 100:200"),
+    "three parts": (["--cols", "1:5:2"], "--cols is '1:5:2', expected a range of tokens"),
     "no pixels": (["--size", "0"], "--size is 0, expected at least 1"),
     "no tokens": (["--tokens", "0"], "--tokens is 0, expected at least 1"),
     "no such file": (["qkv-mini", "none.txt"], "FILE: cannot read none.txt"),
-    "not a picture": (["--out", "map.jpg"], "--out is map.jpg, expected the name of a file that ends in .png"),
+    "not a picture": (["--out", "map.jpg"], "--out is map.jpg, expected a file name that ends in .png"),
     "too long": (["--tokens", "600"], "600 tokens"),
 }
 

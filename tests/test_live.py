@@ -192,7 +192,7 @@ def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
         (Request(layer=4), "layer"),
         (Request(head=6), "head"),
         (Request(edits=[OneEdit(9, 0, "sigmoid")]), "layer"),
-        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "layer"),
+        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "edits"),
     ],
 )
 def test_invalid_requests_name_the_argument(live: Live, request_: Request, argument: str) -> None:

@@ -223,7 +223,7 @@ def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> 
 def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: Path) -> None:
     with refused("statistics"):
         own_survey(tmp_path / "keys", statistics=[Taken()])
-    with refused("ahead"):
+    with refused("statistics"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
     result = own_survey(tmp_path / "own", statistics=[Heavy()])
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was present and is missing"):
