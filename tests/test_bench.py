@@ -109,9 +109,9 @@ def test_rounds_alternate_and_ratios_are_within_a_round() -> None:
 
 @pytest.mark.slow
 def test_memory_of_a_mechanism_is_linear() -> None:
-    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[4096, 16384])
+    result = run.bench(["sigmoid"], [64], heads=2, seconds=0, threads=1, memory=[2048, 8192])
     grown = result["mechanisms"]["sigmoid"]["memory"]
-    assert grown[16384] < 2 * 16384 * 16384 * 4 / 10  # a tenth of all its scores
+    assert grown[8192] < 2 * 8192 * 8192 * 4 / 10  # a tenth of all its scores
 
 
 def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,8 @@ def test_bad_files_and_formats_are_rejected(tmp_path: Path) -> None:
             FileTokenizer(bad)
     with refused("return_tensors"):
         FileTokenizer(file())("a", return_tensors="np")
+    with refused("text"):
+        FileTokenizer(file())(["a", "b"])  # type: ignore[arg-type]
 
 
 def test_loading_a_bundled_model_imports_neither_transformers_nor_sympy() -> None:

@@ -18,7 +18,7 @@ from conftest import close, oracle, rand, triple, unchecked
 from qkv import biases, masks, normalizers, scores
 from qkv.kernels.flash import kernel as flash
 
-CASES, AT_ONCE = 300, 50
+CASES, AT_ONCE = 200, 50
 
 
 def failures(seed: int, numbers: range) -> list[str]:

@@ -63,6 +63,11 @@ class FileTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
+        if not isinstance(text, str):
+            raise InputError(
+                f"text is {type(text).__name__}, expected a str; for batches and padding load the file with "
+                "transformers.PreTrainedTokenizerFast(tokenizer_file=…)"
+            )
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: int | Sequence[int] | Tensor, *, skip_special_tokens: bool = False, **ignored: Any) -> str:
