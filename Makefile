@@ -30,16 +30,14 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
 
-# One process per core and one more, because some tests wait for a browser or for a process that they started. Each uses
-# one thread, and so does what it starts. Modules stay together, so their fixtures are made once.
-PARALLEL := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist worksteal
+# One process per core, so each process, and each process that it starts, uses one thread.
 ONE_THREAD := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 test: venv lint  ## run every check: lint, types and all tests
-	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto
 
 quick: venv  ## run the tests that take at most a few seconds each
-	$(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n auto -m "not slow"
 
 CASES ?= 10000
 SEED  ?= 0
