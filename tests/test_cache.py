@@ -377,16 +377,24 @@ def test_sinks_one_query_is_one_call_on_views() -> None:
 
 
 def heavy_by_loops(
-    qkv: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], heavy: int, recent: int, **parts: Any
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sizes: Sequence[int],
+    heavy: int,
+    recent: int,
+    worth: Callable[[float, int], float] = lambda received, queries: received,
+    **parts: Any,
 ) -> tuple[Tensor, dict[tuple[int, int], dict[int, float]]]:
-    """H2O by definition: a dictionary from positions to attention received, for each item and key head."""
+    """H2O by definition: a dictionary from positions to attention received, for each item and key head.
+
+    `worth` turns the attention received by a key, and the number of queries that could attend to it, into its worth.
+    """
     q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
     kept: dict[tuple[int, int], dict[int, float]] = {}
 
-    def weakest(received: dict[int, float], now: int) -> int:
-        return min((p for p in received if p <= now - recent), key=lambda p: (received[p], p))
+    def weakest(received: dict[int, float], now: int, seen: int) -> int:
+        return min((p for p in received if p <= now - recent), key=lambda p: (worth(received[p], seen - p), p))
 
     for item, head in np.ndindex(k.shape[0], k.shape[1]):
         received: dict[int, float] = {}
@@ -394,7 +402,7 @@ def heavy_by_loops(
         own = dict(parts)
         for size in sizes:
             if size == 1 and len(received) == heavy + recent:
-                del received[weakest(received, start)]
+                del received[weakest(received, start, start)]
             before = sorted(received)
             for i in range(start, start + size):
                 received[i] = 0.0
@@ -406,7 +414,7 @@ def heavy_by_loops(
                     received[p] += weight
             start += size
             while len(received) > heavy + recent:
-                del received[weakest(received, start - 1)]
+                del received[weakest(received, start - 1, start)]
         kept[item, head] = received
     return out, kept
 
@@ -635,8 +643,15 @@ def test_sizes_that_are_not_integers_are_rejected() -> None:
 class Oldest(Evicting):
     """Evicts the oldest key: a sliding window."""
 
-    def worth(self, received: Tensor, age: Tensor) -> Tensor:
-        return -age.to(received)
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return -queries.to(received)
+
+
+class MeanAttention(Evicting):
+    """Attention received, divided by the number of queries that could give it; changes its arguments."""
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return received.div_(queries)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 23, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
@@ -651,14 +666,23 @@ def test_a_policy_that_evicts_the_oldest_key_holds_the_last_ones(sizes: list[int
     close(policy.attend(CAUSAL, *last), window.attend(CAUSAL, *last))
 
 
+@pytest.mark.parametrize("sizes", [[1] * 23, [7, 1, 1, 9, 5]], ids=["steps", "chunks"])
+def test_a_policy_of_ones_own_equals_plain_loops(sizes: list[int]) -> None:
+    want, kept = heavy_by_loops(tokens(), sizes, 4, 2, worth=lambda received, queries: received / queries)
+    cache = MeanAttention(6, recent=2)
+    close(feed(cache, CAUSAL, tokens(), sizes), want, eps=4096)
+    for (item, head), received in kept.items():
+        assert set(cache._buffers["positions"][item, head, :6].tolist()) == set(received)
+
+
 def test_a_policy_without_worth_or_with_a_wrong_one_is_rejected() -> None:
     q, k, v = tokens()
-    with pytest.raises(TypeError, match="worth"):
-        feed(Evicting(3, 1), CAUSAL, (q, k, v), [1] * 23)
-    for wrong in (lambda received, age: received[..., :1], lambda received, age: received * torch.nan):
+    with pytest.raises(InputError, match="no method worth"):
+        Evicting(3, 1)
+    for wrong in (lambda received, queries: received[..., :1], lambda received, queries: received * torch.nan):
         policy = type("Wrong", (Evicting,), {"worth": lambda self, r, a, f=wrong: f(r, a)})(3, 1)
         with refused("worth"):
             feed(policy, CAUSAL, (q, k, v), [1] * 23)
-    for sizes in ((3, 3), (0, 1), (3, 0)):
-        with pytest.raises(InputError):
+    for sizes, argument in (((3, 3), "recent"), ((0, 1), "keys"), ((3, 0), "recent")):
+        with refused(argument):
             Oldest(*sizes)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from qkv._contract import require
 from qkv._engine.call import as_biases, at_least_float32
 from qkv.attention import Attention
 from qkv.cache.base import PAST, Cache, at_least_one, attend_with, check_distance_mask, rotated
@@ -28,12 +29,12 @@ class Evicting(Cache):
         recent: of these, the last ones, which are never evicted.
 
     Raises:
-        InputError: for sizes that are not whole numbers with 1 ≤ recent < keys.
+        InputError: for sizes that are not whole numbers with 1 ≤ recent < keys, and for a class without `worth`.
 
     >>> import torch, qkv
     >>> class MeanAttention(Evicting):
-    ...     def worth(self, received, age):
-    ...         return received / (age + 1)
+    ...     def worth(self, received, queries):
+    ...         return received / queries
     >>> cache, causal = MeanAttention(6, recent=2), qkv.Attention(mask=qkv.masks.Causal())
     >>> for q, k, v in torch.randn(20, 3, 1, 2, 1, 8):
     ...     out = cache.attend(causal, q, k, v)
@@ -42,6 +43,7 @@ class Evicting(Cache):
     """
 
     def __init__(self, keys: int, recent: int) -> None:
+        require(self, Evicting, "worth", "received, queries", "the worth of each key (b, hkv, slots)")
         name = type(self).__name__
         at_least_one(name, keys=keys, recent=recent)
         if recent >= keys:
@@ -50,16 +52,16 @@ class Evicting(Cache):
         self.keys, self.recent = keys, recent
 
     def worth(
-        self, received: Float[Tensor, "b hkv slots"], age: Int[Tensor, "b hkv slots"]
+        self, received: Float[Tensor, "b hkv slots"], queries: Int[Tensor, "b hkv slots"]
     ) -> Float[Tensor, "b hkv slots"]:
         """The worth of each key; the least is evicted.
 
         Args:
             received: attention received by each key: the exact sum of its weights over all queries so far, and over
                 the query heads that share its key head.
-            age: how many tokens came after it.
+            queries: how many queries could attend to the key so far, its own token's included.
         """
-        raise TypeError(f"{type(self).__name__} does not define worth(received, age)")
+        raise NotImplementedError
 
     def _check(
         self, attention: Attention, own: Mask, n: int, rotary: Rotary | None, positions: Tensor | None,
@@ -114,7 +116,7 @@ class Evicting(Cache):
     def _eviction_slots(self) -> Tensor:
         """The slot to evict for each key head, (b, hkv, 1)."""
         received, positions = self._buffers["received"], self._buffers["positions"]
-        worth = self._worth(received, positions, self.seen)
+        worth = self._worth(received, self.seen - positions)
         worth = worth.masked_fill(positions > self.seen - self.recent, torch.inf)
         least = worth == worth.amin(-1, keepdim=True)
         return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
@@ -128,7 +130,7 @@ class Evicting(Cache):
         out: Tensor = attend_with(attention, own, q, keys, values)
         whole["received"] += _of_key_heads(attention.measure(q, keys, values).received, k.shape[1])
         if keys.shape[2] > self._most:
-            slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2] - 1)
+            slots = self._kept_slots(whole["received"], whole["positions"], self.seen + k.shape[2])
             whole = {
                 name: x.gather(2, slots if x.ndim == 3 else slots[..., None].expand(-1, -1, -1, x.shape[3]))
                 for name, x in whole.items()
@@ -138,17 +140,17 @@ class Evicting(Cache):
             self._buffers[name][:, :, : self._stop] = x
         return out
 
-    def _kept_slots(self, received: Tensor, positions: Tensor, last: int) -> Tensor:
-        """The slots to keep for each key head, (b, hkv, keys), when the newest token is `last`."""
+    def _kept_slots(self, received: Tensor, positions: Tensor, seen: int) -> Tensor:
+        """The slots to keep for each key head, (b, hkv, keys), after `seen` tokens."""
         by_age = positions.argsort(-1)
         old, recent = by_age[..., : -self.recent], by_age[..., -self.recent :]
-        worth = self._worth(received, positions, last).gather(-1, old)
+        worth = self._worth(received, seen - positions).gather(-1, old)
         by_worth = old.gather(-1, worth.argsort(stable=True, dim=-1))
         return torch.cat([by_worth[..., self.recent - self.keys :], recent], -1)
 
-    def _worth(self, received: Tensor, positions: Tensor, last: int) -> Tensor:
-        """`worth`, checked."""
-        worth = self.worth(received, last - positions)
+    def _worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        """`worth` of copies, so that a policy cannot change the sums, and checked."""
+        worth = self.worth(received.clone(), queries)
         if not isinstance(worth, Tensor) or worth.shape != received.shape or bool(worth.isnan().any()):
             got = "NaN" if isinstance(worth, Tensor) and worth.shape == received.shape else _described(worth)
             raise InputError(f"{type(self).__name__}: worth returned {got}, expected numbers {tuple(received.shape)}")

@@ -23,7 +23,7 @@ class HeavyHitters(Evicting):
         super().__init__(heavy + recent, recent)
         self.heavy = heavy
 
-    def worth(self, received: Tensor, age: Tensor) -> Tensor:
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
         """The attention received."""
         return received
 

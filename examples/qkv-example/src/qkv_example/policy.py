@@ -11,5 +11,5 @@ class MeanAttention(Evicting):
     H2O sums attention, which favours keys that have been in the cache for long.
     """
 
-    def worth(self, received: Tensor, age: Tensor) -> Tensor:
-        return received / (age + 1)
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return received / queries
