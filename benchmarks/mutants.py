@@ -2,9 +2,9 @@
 
     python -m benchmarks.mutants --number 60 --jobs 2 --out mutants.json
 
-Every mutant is a copy of src with one change: a comparison, an operator, a number or a boolean is another one, or a
 Every mutant is a copy of src with one change: a comparison, an operator, a number or a boolean is another, or a `not`
 is gone. The tests of the changed package run on it and stop at the first failure: the mutant is killed. Docstrings,
+annotations, error messages and assertions are left alone.
 """
 
 from __future__ import annotations

@@ -326,8 +326,9 @@ def grids(draw: st.DrawFn, most: int = 12) -> masks.Grid:
 
 
 @contextlib.contextmanager
-def refused(argument: str) -> Iterator[None]:
-    """Inside, an `InputError` is raised that names this argument."""
-    with pytest.raises(InputError) as raised:
+def refused(argument: str, match: str | None = None) -> Iterator[None]:
+    """Inside, an `InputError` of one line is raised that names this argument; `match` tells errors of one apart."""
+    with pytest.raises(InputError, match=match) as raised:
         yield
     assert raised.value.argument == argument, f"the error is about {raised.value.argument!r}: {raised.value}"
+    assert "\n" not in str(raised.value)

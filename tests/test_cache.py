@@ -644,7 +644,7 @@ class Oldest(Evicting):
     """Evicts the oldest key: a sliding window."""
 
     def worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        return -queries.to(received)
+        return -queries
 
 
 class MeanAttention(Evicting):

@@ -14,18 +14,32 @@ from torch import Tensor, nn
 
 import hf_models as hf
 from conftest import enlarged, largest_tensor, oracle, refused, set_tile
-from qkv.cache import HeavyHitters
+from qkv.cache import Evicting, HeavyHitters
 from qkv.cli import main
 from qkv.figures.eviction import budget_figure, heads_figure
 from qkv.masks import Causal, Mask, Prefix, Window
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.token_loss import token_loss
-from qkv.profiler.analyses.eviction import POLICIES, eviction, expiry, mass_lost
+from qkv.profiler.analyses.eviction import eviction, expiry, mass_lost
 from qkv.profiler.analyses.eviction_run import nats_of
+from qkv.profiler.analyses.policies import policies_of
 from qkv.profiler.capture.calls import calls_of
 from qkv.profiler.capture.models import load
 
 FIRST = 2
+
+
+class MeanAttention(Evicting):
+    """A policy of a user: the attention received per query that could attend."""
+
+    name = "mean"
+
+    def worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        return received / queries
+
+
+POLICIES = ("window", "sinks", "heavy", MeanAttention)
+WINDOW, SINKS, HEAVY, MEAN = policies_of(POLICIES, FIRST)
 
 
 def model(**parts: Any) -> DecoderLM:
@@ -44,6 +58,8 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
     for head in range(heads):
         own = head // group * group
         received = weights[own : own + group].sum((0, 1))
+        if policy == "mean":
+            received = received / np.arange(n, 0, -1)
         for i in range(n):
             before = list(range(i + 1))
             if policy == "window":
@@ -64,14 +80,14 @@ def kept(policy: str, budget: int, weights: np.ndarray, group: int) -> np.ndarra
 @pytest.mark.parametrize("parts", [{"positions": "rotary"}, {"sink": True}, {"window": 9}, {"normalizer": "sigmoid"}])
 def test_mass_lost_equals_dense_weights(parts: dict[str, Any], tile4: None) -> None:
     lm = model(**parts)
-    settings = [(policy, budget) for policy in POLICIES for budget in (5, 8, 23)]
+    settings = [(policy, budget) for policy in (WINDOW, SINKS, HEAVY, MEAN) for budget in (5, 8, 23)]
     for seen in calls_of(lm, {"ids": text(23)}):
         given = seen.call.given
         weights = oracle(given.q, given.k, given.v, mask=given.mask, normalizer=given.normalizer)[2][0].numpy()
-        found = mass_lost(seen, settings, FIRST)
+        found = mass_lost(seen, settings)
         assert set(found) == set(settings)
         for (policy, budget), mass in found.items():
-            expected = (weights * ~kept(policy, budget, weights, 3)).sum(-1)
+            expected = (weights * ~kept(policy.name, budget, weights, 3)).sum(-1)
             np.testing.assert_allclose(mass[0].numpy(), expected, rtol=1e-9, atol=1e-12)
             assert budget == 23 or expected.max() > 0.01
 
@@ -135,15 +151,15 @@ def masked_nats(lm: DecoderLM, ids: Tensor, mask: Mask) -> float:
 def test_window_and_sinks_equal_masks(layers: int) -> None:
     """In a model without rotary positions, so that the slots of the cache have no effect."""
     lm, ids = model(layers=layers), text(41)
-    for policy, mask in (("window", Window(7)), ("sinks", Prefix(FIRST) | Window(7 - FIRST)), ("full", Causal())):
-        found = nats_of("caches", lm, ids, policy, 7, FIRST, lambda tokens: None)
+    for policy, mask in ((WINDOW, Window(7)), (SINKS, Prefix(FIRST) | Window(7 - FIRST)), (None, Causal())):
+        found = nats_of("caches", lm, ids, policy, 7, lambda tokens: None)
         assert found == pytest.approx(masked_nats(lm, ids, mask), rel=1e-12)
     assert not lm.training
 
 
 def test_heavy_hitters_are_evicted_one_by_one() -> None:
     lm, ids = model(positions="rotary"), text(33)
-    found = nats_of("caches", lm, ids, "heavy", 9, FIRST, lambda tokens: None)
+    found = nats_of("caches", lm, ids, HEAVY, 9, lambda tokens: None)
     heard: list[int] = []
     expected = token_loss(lm, ids, lambda: HeavyHitters(4, 5), chunk=1, on_chunk=heard.append)
     assert found == pytest.approx(float(expected.sum()), rel=1e-12)
@@ -153,10 +169,10 @@ def test_heavy_hitters_are_evicted_one_by_one() -> None:
 
 
 def test_full_budget_loses_nothing() -> None:
-    found = eviction(model(positions="rotary"), text(27), budgets=(6, 27, 64), first=FIRST)
+    found = eviction(model(positions="rotary"), text(27), budgets=(6, 27, 64), policies=POLICIES, first=FIRST)
     assert found.loss is not None
     rise = found.loss.set_index(["policy", "budget"])["delta_nats"]
-    for policy in POLICIES:
+    for policy in ("window", "sinks", "heavy", "mean"):
         assert abs(rise[policy, 27]) < 1e-6
         assert abs(rise[policy, 64]) < 1e-6
         assert abs(rise[policy, 6]) > 1e-3
@@ -201,6 +217,9 @@ def test_hugging_face_models_run_with_masks(policy: str) -> None:
     [
         ({"policies": ("window", "newest")}, "policies"),
         ({"policies": ()}, "policies"),
+        ({"policies": ("heavy", "heavy")}, "policies"),
+        ({"policies": (HeavyHitters, type("Own", (MeanAttention,), {"name": "heavy"}))}, "policies"),
+        ({"policies": (Window,)}, "policies"),
         ({"budgets": (4,)}, "budgets"),
         ({"budgets": (1,), "policies": ("heavy",)}, "budgets"),
         ({"budgets": ()}, "budgets"),
@@ -228,14 +247,14 @@ def test_models_that_cannot_be_run_are_rejected() -> None:
 
 
 def test_figures_show_the_result() -> None:
-    found = eviction(model(), text(31), budgets=(8, 16), first=FIRST)
+    found = eviction(model(), text(31), budgets=(8, 16), policies=POLICIES, first=FIRST)
     assert found.loss is not None
     cheapest = found.loss[found.loss["budget"] == 8].sort_values("delta_nats").iloc[0]
     figure = budget_figure(found)
     assert f"With 8 keys, “{cheapest['policy']}” costs {cheapest['delta_nats']:.2f} nats" in figure.texts[0].get_text()
     assert len(figure.axes) == 2
     drawn = heads_figure(found, 16)
-    assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes[:3]] == list(POLICIES)
+    assert [axes.get_title(loc="left").split(",")[0] for axes in drawn.axes[:4]] == ["window", "sinks", "heavy", "mean"]
     at = found.mass[found.mass["budget"] == 16]
     assert f"loses {100 * at['mass_lost'].max():.0f} %" in drawn.texts[0].get_text()
     with refused("budget"):

@@ -122,7 +122,7 @@ def test_entry_points_are_not_read_for_built_in_names(monkeypatch: pytest.Monkey
     def read(**group: str) -> None:
         raise AssertionError("entry points were read")
 
-    monkeypatch.setattr("qkv.lab.registry.entry_points", read)
+    monkeypatch.setattr("qkv._registry.entry_points", read)
     assert experiments.experiment("heads").name == "heads"
     assert tasks.task_class("copy").name == "copy"
     with pytest.raises(AssertionError, match="were read"):

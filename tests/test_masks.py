@@ -516,8 +516,8 @@ def test_no_mask_and_causal_need_no_mask_tensor() -> None:
         (lambda: bigbird(window=2), "window"),
         (lambda: bigbird(random=-1), "random"),
         (lambda: Causal().plot(0), "n_queries"),
-        (lambda: Causal().plot(3, 0), "n_queries"),
-        (lambda: Causal().plot(3, tile=0), "n_queries"),
+        (lambda: Causal().plot(3, 0), "n_keys"),
+        (lambda: Causal().plot(3, tile=0), "tile"),
         (lambda: Padding([9]).plot(3), "lengths"),
         (lambda: Dense(torch.ones(2, 3, dtype=torch.bool)).dense(3, 3), "mask"),
     ],
@@ -539,3 +539,28 @@ def test_masks_compare_by_value() -> None:
     assert Window(3) != Window(4)
     assert len({Causal(), Causal(), Window(2)}) == 2
     assert qkv.masks.Causal is Causal
+
+
+def test_masks_with_the_old_name_of_a_method_work_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="visible"):
+
+        class First(Mask):
+            def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+                raise AssertionError("the shortcut is used instead")
+
+            def allowed(self, region: Region, grid: Grid) -> Tensor:
+                return (region.keys == 0).expand(1, 1, len(region.queries), -1)
+
+    assert First().dense(4, 3)[0, 0].int().tolist() == [[1, 0, 0]] * 4
+
+
+def test_masks_reject_attributes_that_hide_a_method() -> None:
+    class Own(Mask):
+        def __init__(self) -> None:
+            self.visible = torch.ones(3, dtype=torch.bool)  # type: ignore[assignment, method-assign]
+
+        def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+            return k >= 0
+
+    with refused("mask"):
+        qkv.attend(*torch.zeros(3, 1, 1, 3, 2), mask=Own())

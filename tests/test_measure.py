@@ -600,5 +600,11 @@ def test_old_names_of_statistics_warn_and_work() -> None:
         with pytest.warns(DeprecationWarning, match=new):
             assert getattr(result, old) is getattr(result, new)
     grid, region = Grid.of(4, 4), Region(slice(0, 4), slice(0, 4))
+    for measure in (qkv.measure, qkv.Attention().measure):
+        with pytest.warns(DeprecationWarning, match="prefix_keys") as warned, refused("early"):
+            measure(q, k, early=3, prefix_keys=2)
+        assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="EffectiveKeys"):
+        assert qkv.statistics.Participation is qkv.statistics.EffectiveKeys
     with pytest.warns(DeprecationWarning, match="visible"):
         assert torch.equal(Causal().allowed(region, grid), Causal().visible(region, grid))

@@ -463,7 +463,7 @@ def test_converters_reject_unsupported_settings() -> None:
 @pytest.mark.parametrize(("options", "argument"), [
     ({"heads": 5}, "d_model"),
     ({"kv_heads": 4}, "kv_heads"),
-    ({"heads": 0}, "d_model"),
+    ({"heads": 0}, "heads"),
     ({"head_dim": 0}, "head_dim"),
     ({"rotary": Rotary(6)}, "rotary"),
     ({"gate": "half"}, "gate"),
@@ -487,7 +487,7 @@ def test_modules_reject_wrong_shapes_and_sizes() -> None:
         with refused("return_weights"):
             layer(torch.zeros(1, 2, 24), cache=qkv.cache.Full(4), return_weights=True)
     for make, argument in (
-        (lambda: FeedForward(24, 0), "d_model"), (lambda: SinkToken(24, 0), "d_model"),
+        (lambda: FeedForward(24, 0), "d_hidden"), (lambda: SinkToken(24, 0), "count"),
         (lambda: LinformerAttention(24, 6, length=0, rank=2), "length"),
         (lambda: EinsumAttention(24, 5), "d_model"),
         (lambda: qkv.positions.Learned(0, 4), "length"),

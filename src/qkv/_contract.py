@@ -63,7 +63,7 @@ def require(thing: object, base: type, method: str, arguments: str, returns: str
     if not overrides(thing, base, method):
         name = type(thing).__name__
         raise InputError(
-            f"{name}: no method {method}({arguments}); a {base.__name__} needs one, which returns {returns}"
+            f"{name}: no method {method}({arguments}), which {base.__name__} requires; it returns {returns}"
         )
 
 

@@ -403,5 +403,5 @@ class Attention:
         return plan(q, k, v, **self._parts(), **options, dropout_p=self.dropout_p if training else 0.0)
 
     def measure(self, q: A, k: A, v: A | None = None, **options: Any) -> Statistics:
-        """`measure` with this composition; `options` are its arguments `mass`, `first` and `queries`."""
+        """`measure` with this composition; `options` are the other arguments of `measure`."""
         return measure(q, k, v, **self._parts(), **options)

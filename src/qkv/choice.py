@@ -83,7 +83,8 @@ def choose_keys(
     call = Call.of(q, k, k, mask, given, score, Softmax(temperature))
     if call.values is not None:
         raise InputError(
-            "choose_keys: bias is RelativePosition with values, which keys are not chosen by; expected none"
+            "choose_keys: bias is RelativePosition with values, which have no effect on the choice; pass "
+            "RelativePosition(keys)"
         )
     lse = serve(call).lse
     assert lse is not None

@@ -1,6 +1,8 @@
-"""`InputError`, the one exception that qkv raises for bad arguments."""
+"""`InputError`, the one exception that qkv raises for bad arguments, and what its messages share."""
 
+import difflib
 import re
+from collections.abc import Collection
 
 _HEAD = re.compile(r"(?:(?P<of>[\w.]+(?:\[[^]]*\])?): )?(?P<word>-{0,2}[A-Za-z_][\w.-]*)?")
 _NO_NAMES = {"a", "an", "all", "cannot", "each", "expected", "got", "it", "no", "not", "one", "the", "these", "this"}
@@ -21,8 +23,31 @@ class InputError(ValueError):
 
     @property
     def argument(self) -> str:
-        """Name of the wrong argument: the first word of the message, or the first after the called function's name."""
+        """Name of the wrong argument: the first word of the message, or the first after the called function's name.
+
+        The name of the class if the error is about an object, such as a mask without its method.
+        """
         found = _HEAD.match(str(self))
         assert found is not None
         of, word = found["of"], found["word"]
         return of if of is not None and (word is None or word in _NO_NAMES) else word or ""
+
+
+def at_least_one(of: str = "", **sizes: object) -> None:
+    """Raise `InputError` for the first size that is not a whole number of at least 1; `of` begins the message.
+
+    >>> at_least_one(heads=4, layers=2)
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise InputError(f"{of}{': ' * bool(of)}{name} is {size!r}, expected a whole number, at least 1")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """A hint for an error message, "; did you mean …?", if a known name is similar; else an empty string.
+
+    >>> nearest("layer", ["layers", "heads"])
+    "; did you mean 'layers'?"
+    """
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""

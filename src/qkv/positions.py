@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 
 __all__ = [
     "NTK",
@@ -44,8 +44,7 @@ class Learned(nn.Module):
 
     def __init__(self, length: int, dim: int) -> None:
         super().__init__()
-        if min(length, dim) < 1:
-            raise InputError(f"Learned: length is {length} and dim {dim}, expected at least 1 of each")
+        at_least_one("Learned", length=length, dim=dim)
         self.weight = nn.Parameter(torch.empty(length, dim))
         nn.init.normal_(self.weight, std=0.02)
 

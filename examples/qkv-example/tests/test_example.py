@@ -31,7 +31,17 @@ def test_the_command_line_finds_the_task_and_the_experiment() -> None:
     assert experiments.experiment("temperature").question.startswith("Does")
 
 
-@pytest.mark.parametrize("command", [["train", "first", "--steps", "3"], ["experiment", "temperature", "--quick"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "first", "--steps", "3"],
+        ["experiment", "temperature", "--quick"],
+        ["profile", "qkv-mini", "for x in y:", "--no-probe", "--statistics", "older"],
+        ["evict", "--tokens", "24", "--budgets", "8", "--policies", "mean"],
+        ["generate", "qkv-mini", "for x", "--tokens", "12", "--cache", "mean:8,4"],
+    ],
+    ids=lambda command: command[0],
+)
 def test_commands_run(command: list[str], tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     from qkv import cli
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from qkv._contract import overrides, unlisted_tensor
+from qkv._warnings import user_frame
 from qkv.biases import Additive, Bias
 from qkv.errors import InputError
 from qkv.masks import Dense, Grid, Mask, Region
@@ -399,7 +399,15 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
 
 def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     """The argument `mask` as a mask object."""
-    if mask is None or isinstance(mask, Mask):
+    if mask is None:
+        return None
+    if isinstance(mask, Mask):
+        for name in ("visible", "check", "classify", "band"):
+            if name in vars(mask):
+                raise InputError(
+                    f"mask is {type(mask).__name__} with an attribute {name}, which hides the method {name}; expected "
+                    "another name"
+                )
         return mask
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
@@ -410,7 +418,7 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
             "mask is True strictly above the diagonal, so each query attends only to later keys. In qkv True means may "
             "attend; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if this is intended",
             UserWarning,
-            stacklevel=_user_frame(),
+            stacklevel=user_frame(),
         )
     return made
 
@@ -423,11 +431,3 @@ def _strictly_upper(mask: Tensor) -> bool:
     if bool(mask.diagonal(dim1=-2, dim2=-1).any()) or not bool(mask[..., 0, 1:].all()):  # cheap checks first
         return False
     return bool((mask == torch.ones(n, n, dtype=torch.bool).triu(1)).all())
-
-
-def _user_frame() -> int:
-    """`stacklevel` for `warnings.warn` of the first stack frame outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("qkv."):
-        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    return level

@@ -88,13 +88,13 @@ class Cache:
         call = (attention, q.shape, k.shape, v.shape, k.dtype, k.device)
         own = as_mask(attention.mask) if isinstance(attention, Attention) else None
         if call != self._checked_call or torch.is_grad_enabled():
-            kind = self._checked_signature(attention, q, k, v)
+            signature = self._checked_signature(attention, q, k, v)
             _check_causal(own)
         assert own is not None
         self._check(attention, own, k.shape[2], rotary, positions, mask)
         if not self._buffers:
             self._allocate(k, v)
-            self._signature = kind
+            self._signature = signature
         self._in_call = True
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -164,13 +164,13 @@ class Cache:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             name = "k" if k.requires_grad else "v" if v.requires_grad else "q"
             raise InputError(f"{name} requires a gradient, but caches have no gradients; use torch.no_grad()")
-        kind = (ks[0], ks[1], qs[1], ks[3], vs[3], k.dtype, k.device)
-        if self._signature and kind != self._signature:
+        signature = (ks[0], ks[1], qs[1], ks[3], vs[3], k.dtype, k.device)
+        if self._signature and signature != self._signature:
             raise InputError(
                 "q, k and v do not fit the cache: batch, key heads, query heads, head dimensions, dtype and device "
-                f"are {_joined(kind)}, expected {_joined(self._signature)}"
+                f"are {_joined(signature)}, expected {_joined(self._signature)}"
             )
-        return kind
+        return signature
 
 
 class RecentKeysCache(Cache):
@@ -225,13 +225,6 @@ def _check_causal(own: Mask | None) -> None:
         )
 
 
-def at_least_one(cache: str, **sizes: int) -> None:
-    """Raise `InputError` if a size is not a number of keys."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise InputError(f"{cache}: {name} is {size!r}, expected a whole number of keys, at least 1")
-
-
 def check_distance_mask(cache: str, own: Mask, positions: Tensor | None, mask: Mask | None) -> None:
     """Raise `InputError` for masks and positions that a cache which evicts keys does not support."""
     if own.band is None:
@@ -274,5 +267,5 @@ def _rows(x: Tensor, size: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1], size, x.shape[3])
 
 
-def _joined(kind: tuple[Any, ...]) -> str:
-    return ", ".join(map(str, kind))
+def _joined(signature: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, signature))

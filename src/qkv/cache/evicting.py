@@ -9,8 +9,8 @@ from torch import Tensor
 from qkv._contract import require
 from qkv._engine.call import as_biases, at_least_float32
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, attend_with, check_distance_mask, rotated
-from qkv.errors import InputError
+from qkv.cache.base import PAST, Cache, attend_with, check_distance_mask, rotated
+from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask
 from qkv.normalizers import SumToOne
 from qkv.positions import Rotary
@@ -116,7 +116,7 @@ class Evicting(Cache):
     def _eviction_slots(self) -> Tensor:
         """The slot to evict for each key head, (b, hkv, 1)."""
         received, positions = self._buffers["received"], self._buffers["positions"]
-        worth = self._worth(received, self.seen - positions)
+        worth = self.checked_worth(received, self.seen - positions)
         worth = worth.masked_fill(positions > self.seen - self.recent, torch.inf)
         least = worth == worth.amin(-1, keepdim=True)
         return positions.masked_fill(~least, self.seen).argmin(-1, keepdim=True)
@@ -144,16 +144,27 @@ class Evicting(Cache):
         """The slots to keep for each key head, (b, hkv, keys), after `seen` tokens."""
         by_age = positions.argsort(-1)
         old, recent = by_age[..., : -self.recent], by_age[..., -self.recent :]
-        worth = self._worth(received, seen - positions).gather(-1, old)
+        worth = self.checked_worth(received, seen - positions).gather(-1, old)
         by_worth = old.gather(-1, worth.argsort(stable=True, dim=-1))
         return torch.cat([by_worth[..., self.recent - self.keys :], recent], -1)
 
-    def _worth(self, received: Tensor, queries: Tensor) -> Tensor:
-        """`worth` of copies, so that a policy cannot change the sums, and checked."""
+    def checked_worth(
+        self, received: Float[Tensor, "b hkv slots"], queries: Int[Tensor, "b hkv slots"]
+    ) -> Float[Tensor, "b hkv slots"]:
+        """`worth` of a copy, so that a policy cannot change the sums, as floats.
+
+        Raises:
+            InputError: for a wrong shape, complex numbers or NaN.
+        """
         worth = self.worth(received.clone(), queries)
-        if not isinstance(worth, Tensor) or worth.shape != received.shape or bool(worth.isnan().any()):
-            got = "NaN" if isinstance(worth, Tensor) and worth.shape == received.shape else _described(worth)
-            raise InputError(f"{type(self).__name__}: worth returned {got}, expected numbers {tuple(received.shape)}")
+        name, shape = type(self).__name__, tuple(received.shape)
+        if not isinstance(worth, Tensor) or worth.shape != received.shape or worth.is_complex():
+            raise InputError(f"{name}: worth returned {_described(worth)}, expected real numbers {shape}")
+        worth = worth if worth.is_floating_point() else worth.double()
+        if bool(worth.isnan().any()):
+            if bool(received.isnan().any()):
+                raise InputError(f"{name}: q or k has NaN, so attention received by a key is NaN; expected numbers")
+            raise InputError(f"{name}: worth returned NaN, expected real numbers {shape}")
         return worth
 
     def _new(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -170,4 +181,4 @@ def _of_key_heads(received: Tensor, key_heads: int) -> Tensor:
 
 
 def _described(x: object) -> str:
-    return f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    return f"a tensor {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

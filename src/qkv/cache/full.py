@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import PAST, Cache, at_least_one, attend_with, rotated
-from qkv.errors import InputError
+from qkv.cache.base import PAST, Cache, attend_with, rotated
+from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask
 from qkv.positions import Rotary
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qkv.cache.base import at_least_one
 from qkv.cache.evicting import Evicting
+from qkv.errors import at_least_one
 
 
 class HeavyHitters(Evicting):
@@ -25,6 +25,10 @@ class HeavyHitters(Evicting):
 
     def worth(self, received: Tensor, queries: Tensor) -> Tensor:
         """The attention received."""
+        return received
+
+    def checked_worth(self, received: Tensor, queries: Tensor) -> Tensor:
+        """`worth`, which needs no copy and no check here: on a GPU the check would wait for the device."""
         return received
 
     def __repr__(self) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qkv._engine.call import as_biases
 from qkv.attention import Attention
-from qkv.cache.base import PAST, RecentKeysCache, at_least_one, attend_with, check_distance_mask, rotated
-from qkv.errors import InputError
+from qkv.cache.base import PAST, RecentKeysCache, attend_with, check_distance_mask, rotated
+from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask, Window
 from qkv.normalizers import SumToOne
 from qkv.partial import Partial, merge

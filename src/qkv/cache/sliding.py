@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkv.attention import Attention
-from qkv.cache.base import RecentKeysCache, at_least_one, attend_with, check_distance_mask, rotated
+from qkv.cache.base import RecentKeysCache, attend_with, check_distance_mask, rotated
+from qkv.errors import at_least_one
 from qkv.masks import Mask, Window
 from qkv.positions import Rotary
 

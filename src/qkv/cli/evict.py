@@ -25,7 +25,7 @@ def evict(
     file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     budgets: Annotated[str, tyro.conf.arg(metavar="32,64,128")] = "32,64,128,256",
-    policies: Annotated[str, tyro.conf.arg(metavar="window,sinks,heavy")] = "window,sinks,heavy",
+    policies: Annotated[str, tyro.conf.arg(metavar="window,sinks,…")] = "window,sinks,heavy",
     first: Annotated[int, tyro.conf.arg(metavar="N")] = 4,
     run: bool = True,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
@@ -38,7 +38,8 @@ def evict(
 
     Policies: window keeps the last keys. sinks keeps the first few and the last keys (StreamingLLM). heavy keeps the
     keys that received most attention, half of the cache, and the last keys (H2O); its attention on evicted keys is
-    computed from the attention received by the end of the text.
+    computed from the attention received by the end of the text. An installed package can add policies (subclasses of
+    qkv.cache.Evicting, in the group of entry points qkv.policies).
 
     qkv evict                                      (the small model that comes with qkv, on 512 tokens)
 
@@ -58,7 +59,7 @@ def evict(
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
         run: Also run the model with each cache and measure its loss. Models of qkv use real caches; other models use
-            masks that have the same effect, which is impossible for the policy "heavy".
+            masks that have the same effect, which is possible for window and sinks only.
         dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
     """

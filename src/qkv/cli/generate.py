@@ -75,7 +75,9 @@ def generate(
         stop: Stop before this text. You can repeat the option.
         seed: Seed of the random numbers: the same seed gives the same text. By default a new one is drawn and printed.
         cache: Which keys the cache keeps: full (all), sliding:N (the last N), sinks:S,N (the first S and the last N)
-            or heavy:H,R (the H keys that received most attention, and the last R).
+            or heavy:H,R (the H keys that received most attention, and the last R). NAME:N,R is a policy of an installed
+            package that keeps N keys, of them the last R (qkv.cache.Evicting in the group of entry points
+            qkv.policies).
         dtype: Number format of the weights.
     """
     from rich.console import Console
@@ -139,17 +141,19 @@ def _most_tokens(model: DecoderLM, prompt: int, tokens: int) -> int:
 def _cache(text: str) -> Callable[[int], Cache]:
     """A function that makes the cache of one layer, called with the number of tokens to expect."""
     from qkv import cache
+    from qkv.cache.registry import POLICIES
 
-    kind, _, rest = text.partition(":")
-    sizes = [int(x) for x in rest.split(",") if x.isascii() and x.isdigit()]
-    kinds: dict[str, tuple[int, Callable[..., Cache]]] = {
-        "sliding": (1, cache.Sliding), "sinks": (2, cache.Sinks), "heavy": (2, cache.HeavyHitters),
-    }  # fmt: skip
     if text == "full":
         return cache.Full
-    if kind not in kinds or len(rest.split(",")) != len(sizes) or len(sizes) != kinds[kind][0]:
-        raise InputError(f"--cache is {text!r}, expected full, sliding:N, sinks:S,N or heavy:H,R with numbers of keys")
-    make = kinds[kind][1]
+    kind, _, rest = text.partition(":")
+    sizes = [int(x) for x in rest.split(",") if x.isascii() and x.isdigit()]
+    known = [name for name in POLICIES.names() if name not in ("full", "window")]
+    if kind not in known or len(rest.split(",")) != len(sizes) or len(sizes) != (1 if kind == "sliding" else 2):
+        own = "".join(f" or {name}:N,R" for name in known if name not in POLICIES.built_in)
+        raise InputError(
+            f"--cache is {text!r}, expected full, sliding:N, sinks:S,N or heavy:H,R{own} with numbers of keys"
+        )
+    make = POLICIES.load(kind)
     make(*sizes)  # raises for sizes that are not allowed
     return lambda _: make(*sizes)
 

@@ -10,6 +10,7 @@ from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
+    from qkv.statistics import Statistic
 
 
 def numbers(text: str) -> list[int]:
@@ -22,6 +23,13 @@ def numbers(text: str) -> list[int]:
             raise InputError(f"--layers is {text!r}, expected numbers and ranges such as 0,3,8-11")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
+
+
+def statistics_of(names: str | None) -> list[Statistic]:
+    """The statistics of installed packages with these names, separated by commas."""
+    from qkv.statistics.registry import STATISTICS
+
+    return [STATISTICS.load(name.strip())() for name in names.split(",")] if names else []
 
 
 def text_of(model: str, text: str | None, file: Path | None, tokens: int | None, *, least: int = 1) -> str:

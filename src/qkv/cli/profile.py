@@ -11,7 +11,7 @@ import tyro
 
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
-from qkv.cli.inputs import load_inputs, numbers, text_of
+from qkv.cli.inputs import load_inputs, numbers, statistics_of, text_of
 from qkv.cli.terminal import Stopwatch, no_garbage_collection, print_line
 from qkv.errors import InputError
 
@@ -34,6 +34,7 @@ def profile(
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
     local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
     map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256,
+    statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="MODEL|FILE", help_behavior_hint="")] = None,
     perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,
     no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -70,6 +71,8 @@ def profile(
         out: Folder for the results. It is created if it does not exist.
         local_window: Keys at most this many tokens from the query count as local.
         map_tokens: Keep the full attention maps of texts up to this many tokens.
+        statistics: Also measure these statistics, which installed packages provide (qkv.statistics.Statistic in the
+            group of entry points qkv.statistics).
         against: Compare MODEL with this model on the same text, or with the profile.qkv.zip of an earlier run (for
             example of another dtype).
         perturb: Also replace the token at this position, counted from 0, and measure how much the hidden states of all
@@ -85,6 +88,7 @@ def profile(
 
     clock.lap("importing libraries")
     wanted = None if layers is None else numbers(layers)
+    own = statistics_of(statistics)
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
     passage = text_of(model, text, file, tokens)
@@ -99,6 +103,7 @@ def profile(
             local_window=local_window,
             map_tokens=map_tokens,
             probe=not no_probe,
+            statistics=own,
             partial=partial,
             name=loaded.name,
             command=" ".join(["qkv", *sys.argv[1:]]),
@@ -222,7 +227,7 @@ def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:
     table.add_column("head", no_wrap=True)
     table.add_column("attends to", no_wrap=True)
     for name in ("sink share", "entropy", "of uniform", "distance", "effective keys"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     clear = heads[heads["target"] != "spread"].sort_values("target_share", ascending=False)
     specialised = clear.groupby("target", sort=False).head(each).head(most)
     spread = heads[heads["target"] == "spread"].sort_values("effective_keys", ascending=False).head(each)

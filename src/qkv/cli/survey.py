@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv.cli.inputs import statistics_of
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def survey(
     overlap: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     long: Literal["split", "refuse"] = "split",
     local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
+    statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
@@ -67,6 +69,7 @@ def survey(
             not measured again; by default an eighth of the length.
         long: What to do with texts longer than the length: split them, or refuse them (they are skipped and counted).
         local_window: Keys at most this many tokens from the query count as local.
+        statistics: Also measure these statistics, which installed packages provide (see qkv profile --help).
         dtype: Number format of the weights.
         device: cpu, cuda, or auto, which gives each process a GPU if there is one.
         threads: Number of threads that torch uses in each process; by default torch decides.
@@ -85,6 +88,7 @@ def survey(
         torch.set_num_threads(threads)
     if patience <= 0:
         raise InputError(f"--patience is {patience}, expected more than 0 seconds")
+    own = statistics_of(statistics)
     prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
     with folder(out), _stoppable(out, shards):
         corpus = _corpus(corpora or ("library",))
@@ -103,6 +107,7 @@ def survey(
                     overlap=overlap,
                     long=long,
                     local_window=local_window,
+                    statistics=own,
                     name=loaded.name,
                     patience=patience,
                     on_batch=on_batch,

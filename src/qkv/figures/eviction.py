@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from qkv.profiler.analyses.eviction import Eviction
 
 LINES = {"window": ("#26748f", "s"), "sinks": (WARM, "o"), "heavy": ("#7c4a86", "^")}
+OTHERS = (("#5b7f2b", "D"), ("#a05195", "v"), ("#4d5b6a", "P"), ("#b8860b", "X"))
+"""Colours and markers of other policies, in their order."""
 
 
 def budget_figure(eviction: Eviction) -> Figure:
@@ -38,7 +41,7 @@ def budget_figure(eviction: Eviction) -> Figure:
         axes = place(figure, 0.75 + index * (wide + gap), 1.2, wide, 2.75)
         plain(axes)
         axes.set_title(label, loc="left", fontsize=9, color=INK, pad=7)
-        _lines(axes, table, column, eviction.attrs["first"])
+        _lines(axes, table, column, eviction.attrs["policies"])
         if column == "mass_lost":
             axes.yaxis.set_major_formatter(PERCENT)
         if index == 0:
@@ -84,19 +87,16 @@ def heads_figure(eviction: Eviction, budget: int | None = None) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, table: pd.DataFrame, column: str, first: int) -> None:
-    names = {
-        "window": "window: the last keys",
-        "sinks": f"sinks: the first {first} and the last keys",
-        "heavy": "heavy: half last keys, half most attended",
-    }
+def _lines(axes: Axes, table: pd.DataFrame, column: str, meanings: dict[str, str]) -> None:
+    others = cycle(OTHERS)
+    looks = {policy: LINES.get(policy) or next(others) for policy in meanings}
+    labels = {policy: f"{policy}: {meaning}" for policy, meaning in meanings.items()}
     budgets = sorted(int(b) for b in set(table["budget"]))
     for policy, rows in table.groupby("policy", sort=False):
-        colour, marker = LINES[str(policy)]
-        axes.plot(
-            rows["budget"].astype(float), rows[column], color=colour, marker=marker, ms=5, lw=1.6, label=names[policy],
-            clip_on=False, zorder=3,
-        )  # fmt: skip
+        colour, marker = looks[str(policy)]
+        budget = rows["budget"].astype(float)
+        style: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5, "lw": 1.6}
+        axes.plot(budget, rows[column], **style, label=labels[str(policy)], clip_on=False, zorder=3)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -98,7 +98,7 @@ def _values(axes: Axes, table: pd.DataFrame) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("α of the first token", fontsize=8, color=MUTED)
-    axes.set_ylabel("length of its value / mean of the others", fontsize=8, color=MUTED)
+    axes.set_ylabel("norm of its value / mean of the others", fontsize=8, color=MUTED)
 
 
 def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv._deprecated import warn
 from qkv._engine.call import Call, Result, at_least_float32
 from qkv._engine.transforms import REASON, transformed
+from qkv._warnings import deprecated
 from qkv.masks import Grid, Mask
 from qkv.normalizers import Pointwise
 
@@ -52,7 +52,7 @@ class LinearState:
         dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> LinearState:  # fmt: skip
         """Deprecated name of `zero`."""
-        warn("LinearState.empty", "LinearState.zero")
+        deprecated("LinearState.empty", "LinearState.zero")
         return LinearState.zero(batch, key_heads, n_features, value_dim, dtype, device)
 
     def merge(self, other: LinearState, /) -> LinearState:

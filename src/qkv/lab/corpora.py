@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import write_atomically
-from qkv.errors import InputError
-from qkv.models.config import nearest
+from qkv.errors import InputError, nearest
 
 NAMES = ("library", "shakespeare")
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

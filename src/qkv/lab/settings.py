@@ -8,9 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.lab.task import Task, Training
-from qkv.models.config import nearest
 
 C = TypeVar("C")
 RUN = "run.toml"

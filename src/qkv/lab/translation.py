@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.lab import grammar
 from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
-from qkv.models.config import nearest
 
 __all__ = [
     "END",

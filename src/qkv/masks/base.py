@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from qkv._contract import Definition
-from qkv._deprecated import warn
-from qkv.errors import InputError
+from qkv._warnings import deprecated
+from qkv.errors import InputError, at_least_one
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ class Mask(Definition):
     definitions: ClassVar = {
         "sees": ("classify", "band", "by_value", "visible", "visible_keys", "key_mask", "factors", "alternatives")
     }
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "allowed" in cls.__dict__ and "visible" not in cls.__dict__:
+            deprecated(f"{cls.__name__}.allowed", "visible")
+            cls.visible = cls.__dict__["allowed"]  # type: ignore[method-assign]
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """Whether queries at positions `q` of batch items `b` and heads `h` may attend to keys `k`.
@@ -103,7 +109,7 @@ class Mask(Definition):
 
     def allowed(self, region: Region, grid: Grid) -> Bool[Tensor, "b h q k"]:
         """Deprecated name of `visible`."""
-        warn("Mask.allowed", "visible")
+        deprecated("Mask.allowed", "visible")
         return self.visible(region, grid)
 
     def dense(self, n_queries: int, n_keys: int, *, batch: int = 1, heads: int = 1) -> Bool[Tensor, "b h nq nk"]:
@@ -134,11 +140,7 @@ class Mask(Definition):
         0.375
         """
         n_keys = n_queries if n_keys is None else n_keys
-        if min(n_queries, n_keys, batch, heads) < 1:
-            raise InputError(
-                f"sparsity: n_queries is {n_queries}, n_keys {n_keys}, batch {batch} and heads {heads}, "
-                "expected at least 1 of each"
-            )
+        at_least_one("sparsity", n_queries=n_queries, n_keys=n_keys, batch=batch, heads=heads)
         grid = Grid.of(n_queries, n_keys, batch, heads)
         self.check(grid)
         return 1 - float(self.visible_keys(grid).double().mean()) / grid.n_keys

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from qkv.errors import InputError
+from qkv.errors import at_least_one
 from qkv.masks.grid import EMPTY, FULL, PARTIAL, Grid, Region, Tiles
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ def draw(mask: Mask, n_queries: int, n_keys: int, *, ax: Axes | None = None, til
     import matplotlib.pyplot as plt
     from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 
-    if min(n_queries, n_keys) < 1 or (tile is not None and tile < 1):
-        raise InputError(
-            f"plot: n_queries is {n_queries}, n_keys {n_keys} and tile {tile}, expected at least 1 of each"
-        )
+    at_least_one("plot", n_queries=n_queries, n_keys=n_keys, tile=1 if tile is None else tile)
     grid = Grid.of(n_queries, n_keys)
     mask.check(grid)
     if ax is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 
 C = TypeVar("C")
 
@@ -16,16 +15,6 @@ def one_of(name: str, value: object, expected: Collection[str]) -> None:
     """Raise `InputError` unless `value` is in `expected`."""
     if value not in expected:
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}")
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """A hint for an error message, "; did you mean …?", if a known name is similar; else an empty string.
-
-    >>> nearest("layer", ["layers", "heads"])
-    "; did you mean 'layers'?"
-    """
-    similar = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -70,8 +70,19 @@ class FileTokenizer:
             )
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: int | Sequence[int] | Tensor, *, skip_special_tokens: bool = False, **ignored: Any) -> str:
-        """The text of token ids; transformers' other settings are accepted and change nothing here."""
+    def decode(
+        self,
+        ids: int | Sequence[int] | Tensor,
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of token ids; spaces stay as the tokenizer's file decodes them."""
+        if clean_up_tokenization_spaces:
+            raise InputError(
+                "clean_up_tokenization_spaces is True, expected False or None; for that setting load the file with "
+                "transformers.PreTrainedTokenizerFast(tokenizer_file=…)"
+            )
         ids = torch.as_tensor(ids).reshape(-1).tolist()
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 

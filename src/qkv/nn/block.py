@@ -98,13 +98,11 @@ class TransformerBlock(nn.Module):
             positions: positions of the tokens, for rotary positions.
             cache: keys and values of earlier tokens.
         """
-        if (self.cross is None) != (memory is None and keys_values is None):
-            problem = (
-                "is passed, but this block has no cross-attention"
-                if self.cross is None
-                else "is None, but this block has cross-attention"
-            )
-            raise InputError(f"memory {problem}")
+        if self.cross is None and (memory is not None or keys_values is not None):
+            given = "memory" if memory is not None else "keys_values"
+            raise InputError(f"{given} is passed, but this block has no cross-attention; expected None")
+        if self.cross is not None and memory is None and keys_values is None:
+            raise InputError("memory is None, but this block has cross-attention; expected memory or keys_values")
 
         x = self._residual(x, self.attention_norm, self.attention, mask=mask, positions=positions, cache=cache)
         if self.cross is not None and self.cross_norm is not None:

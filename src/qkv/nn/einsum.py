@@ -43,7 +43,11 @@ class EinsumAttention(nn.Module):
         parts = (attention.mask, attention.bias, attention.score, attention.normalizer)
         same = type(layer) is MultiHeadAttention and layer.heads * layer.head_dim == layer.d_model
         if not same or any(part is not None for part in parts):
-            raise InputError("layer: expected a MultiHeadAttention whose composition is Attention()")
+            raise InputError(
+                f"layer is {type(layer).__name__}(d_model={layer.d_model}, heads={layer.heads}, "
+                f"head_dim={layer.head_dim}), expected a MultiHeadAttention with head_dim = d_model / heads whose "
+                "composition is Attention()"
+            )
         plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
         if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
             raise InputError(

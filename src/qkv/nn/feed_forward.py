@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 from qkv.nn.projection import Projection
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
@@ -44,8 +44,7 @@ class FeedForward(nn.Module):
         self.gated = activation == "swiglu"
         if d_hidden is None:
             d_hidden = 8 * d_model // 3 if self.gated else 4 * d_model
-        if min(d_model, d_hidden) < 1:
-            raise InputError(f"d_model is {d_model} and d_hidden {d_hidden}, expected at least 1 of each")
+        at_least_one(d_model=d_model, d_hidden=d_hidden)
         self.activation = activation
         self.up = Projection(d_model, 2 * d_hidden if self.gated else d_hidden, bias=bias)
         self.down = Projection(d_hidden, d_model, bias=bias)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv.attention import Attention
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 from qkv.features import elu_plus_one
 from qkv.linear import LinearState, linear_attend, linformer
 from qkv.masks import Causal
@@ -94,8 +94,7 @@ class LinformerAttention(MultiHeadAttention):
         self, d_model: int, heads: int, *, length: int, rank: int, shared: bool = False, bias: bool = True
     ) -> None:
         super().__init__(d_model, heads, bias=bias)
-        if min(length, rank) < 1:
-            raise InputError(f"length is {length} and rank {rank}, expected at least 1 of each")
+        at_least_one(length=length, rank=rank)
         self.e = nn.Parameter(torch.empty(length, rank))
         self.f = None if shared else nn.Parameter(torch.empty(length, rank))
         for projection in (self.e, self.f):

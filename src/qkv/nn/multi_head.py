@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qkv._engine.call import as_mask
 from qkv.attention import Attention
-from qkv.errors import InputError
+from qkv.errors import InputError, at_least_one
 from qkv.masks import Mask
 from qkv.nn.composition import Composition
 from qkv.nn.projection import Projection, project
@@ -86,10 +86,7 @@ class MultiHeadAttention(nn.Module):
         head_dim = d_model // heads if head_dim is None else head_dim
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         d_context = d_model if d_context is None else d_context
-        if min(head_dim, v_head_dim, d_context) < 1:
-            raise InputError(
-                f"head_dim is {head_dim}, v_head_dim {v_head_dim}, d_context {d_context}, expected at least 1 of each"
-            )
+        at_least_one(head_dim=head_dim, v_head_dim=v_head_dim, d_context=d_context)
         if rotary is not None and rotary.dim > head_dim:
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
         if gate not in (None, "elementwise", "head"):
@@ -252,8 +249,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
-    if min(d_model, heads, kv_heads) < 1:
-        raise InputError(f"d_model is {d_model}, heads {heads}, kv_heads {kv_heads}, expected at least 1 of each")
+    at_least_one(d_model=d_model, heads=heads, kv_heads=kv_heads)
     if head_dim is None and d_model % heads:
         raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
     if heads % kv_heads:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import at_least_one
 
 
 class SinkToken(nn.Module):
@@ -24,8 +24,7 @@ class SinkToken(nn.Module):
 
     def __init__(self, d_model: int, count: int = 1) -> None:
         super().__init__()
-        if min(d_model, count) < 1:
-            raise InputError(f"d_model is {d_model} and count {count}, expected at least 1 of each")
+        at_least_one(d_model=d_model, count=count)
         self.tokens = nn.Parameter(torch.empty(count, d_model))
         nn.init.normal_(self.tokens, std=0.02)
 

@@ -185,7 +185,7 @@ export function headCurves({ group, view, curves, layer, head, width }) {
 }
 
 /** The head with the largest share on one target: the head that is selected first. */
-export function mostFocusedHead(group, view) {
+export function mostSpecialisedHead(group, view) {
   const shares = view.heads.target_share;
   const best = shares.reduce((most, share, index) => ((share ?? -1) > (shares[most] ?? -1) ? index : most), 0);
   return { layer: Math.floor(best / group.heads.length), head: best % group.heads.length };

@@ -4,7 +4,7 @@ import { binPeaks, binStart, integer, named, percent, short, visible, written } 
 import { choice, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostFocusedHead } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostSpecialisedHead } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { sinkFigures } from "./sinks.js";
 
@@ -276,7 +276,7 @@ function headTable() {
       state.sort = name;
       headTable();
     } }, label));
-  const label = (name) => (name === "target_share" ? "Goes to" : labelOf(g, name));
+  const label = (name) => (name === "target_share" ? "Attends to" : labelOf(g, name));
   const rows = (state.all ? order : order.slice(0, shown)).map((index) => {
     const l = Math.floor(index / g.heads.length), k = index % g.heads.length;
     return h("tr", {}, h("th", { scope: "row" }, h("button", { type: "button", class: "link", onclick: () => { select(l, k); $("heads").scrollIntoView({ block: "start" }); } }, headName(g, l, k))),
@@ -381,7 +381,7 @@ function trouble(error) {
 addEventListener("error", (event) => trouble(event.error || event.message));
 addEventListener("unhandledrejection", (event) => trouble(event.reason));
 try {
-  Object.assign(state, mostFocusedHead(group(), view()));
+  Object.assign(state, mostSpecialisedHead(group(), view()));
   theme(); tooltips();
   everything().then(() => { redrawOnResize(); document.documentElement.dataset.ready = "1"; }, trouble);
 } catch (error) {

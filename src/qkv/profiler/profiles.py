@@ -123,7 +123,7 @@ class Profile:
         over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
         repeated); alpha_best (the largest α of any token, over all queries that may attend to it), with best_text,
         best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
-        key_norm_best and value_norm_best (length of that token's vector divided by the mean of the others);
+        key_norm_best and value_norm_best (norm of that token's vector divided by the mean of the others);
         cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),
         first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. Quantities that
         were not measured are NaN, or have no column.
@@ -138,7 +138,7 @@ class Profile:
 
         Columns: text, position, token; heads and share_of_heads (the number and share of heads whose sink score α for
         this token, over all queries that may attend to it, is larger than `threshold`); alpha (the largest score);
-        layers of these heads; key_norm and value_norm (length of the token's vectors divided by the mean length of the
+        layers of these heads; key_norm and value_norm (norm of the token's vectors divided by the mean norm of the
         other tokens' vectors, in these heads).
         """
         return sinks.sink_tokens(self.group(group), threshold)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.lab import heads, scenes, settings
 from qkv.lab.scenes import END, START, Scenes
 from qkv.lab.tasks.caption import Caption, to_input
@@ -21,7 +21,6 @@ from qkv.lab.tasks.reversal import Reversal
 from qkv.lab.translation import SPECIAL, Vocabulary, read_vocabulary, translate
 from qkv.lab.translation import START as BEGIN
 from qkv.models import Captioner, DecoderLM, RNNSeq2Seq, Sampler, bundled, generate, load
-from qkv.models.config import nearest
 from qkv.profiler.analyses.edits import edited
 
 if TYPE_CHECKING:

@@ -7,6 +7,9 @@ their own by inheriting from `Statistic`.
 ('nats', 'key')
 """
 
+from typing import Any
+
+from qkv._warnings import renamed
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.effective_keys import EffectiveKeys
 from qkv.statistics.entropy import Entropy
@@ -48,5 +51,12 @@ __all__ = [
 ]
 
 
+_RENAMED = {"Audience": "VisibleQueries", "Participation": "EffectiveKeys"}
+
+
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, _RENAMED, name)

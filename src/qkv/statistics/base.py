@@ -177,7 +177,7 @@ def validated(statistics: Iterable[Statistic]) -> tuple[Statistic, ...]:
     """The statistics as a tuple; `InputError` unless all are complete `Statistic` objects with different names."""
     if isinstance(statistics, Statistic):
         name = type(statistics).__name__
-        raise InputError(f"statistics is a {name}, expected a sequence of statistics: [{name}(…)]")
+        raise InputError(f"statistics is one {name} object, expected a sequence of statistics: [{name}(…)]")
     statistics = tuple(statistics)
     for s in statistics:
         if not isinstance(s, Statistic):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._deprecated import warn
 from qkv._engine.call import Call, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv._engine.row_state import RowState
+from qkv._warnings import deprecated
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
@@ -108,7 +108,9 @@ def measure(
     torch.Size([1, 1, 4, 8])
     """
     if "early" in unknown:
-        warn("measure(early=…)", "prefix_keys")
+        deprecated("measure(early=…)", "prefix_keys")
+        if prefix_keys is not None:
+            raise InputError("early is the deprecated name of prefix_keys, expected one of them, not both")
         prefix_keys = cast("int | None", unknown.pop("early"))
     if unknown:
         refuse_unknown("measure", unknown, ARGUMENTS)

@@ -54,7 +54,7 @@ class _Heads:
         self.prefix_rows = slice(max(0, first - request.offset), max(0, first + request.prefix_keys - request.offset))
         self.weights = WeightTiles(tiles, rows, request.queries)
         self.uncounted = self.weights.uncounted
-        self.mass_kinds = {name: tiles.block_status(part, size) for name, part in request.mass.items()}
+        self.mass_status = {name: tiles.block_status(part, size) for name, part in request.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
 
 
@@ -115,9 +115,9 @@ class _Statistics(Reducer[_Job, _Rows]):
         return _Job(shared, self.sums)
 
     def begin(self, job: _Job, block: Block) -> _Rows:
-        group, rows, kinds = block.group, block.rows, block.status
+        group, rows, status = block.group, block.rows, block.status
         self.sums.visible[block.at] += sum(
-            group.columns[c].stop - group.columns[c].start for c, kind in kinds if kind == FULL
+            group.columns[c].stop - group.columns[c].start for c, s in status if s == FULL
         )
         uncounted, length = job.heads.uncounted, rows.stop - rows.start
         counted = None if uncounted is None else ~uncounted[..., rows, None]
@@ -159,10 +159,10 @@ class _Statistics(Reducer[_Job, _Rows]):
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
             _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start)
         for name, inner in self.request.mass.items():
-            kind = heads.mass_kinds[name][tile.block.index][tile.index]
-            if kind == FULL:
+            status = heads.mass_status[name][tile.block.index][tile.index]
+            if status == FULL:
                 sums.mass[name][at] += total
-            elif kind == PARTIAL:
+            elif status == PARTIAL:
                 inside = self.request.patterns.inside(name, inner, start, tile)
                 sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
 

@@ -75,7 +75,7 @@ def drawn_weights(c: Composition, tensors: Sequence[Tensor], where: str) -> Tens
     assert result is not None
     one = result[1].double()
     if bool(((one != 0) & (one != 1)).any()) or bool((one.sum(-1) > 1).any()):
-        fail(c.reported, c.method, f"{where}: weights of a drawn key are not one-hot, expected a single 1 a query")
+        fail(c.reported, c.method, f"{where}: weights of a drawn key are not one-hot, expected a single 1 per query")
     return one
 
 

@@ -70,8 +70,8 @@ def check_score(
         )
     with calling(score, definition.method_of(score), "checked"):
         score.check()
-    chosen_sizes = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
-    exact, first = converted(score, torch.float64), chosen_sizes[0]
+    computed = sizes_of(sizes, SIZES, batch, heads, key_heads, dim=dim, dim_k=dim if dim_k is None else dim_k)
+    exact, first = converted(score, torch.float64), computed[0]
     _check_factor(exact, first)
     _check_tokens(exact, first)
     if isinstance(exact, Pairwise):
@@ -79,7 +79,7 @@ def check_score(
         _check_gradients(exact, first)
     if exact.keeps_rotation:
         _check_rotation(exact, first)
-    _check_attend(score, chosen_sizes)
+    _check_attend(score, computed)
 
 
 def _check_factor(score: Score, size: Size) -> None:
@@ -185,9 +185,9 @@ def _check_gradients(score: Pairwise, size: Size) -> None:
         fail(score, "gradients", f"returned {len(got)} tensors, expected {2 + len(learned)}: of q, k and learned ones")
     for name, mine, theirs in zip(("q", "k", *learned), got, want, strict=True):
         expected = torch.zeros(()) if theirs is None else theirs
-        chosen_sizes = torch.zeros_like(expected) if mine is None else mine
+        computed = torch.zeros_like(expected) if mine is None else mine
         rounding = ROUNDINGS * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
-        wrong = difference(chosen_sizes, expected, rounding)
+        wrong = difference(computed, expected, rounding)
         if wrong is not None:
             fail(score, "gradients", f"of {name}: {wrong} by autograd on scores")
 

@@ -11,5 +11,7 @@ class MeanAttention(Evicting):
     H2O sums attention, which favours keys that have been in the cache for long.
     """
 
+    name = "mean"
+
     def worth(self, received: Tensor, queries: Tensor) -> Tensor:
         return received / queries

@@ -321,12 +321,12 @@ def _runs(
 ) -> Iterator[DenseBlock]:
     """One block per run of tiles of equal status; PARTIAL runs get a mask tensor unless in fact full or empty."""
     column = 0
-    for kind, group in itertools.groupby(status):
-        first, column = column, column + len(list(group))
+    for one, run in itertools.groupby(status):
+        first, column = column, column + len(list(run))
         keys = slice(first * size, min(column * size, grid.n_keys))
-        if kind == FULL:
+        if one == FULL:
             yield DenseBlock(rows, keys, batch)
-        elif kind == PARTIAL:
+        elif one == PARTIAL:
             assert mask is not None
             visible = mask.visible(Region(rows, keys, batch), grid)
             if visible.all():

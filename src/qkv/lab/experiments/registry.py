@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qkv._registry import Registry
 from qkv.lab.experiments.base import Experiment
-from qkv.lab.registry import Registry
 
 BUILT_IN = {
     "emergence": "emergence.Emergence",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from qkv.lab.registry import Registry
+from qkv._registry import Registry
 
 BUILT_IN = {
     "reversal": "reversal.Reversal",

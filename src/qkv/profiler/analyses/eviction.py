@@ -7,17 +7,19 @@ Policies at a budget of B keys for each layer and key head:
   `qkv.cache.Sinks`).
 - ``heavy``: the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ that have received the most attention (H2O: Zhang et
   al. 2023, arXiv:2306.14048; `qkv.cache.HeavyHitters`).
+- your own: a subclass of `qkv.cache.Evicting`, or its name if an installed package registers it in the group of entry
+  points ``qkv.policies``. It keeps the last ⌈B/2⌉ keys and, of the older keys, the ⌊B/2⌋ of most worth.
 
 There are two estimates, which answer different questions:
 
 **From the profile.** ``mass_lost`` is the weight that a query of the model with a full cache puts on keys that the
 policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens. For
-``heavy``, keys are ranked by the weight that they have received at the *end* of the text from all queries of the model
-with a full cache, summed over the query heads that share a key head. This is an oracle: at query i a real cache only
-knows the weights up to then, of queries for which keys were already evicted.
+``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received from
+all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle: at
+query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
 
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
-``heavy`` is then H2O's online rule.
+``heavy`` and your own policies then decide online.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import Step, bar
+from qkv.cache import Evicting
 from qkv.errors import InputError
 from qkv.masks import Mask, Predicate
-from qkv.profiler.analyses.eviction_run import nats_of, retained, run_mode
+from qkv.profiler.analyses.eviction_run import nats_of, run_mode
+from qkv.profiler.analyses.policies import BUILT_IN, Policy, policies_of
 from qkv.profiler.capture.calls import calls_of, without_values
 from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
@@ -46,8 +50,6 @@ from qkv.statistics.measure import row_state, sweep
 
 if TYPE_CHECKING:
     import pandas as pd
-
-POLICIES = ("window", "sinks", "heavy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ def eviction(
     inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
     *,
     budgets: Sequence[int] = (32, 64, 128, 256),
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str | type[Evicting]] = BUILT_IN,
     first: int = 4,
     run: bool = True,
     tokenizer: Any = None,
@@ -100,14 +102,15 @@ def eviction(
 
     Models of qkv (`DecoderLM`) are run with the caches themselves; ``sinks`` then rotates keys by their slot in the
     cache, as StreamingLLM does. Causal language models of Hugging Face are run with ``window`` and ``sinks`` as masks
-    on their own attention: the same keys, but in ``sinks`` not rotated by slot. ``heavy`` depends on the weights of
-    previous queries and runs only with qkv's models.
+    on their own attention: the same keys, but in ``sinks`` not rotated by slot. Other policies depend on the weights of
+    previous queries and run only with qkv's models.
 
     Args:
         model: a causal language model as in `qkv.profile`, or a name for `qkv.load`.
         inputs: as in `qkv.profile`. Every text is run separately, without its padding.
         budgets: numbers of keys in the cache of each layer, at least 2 and more than `first`.
-        policies: some of ``window``, ``sinks`` and ``heavy``.
+        policies: some of ``window``, ``sinks``, ``heavy``, names registered by installed packages, and subclasses of
+            `qkv.cache.Evicting`.
         first: number of first keys that ``sinks`` keeps.
         run: also run the model, to measure its loss.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
@@ -121,40 +124,38 @@ def eviction(
     >>> found.mass.shape, found.loss["policy"].tolist()
     ((24, 5), ['full', 'window'])
     """
-    _check(budgets, policies, first)
+    compared = policies_of(policies, first)
+    _check(budgets, compared, first)
     if isinstance(model, str):
         loaded = load(model, head=run)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
-    mode = run_mode(model, policies) if run else None  # raises before anything is computed
+    mode = run_mode(model, compared) if run else None  # raises before anything is computed
     texts = list(_texts(model, inputs, tokenizer))
-    settings = [(policy, budget) for policy in policies for budget in budgets]
+    settings = [(policy, budget) for policy in compared for budget in budgets]
     lengths = [ids.shape[1] for ids in texts]
     lost: dict[tuple[str, int, int], Tensor] = {}
-    nats = dict.fromkeys([("full", 0), *settings], 0.0)
+    nats: dict[tuple[Policy | None, int], float] = dict.fromkeys([(None, 0), *settings], 0.0)
     with bar("evicting", "tokens", sum(lengths) * (1 + (len(nats) if run else 0)), show=progress) as step:
         for ids in texts:
-            _add_lost(lost, model, ids, settings, first, step)
+            _add_lost(lost, model, ids, settings, step)
             for (policy, budget), total in nats.items() if mode else ():
                 assert mode is not None
-                nats[policy, budget] = total + nats_of(mode, model, ids, policy, budget, first, step)
+                nats[policy, budget] = total + nats_of(mode, model, ids, policy, budget, step)
     attrs = {
         "model": name or type(model).__name__, "texts": len(texts), "tokens": sum(lengths),
         "longest": max(lengths), "first": first, "run": mode,
     }  # fmt: skip
     predicted = sum(lengths) - len(lengths)
     loss = _loss_table({key: value / predicted for key, value in nats.items()}) if run else None
-    return Eviction(_mass_table(lost, sum(lengths)), loss, attrs)
+    attrs["policies"] = {policy.name: policy.meaning for policy in compared}
+    return Eviction(_mass_table(lost, sum(lengths), [policy.name for policy in compared]), loss, attrs)
 
 
-def _check(budgets: Sequence[int], policies: Sequence[str], first: int) -> None:
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown or not policies:
-        raise InputError(f"policies is {list(policies)}, expected some of {', '.join(POLICIES)}")
-    if first < 1:
-        raise InputError(f"first is {first}, expected at least 1 key")
-    least = max(2, first + 1) if "sinks" in policies else 2
+def _check(budgets: Sequence[int], policies: Sequence[Policy], first: int) -> None:
+    sinks = any(policy.name == "sinks" for policy in policies)
+    least = max(2, first + 1) if sinks else 2
     if not budgets or min(budgets) < least:
-        why = f", because policy 'sinks' keeps the first {first}" if "sinks" in policies else ""
+        why = f", because policy 'sinks' keeps the first {first}" if sinks else ""
         raise InputError(f"budgets is {list(budgets)}, expected at least {least} keys{why}")
 
 
@@ -181,8 +182,8 @@ def _texts(model: nn.Module, inputs: Any, tokenizer: Any) -> Iterator[Int[Tensor
 
 
 def _add_lost(
-    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: list[tuple[str, int]],
-    first: int, step: Step,
+    lost: dict[tuple[str, int, int], Tensor], model: nn.Module, ids: Tensor, settings: list[tuple[Policy, int]],
+    step: Step,
 ) -> None:  # fmt: skip
     """Add the lost mass of one text, summed over its queries, to `lost`: (heads,) for each policy, budget and layer."""
     [batch] = batches(model, ids, None, None)
@@ -193,59 +194,59 @@ def _add_lost(
             f"model {type(model).__name__} has no causal self-attention, expected a model that can run with a cache"
         )
     for observed in calls:
-        for (policy, budget), mass in mass_lost(observed, settings, first).items():
-            key = policy, budget, observed.layer
+        for (policy, budget), mass in mass_lost(observed, settings).items():
+            key = policy.name, budget, observed.layer
             lost[key] = lost.get(key, 0) + mass[0].double().sum(-1).cpu()
         step(ids.shape[1] / len(calls))
 
 
 def mass_lost(
-    observed: ObservedCall, settings: Sequence[tuple[str, int]], first: int
-) -> dict[tuple[str, int], Float[Tensor, "b h nq"]]:
+    observed: ObservedCall, settings: Sequence[tuple[Policy, int]]
+) -> dict[tuple[Policy, int], Float[Tensor, "b h nq"]]:
     """The weight of every query on keys that each policy, at a budget, would have evicted."""
-    names = {f"{policy} {budget}": (policy, budget) for policy, budget in settings}
-    fixed = {name: ~retained(policy, budget, first) for name, (policy, budget) in names.items() if policy != "heavy"}
+    names = {f"{policy.name} {budget}": (policy, budget) for policy, budget in settings}
+    fixed = {name: ~policy.mask(budget) for name, (policy, budget) in names.items() if policy.mask is not None}
     rows = row_state(observed.call, observed.lse)
     found = sweep(observed.call, rows, mass=fixed)
     masses = dict(found.mass)
-    ranked = {name: _evicted(found.received, observed, budget) for name, (p, budget) in names.items() if p == "heavy"}
+    ranked = {name: _evicted(found.received, observed, *names[name]) for name in names if name not in fixed}
     if ranked:
         masses |= sweep(observed.call, rows, mass=ranked).mass
     return {names[name]: mass for name, mass in masses.items()}
 
 
-def _evicted(received: Float[Tensor, "b h nk"], observed: ObservedCall, budget: int) -> Mask:
-    """The pairs of a query and a key that policy "heavy" has evicted at this budget."""
+def _evicted(received: Float[Tensor, "b h nk"], observed: ObservedCall, policy: Policy, budget: int) -> Mask:
+    """The pairs of a query and a key that a policy has evicted, which ranks keys by worth at the end of the text."""
     group = received.shape[1] // observed.call.k.shape[1]
-    shared = received.double().unflatten(1, (-1, group)).sum(2)
-    ends = expiry(shared, budget // 2, budget - budget // 2).repeat_interleave(group, 1)
+    worth, old, recent = policy.worth(received.double().unflatten(1, (-1, group)).sum(2), budget)
+    ends = expiry(worth, old, recent).repeat_interleave(group, 1)
     return Predicate(lambda b, h, q, k: q >= ends[b, h, k])
 
 
-def expiry(received: Float[Tensor, "b hkv nk"], heavy: int, recent: int) -> Int[Tensor, "b hkv nk"]:
-    """The first query after each key's eviction, if the last `recent` keys and `heavy` heavy hitters are retained.
+def expiry(worth: Float[Tensor, "b hkv nk"], old: int, recent: int) -> Int[Tensor, "b hkv nk"]:
+    """The first query after each key's eviction, if the last `recent` keys and `old` older ones are retained.
 
-    A key that has left the window of recent keys is retained while fewer than `heavy` other keys outside of the window
-    have received more; of equal keys the oldest is evicted first. For a key that is never evicted the result is n_keys.
+    A key that has left the window of recent keys is retained while fewer than `old` other keys outside of the window
+    are of more worth; of equal keys the oldest is evicted first. For a key that is never evicted the result is n_keys.
 
-    >>> expiry(torch.tensor([[[5.0, 1, 3, 2, 1]]]), heavy=1, recent=2).tolist()
+    >>> expiry(torch.tensor([[[5.0, 1, 3, 2, 1]]]), old=1, recent=2).tolist()
     [[[5, 3, 4, 5, 5]]]
     """
-    b, heads, n = received.shape
+    b, heads, n = worth.shape
     ends = torch.full((b, heads, n), n)
     for item, head in ((i, h) for i in range(b) for h in range(heads)):
         kept: list[tuple[float, int]] = []
-        for key, value in enumerate(received[item, head, : max(0, n - recent)].tolist()):
+        for key, value in enumerate(worth[item, head, : max(0, n - recent)].tolist()):
             heapq.heappush(kept, (value, key))
-            if len(kept) > heavy:
+            if len(kept) > old:
                 ends[item, head, heapq.heappop(kept)[1]] = key + recent
-    return ends.to(received.device)
+    return ends.to(worth.device)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int) -> pd.DataFrame:
+def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int, names: list[str]) -> pd.DataFrame:
     import pandas as pd
 
     rows = [
@@ -253,19 +254,19 @@ def _mass_table(lost: dict[tuple[str, int, int], Tensor], queries: int) -> pd.Da
         for (policy, budget, layer), values in lost.items()
         for head, value in enumerate(values.tolist())
     ]
-    order = {policy: at for at, policy in enumerate(POLICIES)}
+    order = {name: at for at, name in enumerate(names)}
     return pd.DataFrame(rows).sort_values(
         ["policy", "budget", "layer", "head"], key=lambda x: x.map(order) if x.name == "policy" else x,
         ignore_index=True,
     )  # fmt: skip
 
 
-def _loss_table(nats: dict[tuple[str, int], float]) -> pd.DataFrame:
+def _loss_table(nats: dict[tuple[Policy | None, int], float]) -> pd.DataFrame:
     import pandas as pd
 
-    full = nats["full", 0]
+    full = nats[None, 0]
     rows = [
-        {"policy": policy, "budget": budget or None, "nats": value, "delta_nats": value - full}
-        for (policy, budget), value in nats.items()
+        {"policy": getattr(policy, "name", "full"), "budget": budget or None, "nats": nat, "delta_nats": nat - full}
+        for (policy, budget), nat in nats.items()
     ]
     return pd.DataFrame(rows).astype({"budget": "Int64"})

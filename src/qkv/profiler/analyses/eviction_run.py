@@ -10,19 +10,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from qkv.cache import Cache, Full, HeavyHitters, Sinks, Sliding
+from qkv.cache import Full
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.routing import routed
 from qkv.kernels import serve
-from qkv.masks import Mask, Prefix, Window
+from qkv.masks import Mask
 from qkv.models.decoder import DecoderLM
 from qkv.models.token_loss import token_loss
+from qkv.profiler.analyses.policies import Policy
 
 CACHES, MASKS = "caches", "masks"  # run modes
 
 
-def run_mode(model: nn.Module, policies: Sequence[str]) -> str:
+def run_mode(model: nn.Module, policies: Sequence[Policy]) -> str:
     """The way to run a model with these policies: `CACHES`, or `MASKS` on its own attention.
 
     Raises:
@@ -42,41 +43,33 @@ def run_mode(model: nn.Module, policies: Sequence[str]) -> str:
             f"model {kind} has no output head, so it has no loss; expected a causal language model, such as "
             "AutoModelForCausalLM loads; run=False (--no-run) estimates from its attention weights alone"
         )
-    if "heavy" in policies:
-        raise InputError(
-            f"policies has 'heavy', which cannot be a fixed mask and runs only with qkv's models, not with {kind}; "
-            "expected 'window' and 'sinks', or run=False (--no-run)"
-        )
+    for policy in policies:
+        if policy.mask is None:
+            raise InputError(
+                f"policies has {policy.name!r}, which cannot be a fixed mask and runs only with qkv's models, not with "
+                f"{kind}; expected 'window' and 'sinks', or run=False (--no-run)"
+            )
     return MASKS
-
-
-def retained(policy: str, budget: int, first: int) -> Mask:
-    """The keys that "window" or "sinks" retain for each query, as a mask to combine with the causal one."""
-    return Window(budget) if policy == "window" else Prefix(first) | Window(budget - first)
 
 
 @torch.no_grad()
 def nats_of(
-    mode: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: str, budget: int, first: int,
+    mode: str, model: nn.Module, ids: Int[Tensor, "1 n"], policy: Policy | None, budget: int,
     on_tokens: Callable[[float], None],
 ) -> float:  # fmt: skip
-    """The sum of the loss over the n − 1 next tokens, in nats; policy "full" keeps all keys."""
+    """The sum of the loss over the n − 1 next tokens, in nats; without a policy all keys are kept."""
     if mode == CACHES:
         assert isinstance(model, DecoderLM)
-        makers: dict[str, Callable[[], Cache]] = {
-            "full": lambda: Full(ids.shape[1]),
-            "window": lambda: Sliding(budget),
-            "sinks": lambda: Sinks(first, budget - first),
-            "heavy": lambda: HeavyHitters(budget // 2, budget - budget // 2),
-        }
         training = model.training
         try:
             model.eval()
-            chunk, begin = (1, budget) if policy == "heavy" else (64, 0)
-            return float(token_loss(model, ids, makers[policy], chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
+            online = policy is not None and policy.mask is None
+            chunk, begin = (1, budget) if online else (64, 0)
+            make = (lambda: Full(ids.shape[1])) if policy is None else (lambda: policy.cache(budget))
+            return float(token_loss(model, ids, make, chunk=chunk, begin=begin, on_chunk=on_tokens).sum())
         finally:
             model.train(training)
-    found = _with_mask(model, ids, None if policy == "full" else retained(policy, budget, first))
+    found = _with_mask(model, ids, policy.mask(budget) if policy and policy.mask else None)
     on_tokens(ids.shape[1])
     return found
 

@@ -50,10 +50,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "best_key": ("tokens", "position of that token"),
     "best_token": ("1", "that token"),
     "learned_sink": ("1", "mean weight on the learned sink"),
-    "key_norm_first": ("1", "length of the first token's key / mean length of the others"),
-    "key_norm_best": ("1", "length of that token's key / mean length of the others"),
-    "value_norm_first": ("1", "length of the first token's value / mean length of the others"),
-    "value_norm_best": ("1", "length of that token's value / mean length of the others"),
+    "key_norm_first": ("1", "norm of the first token's key / mean norm of the others"),
+    "key_norm_best": ("1", "norm of that token's key / mean norm of the others"),
+    "value_norm_first": ("1", "norm of the first token's value / mean norm of the others"),
+    "value_norm_best": ("1", "norm of that token's value / mean norm of the others"),
 }
 COLUMNS |= {name: (VARIABLES[name].units, f"mean over queries: {VARIABLES[name].definition}") for name in OF_HEADS}
 COLUMNS |= {

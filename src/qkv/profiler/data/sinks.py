@@ -104,7 +104,7 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
 
 
 def relative_norm(norm: np.ndarray) -> np.ndarray:
-    """Each vector's length divided by the mean length of the others in its text and head: (text, layer, head, key)."""
+    """Each vector's norm divided by the mean norm of the others in its text and head: (text, layer, head, key)."""
     count = (~np.isnan(norm)).sum(-1, keepdims=True)
     others = (np.nansum(norm, -1, keepdims=True) - norm) / np.maximum(count - 1, 1)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -8,8 +8,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from qkv.errors import InputError
-from qkv.models.config import nearest
+from qkv.errors import InputError, nearest
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ class Registry:
         registered = self._registered()
         if name not in registered:
             known = dict.fromkeys((*self.built_in, *registered))
+            if not known:
+                raise InputError(f"{self.kind} is {name!r}, but no installed package registers one in {self.group}")
             raise InputError(f"{self.kind} is {name!r}, expected one of {', '.join(known)}{nearest(name, known)}")
         entry = self._only(name, registered[name])
         about = f"{self.kind} {name!r} of the installed package {_package(entry)}"
