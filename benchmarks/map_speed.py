@@ -62,7 +62,7 @@ def maps(tokens: int = TOKENS, repeats: int = 3) -> dict[str, Any]:
 def alone_here(job: str, tokens: int) -> dict[str, float]:
     """The seconds of one job, with its inputs."""
     torch.set_num_threads(THREADS)
-    run = {"flash": flash.run, "picture": lambda c: HeadMap(c, row_state(c)).pooled(size=SIZE)}[job]
+    run = {"flash": flash.forward, "picture": lambda c: HeadMap(c, row_state(c)).pooled(size=SIZE)}[job]
     run(call_of(512))  # warm-up: lazy imports are not what we measure
     base = resident("VmRSS")
     seconds = timed(lambda: run(call_of(tokens)))

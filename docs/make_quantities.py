@@ -59,7 +59,7 @@ takes, depth i what the i-th layer leaves.
 |---|---|---|
 {_kinds(ROLES)}
 
-Traits are told besides; none excludes another.
+Traits are listed in addition to the type; a head can have several.
 
 | trait | threshold | score |
 |---|---|---|

@@ -62,7 +62,7 @@ def test_different_edits_in_one_layer_give_the_weights_of_eager() -> None:
     calls: list[Call] = []
     with watching(lambda call, result: calls.append(call)):  # type: ignore[arg-type]
         model(ids)
-    with edited(model, edits, told=seen.__setitem__):
+    with edited(model, edits, on_weights=seen.__setitem__):
         result = model(ids)
     assert list(seen) == [0, 1, 2]
     call = calls[1]  # layer 1: no earlier layer is edited, so its inputs are unchanged
@@ -91,7 +91,7 @@ def test_recording_weights_does_not_change_the_output() -> None:
     edits = [Edit(0, 1, "sigmoid"), Edit(2, 0, temperature=0.3), Edit(2, 1, temperature=0.3)]
     with edited(model, edits):
         quiet = model(ids)
-    with edited(model, edits, told=lambda layer, weights: None):
+    with edited(model, edits, on_weights=lambda layer, weights: None):
         torch.testing.assert_close(model(ids), quiet, rtol=0, atol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_a_learned_sink_is_kept_as_trained_and_removed_by_softmax() -> None:
     model, ids = model_of(sink=True), ids_of()
     torch.nn.init.constant_(model.blocks[0].attention.composition.normalizer_sink, 2.0)
     seen: dict[int, torch.Tensor] = {}
-    with edited(model, [Edit(0, 0, AS_TRAINED, 2.0), Edit(0, 1, "softmax")], told=seen.__setitem__):
+    with edited(model, [Edit(0, 0, AS_TRAINED, 2.0), Edit(0, 1, "softmax")], on_weights=seen.__setitem__):
         model(ids)
     sums = seen[0].sum(-1)[0]
     assert sums[0].min() < 0.9
@@ -125,7 +125,7 @@ def test_profile_inside_measures_the_edited_weights() -> None:
     with edited(model, everywhere(model, "sigmoid", 2.0)):
         result = qkv.profile(model, ids, progress=False, probe=False)
     weights: dict[int, torch.Tensor] = {}
-    with edited(model, everywhere(model, "sigmoid", 2.0), told=weights.__setitem__):
+    with edited(model, everywhere(model, "sigmoid", 2.0), on_weights=weights.__setitem__):
         model(ids)
     for layer in range(3):
         kept = torch.from_numpy(result.data["weights"].isel(text=0, layer=layer).values).nan_to_num()

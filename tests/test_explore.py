@@ -353,7 +353,7 @@ def test_step_by_step_decoder_is_one_layer() -> None:
     found = explore.of(model, batch)
     assert profile.data["weights"].values.shape[1:] == (1, 1, 7, 9)
     check_model(found, profile)
-    scarce = explore.of(model, batch, room=CacheBudget(1))  # the model runs again: all steps are found once more
+    scarce = explore.of(model, batch, caches=CacheBudget(1))  # the model runs again: all steps are found once more
     check_model(scarce, profile)
 
 
@@ -375,7 +375,7 @@ def test_layers_of_different_shapes_are_separate_groups() -> None:
     profile = qkv.profile(model, batch, progress=False, probe=False)
     assert {name: data.sizes["layer"] for name, data in profile.groups.items()} == {"self": 2, "self-2": 1}
     check_model(explore.of(model, batch), profile)
-    check_model(explore.of(model, batch, room=CacheBudget(1)), profile)
+    check_model(explore.of(model, batch, caches=CacheBudget(1)), profile)
 
 
 def forwards(model: nn.Module) -> list[int]:
@@ -395,12 +395,12 @@ def test_model_runs_again_only_if_the_cache_is_too_small() -> None:
     check_model(rich, profile)
     assert len(heard) == 1
     heard.clear()
-    poor = explore.of(model, batch, room=CacheBudget(1))
+    poor = explore.of(model, batch, caches=CacheBudget(1))
     check_model(poor, profile)
     assert len(heard) > 2
     heard.clear()
     a_layer = rich._calls.bytes // 2
-    half = explore.of(model, batch, room=CacheBudget(8 * (a_layer + 100) // 7))
+    half = explore.of(model, batch, caches=CacheBudget(8 * (a_layer + 100) // 7))
     half.row("self", 0, 1, 0, 0)  # the requested layer is cached in any case
     half.row("self", 1, 1, 3, 5)
     assert len(heard) == 1
@@ -418,13 +418,13 @@ def test_explorers_with_a_shared_cache_do_not_mix() -> None:
     for model in models:
         profiles.append(qkv.profile(model, batch, progress=False, probe=False))
     for budget in (2**31, 1):
-        room = CacheBudget(budget)
-        one, other = (explore.of(model, batch, room=room) for model in models)
+        caches = CacheBudget(budget)
+        one, other = (explore.of(model, batch, caches=caches) for model in models)
         check_model(one, profiles[0])
-        alone = room.calls.bytes
+        alone = caches.calls.bytes
         check_model(other, profiles[1])
         check_model(one, profiles[0])
-        assert room.calls.bytes == (2 * alone if budget > 1 else alone)
+        assert caches.calls.bytes == (2 * alone if budget > 1 else alone)
 
 
 def test_concurrent_requests_run_the_model_and_compute_a_tile_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,7 +435,7 @@ BAD = {
     "cache with one size of two": (["hi", "--cache", "sinks:4"], "--cache is 'sinks:4'"),
     "cache with no number": (["hi", "--cache", "heavy:4,x"], "--cache is 'heavy:4,x'"),
     "cache of nothing": (["hi", "--cache", "sliding:0"], "window is 0, expected a whole number"),
-    "no memory": (["hi", "--tokens", str(10**16)], "--tokens: no memory for 10,000,000,000,000,002"),
+    "no memory": (["hi", "--tokens", str(10**16)], "--tokens: no memory for a cache of 10,000,000,000,000,002 tokens"),
 }
 
 

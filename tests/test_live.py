@@ -100,7 +100,7 @@ def test_interventions_change_weights_and_divergence_as_in_the_edited_model(live
     with torch.no_grad():
         p = model(ids)[0, -1].double().softmax(-1)
         asked = [Edit(e.layer, e.head, e.normalizer, e.temperature) for e in edits]
-        with edited(model, asked, told=weights.__setitem__):
+        with edited(model, asked, on_weights=weights.__setitem__):
             q = model(ids)[0, -1].double().softmax(-1)
     assert answer["divergence"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-3)
     assert answer["divergence"] > 1e-6

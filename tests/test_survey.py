@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hf_models as hf
+import qkv
 import survey_process
 from conftest import rand, refused
 from qkv.cli import main
@@ -468,6 +470,34 @@ def test_survey_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
     before = (tmp_path / "a" / "shards" / "0000.qkv.zip").stat().st_mtime_ns
     assert own_survey(tmp_path / "a").packed() == own_survey(tmp_path / "b").packed()
     assert (tmp_path / "a" / "shards" / "0000.qkv.zip").stat().st_mtime_ns == before
+
+
+def test_survey_with_older_names_resumes_and_loads(tmp_path: Path) -> None:
+    """The names of statistics before they were renamed, in the settings of a survey and in a finished shard."""
+
+    def with_old_names(text: str) -> str:
+        return text.replace('"effective_keys"', '"participation"')
+
+    expected = own_survey(tmp_path / "a").packed()
+    for number in (1, 2):
+        (tmp_path / "a" / "shards" / f"000{number}.qkv.zip").unlink()
+    settings, first = tmp_path / "a" / "survey.json", tmp_path / "a" / "shards" / "0000.qkv.zip"
+    assert "effective_keys" in settings.read_text()
+    settings.write_text(with_old_names(settings.read_text()))
+    with zipfile.ZipFile(first) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["survey.json"] = with_old_names(members["survey.json"].decode()).encode()
+    with zipfile.ZipFile(first, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    assert own_survey(tmp_path / "a").packed() == expected
+
+
+@pytest.mark.parametrize("name", ["participation", "streaming"])
+def test_custom_statistics_cannot_have_the_old_name_of_a_built_in_one(name: str, tmp_path: Path) -> None:
+    own_statistic = type("Own", (qkv.statistics.Entropy,), {"name": name})()
+    with refused("statistics"):
+        own_survey(tmp_path, statistics=[own_statistic])
 
 
 def start(

@@ -77,7 +77,7 @@ def c215() -> Verdict:
         min(best) >= MIRRORS,
         "In every one of three runs there is a head whose strongest key is the mirrored symbol at "
         f"{spread(best, '.1%')} of the queries that answer; {spread(heads, 'd')} of 8 heads do it at 90% or more, "
-        "which is the criterion. Nobody told them.",
+        "which is the criterion. The heads were not trained on it.",
         TRIAL,
     )
 

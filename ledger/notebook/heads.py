@@ -49,8 +49,8 @@ def c159() -> Verdict:
         reach.max() > 5 * reach.min() and before.max() < 1.1 * before.min() and kinds["mixed"] > 0,
         "Only as a picture of what some heads come to do. The 24 heads of `qkv-mini` look "
         f"{before.min():.1f} to {before.max():.1f} tokens back on average with initial weights and {reach.min():.1f} "
-        f"to {reach.max():.1f} after training, so there are local and long-range heads. But nobody "
-        f"assigned the kinds, {kinds['first token']} heads do the same (they rest on the first token), and "
+        f"to {reach.max():.1f} after training, so there are local and long-range heads. But the kinds "
+        f"are not assigned: {kinds['first token']} heads do the same (they rest on the first token), and "
         f"{kinds['mixed']} are of no clear kind. In BERT some heads follow one syntactic "
         "relation, and most heads of a trained translator could be pruned.",
         CLARK,

@@ -48,9 +48,8 @@ def sentences(rng: np.random.Generator, size: int) -> tuple[Tensor, Tensor, Tens
     """
     ids = rng.choice(FILLERS, (size, LENGTH))
     row = np.arange(size)
-    places = np.argsort(rng.random((size, LENGTH - 3)), 1)[
-        :, :2
-    ]  # positions of the animal and of the place, before `it`
+    # Positions of the animal and of the place, before `it`.
+    places = np.argsort(rng.random((size, LENGTH - 3)), 1)[:, :2]
     ids[row, places[:, 0]], ids[row, places[:, 1]] = rng.choice(ANIMALS, size), rng.choice(PLACES, size)
     fits = rng.integers(2, size=size)  # the antecedent: 0 the animal, 1 the place
     ids[:, -3], ids[:, -1] = IT, np.where(fits == 0, rng.choice(TIRED, size), rng.choice(WIDE, size))

@@ -59,7 +59,8 @@ def evict(
         policies: Eviction policies to compare.
         first: How many keys at the start of the text the policy "sinks" keeps.
         run: Also run the model with each cache and measure its loss. Models of qkv use real caches; other models use
-            masks that have the same effect, which is possible for window and sinks only.
+            masks that keep the same keys (in sinks without rotating keys by their slot in the cache), which is possible
+            for window and sinks only.
         dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
     """

@@ -165,7 +165,10 @@ def _first_piece(pieces: Iterator[str], capacity: int) -> str | None:
     except (RuntimeError, TypeError) as error:  # TypeError: the number of keys overflows torch's integers
         if "memory" not in str(error) and "overflow" not in str(error).lower():
             raise
-        raise InputError(f"--tokens: no memory for {capacity:,}, expected fewer, or --cache sliding:N") from error
+        raise InputError(
+            f"--tokens: no memory for a cache of {capacity:,} tokens with the prompt, expected fewer, or "
+            "--cache sliding:N"
+        ) from error
 
 
 def _print(text: str, *, dim: bool = False) -> None:

@@ -73,8 +73,8 @@ def survey(
         dtype: Number format of the weights.
         device: cpu, cuda, or auto, which gives each process a GPU if there is one.
         threads: Number of threads that torch uses in each process; by default torch decides.
-        patience: Seconds to wait for the other processes before they are considered lost. It must be longer than the
-            slowest shard takes.
+        patience: Seconds to wait for the other processes before they are considered lost. It must be longer than a
+            process needs for all its shards.
     """
     import torch
 

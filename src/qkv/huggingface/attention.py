@@ -76,9 +76,12 @@ def call_of(
     Raises:
         InputError: for an unknown argument, and for a mask that cannot be read.
     """
-    for argument, value_ in others.items():
-        if argument not in INERT and value_ is not None and value_ is not False:
-            raise InputError(f"{argument} is {_brief(value_)} in {name}; expected an argument that qkv supports")
+    for argument, passed in others.items():
+        if argument not in INERT and passed is not None and passed is not False:
+            raise InputError(
+                f"{argument} is {_brief(passed)}, which {name} passes to its attention; expected only arguments that "
+                "qkv supports"
+            )
     mask, bias, keys = read_mask(attention_mask, query.shape[2], key.shape[2])
     if attention_mask is None and query.shape[2] > 1:
         mask = _causality(name, module, others.get("is_causal"))

@@ -59,10 +59,9 @@ def held_out(sequences: Int[np.ndarray, "n length"]) -> Bool[np.ndarray, " n"]:
     """True for the sequences that are held out: a tenth of them, by a hash of their tokens."""
     state = np.zeros(len(sequences), np.uint64)
     for tokens in sequences.T.astype(np.uint64):
-        state = (state ^ (tokens + np.uint64(1))) * np.uint64(
-            0x9E3779B97F4A7C15
-        )  # 2⁶⁴ / golden ratio: spreads low bits upwards
-        state ^= state >> np.uint64(32)  # and high bits back down
+        # 2⁶⁴ / golden ratio spreads low bits upwards, and the shift high bits back down
+        state = (state ^ (tokens + np.uint64(1))) * np.uint64(0x9E3779B97F4A7C15)
+        state ^= state >> np.uint64(32)
     return np.asarray(state % np.uint64(HELD_OUT) == 0)
 
 

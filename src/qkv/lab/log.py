@@ -30,7 +30,7 @@ class Log:
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise InputError(f"path: cannot write {path} ({error.strerror})") from error
+            raise InputError(f"folder: cannot write {path} ({error.strerror})") from error
         self._board = None if tensorboard is None else _tensorboard_writer(tensorboard, resume_at)
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class Log:
             self._file.write(json.dumps(finite(line), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            raise InputError(f"path: cannot write {self.path} ({error.strerror})") from error
+            raise InputError(f"folder: cannot write {self.path} ({error.strerror})") from error
         if self._board is not None:
             for name, value in scalars(line):
                 self._board.add_scalar(name, value, line["step"])

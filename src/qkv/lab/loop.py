@@ -103,9 +103,8 @@ def train(
     """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available()
-    )  # without cpu=True it ignores torchrun's processes on a machine without GPUs
+    # Without cpu=True accelerate ignores torchrun's processes on a machine without GPUs.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     folder = Path(folder)
     parts = accelerator.num_processes * training.accumulate
     if training.batch % parts:
@@ -186,12 +185,14 @@ def _check_finite(loss: float, norm: float, step: int, training: Training, folde
 class _Writer:
     """Writes metrics to the file and the progress bar, and measures predictions per second between evaluations."""
 
-    def __init__(self, folder: Path, task: Task, training: Training, done: int, shown: Bar, tensorboard: bool) -> None:
+    def __init__(
+        self, folder: Path, task: Task, training: Training, done: int, progress: Bar, tensorboard: bool
+    ) -> None:
         self._task, self._training = task, training
         self._log = log.Log(
             folder / METRICS, resume_at=done, tensorboard=folder / "tensorboard" if tensorboard else None
         )
-        self._bar, self._shown = shown, done
+        self._bar, self._shown_step = progress, done
         self._restart_clock()
 
     def __enter__(self) -> _Writer:
@@ -210,8 +211,8 @@ class _Writer:
         rate = self._predictions / (time.perf_counter() - self._began)
         line = {"step": step, "loss": loss, "lr": self._training.lr_at(step - 1)}
         self._log.write({**line, "gradient_norm": norm, "tokens_per_second": rate})
-        self._bar(step - self._shown, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        self._shown = step
+        self._bar(step - self._shown_step, note=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        self._shown_step = step
         self._restart_clock()
 
     @torch.no_grad()
@@ -281,7 +282,7 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
         if file.exists():
-            differs = settings.difference(settings.read_toml(file), settings.parse_toml(text))
+            differs = settings.difference(settings.read_toml(file, "folder"), settings.parse_toml(text))
             if differs:
                 raise InputError(
                     f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"

@@ -75,14 +75,14 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The contents of a TOML file; `InputError` if it cannot be read."""
+def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
+    """The contents of a TOML file; `InputError`, which names the caller's `argument`, if it cannot be read."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"config: cannot read {path} ({error.strerror})") from error
+        raise InputError(f"{argument}: cannot read {path} ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"config: the file {path} is not TOML ({error})") from error
+        raise InputError(f"{argument}: the file {path} is not TOML ({error})") from error
 
 
 def from_toml(path: Path) -> tuple[Task, Training]:
@@ -97,10 +97,9 @@ def from_toml(path: Path) -> tuple[Task, Training]:
     name = found.get("task")
     if not isinstance(name, str):
         raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}")
-    try:
-        cls = task_class(name)
-    except InputError as error:
-        raise InputError(f"{error} (in {path})") from error
+    if name not in names():
+        raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(name, names())}")
+    cls = task_class(name)
     for key in found:
         if key not in ("task", name, "training"):
             raise InputError(f"{key} is an unknown table in {path}, expected [{name}] and [training]")

@@ -80,7 +80,7 @@ class Sampler:
         if self.temperature == 0:
             best, index = logits.max(-1, keepdim=True)
             return torch.zeros_like(logits).scatter(-1, index, 1 + 0 * best)  # keeps NaN, which `draw` reports
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # the maximum first: no overflow
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # without the maximum it could overflow
         if self.top_k is not None:
             smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < smallest, -math.inf)

@@ -16,7 +16,7 @@ export function binPeaks(values, most) {
 /** An integer with thousands separators. */
 export const integer = (value) => Math.round(value).toLocaleString("en");
 
-/** A share as a percentage with about two significant digits. */
+/** A share as a percentage with one or two digits. */
 export function percent(share) {
   const value = 100 * share, digits = value > 0 && value < 0.095 ? value.toPrecision(1) : value.toFixed(value > 0 && value < 0.95 ? 1 : 0);
   return value > 0 && value < 0.00095 ? "< 0.001\u00a0%" : `${digits}\u00a0%`; // no line break before the sign

@@ -225,7 +225,7 @@ class Compare {
     const arrow = ({ name }) => sides.map(({ shares }) => percent(shares[name])).join(" | ");
     this.#shares.replaceChildren(
       ...sides.map(({ name, window, shares }) => h("div", { class: `compare-share compare-${name}` },
-        h("b", { class: "compare-mark" }, LABEL[name]), stack(shares, { window, label: `Destinations of the weight of ${LABEL[name]} goes` }))),
+        h("b", { class: "compare-mark" }, LABEL[name]), stack(shares, { window, label: `Destinations of the weight of ${LABEL[name]}` }))),
       keyOf(used.map((part) => [part.name === "nearby" ? `nearby (±${sides[0].window})` : part.label, destinationColour(part), arrow(part)])));
   }
 

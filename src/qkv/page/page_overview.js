@@ -8,7 +8,7 @@ import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, sizeWords, statisticsOf } from "./heads.js";
 import { integer, short } from "./numbers.js";
 
-const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Kind"]];
+const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Type"]];
 
 /** Keys of its state: `statistic` and `sort`. */
 export const mount = (root, app) => new Overview(root, app);
@@ -116,12 +116,12 @@ class Overview {
     const app = this.#app, group = this.#group, view = this.#view, statistic = this.#statistic, order = this.#order;
     replace(this.#controls,
       h("label", {}, "Colour by ", h("select", { "data-key": "statistic", onchange: (event) => app.go({ statistic: event.target.value }) },
-        this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === KIND ? "Kind of head" : labelOf(group, name))))),
+        this.#statistics().map((name) => h("option", { value: name, selected: name === statistic }, name === KIND ? "Type of head" : labelOf(group, name))))),
       choice("Order by", this.#orders(), order, (sort) => app.go({ sort })),
       h("p", { class: "overview-meaning" },
         h("span", { class: "meaning" }, statistic === KIND ? "the first type whose criterion the head meets, over all texts" : meaningOf(group, statistic)),
         statistic === KIND ? null : legend(scaleOf(view, statistic))));
-    const cells = this.#cells(), label = statistic === KIND ? "Kind of every head" : `${labelOf(group, statistic)} of every head`;
+    const cells = this.#cells(), label = statistic === KIND ? "Type of every head" : `${labelOf(group, statistic)} of every head`;
     const { layer, head } = app.state;
     const select = (l, k) => app.go({ layer: l, head: k });
     const open = (l, k) => app.go({ page: "map", layer: l, head: k });

@@ -90,7 +90,7 @@ function tiles() {
 function overview() {
   const available = [...statisticsOf(view()), KIND];
   if (!available.includes(state.statistic)) state.statistic = available[0];
-  const kinds = state.statistic === KIND, name = (statistic) => (statistic === KIND ? "Kind of head" : labelOf(group(), statistic));
+  const kinds = state.statistic === KIND, name = (statistic) => (statistic === KIND ? "Type of head" : labelOf(group(), statistic));
   replace(
     $("overview-controls"),
     h("label", {}, "Colour by ", h("select", { id: "statistic", "data-key": "statistic", onchange: (event) => { state.statistic = event.target.value; overview(); } },

@@ -145,7 +145,7 @@ def _reverse(text: str) -> dict[str, Any]:
     output: list[int] = heads.continued(model, torch.tensor([prompt]), n)[0].tolist()
     tokens = torch.tensor([[*prompt, *output[:-1]]])
     maps: list[Tensor] = []
-    with torch.no_grad(), edited(model, [], told=lambda layer, weights: maps.append(weights[0])):
+    with torch.no_grad(), edited(model, [], on_weights=lambda layer, weights: maps.append(weights[0])):
         logits = model(tokens)
     weights = torch.stack(maps)[:, :, n:, : n + 1]
     names = {heads.FIRST_SYMBOL + i: letter for i, letter in enumerate(letters)}

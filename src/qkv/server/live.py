@@ -118,7 +118,7 @@ class Live:
             weights of the last of them in the requested head.
 
         Raises:
-            InputError: as `answer`, and for a text that is already as long as the model's context.
+            InputError: as `answer`. A text as long as the model's context gets one more token, but no further answer.
         """
         ids = self._ids(request)
         edits = self._edits(request)
@@ -178,7 +178,10 @@ class Live:
         assert isinstance(model, DecoderLM)
         weights: list[Tensor] = []
         device = next(model.parameters()).device
-        with evaluating(model), edited(model, edits, told=lambda layer, found: weights.append(found[0].float().cpu())):
+        with (
+            evaluating(model),
+            edited(model, edits, on_weights=lambda layer, found: weights.append(found[0].float().cpu())),
+        ):
             logits = model(torch.tensor([ids], device=device))[:, -1].cpu()
         return ForwardPass(logits[0].double().softmax(-1), logits, weights)
 

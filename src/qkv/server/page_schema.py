@@ -32,7 +32,9 @@ class PageText(BaseModel):
     findings: list[dict[str, str]]
     heads: dict[str, Column] = Field(description="One column per statistic: see `Profile.heads`.")
     shares: dict[str, Column] = Field(description="The share of the weight on each destination, one column each.")
-    keys: list[str] = Field(description="Tokens as text; joined they give the text.")
+    keys: list[str] = Field(
+        description="Tokens as text with their spaces, special tokens included, to be shown in a row."
+    )
     queries: list[str] | None = Field(description="Null if the queries are the keys.")
     tokens: dict[str, Column] = Field(description="The tokens that receive most attention.")
     bins: dict[str, int]

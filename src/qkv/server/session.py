@@ -266,7 +266,7 @@ def _profile_model(
             model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False, name=name
         )
         source.stage = "preparing the maps"
-        explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, room=budget)
+        explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, caches=budget)
         source.maps = _maps(profile, explorer, stopped)
 
 

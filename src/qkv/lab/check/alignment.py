@@ -74,8 +74,7 @@ def alignment_accuracy(answer: Callable[[Tensor, Sequence[tuple[int, ...]]], flo
         weights = torch.tensor([[0.1, 0.9, 0.0], [0.0, 0.3, 0.7], [0.8, 0.1, 0.1]])
         mistakes = {
             1 / 3: "only the first counterpart of a word was compared; any of them is correct",
-            2
-            / 5: "the number of correct words is divided by the number of counterparts, expected that of target words",
+            0.4: "the number of correct words is divided by the number of counterparts, expected that of target words",
         }
         _expect_share(answer(weights, [(0, 1), (2,), (1, 2)]), 2 / 3, mistakes)
 

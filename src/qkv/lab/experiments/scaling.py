@@ -383,7 +383,7 @@ def _training_verdicts(results: Results) -> list[Verdict]:
             holds_if(len(grows) == 2),
             f"{excess} {which} At d = {least_d} the difference of means is {small[SMALL][1]:.3f} and "
             f"{small[UNIT][1]:.3f}, at d = {d} {rise[SMALL][1]:.3f} and {rise[UNIT][1]:.3f}. {both} the "
-            f"unscaled loss is higher, and the difference is larger than at the smaller d by {LEAST}.",
+            f"unscaled loss is higher, and the difference exceeds that at the smaller d by more than {LEAST} nats.",
         ),
         Verdict(
             "C381",

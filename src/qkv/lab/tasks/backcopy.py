@@ -182,9 +182,8 @@ class Backcopy:
     def _examples(self, sequences: np.ndarray) -> Batch:
         tokens = torch.from_numpy(sequences.astype(np.int64))
         ids, targets = tokens[:, :-1], tokens[:, 1:].clone()
-        targets[:, : max(self.model.prefix - 1, 0)] = (
-            SKIP  # the last query of a prefix is the first that cannot see its target
-        )
+        # The last query of a prefix is the first that cannot see its target.
+        targets[:, : max(self.model.prefix - 1, 0)] = SKIP
         return {"ids": ids, "targets": targets}
 
     def _draw(self, generator: np.random.Generator, size: int, *, held_out: bool = False) -> np.ndarray:

@@ -86,7 +86,7 @@ def everywhere(model: nn.Module, normalizer: str, temperature: float = 1.0) -> l
 
 
 @contextmanager
-def edited(model: nn.Module, edits: Iterable[Edit], *, told: OnWeights | None = None) -> Iterator[None]:
+def edited(model: nn.Module, edits: Iterable[Edit], *, on_weights: OnWeights | None = None) -> Iterator[None]:
     """Inside, the model runs with these edits; its parameters do not change.
 
     Only calls of this thread and of this model are edited. Of nested contexts the innermost applies. `qkv.profile`
@@ -95,7 +95,7 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, told: OnWeights | None = 
     Args:
         model: a `DecoderLM` or `Classifier`.
         edits: at most one for each head; heads without an edit do not change.
-        told: callback with the number of every layer and the attention weights of its heads after the edits,
+        on_weights: callback with the number of every layer and the attention weights of its heads after the edits,
             (b, h, nq, nk). The weights are formed for it, which takes quadratic memory.
 
     Raises:
@@ -110,7 +110,7 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, told: OnWeights | None = 
     (True, False)
     """
     layers = attention_layers(model)
-    editor = _Editor(_by_layer(layers, edits), told)
+    editor = _Editor(_by_layer(layers, edits), on_weights)
     with ExitStack() as stack:
         for number, module in enumerate(layers):
             for handle in editor.add_hooks(number, module):
@@ -124,8 +124,8 @@ def edited(model: nn.Module, edits: Iterable[Edit], *, told: OnWeights | None = 
 class _Editor:
     """Tracks which layer is running, and applies the edits of its heads to its attention call."""
 
-    def __init__(self, edits: dict[int, dict[int, Edit]], told: OnWeights | None) -> None:
-        self.edits, self.told = edits, told
+    def __init__(self, edits: dict[int, dict[int, Edit]], on_weights: OnWeights | None) -> None:
+        self.edits, self.on_weights = edits, on_weights
         self.layer: int | None = None
 
     def add_hooks(self, number: int, module: nn.Module) -> Iterator[Any]:
@@ -152,15 +152,15 @@ class _Editor:
             kind = (AS_TRAINED, 1.0) if edit is None else (edit.normalizer, edit.temperature)
             heads_of.setdefault(kind, []).append(head)
         calls = {kind: _changed(call, *kind) for kind in heads_of}
-        if len(calls) == 1 and self.told is None:
+        if len(calls) == 1 and self.on_weights is None:
             return next(iter(calls.values()))
         # Masks and biases may differ by head: compute each kind of edit for all heads, then select its heads.
-        needs_weights = weights or self.told is not None
+        needs_weights = weights or self.on_weights is not None
         found = {kind: serve(changed, weights=needs_weights) for kind, changed in calls.items()}
         result = _joined([(heads, found[kind]) for kind, heads in heads_of.items()])
-        if self.told is not None:
+        if self.on_weights is not None:
             assert result.weights is not None
-            self.told(self.layer, result.weights)
+            self.on_weights(self.layer, result.weights)
         return result
 
 

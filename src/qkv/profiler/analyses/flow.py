@@ -153,6 +153,8 @@ def _one_stack(calls: list[ObservedCall], group: str | None) -> list[ObservedCal
     """The layers of one kind of self-attention."""
     kinds = list(dict.fromkeys(observed.group for observed in calls))
     within = [kind for kind in kinds if kind != "cross"]
+    if not within:
+        raise InputError("model has cross-attention only, expected one with self-attention")
     if group is None and len(within) == 1:
         group = within[0]
     if group not in within:
@@ -167,8 +169,8 @@ def _one_stack(calls: list[ObservedCall], group: str | None) -> list[ObservedCal
         n_queries, n_keys = observed.call.q.shape[2], observed.call.k.shape[2]
         if len(observed.call.q) != len(first.call.q):  # windows of an image, say
             raise InputError(
-                f"model attends to windows of the text in {observed.module}, but not in {first.module}; expected "
-                "layers that all attend to the whole text"
+                f"model attends to {len(first.call.q)} pieces in {first.module} and to {len(observed.call.q)} in "
+                f"{observed.module}; expected layers that all attend to the whole text"
             )
         if n_queries != n_keys or n_keys != first.call.k.shape[2]:
             raise InputError(

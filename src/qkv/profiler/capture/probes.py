@@ -121,7 +121,7 @@ def _self_attention(calls: Iterable[ObservedCall]) -> Iterable[ObservedCall]:
 
 
 def _visible_queries(call: Call) -> Tensor:
-    """The number of queries that may attend to the first key: (b, h), with 1 in place of b or h if they are equal."""
+    """How many queries may attend to the first key: (b, h); a dimension is 1 if the number is the same along it."""
     n = call.q.shape[2]
     if call.mask is None:
         return call.q.new_full((1, 1), n)

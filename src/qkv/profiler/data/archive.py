@@ -59,6 +59,8 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
                     with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None) as data:
                         datasets[name] = with_current_names(data.load())
         return parts, dict(header["profile"])
+    except InputError:
+        raise
     except Exception as error:  # zip, zarr and codecs each have their own family of errors
         raise InputError(f"path: {str(path)!r} is a damaged profile ({_reason(error)})") from error
 

@@ -144,8 +144,10 @@ TRAITS = {  # a head can have several traits
                       0.3, _retrieval),
     "positional": Kind("1 − total variation between the weights on the text and on its tokens shuffled", 0.8,
                        _variable("probe_positional")),
-    "content": Kind("the same score, low: the weights change with the tokens", 0.4, _variable("probe_positional"),
-                    below=True),
+    "content": Kind(
+        "1 − total variation between the weights on the text and on its tokens shuffled; low if weights follow tokens",
+        0.4, _variable("probe_positional"), below=True,
+    ),
 }  # fmt: skip
 MIXED = "mixed"
 

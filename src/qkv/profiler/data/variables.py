@@ -6,7 +6,7 @@ statistics of the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,9 +119,22 @@ ATTRIBUTES = ("causal", "local_window", "special_tokens")
 
 
 def with_current_names(data: xr.Dataset) -> xr.Dataset:
-    """Rename the variables and dimensions of an older file to their current names."""
-    old = {name: RENAMED[str(name)] for name in (*data.variables, *data.dims) if name in RENAMED}
-    return data.rename({name: new for name, new in old.items() if new not in data.variables})
+    """Rename the variables and dimensions of an older file to their current names.
+
+    Raises:
+        InputError: if it has a custom statistic with a name that is now that of a built-in one.
+    """
+    names = [str(name) for name in {*data.variables, *data.dims}]
+    return data.rename(dict(zip(names, current_names(names), strict=True)))
+
+
+def current_names(names: Sequence[str]) -> list[str]:
+    """The current names of variables of an older file; `InputError` if two would have the same name."""
+    current = [RENAMED.get(name, name) for name in names]
+    for name, new in zip(names, current, strict=True):
+        if current.count(new) > 1 and name != new:
+            raise InputError(f"path: the file has a custom statistic {new!r}, which is now the name of {name!r}")
+    return current
 
 
 # --- custom statistics: the data set stores each object's description, so reading a profile does not need its class
@@ -153,7 +166,7 @@ def checked_custom(
 ) -> tuple[Statistic, ...]:
     """Validate custom statistics: their names must be free, and if `over` is given, all must be over that dimension."""
     statistics = validated(statistics)
-    names = {*VARIABLES, *COORDINATES, "text", "query", "key", *taken}
+    names = {*VARIABLES, *COORDINATES, *RENAMED, "text", "query", "key", *taken}
     for s in statistics:
         if s.name in names or any(s.name == f"{other.name}{BY_HEAD}" for other in statistics):
             raise InputError(f"statistics: the name {s.name!r} is taken; expected a name that is not in use")

@@ -101,11 +101,11 @@ class Explorer:
     when it returns True, `Cancelled` is raised; results that were finished stay in the cache.
     """
 
-    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, room: CacheBudget) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[Mapping[str, Tensor]], name: str, caches: CacheBudget) -> None:
         self.model, self.name = model, name
         self._runs = list(runs)
         self._groups: dict[int, dict[str, list[_Layer]]] = {}
-        self._calls, self._tiles = room.calls, room.tiles
+        self._calls, self._tiles = caches.calls, caches.tiles
         self._id = object()  # prefix of this explorer's keys in the shared caches
         self._model_lock = threading.Lock()
 
@@ -342,7 +342,7 @@ def of(
     tokenizer: Any = None,
     target: str | None = None,
     name: str = "",
-    room: CacheBudget | None = None,
+    caches: CacheBudget | None = None,
 ) -> Explorer:
     """Create an `Explorer` of the attention weights of a model on some inputs.
 
@@ -355,7 +355,7 @@ def of(
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
         target: the text that the decoder of an encoder-decoder reads.
         name: name of the model; taken from the model if not given.
-        room: the caches for queries and keys of the most recently used layers, and for tiles; new caches of 2 GiB if
+        caches: the caches for queries and keys of the most recently used layers, and for tiles; new caches of 2 GiB if
             not given. For a layer that is not cached the model runs again, up to that layer.
 
     Raises:
@@ -374,7 +374,7 @@ def of(
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, room or CacheBudget())
+    return Explorer(model, list(batches(model, inputs, tokenizer, target)), name, caches or CacheBudget())
 
 
 def _grouped(layers: list[_Layer]) -> dict[str, list[_Layer]]:

@@ -79,10 +79,12 @@ class Layer:
         excluded = ~valid
         x = values.double().masked_fill(excluded, 0)
         n, sums = valid.sum(-1), x.sum(-1)
-        if not bool(sums.isfinite().all()):
-            raise InputError(
-                f"model has statistics that are NaN in {self.module}: its parameters or its inputs contain NaN"
-            )
+        finite = sums.isfinite().all(-1).all(-1)
+        for name, good in zip(self.quantities, finite.tolist(), strict=True):
+            if not good and name in QUANTITIES:
+                raise InputError(f"model has NaN in {name!r} of {self.module}: its parameters or inputs contain NaN")
+            if not good:
+                raise InputError(f"statistics: {name!r} is infinite or NaN in {self.module}, expected finite numbers")
         least = x.amin((1, 2, 3))
         for name, value in zip(self.quantities, least.tolist(), strict=True):
             if value < -ROUNDING:

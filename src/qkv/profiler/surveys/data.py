@@ -15,7 +15,7 @@ import numpy as np
 
 from qkv._files import write_atomically
 from qkv.errors import InputError
-from qkv.profiler.data.variables import RENAMED
+from qkv.profiler.data.variables import current_names
 from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
 from qkv.profiler.surveys.quantities import Quantities, of_description, with_current_texts
 
@@ -220,9 +220,8 @@ class Survey:
                         f"expected {FORMAT} {VERSION}"
                     )
                 definition = head["definition"]
-                saved = {RENAMED.get(name, name): entry for name, entry in definition["quantities"].items()}
-                order = list(saved)
-                current = definition["quantities"] = with_current_texts(saved)
+                order = current_names(list(definition["quantities"]))
+                current = definition["quantities"] = with_current_texts(definition["quantities"])
                 quantities = of_description(current), [order.index(name) for name in current]
                 groups = {
                     name: _read_group(archive, name, layers, definition["vocabulary"], quantities)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable
+from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, current_names
 from qkv.statistics import Statistic
 
 BINS = 128
@@ -107,7 +107,8 @@ def of_description(description: Mapping[str, Any]) -> Quantities:
 
 
 def with_current_texts(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved description with the current order and definitions: surveys may merge if only these have changed."""
+    """A saved description with the current names, order and texts: surveys may merge if only these have changed."""
+    saved = dict(zip(current_names(list(saved)), saved.values(), strict=True))
     names = [name for name in QUANTITIES if name in saved] + [name for name in saved if name not in QUANTITIES]
     now = described()
     return {name: now[name] if name in now and _same(saved[name], now[name]) else saved[name] for name in names}
