@@ -201,11 +201,6 @@ class ScoreTiles:
             return out
         return torch.bmm(folded, v).view(*weights.shape[:3], -1)
 
-    def weigh_back(self, weights: Float[Tensor, "b h q k"], x: Float[Tensor, "b h q d"]) -> Float[Tensor, "n k d"]:
-        """weightsᵀ @ x summed over the query heads that share a key head: (b · key heads, k, d)."""
-        n = len(self.k)
-        return torch.bmm(weights.reshape(n, -1, weights.shape[3]).transpose(1, 2), x.reshape(n, -1, x.shape[3]))
-
 
 def heads_together(call: Call, most: int) -> int:
     """Key heads per group: those of `most` query heads, or all if a user-defined method needs all heads."""

@@ -11,7 +11,7 @@ from qkv.profiler.data.variables import OF_HEADS, VARIABLES, Variable, custom_va
 if TYPE_CHECKING:
     import xarray as xr
 
-INK, MUTED, HAIRLINE, PAPER = "#1b2126", "#626b73", "#dfe3e4", "#ffffff"
+INK, MUTED, HAIRLINE = "#1b2126", "#626b73", "#dfe3e4"
 ACCENT, WARM = "#1f6f8b", "#b8501a"
 
 # From small to large values, evenly darker, so that it also works in greyscale. The dark page has its own ramp.
