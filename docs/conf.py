@@ -1,4 +1,4 @@
-"""The site's settings: `make docs`. Everything is made from this repository, offline, with warnings as errors."""
+"""Sphinx configuration, for `make docs`. The build is offline, and warnings are errors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ copyright = "2026, the qkv developers"
 html_title = "qkv"
 
 extensions = [
-    "myst_nb",  # pages are text notebooks, executed here
+    "myst_nb",  # pages are text notebooks, executed during the build
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_design",  # cards, hidden solutions
     "sphinx_copybutton",
-    "mathml",  # formulas as MathML: no script, no font to fetch
+    "mathml",  # formulas as MathML: no script and no web font
     "public_names",  # reference/: a page for every public name
-    "command_line",  # command-line.md: what --help says
-    "error_index",  # every-error.md: each sentence that bad input can get
+    "command_line",  # command-line.md: the output of --help
+    "error_index",  # every-error.md: all error messages
     "open_in_jupyter",  # each notebook page can be downloaded as .ipynb
 ]
 exclude_patterns = ["_build", "experiments/runs"]
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
 
-# Notebooks. Each page runs in a fresh kernel, in its own folder, and its outputs are kept until its code changes.
+# Notebooks. Each page runs in a new kernel, in its own folder; its outputs are cached until its code changes.
 nb_execution_mode = os.environ.get("QKV_DOCS_EXECUTE", "cache")
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
@@ -39,10 +39,10 @@ os.environ["MATPLOTLIBRC"] = str(DOCS / "matplotlibrc")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TQDM_DISABLE"] = "1"
 os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # tqdm on a kernel without widgets
-os.environ["OMP_NUM_THREADS"] = "1"  # two kernels at a time, small models: more threads would wait for one another
+os.environ["OMP_NUM_THREADS"] = "1"  # two kernels run at once with small models; more threads are slower
 kernel = DOCS / "_build" / "ipython" / "profile_default" / "ipython_kernel_config.py"
 kernel.parent.mkdir(parents=True, exist_ok=True)
-kernel.write_text("c.IPKernelApp.log_level = 40\n")  # no line for every kernel that starts
+kernel.write_text("c.IPKernelApp.log_level = 40\n")  # no log line for every kernel start
 os.environ["IPYTHONDIR"] = str(kernel.parents[1])
 
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
@@ -58,7 +58,7 @@ add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
-html_theme = os.environ.get("QKV_DOCS_THEME", "furo")  # the test that looks for dead links takes one without a menu
+html_theme = os.environ.get("QKV_DOCS_THEME", "furo")  # the test for dead links uses a theme without a menu
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False

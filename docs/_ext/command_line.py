@@ -1,4 +1,4 @@
-"""command-line.md: what `qkv --help` and every `qkv COMMAND --help` say."""
+"""Writes command-line.md: the output of `--help` for every command."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from qkv import cli
 from qkv.lab.tasks import names
 
 
-def said(*words: str) -> str:
-    """The help that a command prints, as on a terminal of 100 columns without colours."""
+def help_output(*words: str) -> str:
+    """The output of a command's `--help` on a terminal of 100 columns without colours."""
     out = io.StringIO()
     with (
         patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}),
@@ -31,11 +31,11 @@ def page() -> str:
     lines = [
         "# The command line",
         "",
-        "What `--help` says of every command. Bad input gets one sentence and exit code 2;",
+        "The output of `--help` for every command. Invalid input prints one sentence and exits with code 2.",
     ]
-    lines += ["Ctrl-C leaves nothing half-written, and exits with 130.", ""]
+    lines += ["Ctrl-C leaves no partly written files and exits with code 130.", ""]
     for words in [*([name] for name in cli.COMMANDS), *(["train", name] for name in names())]:
-        lines += [f"## qkv {' '.join(words)}", "", "```text", said(*words), "```", ""]
+        lines += [f"## qkv {' '.join(words)}", "", "```text", help_output(*words), "```", ""]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""every-error.md: each sentence that bad input can get, from the source, with … for what came."""
+"""Writes every-error.md: all messages of `InputError` and other errors, from the source, with … for values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("InputError", "Diverged", "Incomplete")
 
 
 def sentence(node: ast.expr) -> str | None:
-    """The text of a string, with … where it has a value; None if it is not one."""
+    """The text of a string or f-string, with … for each value; None for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -25,7 +25,7 @@ def sentence(node: ast.expr) -> str | None:
 
 
 def errors() -> dict[str, list[str]]:
-    """Sentences by module, in the order of the source."""
+    """The messages of each module, in the order of the source."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -39,7 +39,7 @@ def errors() -> dict[str, list[str]]:
 
 
 def page() -> str:
-    lines = ["# Every error", "", "What bad input is told, by module; … stands for what came. Made from the source."]
+    lines = ["# Every error", "", "Messages for invalid input, by module; … stands for a value."]
     for module, texts in errors().items():
         lines += ["", f"## {module}", ""]
         lines += [f"- {' '.join(text.split()).translate(ESCAPED)}" for text in texts]

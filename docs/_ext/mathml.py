@@ -1,4 +1,4 @@
-"""Formulas as MathML, which every browser draws by itself: the site needs no script and nothing from elsewhere."""
+"""Renders formulas as MathML, which browsers display without a script or an external resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every page that is a notebook can be downloaded as one: `jupytext` writes it, a line under the title links it."""
+"""Writes each notebook page as .ipynb with `jupytext`, and links it under the title of the page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jupytext
 from sphinx.application import Sphinx
 
 HEAD = "---\njupytext:"
-TOLD = "---\nlanguage_info:\n  name: python\n  pygments_lexer: ipython3\njupytext:"  # for cells that are not executed
+TOLD = "---\nlanguage_info:\n  name: python\n  pygments_lexer: ipython3\njupytext:"  # for cells that do not run
 
 
 def link(app: Sphinx, name: str, source: list[str]) -> None:
-    """Write the notebook and put its link under the title."""
+    """Write the notebook, and add its link under the title."""
     text = source[0]
     if not text.startswith(HEAD):
         return
@@ -27,7 +27,7 @@ def link(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Front matter, title line, the rest."""
+    """Front matter, title line, and the rest of the page."""
     head, body = text.split("\n---\n", 1)
     before, title, rest = body.partition("# ")
     heading, _, rest = rest.partition("\n")

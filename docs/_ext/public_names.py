@@ -1,4 +1,4 @@
-"""reference/: one page for every public name, written from `__all__` when the site is built."""
+"""Writes reference/: a page for every public name, from `__all__`, when the site is built."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 from sphinx.application import Sphinx
 
 MODULES = {
-    "qkv": "attention: `attend` and what goes with it",
+    "qkv": "attention: `attend`, compositions, plans and statistics",
     "qkv.masks": "which query may attend to which key",
-    "qkv.scores": "how well a query and a key agree",
-    "qkv.biases": "what is added to scores, and caps",
+    "qkv.scores": "how similar a query and a key are",
+    "qkv.biases": "numbers that are added to scores, and caps",
     "qkv.normalizers": "how scores become weights",
     "qkv.features": "feature maps of linear attention",
     "qkv.positions": "sinusoids, rotations, tables",
-    "qkv.nn": "building blocks by the field's names",
-    "qkv.cache": "what a decoder remembers",
+    "qkv.nn": "modules: multi-head, additive and linear attention, transformer blocks",
+    "qkv.cache": "key-value caches and their eviction policies",
     "qkv.models": "models, checkpoints, generation",
-    "qkv.huggingface": "transformers' models on these kernels",
-    "qkv.ring": "sequences over many processes",
-    "qkv.statistics": "numbers of the weights: each an object that says what it is",
+    "qkv.huggingface": "models of the transformers library with these kernels",
+    "qkv.ring": "sequence parallelism over several processes",
+    "qkv.statistics": "statistics of the weights",
     "qkv.testing": "checks of your own masks, scores, biases, normalizers and statistics",
-    "qkv.kernels": "what a kernel of your own is given, and gives",
-    "qkv.reference": "the definition, in float64 and plain loops",
-    "qkv.profiler": "where a model attends",
-    "qkv.lab": "small models: what a task is, and how it is trained",
+    "qkv.kernels": "kernels, and the interface for your own",
+    "qkv.reference": "the definitions, in float64 and plain loops",
+    "qkv.profiler": "profiles of models: statistics of all heads",
+    "qkv.lab": "tasks for small models, and training",
     "qkv.lab.tasks": "the tasks",
     "qkv.lab.check": "checks of the labs' exercises",
 }
 
 
 def public(module: str) -> dict[str, Any]:
-    """What a module's `__all__` names, without its submodules."""
+    """The names in a module's `__all__`, without its submodules."""
     found = importlib.import_module(module)
     return {name: getattr(found, name) for name in found.__all__ if not inspect.ismodule(getattr(found, name))}
 
 
 def directive(thing: Any) -> str:
-    """The autodoc directive for a thing."""
+    """The autodoc directive for an object."""
     if inspect.isclass(thing):
         return "autoexception" if issubclass(thing, BaseException) else "autoclass"
     return "autofunction" if callable(thing) else "autodata"
@@ -52,14 +52,14 @@ def page(module: str, name: str, thing: Any) -> str:
     if inspect.isclass(thing):
         lines.insert(-1, "   :members:")
     if module != "qkv" and getattr(importlib.import_module("qkv"), name, None) is thing:
-        lines.insert(-1, "   :no-index:")  # it has a page as qkv's own
+        lines.insert(-1, "   :no-index:")  # its page in qkv has the index entry
     return "\n".join(lines)
 
 
 def index() -> str:
-    """The reference's first page: every module and its names."""
-    lines = ["# Reference", "", "Every public name, from its docstring. `qkv.InputError` is what all bad input raises:"]
-    lines += ["a `ValueError` of one sentence. The command line's own help is `qkv COMMAND --help`.", ""]
+    """The first page of the reference: all modules and their names."""
+    lines = ["# Reference", "", "Every public name with its docstring. All invalid input raises `qkv.InputError`,"]
+    lines += ["a `ValueError` with one sentence. The help of the command line is `qkv COMMAND --help`.", ""]
     for module, what in MODULES.items():
         lines += [f"## [{module}]({module}.md)", "", f"{what[0].upper()}{what[1:]}.", "", _names(module), ""]
     lines += ["```{toctree}", ":hidden:", "", *MODULES, "```", ""]
@@ -72,7 +72,7 @@ def _names(module: str) -> str:
 
 
 def module_page(module: str) -> str:
-    """What a module is about, and the way to its names."""
+    """The page of a module: its docstring and links to its names."""
     said = (importlib.import_module(module).__doc__ or "").split(">>>")[0].strip().replace("``", "`")
     names = sorted(public(module), key=str.lower)
     toc = [f"{name} <{module}.{name}>" for name in names]
