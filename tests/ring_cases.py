@@ -192,8 +192,8 @@ def _shared_statistics(case: Case, group: dist.ProcessGroup) -> dict[str, Tensor
     return {name: x if name == "prefix_sink_scores" else qkv.ring.unshard(x, group) for name, x in found.items()}
 
 
-def _rejected_arguments(group: dist.ProcessGroup) -> dict[str, str]:
-    """The argument that the error names, for each case of bad input, on every process or on one alone."""
+def _rejected_arguments(group: dist.ProcessGroup) -> dict[str, tuple[str, str]]:
+    """The argument that the error names, and its text, for each case of bad input, on every process or on one."""
     rank = dist.get_rank(group)
     x = torch.zeros(1, 2, 6, 4)
     calls: dict[str, Callable[[], object]] = {
@@ -217,14 +217,14 @@ def _rejected_arguments(group: dist.ProcessGroup) -> dict[str, str]:
         try:
             call()
         except qkv.InputError as error:
-            named[name] = error.argument
+            named[name] = error.argument, str(error)
     q = x.clone().requires_grad_()
     out = qkv.attend(q, x, x, group=group)
     first = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     try:
         first.sum().backward()
     except qkv.InputError as error:
-        named["twice"] = error.argument
+        named["twice"] = error.argument, str(error)
     return named
 
 

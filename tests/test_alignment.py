@@ -344,25 +344,25 @@ def test_the_sink_is_the_missing_mass_by_hand() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG = [
-    (lambda: AdditiveAttention(0, 5, 3), "d_query"),
-    (lambda: AdditiveAttention(4, 5, -1), "d_hidden"),
-    (lambda: LuongAttention(4, 5), "score"),
-    (lambda: LuongAttention(4, 4, "add"), "score"),
-    (lambda: LuongAttention(4, 4, "dot", "local"), "kind"),
-    (lambda: LuongAttention(4, 4, kind="local-m", half_width=0), "half_width"),
-    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 5), rand(2, 7, 5)), "query"),
-    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 4), rand(2, 7, 4)), "keys"),
-    (lambda: LuongAttention(4, 4)(rand(2, 4), rand(2, 7, 4)), "query"),
-    (lambda: luong("dot", "local-m")(rand(2, 3, 4), rand(2, 7, 4), step=-1), "step"),
-    (lambda: luong("dot", "global")(rand(2, 3, 4), rand(2, 7, 4), lengths=torch.tensor([8, 1])), "lengths"),
-    (lambda: Softmax(sink=rand(2, 6)), "sink"),
-    (lambda: attend(*triple(), normalizer=Softmax(sink=rand(2, 6, 13))), "sink"),
+    (lambda: AdditiveAttention(0, 5, 3), "d_query", None),
+    (lambda: AdditiveAttention(4, 5, -1), "d_hidden", None),
+    (lambda: LuongAttention(4, 5), "score", "equal"),
+    (lambda: LuongAttention(4, 4, "add"), "score", "'add'"),
+    (lambda: LuongAttention(4, 4, "dot", "local"), "kind", None),
+    (lambda: LuongAttention(4, 4, kind="local-m", half_width=0), "half_width", None),
+    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 5), rand(2, 7, 5)), "query", r"\(2, 3, 5\)"),
+    (lambda: AdditiveAttention(4, 5, 3)(rand(2, 3, 4), rand(2, 7, 4)), "keys", None),
+    (lambda: LuongAttention(4, 4)(rand(2, 4), rand(2, 7, 4)), "query", r"\(2, 4\)"),
+    (lambda: luong("dot", "local-m")(rand(2, 3, 4), rand(2, 7, 4), step=-1), "step", None),
+    (lambda: luong("dot", "global")(rand(2, 3, 4), rand(2, 7, 4), lengths=torch.tensor([8, 1])), "lengths", None),
+    (lambda: Softmax(sink=rand(2, 6)), "sink", "per query head"),
+    (lambda: attend(*triple(), normalizer=Softmax(sink=rand(2, 6, 13))), "sink", "11"),
 ]
 
 
-@pytest.mark.parametrize(("make", "argument"), WRONG)
-def test_alignment_modules_reject_wrong_shapes_and_sizes(make, argument: str) -> None:
-    with unchecked(), refused(argument):
+@pytest.mark.parametrize(("make", "argument", "match"), WRONG)
+def test_alignment_modules_reject_wrong_shapes_and_sizes(make, argument: str, match: str | None) -> None:
+    with unchecked(), refused(argument, match):
         make()
 
 

@@ -558,11 +558,13 @@ def test_sizes_below_one_are_rejected(make: Callable[[], Cache], argument: str) 
         make()
 
 
-def rejects(cache: Cache, argument: str, attention: Attention = CAUSAL, n: int = 3, **extra: Any) -> None:
+def rejects(
+    cache: Cache, argument: str, attention: Attention = CAUSAL, n: int = 3, match: str | None = None, **extra: Any
+) -> None:
     """Assert that the call raises for this argument and leaves the cache unchanged."""
     seen, size = cache.seen, cache.nbytes
     q, k, v = extra.pop("qkv", tokens(n))
-    with unchecked(), refused(argument):
+    with unchecked(), refused(argument, match):
         cache.attend(attention, q, k, v, **extra)
     assert (cache.seen, cache.nbytes) == (seen, size)
 
@@ -571,39 +573,38 @@ def rejects(cache: Cache, argument: str, attention: Attention = CAUSAL, n: int =
 def test_all_caches_reject_unsupported_calls(name: str) -> None:
     cache, make = MAKERS[name](), MAKERS[name]
     q, k, v = tokens(3)
-    rejects(cache, "mask", Attention())
-    rejects(cache, "mask", Attention(mask=masks.Window(3, ahead=2)))
+    rejects(cache, "mask", Attention(), match="is None")
+    rejects(cache, "mask", Attention(mask=masks.Window(3, ahead=2)), match="up to 2")
     rejects(cache, "attention", attention=None)  # type: ignore[arg-type]
-    rejects(cache, "q", qkv=(q[:, :, :2], k, v))
-    rejects(cache, "q", qkv=(q, k, v[:, :1]))
-    rejects(cache, "q", qkv=(q[0], k[0], v[0]))
-    rejects(cache, "q", qkv=tuple(x[:, :, :0] for x in (q, k, v)))
-    rejects(cache, "k", qkv=(q, k.clone().requires_grad_(), v))
-    rejects(cache, "q", qkv=(q.clone().requires_grad_(), k, v))
+    rejects(cache, "q", qkv=(q[:, :, :2], k, v), match="n new tokens")
+    rejects(cache, "q", qkv=(q, k, v[:, :1]), match="n new tokens")
+    rejects(cache, "q", qkv=(q[0], k[0], v[0]), match="n new tokens")
+    rejects(cache, "q", qkv=tuple(x[:, :, :0] for x in (q, k, v)), match="n new tokens")
+    rejects(cache, "k", qkv=(q, k.clone().requires_grad_(), v), match="gradient")
+    rejects(cache, "q", qkv=(q.clone().requires_grad_(), k, v), match="gradient")
     with torch.no_grad():
         make().attend(CAUSAL, q, k.clone().requires_grad_(), v)
     feed(cache, CAUSAL, (q, k, v), [3])
-    rejects(cache, "q", qkv=tuple(x[:1] for x in (q, k, v)))
-    rejects(cache, "q", qkv=(q, k[:, :1], v[:, :1]))
-    rejects(cache, "q", qkv=tokens(3, dtype=torch.float32))
-    rejects(cache, "q", qkv=(q[..., :4], k[..., :4], v))
+    rejects(cache, "q", qkv=tuple(x[:1] for x in (q, k, v)), match="fit the cache")
+    rejects(cache, "q", qkv=(q, k[:, :1], v[:, :1]), match="fit the cache")
+    rejects(cache, "q", qkv=tokens(3, dtype=torch.float32), match="fit the cache")
+    rejects(cache, "q", qkv=(q[..., :4], k[..., :4], v), match="fit the cache")
 
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_evicting_caches_reject_masks_and_positions_by_batch_item(name: str) -> None:
     cache = MAKERS[name]()
     for mask in (masks.Prefix(2) & masks.Causal(), masks.Padding([3, 2])):
-        rejects(cache, "mask", Attention(mask=mask))
-    rejects(cache, "mask", mask=masks.Padding([3, 2], "left"))
-    rejects(cache, "positions", positions=torch.zeros(2, 3, dtype=torch.int64))
+        rejects(cache, "mask", Attention(mask=mask), match="the distance")
+    rejects(cache, "mask", mask=masks.Padding([3, 2], "left"), match="was passed")
+    rejects(cache, "positions", positions=torch.zeros(2, 3, dtype=torch.int64), match="same positions")
 
 
 def test_sinks_reject_positions_and_scores_that_do_not_fit_slots() -> None:
     cache = Sinks(2, 5)
     places = torch.arange(3)
     cache.attend(CAUSAL, *tokens(3), rotary=ROTARY, positions=places)
-    rejects(cache, "positions",
-            positions=places)  # fmt: skip
+    rejects(cache, "positions", positions=places, match="its slots")
     general = Attention(mask=masks.Causal(), score=scores.General(rand(D, D)))
     rejects(cache, "score", general, rotary=ROTARY)
     relative = Attention(mask=masks.Causal(), bias=biases.RelativePosition(rand(7, D)))
@@ -614,7 +615,7 @@ def test_sinks_reject_positions_and_scores_that_do_not_fit_slots() -> None:
 
 def test_heavy_hitters_reject_what_depends_on_the_order_of_keys() -> None:
     cache = HeavyHitters(3, 4)
-    rejects(cache, "mask", Attention(mask=masks.Window(3)))
+    rejects(cache, "mask", Attention(mask=masks.Window(3)), match="unordered")
     rejects(cache, "bias", Attention(mask=masks.Causal(), bias=biases.ALiBi()))
     drawn = Attention(mask=masks.Causal(), normalizer=normalizers.Hard(sample=True))
     rejects(cache, "normalizer", drawn)
@@ -679,10 +680,13 @@ def test_a_policy_without_worth_or_with_a_wrong_one_is_rejected() -> None:
     q, k, v = tokens()
     with pytest.raises(InputError, match="no method worth"):
         Evicting(3, 1)
-    for wrong in (lambda received, queries: received[..., :1], lambda received, queries: received * torch.nan):
+    for match, wrong in (
+        (r"\(2, 3, 1\)", lambda received, queries: received[..., :1]),
+        ("NaN", lambda received, queries: received * torch.nan),
+    ):
         policy = type("Wrong", (Evicting,), {"worth": lambda self, r, a, f=wrong: f(r, a)})(3, 1)
-        with refused("worth"):
+        with refused("worth", match):
             feed(policy, CAUSAL, (q, k, v), [1] * 23)
-    for sizes, argument in (((3, 3), "recent"), ((0, 1), "keys"), ((3, 0), "recent")):
-        with refused(argument):
+    for sizes, argument, match in (((3, 3), "recent", "3 of 3"), ((0, 1), "keys", None), ((3, 0), "recent", "is 0")):
+        with refused(argument, match):
             Oldest(*sizes)

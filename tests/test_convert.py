@@ -224,32 +224,32 @@ def test_converters_reject_float_masks() -> None:
 
 def test_converters_reject_wrong_arguments() -> None:
     square = torch.ones(3, 3, dtype=torch.bool)
-    with refused("attn_mask"):
+    with refused("attn_mask", match="int64"):
         masks.from_sdpa(torch.ones(3, 3, dtype=torch.long))
-    with refused("attn_mask"):
+    with refused("attn_mask", match="is_causal"):
         masks.from_sdpa(square, is_causal=True)
     with refused("n_queries"):
         masks.from_sdpa(square, n_queries=3)
-    with refused("mask"):
+    with refused("mask", match="broadcast"):
         masks.from_sdpa(square, n_queries=4, n_keys=3)
-    with refused("attn_mask"):
+    with refused("attn_mask", match="heads is None"):
         masks.from_multihead(square[None].expand(4, -1, -1))
-    with refused("attn_mask"):
+    with refused("attn_mask", match="heads is 3"):
         masks.from_multihead(square[None].expand(4, -1, -1), heads=3)
-    with refused("attn_mask"):
+    with refused("attn_mask", match=r"is \(3,\)"):
         masks.from_multihead(square[0])
     with refused("key_padding_mask"):
         masks.from_multihead(key_padding_mask=square[None])
     with refused("block_size"):
         masks.to_flex(Causal(), 3, 3, block_size=0)
-    with unchecked(), refused("mask"):
+    with unchecked(), refused("mask", match="Causal"):
         masks.from_flex(Causal())  # type: ignore[arg-type]
     blocks = masks.to_flex(Causal(), 8, 8, block_size=4)
     with refused("n_queries"):
         masks.from_flex(blocks, 9)
-    with refused("mask"):
+    with refused("mask", match="sliced"):
         masks.from_flex(blocks[:, :, 0])
-    with refused("mask"):
+    with refused("mask", match="broadcast"):
         masks.mask_mod(Dense(square), 4, 3)
     assert masks.from_sdpa().dense(2, 3).all()
     assert masks.from_multihead().dense(2, 3).all()

@@ -213,36 +213,36 @@ def test_hugging_face_models_run_with_masks(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "argument"),
+    ("settings", "argument", "match"),
     [
-        ({"policies": ("window", "newest")}, "policies"),
-        ({"policies": ()}, "policies"),
-        ({"policies": ("heavy", "heavy")}, "policies"),
-        ({"policies": (HeavyHitters, type("Own", (MeanAttention,), {"name": "heavy"}))}, "policies"),
-        ({"policies": (Window,)}, "policies"),
-        ({"budgets": (4,)}, "budgets"),
-        ({"budgets": (1,), "policies": ("heavy",)}, "budgets"),
-        ({"budgets": ()}, "budgets"),
-        ({"first": 0}, "first"),
+        ({"policies": ("window", "newest")}, "policies", "'newest'"),
+        ({"policies": ()}, "policies", "empty"),
+        ({"policies": ("heavy", "heavy")}, "policies", "once"),
+        ({"policies": (HeavyHitters, type("Own", (MeanAttention,), {"name": "heavy"}))}, "policies", "built-in"),
+        ({"policies": (Window,)}, "policies", "Window"),
+        ({"budgets": (4,)}, "budgets", "policy 'sinks'"),
+        ({"budgets": (1,), "policies": ("heavy",)}, "budgets", "at least 2"),
+        ({"budgets": ()}, "budgets", r"\[\]"),
+        ({"first": 0}, "first", None),
     ],
 )
-def test_eviction_rejects_invalid_settings(settings: dict[str, Any], argument: str) -> None:
-    with refused(argument):
+def test_eviction_rejects_invalid_settings(settings: dict[str, Any], argument: str, match: str | None) -> None:
+    with refused(argument, match):
         eviction(model(), text(9), **settings)
 
 
 def test_models_that_cannot_be_run_are_rejected() -> None:
     llama = hf.build("llama", suffix="ForCausalLM")
     ids = hf.inputs("llama")["input_ids"]
-    with refused("policies"):
+    with refused("policies", match="fixed mask"):
         eviction(llama, ids)
-    with refused("model"):
+    with refused("model", match="output head"):
         eviction(hf.build("llama"), ids, policies=("window",))
-    with refused("model"):
+    with refused("model", match="no causal"):
         eviction(hf.build("bert"), ids, run=False)
-    with refused("model"):
+    with refused("model", match="Linear cannot"):
         eviction(nn.Linear(2, 2), ids)
-    with refused("inputs"):
+    with refused("inputs", match="1 token"):
         eviction(model(), text(1))
 
 

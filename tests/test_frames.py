@@ -78,10 +78,10 @@ def test_failed_export_keeps_the_old_file(profile: Profile, tmp_path: Path, monk
 
 
 def test_export_does_not_replace_other_folders(profile: Profile, tmp_path: Path) -> None:
-    for name in ("heads.csv", "other.zarr"):
+    for name, match in (("heads.csv", "is a folder"), ("other.zarr", "not a zarr")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "letters.txt").write_text("dear")
-        with refused("path"):
+        with refused("path", match):
             profile.export(tmp_path / name)
         assert (tmp_path / name / "letters.txt").read_text() == "dear"
 
@@ -89,14 +89,14 @@ def test_export_does_not_replace_other_folders(profile: Profile, tmp_path: Path)
 def test_export_rejects_unknown_formats_and_missing_libraries(
     profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refused("path"):
+    with refused("path", match="suffix"):
         profile.export(tmp_path / "heads.xlsx")
-    with refused("path"):
+    with refused("path", match="does not exist"):
         profile.export(tmp_path / "no" / "heads.csv")
-    with refused("frame"):
+    with refused("frame", match="'arrow'"):
         profile.heads(frame="arrow")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with refused("frame"):
+    with refused("frame", match="not installed"):
         profile.heads(frame="polars")
 
 

@@ -253,7 +253,7 @@ def test_own_model_reads_tokenizer_json(tmp_path: Path) -> None:
     assert loaded.encode(SENTENCES[1]) == tokenizer.encode(SENTENCES[1]).ids
     assert loaded.tokenizer.decode(loaded.encode(SENTENCES[1])) == SENTENCES[1]
     (folder / "tokenizer.json").write_text("{}")
-    with refused("model"):
+    with refused("model", match="not a tokenizer"):
         load_text_model(str(folder))
 
 

@@ -100,18 +100,18 @@ def test_tokens_of_a_part(program: AttentionMap) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "argument"),
+    ("changed", "argument", "match"),
     [
-        ({"layer": 4}, "layers"),
-        ({"layer": -1}, "layers"),
-        ({"head": 6}, "head"),
-        ({"group": "cross"}, "layers"),
-        ({"inputs": ["a", "b"]}, "inputs"),
+        ({"layer": 4}, "layers", r"\[4\]"),
+        ({"layer": -1}, "layers", r"\[-1\]"),
+        ({"head": 6}, "head", None),
+        ({"group": "cross"}, "layers", "'cross'"),
+        ({"inputs": ["a", "b"]}, "inputs", None),
     ],
 )
-def test_attention_map_rejects_invalid_arguments(changed: dict[str, Any], argument: str) -> None:
+def test_attention_map_rejects_invalid_arguments(changed: dict[str, Any], argument: str, match: str | None) -> None:
     arguments: dict[str, Any] = {"inputs": TEXT, "layer": 2, "head": 3} | changed
-    with refused(argument):
+    with refused(argument, match):
         maps.attention_map("qkv-mini", arguments.pop("inputs"), **arguments)
 
 
@@ -120,7 +120,7 @@ def test_nan_weights_are_rejected() -> None:
     with torch.no_grad():
         model.h[1].attn.c_attn.bias[0] = torch.nan
     found = maps.attention_map(model, inputs("gpt2"), layer=1, head=0)
-    with refused("model"):
+    with refused("model", match=r"NaN in h\.1"):
         found.picture()
 
 

@@ -343,7 +343,7 @@ def test_set_attn_implementation_does_the_same() -> None:
 def test_unrouted_model_is_rejected_and_not_changed(name: str) -> None:
     model, inputs = hf.build(name), hf.inputs(name, "left")
     before, implementation = main_output(model(**inputs)), model.config._attn_implementation
-    with refused("model"):
+    with refused("model", match="AttentionInterface"):
         use(model)
     assert model.config._attn_implementation == implementation
     assert torch.equal(main_output(model(**inputs)), before)
@@ -351,9 +351,9 @@ def test_unrouted_model_is_rejected_and_not_changed(name: str) -> None:
 
 def test_use_rejects_other_objects() -> None:
     not_a_model: Any = "gpt2"
-    with refused("model"):
+    with refused("model", match="is str"):
         use(not_a_model)
-    with refused("model"):
+    with refused("model", match="Linear does not"):
         use(nn.Linear(2, 2))
 
 

@@ -293,7 +293,7 @@ def test_sdpa_profile_needs_linear_memory() -> None:
 def test_nan_scores_are_rejected(where: str) -> None:
     model = Model(SelfAttention(where)).eval()
     model.layers[0].project.weight.data[0, 0] = torch.nan
-    with refused("model"):
+    with refused("model", match=r"NaN in layers\.0"):
         profile(model, IDS, progress=False)
 
 

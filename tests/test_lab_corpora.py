@@ -91,7 +91,7 @@ def test_missing_empty_and_binary_corpora_are_rejected(tmp_path: Path, monkeypat
     monkeypatch.setattr(
         Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
     )
-    with refused("corpus"):
+    with refused("corpus", match="cannot read"):
         load(str(tmp_path / "latin.txt"))
 
 

@@ -167,7 +167,7 @@ def test_run_rejects_bad_arguments(tmp_path: Path) -> None:
     with refused("jobs"):
         experiments.run("heads", tmp_path, jobs=0)
     (tmp_path / "file").touch()
-    with refused("out"):
+    with refused("out", match="cannot write"):
         run_experiment(Tiny(), tmp_path / "file", quick=True)
 
 
@@ -181,7 +181,7 @@ def test_redraw_uses_the_saved_numbers_and_trains_nothing(tmp_path: Path, monkey
     assert again.verdicts == first.verdicts
     assert json.loads(again.json_path.read_text()) == before
     assert again.figure_path.exists()
-    with refused("out"):
+    with refused("out", match="no result"):
         experiments.redraw("tiny", tmp_path / "elsewhere")
 
 
@@ -388,7 +388,7 @@ def test_quick_forms_run_and_share_runs(tmp_path: Path, trained: list[Path]) -> 
     assert "![" in page
     assert "**C086 " in page
     (tmp_path / "heads.json").write_text("{}")
-    with refused("out"):
+    with refused("out", match="has no paragraph"):
         table(tmp_path)
 
 

@@ -153,7 +153,7 @@ def test_a_broken_experiment_names_its_package(
     install("mylab", {"experiments": {name: value}}, {"mylab": EXPERIMENT, "mylab_raises": "1 / 0"})
     with pytest.raises(InputError, match=rf"^experiment '{name}' of the installed package mylab 1\.2 .*{reason}"):
         experiments.experiment(name)
-    with refused("experiment"):
+    with refused("experiment", match=reason):
         experiments.run(name, "unused", quick=True)
     cli.main(["experiment"])  # the list shows the others, and the reason
     shown = capsys.readouterr().out
@@ -188,9 +188,9 @@ def test_a_broken_task_names_its_package(
 
 def test_a_name_that_is_built_in_is_refused(install: Install) -> None:
     install("mylab", {"experiments": {"heads": "mylab:Heads"}, "tasks": {"copy": "mylab:Copy"}})
-    with refused("experiment"):
+    with refused("experiment", match="built-in"):
         experiments.names()
-    with refused("task"):
+    with refused("task", match="built-in"):
         tasks.names()
     assert type(experiments.experiment("heads")).__module__ == "qkv.lab.experiments.architecture"
     assert tasks.task_class("copy").__module__ == "qkv.lab.tasks.copy"

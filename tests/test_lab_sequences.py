@@ -292,19 +292,19 @@ def test_figures_of_an_untrained_model(task: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "argument"),
+    ("make", "argument", "match"),
     [
-        (lambda: Reversal(length=0), "length"),
-        (lambda: Reversal(symbols=1), "symbols"),
-        (lambda: Copy(min_length=5, max_length=4), "min_length"),
-        (lambda: Copy(longest=9), "min_length"),
-        (lambda: Copy(min_length=1), "symbols"),
-        (lambda: Recall(max_length=17), "min_length"),
-        (lambda: Reversal(model=DecoderConfig(vocab_size=99)).build(), "model.vocab_size"),
+        (lambda: Reversal(length=0), "length", None),
+        (lambda: Reversal(symbols=1), "symbols", "makes 1 "),
+        (lambda: Copy(min_length=5, max_length=4), "min_length", "max_length 4"),
+        (lambda: Copy(longest=9), "min_length", "longest 9"),
+        (lambda: Copy(min_length=1), "symbols", "makes 14 "),
+        (lambda: Recall(max_length=17), "min_length", "symbols 16"),
+        (lambda: Reversal(model=DecoderConfig(vocab_size=99)).build(), "model.vocab_size", None),
     ],
 )
-def test_settings_out_of_range_are_rejected(make: Any, argument: str) -> None:
-    with refused(argument):
+def test_settings_out_of_range_are_rejected(make: Any, argument: str, match: str | None) -> None:
+    with refused(argument, match):
         make()
 
 

@@ -464,35 +464,39 @@ def test_linformer_has_gradients_and_padding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "argument"),
+    ("wrong", "argument", "match"),
     [
-        (lambda q, k, v: linear_attend(q, k, v, form="fast"), "form"),  # type: ignore[arg-type]
-        (lambda q, k, v: linear_attend(q, k, v, form="recurrent", causal=False), "form"),
-        (lambda q, k, v: linear_attend(q, k, v, chunk=0), "chunk"),
-        (lambda q, k, v: linear_attend(q, k, v, features=3), "map"),  # type: ignore[arg-type]
-        (lambda q, k, v: linear_attend(q, k[..., :2], v), "q"),
-        (lambda q, k, v: linear_attend(q, k, v, features=Favor(4)), "x"),
+        (lambda q, k, v: linear_attend(q, k, v, form="fast"), "form", "'fast'"),  # type: ignore[arg-type]
+        (lambda q, k, v: linear_attend(q, k, v, form="recurrent", causal=False), "form", "causal"),
+        (lambda q, k, v: linear_attend(q, k, v, chunk=0), "chunk", None),
+        (lambda q, k, v: linear_attend(q, k, v, features=3), "map", None),  # type: ignore[arg-type]
+        (lambda q, k, v: linear_attend(q, k[..., :2], v), "q", None),
+        (lambda q, k, v: linear_attend(q, k, v, features=Favor(4)), "x", None),
         (
             lambda q, k, v: linear_attend(q, k, v, state=LinearState.zero(2, 6, 3, 5)),
             "state",
+            "k_sum",
         ),
         (
             lambda q, k, v: linear_attend(q, k[:, :, :4], v[:, :, :4], state=LinearState.zero(2, 2, 3, 5)),
             "state",
+            "11 queries",
         ),
-        (lambda q, k, v: Favor(0), "head_dim"),
-        (lambda q, k, v: Favor(3, 0), "n_features"),
-        (lambda q, k, v: linformer(q, k, v, rand(12, 7)), "e"),
-        (lambda q, k, v: linformer(q, k, v, rand(6, 13, 7)), "e"),
-        (lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(7, 13)), "f"),
-        (lambda q, k, v: linformer(q, k, v, 7), "e"),  # type: ignore[arg-type]
-        (lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(13, 5)), "e"),
-        (lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[14, 1]), "lengths"),
-        (lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[1, 1, 1]), "lengths"),
+        (lambda q, k, v: Favor(0), "head_dim", None),
+        (lambda q, k, v: Favor(3, 0), "n_features", None),
+        (lambda q, k, v: linformer(q, k, v, rand(12, 7)), "e", r"\(12, 7\)"),
+        (lambda q, k, v: linformer(q, k, v, rand(6, 13, 7)), "e", r"\(6, 13, 7\)"),
+        (lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(7, 13)), "f", None),
+        (lambda q, k, v: linformer(q, k, v, 7), "e", "is int"),  # type: ignore[arg-type]
+        (lambda q, k, v: linformer(q, k, v, rand(13, 7), rand(13, 5)), "e", "5 values"),
+        (lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[14, 1]), "lengths", r"1\.\.14"),
+        (lambda q, k, v: linformer(q, k, v, rand(13, 7), lengths=[1, 1, 1]), "lengths", "3 numbers"),
     ],
 )
-def test_linear_attention_rejects_wrong_arguments(wrong: Callable[..., object], argument: str) -> None:
-    with unchecked(), refused(argument):
+def test_linear_attention_rejects_wrong_arguments(
+    wrong: Callable[..., object], argument: str, match: str | None
+) -> None:
+    with unchecked(), refused(argument, match):
         wrong(*triple())
 
 

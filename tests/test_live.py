@@ -181,21 +181,21 @@ def test_single_token_has_no_queries_after_the_first(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "argument"),
+    ("request_", "argument", "match"),
     [
-        (Request("x " * MAX_CHARACTERS), "text"),
-        (Request("x\n" * 600), "text"),
-        (Request("\ud800"), "text"),
-        (Request("x", ids=[1] * 513), "text"),
-        (Request("x", ids=[]), "text"),
-        (Request("x", ids=[1, 2048]), "tokens"),
-        (Request(layer=4), "layer"),
-        (Request(head=6), "head"),
-        (Request(edits=[OneEdit(9, 0, "sigmoid")]), "layer"),
-        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "edits"),
+        (Request("x " * MAX_CHARACTERS), "text", "characters"),
+        (Request("x\n" * 600), "text", "1201"),
+        (Request("\ud800"), "text", "surrogate"),
+        (Request("x", ids=[1] * 513), "text", "513 tokens"),
+        (Request("x", ids=[]), "text", "0 tokens"),
+        (Request("x", ids=[1, 2048]), "tokens", None),
+        (Request(layer=4), "layer", "is 4"),
+        (Request(head=6), "head", None),
+        (Request(edits=[OneEdit(9, 0, "sigmoid")]), "layer", "is 9"),
+        (Request(edits=[OneEdit(0, 0, "sigmoid"), OneEdit(0, 0, "off-by-one")]), "edits", None),
     ],
 )
-def test_invalid_requests_name_the_argument(live: Live, request_: Request, argument: str) -> None:
+def test_invalid_requests_name_the_argument(live: Live, request_: Request, argument: str, match: str | None) -> None:
     for ask in (live.answer, live.step):
-        with refused(argument):
+        with refused(argument, match):
             ask(request_)

@@ -470,67 +470,67 @@ def test_no_mask_and_causal_need_no_mask_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "argument"),
+    ("make", "argument", "match"),
     [
-        (lambda: Window(0), "size"),
-        (lambda: Window(3, ahead=-1), "ahead"),
-        (lambda: Prefix(-1), "length"),
-        (lambda: Padding([1.5]), "lengths"),
-        (lambda: Padding([True]), "lengths"),
-        (lambda: Padding(torch.ones(2, 3, dtype=torch.int64)), "lengths"),
-        (lambda: Padding([1], "top"), "side"),
-        (lambda: Document([0.0, 1.0]), "ids"),
-        (lambda: Document(torch.zeros(1, 2, 3, dtype=torch.int64)), "ids"),
-        (lambda: Dense(torch.ones(2, 3)), "mask"),
-        (lambda: Dense(torch.ones(2, 3, dtype=torch.int64)), "mask"),
-        (lambda: Dense([[True]]), "mask"),
-        (lambda: Dense(torch.tensor([True])), "mask"),
-        (lambda: Dense(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)), "mask"),
-        (lambda: Causal() & torch.ones(2, 2, dtype=torch.bool), "mask"),
-        (lambda: Causal() | Causal, "mask"),
-        (lambda: Padding([1, 2]).dense(2, 3, batch=3), "lengths"),
-        (lambda: Padding([4]).dense(2, 3), "lengths"),
-        (lambda: Padding([-1, 2]).dense(2, 3, batch=2), "lengths"),
-        (lambda: Document([0, 0]).dense(2, 3), "ids"),
-        (lambda: Document([[0], [0]]).dense(1, 1, batch=3), "ids"),
-        (lambda: Document([0, 0]).dense(3, 2), "ids"),
-        (lambda: Shifted(Document([0, 0]), 1).dense(2, 2), "ids"),
-        (lambda: Global([0.5]), "indices"),
-        (lambda: Global([[1]]), "indices"),
-        (lambda: Global([True]), "indices"),
-        (lambda: Global([3]).dense(5, 3), "indices"),
-        (lambda: Global([0, -4]).dense(3, 3), "indices"),
-        (lambda: Strided(0), "step"),
-        (lambda: Dilated(0, 2), "size"),
-        (lambda: Dilated(2, 0), "step"),
-        (lambda: Dilated(2, 2, ahead=-1), "ahead"),
-        (lambda: RandomKeys(-1), "size"),
-        (lambda: RandomKeys(2).dense(4, 3), "n_queries"),
-        (lambda: Shifted(RandomKeys(2), 2).dense(2, 3), "n_queries"),
-        (lambda: RandomKeys(2, besides=Padding([9])), "besides"),
-        (lambda: Blockwise(Causal(), 0), "size"),
-        (lambda: Blockwise(Global([4]), 2).dense(7, 7), "indices"),
-        (lambda: longformer(3), "window"),
-        (lambda: longformer(0), "window"),
-        (lambda: bigbird(0), "size"),
-        (lambda: bigbird(window=2), "window"),
-        (lambda: bigbird(random=-1), "random"),
-        (lambda: Causal().plot(0), "n_queries"),
-        (lambda: Causal().plot(3, 0), "n_keys"),
-        (lambda: Causal().plot(3, tile=0), "tile"),
-        (lambda: Padding([9]).plot(3), "lengths"),
-        (lambda: Dense(torch.ones(2, 3, dtype=torch.bool)).dense(3, 3), "mask"),
+        (lambda: Window(0), "size", None),
+        (lambda: Window(3, ahead=-1), "ahead", None),
+        (lambda: Prefix(-1), "length", None),
+        (lambda: Padding([1.5]), "lengths", "float32"),
+        (lambda: Padding([True]), "lengths", "bool"),
+        (lambda: Padding(torch.ones(2, 3, dtype=torch.int64)), "lengths", r"\(2, 3\)"),
+        (lambda: Padding([1], "top"), "side", None),
+        (lambda: Document([0.0, 1.0]), "ids", "float32"),
+        (lambda: Document(torch.zeros(1, 2, 3, dtype=torch.int64)), "ids", r"\(1, 2, 3\)"),
+        (lambda: Dense(torch.ones(2, 3)), "mask", "float32"),
+        (lambda: Dense(torch.ones(2, 3, dtype=torch.int64)), "mask", "int64"),
+        (lambda: Dense([[True]]), "mask", "list"),
+        (lambda: Dense(torch.tensor([True])), "mask", "1 dim"),
+        (lambda: Dense(torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)), "mask", "5 dim"),
+        (lambda: Causal() & torch.ones(2, 2, dtype=torch.bool), "mask", "combined with Tensor"),
+        (lambda: Causal() | Causal, "mask", "combined with type"),
+        (lambda: Padding([1, 2]).dense(2, 3, batch=3), "lengths", "2 numbers"),
+        (lambda: Padding([4]).dense(2, 3), "lengths", r"4\.\.4"),
+        (lambda: Padding([-1, 2]).dense(2, 3, batch=2), "lengths", r"-1\.\.2"),
+        (lambda: Document([0, 0]).dense(2, 3), "ids", r"\(1, 2\)"),
+        (lambda: Document([[0], [0]]).dense(1, 1, batch=3), "ids", r"\(2, 1\)"),
+        (lambda: Document([0, 0]).dense(3, 2), "ids", "3 queries"),
+        (lambda: Shifted(Document([0, 0]), 1).dense(2, 2), "ids", "2 queries"),
+        (lambda: Global([0.5]), "indices", "float32"),
+        (lambda: Global([[1]]), "indices", r"\(1, 1\)"),
+        (lambda: Global([True]), "indices", "bool"),
+        (lambda: Global([3]).dense(5, 3), "indices", "contains 3"),
+        (lambda: Global([0, -4]).dense(3, 3), "indices", "contains -4"),
+        (lambda: Strided(0), "step", None),
+        (lambda: Dilated(0, 2), "size", None),
+        (lambda: Dilated(2, 0), "step", None),
+        (lambda: Dilated(2, 2, ahead=-1), "ahead", None),
+        (lambda: RandomKeys(-1), "size", None),
+        (lambda: RandomKeys(2).dense(4, 3), "n_queries", "before the first"),
+        (lambda: Shifted(RandomKeys(2), 2).dense(2, 3), "n_queries", "after the last"),
+        (lambda: RandomKeys(2, besides=Padding([9])), "besides", None),
+        (lambda: Blockwise(Causal(), 0), "size", None),
+        (lambda: Blockwise(Global([4]), 2).dense(7, 7), "indices", "contains 4"),
+        (lambda: longformer(3), "window", None),
+        (lambda: longformer(0), "window", None),
+        (lambda: bigbird(0), "size", None),
+        (lambda: bigbird(window=2), "window", None),
+        (lambda: bigbird(random=-1), "random", None),
+        (lambda: Causal().plot(0), "n_queries", None),
+        (lambda: Causal().plot(3, 0), "n_keys", None),
+        (lambda: Causal().plot(3, tile=0), "tile", None),
+        (lambda: Padding([9]).plot(3), "lengths", r"9\.\.9"),
+        (lambda: Dense(torch.ones(2, 3, dtype=torch.bool)).dense(3, 3), "mask", "broadcast"),
     ],
 )  # fmt: skip
-def test_masks_reject_wrong_arguments(make: object, argument: str) -> None:
-    with unchecked(), refused(argument):
+def test_masks_reject_wrong_arguments(make: object, argument: str, match: str | None) -> None:
+    with unchecked(), refused(argument, match):
         make()  # type: ignore[operator]
 
 
 def test_checks_reach_into_compositions() -> None:
     wrong = Padding([9])
     for mask in (wrong & Causal(), Causal() | wrong, ~wrong, Shifted(wrong, 0), Blockwise(wrong, 1)):
-        with refused("lengths"):
+        with refused("lengths", match=r"9\.\.9"):
             mask.dense(2, 3)
 
 
@@ -562,5 +562,5 @@ def test_masks_reject_attributes_that_hide_a_method() -> None:
         def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
             return k >= 0
 
-    with refused("mask"):
+    with refused("mask", match="hides the method"):
         qkv.attend(*torch.zeros(3, 1, 1, 3, 2), mask=Own())

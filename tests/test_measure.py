@@ -584,7 +584,7 @@ def test_uncounted_queries_give_zeros_with_sigmoid() -> None:
 
 def test_negative_weights_have_no_entropy() -> None:
     q, k, _ = triple()
-    with refused("normalizer"):
+    with refused("normalizer", match="negative weights"):
         qkv.measure(q, k, normalizer=normalizers.Identity())
 
 

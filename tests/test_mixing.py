@@ -145,26 +145,26 @@ def test_variables_have_units_and_definitions() -> None:
 
 def test_mixing_rejects_invalid_arguments() -> None:
     model = own()
-    with refused("position"):
+    with refused("position", match="11 tokens"):
         mixing(model, IDS, position=11)
-    with refused("position"):
+    with refused("position", match="is -1"):
         mixing(model, IDS, position=-1)
-    with refused("position"):
+    with refused("position", match="first token"):
         mixing(model, IDS, position=0, without_first=True)
     with refused("replacement"):
         mixing(model, IDS, replacement=1)
     with refused("replacement"):
         mixing(model, IDS, replacement=[0, 13])
-    with refused("replacements"):
+    with refused("replacements", match="at least 1"):
         mixing(model, IDS, replacements=0)
-    with refused("replacements"):
+    with refused("replacements", match="vocabulary"):
         mixing(model, IDS, replacements=13)
-    with refused("stack"):
+    with refused("stack", match="'encoder'"):
         mixing(model, IDS, stack="encoder")
     with refused("inputs"):
         mixing(build("vit"), inputs("vit"))
     plain = RNNSeq2Seq(RNNSeq2SeqConfig(13, 13))
-    with refused("stack"):
+    with refused("stack", match="None"):
         mixing(plain, {"source": IDS, "target": IDS})
 
 

@@ -168,21 +168,21 @@ def test_padding_does_not_change_user_statistics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "statistics"),
+    ("name", "statistics", "match"),
     [
-        ("entropy", [Entropy()]),
-        ("sink_share", [Mass("sink_share", qkv.masks.Window(2))]),
-        ("layer", [Mass("layer", qkv.masks.Window(2))]),
-        ("heavy_by_head", [Heavy(), Mass("heavy_by_head", qkv.masks.Window(2))]),
-        ("twice", [Heavy(), Heavy()]),
-        ("a class", [Heavy]),
+        ("entropy", [Entropy()], "'entropy' is taken"),
+        ("sink_share", [Mass("sink_share", qkv.masks.Window(2))], "'sink_share' is taken"),
+        ("layer", [Mass("layer", qkv.masks.Window(2))], "'layer' is taken"),
+        ("heavy_by_head", [Heavy(), Mass("heavy_by_head", qkv.masks.Window(2))], "'heavy_by_head' is taken"),
+        ("twice", [Heavy(), Heavy()], "heavy, heavy"),
+        ("a class", [Heavy], "class Heavy"),
     ],
 )
-def test_profiles_and_surveys_reject_names_in_use(name: str, statistics: list[Any], tmp_path: Path) -> None:
-    with unchecked(), refused("statistics"):
+def test_profiles_and_surveys_reject_names_in_use(name: str, statistics: list[Any], match: str, tmp_path: Path) -> None:
+    with unchecked(), refused("statistics", match):
         qkv.profile("qkv-mini", "import os", statistics=statistics, progress=False)
     if name != "sink_share":  # a survey has no such column
-        with unchecked(), refused("statistics"):
+        with unchecked(), refused("statistics", match):
             survey("qkv-mini", ["import os"], out=tmp_path, statistics=statistics)
 
 
@@ -221,9 +221,9 @@ def test_a_survey_stores_means_and_histograms(made: Profile, tmp_path: Path) -> 
 
 
 def test_surveys_reject_unsuitable_statistics_and_different_settings(tmp_path: Path) -> None:
-    with refused("statistics"):
+    with refused("statistics", match="each key"):
         own_survey(tmp_path / "keys", statistics=[Taken()])
-    with refused("statistics"):
+    with refused("statistics", match="begin at 0"):
         own_survey(tmp_path / "negative", statistics=[Ahead()])
     result = own_survey(tmp_path / "own", statistics=[Heavy()])
     with pytest.raises(InputError, match=r"other settings: definition\.quantities\.heavy was present and is missing"):

@@ -372,49 +372,50 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "argument"),
+    ("asked", "argument", "match"),
     [
-        ({"attention": "luong"}, "attention"),
-        ({"cell": "rnn"}, "cell"),
+        ({"attention": "luong"}, "attention", None),
+        ({"cell": "rnn"}, "cell", None),
         (
             {"attention": "luong-dot", "kind": "local"},
             "kind",
+            "'local'",
         ),
-        ({"half_width": 0}, "half_width"),
-        ({"layers": 0}, "layers"),
-        ({"target_vocab": 0}, "target_vocab"),
-        ({"attention": "multihead", "heads": 4}, "d_hidden"),
-        ({"d_hidden": 9}, "d_hidden"),
-        ({"attention": "bahdanau", "kind": "local-m"}, "kind"),
-        ({"attention": "multihead", "input_feeding": True}, "input_feeding"),
-        ({"input_feeding": True}, "input_feeding"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"end": 1}, "end"),
-        ({"pad": -1}, "pad"),
-        ({"end": 11}, "end"),
-        ({"pad": 9}, "pad"),
+        ({"half_width": 0}, "half_width", None),
+        ({"layers": 0}, "layers", None),
+        ({"target_vocab": 0}, "target_vocab", None),
+        ({"attention": "multihead", "heads": 4}, "d_hidden", "multiple"),
+        ({"d_hidden": 9}, "d_hidden", "even"),
+        ({"attention": "bahdanau", "kind": "local-m"}, "kind", "'bahdanau'"),
+        ({"attention": "multihead", "input_feeding": True}, "input_feeding", None),
+        ({"input_feeding": True}, "input_feeding", None),
+        ({"dropout": 1.0}, "dropout", None),
+        ({"end": 1}, "end", "than start"),
+        ({"pad": -1}, "pad", "is -1"),
+        ({"end": 11}, "end", "is 11"),
+        ({"pad": 9}, "pad", "is 9"),
     ],
 )
-def test_configurations_reject_invalid_values(asked: dict, argument: str) -> None:
-    with unchecked(), refused(argument):
+def test_configurations_reject_invalid_values(asked: dict, argument: str, match: str | None) -> None:
+    with unchecked(), refused(argument, match):
         replace(SMALL, **asked)
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "argument"),
+    ("source", "target", "argument", "match"),
     [
-        ([[0, 3, 4]], [[1, 2]], "source"),
-        ([[3, 4], [0, 0]], [[1, 2], [1, 2]], "source"),
-        ([[3, 9]], [[1, 2]], "source"),
-        ([[3, 4]], [[1, 11]], "tokens"),
-        ([[3, 4]], [[1, -1]], "tokens"),
-        ([[3, 4]], [[1, 2], [1, 2]], "tokens"),
-        ([[3.0, 4.0]], [[1, 2]], "source"),
-        ([[3, 4]], [1, 2], "tokens"),
+        ([[0, 3, 4]], [[1, 2]], "source", "before a real"),
+        ([[3, 4], [0, 0]], [[1, 2], [1, 2]], "source", "padding only"),
+        ([[3, 9]], [[1, 2]], "source", r"3\.\.9"),
+        ([[3, 4]], [[1, 11]], "tokens", r"1\.\.11"),
+        ([[3, 4]], [[1, -1]], "tokens", r"-1\.\.1"),
+        ([[3, 4]], [[1, 2], [1, 2]], "tokens", "2 items"),
+        ([[3.0, 4.0]], [[1, 2]], "source", "float32"),
+        ([[3, 4]], [1, 2], "tokens", r"\(2,\)"),
     ],
 )
-def test_model_rejects_bad_sources_and_targets(source: list, target: list, argument: str) -> None:
-    with unchecked(), refused(argument):
+def test_model_rejects_bad_sources_and_targets(source: list, target: list, argument: str, match: str) -> None:
+    with unchecked(), refused(argument, match):
         build(SMALL)(torch.tensor(source), torch.tensor(target))
 
 

@@ -411,7 +411,7 @@ def test_statistics_reject_masks_that_do_not_fit() -> None:
         qkv.measure(q, k, statistics=[Mass("large", Dense(larger))])
     with unchecked(), refused("mask"):
         Mass("tensor", larger)  # type: ignore[arg-type]
-    with unchecked(), refused("statistics"):
+    with unchecked(), refused("statistics", match="one Sink object"):
         qkv.measure(q, k, statistics=Sink())  # type: ignore[arg-type]
 
 
