@@ -79,8 +79,8 @@ CALLS = [
         "bias",
         "is Tensor",
     ),
-    ({"bias": biases.SoftCap}, "bias", "is type"),
-    ({"bias": (biases.SoftCap(1.0), 3.0)}, "bias", "is tuple"),
+    ({"bias": biases.SoftCap}, "bias", "the class SoftCap"),
+    ({"bias": (biases.SoftCap(1.0), 3.0)}, "bias", "is float"),
     ({"bias": biases.Dense(ones(13, 11))}, "bias", "broadcast"),
     ({"bias": (biases.SoftCap(1.0), biases.Dense(ones(5, 11, 13)))}, "bias", "broadcast"),
     # normalizers and scores
@@ -137,7 +137,7 @@ MAKERS: list[tuple[Callable[[], object], str, str | None]] = [
     (lambda: Softmax(sink=torch.arange(6)), "sink", None),
     (lambda: Dot(math.nan), "scale", None),
     (lambda: Dot(math.inf), "scale", None),
-    (lambda: Causal() & Window, "mask", "combined with type"),
+    (lambda: Causal() & Window, "mask", "combined with the class Window"),
     (lambda: Window(2) | (ones(2, 2) > 0), "mask", "combined with Tensor"),
     (lambda: Dense(ones(11, 13) - 1), "mask", "float64"),
 ]

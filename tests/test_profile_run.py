@@ -416,12 +416,12 @@ ERRORS: dict[str, tuple[Callable[[], object], str, str | None]] = {
     ),
     "target too long": (
         lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target="b" * 65),
-        "inputs",
+        "target",
         "65 tokens",
     ),
     "empty target": (
         lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target=""),
-        "inputs",
+        "target",
         "no tokens",
     ),
     "target without a decoder": (lambda: profile("random-gpt2", "a", target="b"), "target", None),
@@ -432,7 +432,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str, str | None]] = {
         lambda: profile(
             hf.build("bart"), {"input_ids": torch.tensor([IDS]), "decoder_input_ids": torch.tensor([[1, 99]])}
         ),
-        "inputs",
+        "target",
         r"1\.\.99",
     ),
     "float ids": (lambda: profile(hf.build(LLAMA), torch.ones(3)), "inputs", "float32"),

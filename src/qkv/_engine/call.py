@@ -390,9 +390,11 @@ def as_biases(bias: Bias | Sequence[Bias] | None) -> tuple[Bias, ...]:
         return ()
     biases = (bias,) if isinstance(bias, Bias) else bias
     if not isinstance(biases, Sequence) or not all(isinstance(b, Bias) for b in biases):
+        several = bias if isinstance(bias, Sequence) else (bias,)
+        wrong = next(b for b in several if not isinstance(b, Bias))
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else type(wrong).__name__
         raise InputError(
-            f"bias is {type(bias).__name__}, expected one of qkv.biases or several in a tuple; "
-            "wrap a float tensor in qkv.biases.Dense"
+            f"bias is {what}, expected one of qkv.biases or several in a tuple; wrap a float tensor in qkv.biases.Dense"
         )
     return tuple(biases)
 

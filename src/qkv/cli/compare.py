@@ -19,7 +19,7 @@ def saved(name: str) -> Profile | None:
     if Path(name).is_file():
         return Profile.load(name)
     if name.endswith(".zip"):
-        raise InputError(f"--against: there is no file {name}")
+        raise InputError(f"--against: there is no file {name}, expected a saved profile or a model")
     return None
 
 

@@ -169,8 +169,9 @@ class Mask(Definition):
 
 def _as_mask(value: object) -> Mask:
     if not isinstance(value, Mask):
+        what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise InputError(
-            f"mask is combined with {type(value).__name__}, expected another mask; "
+            f"mask is combined with {what}, expected another mask; "
             "wrap a boolean tensor (True = may attend) in qkv.masks.Dense"
         )
     return value

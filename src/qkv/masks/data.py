@@ -113,8 +113,8 @@ class Document(_TensorMask):
             )
         if grid.offset < 0 or grid.n_queries + grid.offset > grid.n_keys:
             raise InputError(
-                f"Document: ids are those of {grid.n_keys} keys, which {grid.n_queries} queries exceed; "
-                "expected no more queries than keys"
+                f"Document: ids are those of {grid.n_keys} keys, but the queries are positions {grid.offset} to "
+                f"{grid.n_queries + grid.offset - 1}; expected positions of these keys"
             )
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:

@@ -154,7 +154,9 @@ def eviction(
 def _check(budgets: Sequence[int], policies: Sequence[Policy], first: int) -> None:
     sinks = any(policy.name == "sinks" for policy in policies)
     least = max(2, first + 1) if sinks else 2
-    if not budgets or min(budgets) < least:
+    if not budgets:
+        raise InputError("budgets is empty, expected numbers of keys")
+    if min(budgets) < least:
         why = f", because policy 'sinks' keeps the first {first}" if sinks else ""
         raise InputError(f"budgets is {list(budgets)}, expected at least {least} keys{why}")
 

@@ -44,11 +44,11 @@ def batches(
         return
     if not inputs:
         raise InputError("inputs has no text, expected at least one")
-    for text in inputs:
+    for number, text in enumerate(inputs):
         if not isinstance(text, str):
             raise InputError(f"inputs holds {type(text).__name__}, expected texts, token ids or a mapping of tensors")
         if not text.strip():
-            raise InputError("inputs: the text is empty, expected at least one token")
+            raise InputError(f"inputs[{number}] is empty, expected a text of at least one token")
         if tokenizer is None:
             raise InputError("inputs is text but there is no tokenizer; pass tokenizer=…, or token ids")
         batch = {k: v for k, v in tokenizer(text, return_tensors="pt").items() if k in ("input_ids", "attention_mask")}
@@ -147,21 +147,23 @@ def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _check_ids(model: nn.Module, sequences: Sequences) -> None:
     """Check the number of tokens and their ids against the model's configuration, as far as it states limits."""
-    known = [x for x in (sequences.source, sequences.target) if x is not None]
-    if any(x.numel() == 0 for x in known):
-        raise InputError("inputs has no tokens, expected at least one")
-    longest, limit = max((x.shape[1] for x in known), default=0), positions(model)
-    if limit and longest > limit:
-        raise InputError(
-            f"inputs has {longest:,} tokens, but {type(model).__name__} has {limit:,} positions; expected fewer tokens"
-        )
-    for x, target in ((sequences.source, False), (sequences.target, True)):
-        size = vocabulary(model, target=target)
-        if x is None or size is None:
+    limit = positions(model)
+    for argument, x in (("inputs", sequences.source), ("target", sequences.target)):
+        if x is None:
+            continue
+        if x.numel() == 0:
+            raise InputError(f"{argument} has no tokens, expected at least one")
+        if limit and x.shape[1] > limit:
+            raise InputError(
+                f"{argument} has {x.shape[1]:,} tokens, but {type(model).__name__} has {limit:,} positions; expected "
+                "fewer tokens"
+            )
+        size = vocabulary(model, target=argument == "target")
+        if size is None:
             continue
         low, high = map(int, x.aminmax())
         if low < 0 or high >= size:
-            raise InputError(f"inputs has token ids in {low}..{high}, expected 0..{size - 1} for this model")
+            raise InputError(f"{argument} has token ids in {low}..{high}, expected 0..{size - 1} for this model")
 
 
 def vocabulary(model: nn.Module, *, target: bool = False) -> int | None:

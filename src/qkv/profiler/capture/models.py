@@ -82,7 +82,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise InputError(f"model: no folder {path}")
+        raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
     try:
         AutoConfig.from_pretrained(path, **UNTRUSTING)
         kind = AutoModelForCausalLM if head else AutoModel
