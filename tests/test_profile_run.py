@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import platform
 from collections.abc import Callable
@@ -314,7 +315,7 @@ def test_maps_are_kept_for_short_texts(map_tokens: int, kept: bool) -> None:
 
 
 def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
-    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20}
+    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20, "layers": [0]}
     assert "weights" in profile(minilm.model, TEXTS[1:], **settings).data
     assert "weights" not in profile(minilm.model, TEXTS, **settings).data
 
@@ -402,12 +403,20 @@ def test_bundled_texts() -> None:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 LLAMA, IDS = "llama", [5, 6, 7]
+loaded = functools.cache(load)
+
+
+def by_gpt2(inputs: Any, **settings: Any) -> Profile:
+    """As `profile("random-gpt2", inputs, …)`, of a model that is made once."""
+    return profile(loaded("random-gpt2").model, inputs, tokenizer=loaded("random-gpt2").tokenizer, **settings)
+
+
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "empty text": (lambda: profile("random-gpt2", ""), "inputs"),
-    "blank text": (lambda: profile("random-gpt2", " \n\t "), "inputs"),
-    "an empty text among others": (lambda: profile("random-gpt2", ["a", ""]), "inputs"),
-    "no text": (lambda: profile("random-gpt2", []), "inputs"),
-    "texts of numbers": (lambda: profile("random-gpt2", [1, 2]), "inputs"),
+    "blank text": (lambda: by_gpt2(" \n\t "), "inputs"),
+    "an empty text among others": (lambda: by_gpt2(["a", ""]), "inputs"),
+    "no text": (lambda: by_gpt2([]), "inputs"),
+    "texts of numbers": (lambda: by_gpt2([1, 2]), "inputs"),
     "too long": (lambda: profile("minilm", "word " * 511), "inputs"),
     "too long, where positions count from 2": (lambda: profile(hf.build("roberta"), torch.full((63,), 5)), "inputs"),
     "target too long": (
@@ -418,7 +427,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: profile(hf.build("bart", vocab_size=256), "a", tokenizer=ByteTokenizer(), target=""),
         "inputs",
     ),
-    "target without a decoder": (lambda: profile("random-gpt2", "a", target="b"), "target"),
+    "target without a decoder": (lambda: by_gpt2("a", target="b"), "target"),
     "no tokenizer": (lambda: profile(hf.build(LLAMA), "text"), "inputs"),
     "ids too large": (lambda: profile(hf.build(LLAMA), torch.tensor([5, 97])), "inputs"),
     "ids negative": (lambda: profile(hf.build(LLAMA), torch.tensor([-1, 5])), "inputs"),
@@ -432,12 +441,12 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "bool ids": (lambda: profile(hf.build(LLAMA), torch.ones(3) > 0), "inputs"),
     "ids of three dimensions": (lambda: profile(hf.build(LLAMA), torch.ones(1, 2, 3).long()), "inputs"),
     "no ids": (lambda: profile(hf.build(LLAMA), torch.ones(0).long()), "inputs"),
-    "no layers": (lambda: profile("random-gpt2", "a", layers=[]), "layers"),
-    "negative layers": (lambda: profile("random-gpt2", "a", layers=[0, -1]), "layers"),
-    "layers beyond": (lambda: profile("random-gpt2", "a", layers=[6, 9]), "layers"),
-    "some layers beyond": (lambda: profile("random-gpt2", "a", layers=[0, 6]), "layers"),
-    "window": (lambda: profile("random-gpt2", "a", local_window=0), "local_window"),
-    "maps": (lambda: profile("random-gpt2", "a", map_tokens=-1), "map_tokens"),
+    "no layers": (lambda: by_gpt2("a", layers=[]), "layers"),
+    "negative layers": (lambda: by_gpt2("a", layers=[0, -1]), "layers"),
+    "layers beyond": (lambda: by_gpt2("a", layers=[6, 9]), "layers"),
+    "some layers beyond": (lambda: by_gpt2("a", layers=[0, 6]), "layers"),
+    "window": (lambda: by_gpt2("a", local_window=0), "local_window"),
+    "maps": (lambda: by_gpt2("a", map_tokens=-1), "map_tokens"),
     "dtype": (lambda: profile("random-gpt2", "a", dtype="float8"), "dtype"),
     "no folder": (lambda: profile("./no/such/folder", "a"), "model"),
     "no attention": (lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS)), "model"),
