@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 
 from conftest import rand, unchecked
@@ -24,24 +23,15 @@ from qkv.scores import Concat, Cosine, Dot, Features, General, Pairwise, Product
 from qkv.testing import CheckFailed, check_bias, check_mask, check_normalizer, check_score
 
 H, KV, D, DK, DV, NQ, NK = 4, 2, 8, 5, 6, 15, 18
-TINY = [(7, 9)]  # includes the slow kernels: flex and the reference
+TINY = [(7, 9)]  # includes the slow kernels: flex, which is traced, and the reference
 SMALL = [(NQ, NK)]
 TWO_SHAPES = [(NQ, NK), (NK, NQ)]
 BOTH = [(NQ, NK), (130, 150)]  # an eager kernel, and one in tiles
 
 
-TRACED = ("test_built_in_masks_pass[causal]", "test_user_defined_objects_pass[Clipped]")
-
-
 @pytest.fixture(autouse=True)
-def _quick_and_without_checks_of_shapes(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Shapes in signatures are not checked: broken objects violate them before the check can report the fault.
-
-    FlexAttention traces a mask and a bias in the tests of `TRACED`, and elsewhere runs the same functions untraced.
-    """
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", request.node.name not in TRACED)
+def _no_checks_of_shapes() -> Iterator[None]:
+    """Do not check shapes in signatures, which broken objects violate before the check can report them."""
     with unchecked():
         yield
 
