@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext")]
 
+from sphinx.application import Sphinx  # noqa: E402
+
 import qkv  # noqa: E402
+
+gc.set_threshold(200_000, 50, 100)  # a build makes millions of nodes, which the collector would visit again and again
 
 project, author, release = "qkv", "The qkv developers", qkv.__version__
 copyright = "2026, the qkv developers"
@@ -59,6 +64,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
 html_theme = os.environ.get("QKV_DOCS_THEME", "furo")  # the test for dead links uses a theme without a menu
+search = os.environ.get("QKV_DOCS_SEARCH", "on") == "on"  # that test needs no search index
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -74,3 +80,10 @@ LOOK = {
 html_theme_options = LOOK if html_theme == "furo" else {}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def setup(app: Sphinx) -> None:
+    def without_search(app: Sphinx) -> None:
+        app.builder.search = search
+
+    app.connect("builder-inited", without_search)

@@ -1,13 +1,17 @@
 """The cases of tests/test_ring.py; as a script, the processes that share a sequence.
 
 python ring_cases.py FOLDER SIZE…: groups of so many processes, each of which writes what it found to
-FOLDER/found-SIZE.pt.
+FOLDER/found-SIZE.pt, and two processes that run the example of docs/ring.md and write what it says to
+FOLDER/said-RANK.txt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -142,12 +146,28 @@ CASES = {
     "negative scale": Case(CAUSAL, composed=lambda p: {"score": qkv.scores.Dot(-0.4)}),
 }
 
+# Two processes, with tiles larger than their chunks, run the cases that take another way through the ring or the
+# engine; four processes, with chunks of several tiles, run all.
+OF_TWO = (
+    "causal", "no mask", "out alone", "float32", "flash", "tiled", "window", "documents, causal", "left padding",
+    "not a number in padding", "dense", "of heads and items", "more keys than queries", "fewer keys than queries",
+    "sink", "learned key", "ALiBi, learned", "by distance, more keys", "dense bias", "additive",
+)  # fmt: skip
 
 MEASURED = (
     "causal", "no mask", "float32", "window", "window ahead", "documents, causal", "left padding",
     "not a number in padding", "random blocks", "of heads and items", "more keys than queries", "sink", "learned key",
     "off by one, and nothing visible", "ALiBi", "T5", "dense bias", "additive",
 )  # fmt: skip
+MEASURED_OF_TWO = (
+    "causal", "no mask", "window ahead", "documents, causal", "not a number in padding", "of heads and items",
+    "more keys than queries", "sink", "T5", "additive",
+)  # fmt: skip
+
+
+def of(size: int) -> tuple[list[str], list[str]]:
+    """The cases that a group of so many processes runs, and those whose statistics it measures."""
+    return ([*OF_TWO], [*MEASURED_OF_TWO]) if size == 2 else ([*CASES], [*MEASURED])
 
 
 def measured(case: Case, move: Callable[..., Tensor], **group: Any) -> dict[str, Tensor]:
@@ -276,8 +296,9 @@ def main(rank: int, size: int, folder: Path) -> None:
     group = dist.group.WORLD
     assert group is not None
     with _tiles(4 if size == 4 else 256):
-        found: dict[str, Any] = {name: _shared(case, group) for name, case in CASES.items()}
-        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in MEASURED}
+        names, statistics = of(size)
+        found: dict[str, Any] = {name: _shared(CASES[name], group) for name in names}
+        found["statistics"] = {name: _shared_statistics(CASES[name], group) for name in statistics}
     whole = torch.arange(24)
     mine = qkv.ring.positions(24, group)
     assert torch.equal(mine, qkv.ring.shard(whole, group, dim=0))
@@ -295,6 +316,17 @@ def main(rank: int, size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def documented(rank: int, port: int, folder: Path) -> None:
+    """Run the page's code in one of two processes, with the environment that torchrun gives it."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    page = (Path(__file__).parents[1] / "docs" / "ring.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    with (folder / f"said-{rank}.txt").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        exec(compile(code, "docs/ring.md", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
 @contextlib.contextmanager
 def _tiles(size: int) -> Iterator[None]:
     """Tiles so small that a chunk is made of several."""
@@ -306,7 +338,12 @@ if __name__ == "__main__":
     # Forked, not spawned: they import torch once between them.
     fork = multiprocessing.get_context("fork")
     places = [(rank, int(size)) for size in sys.argv[2:] for rank in range(int(size))]
-    processes = [fork.Process(target=main, args=(*place, Path(sys.argv[1]))) for place in places]
+    folder = Path(sys.argv[1])
+    processes = [fork.Process(target=main, args=(*place, folder)) for place in places]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes += [fork.Process(target=documented, args=(rank, port, folder)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -404,24 +404,18 @@ def python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_import_does_not_load_transformers() -> None:
+@pytest.mark.slow
+def test_import_neither_loads_transformers_nor_registers() -> None:
     python("""
 import sys, qkv.huggingface
 assert callable(qkv.huggingface.use)
-assert "transformers" not in sys.modules
-""")
-
-
-@pytest.mark.slow
-def test_import_does_not_register() -> None:
-    python("""
-import qkv.huggingface
+assert "transformers" not in sys.modules, "transformers is loaded"
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 def names():
     return set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)
 attention, masks = names()
-assert "qkv" not in attention | masks
+assert "qkv" not in attention | masks, "registered by import"
 qkv.huggingface.register()
 assert names() == (attention | {"qkv"}, masks | {"qkv"})
 """)

@@ -110,23 +110,15 @@ qkv.cache, qkv.huggingface, qkv.models, qkv.nn, qkv.ring, qkv.testing, qkv.lab
 """
 
 
-def test_the_core_loads_nothing_heavy() -> None:
-    loaded = python(
-        f"import sys, torch, numpy, jaxtyping; a = set(sys.modules)\n{CORE}\nprint(*set(sys.modules) - a)"
-    ).split()
-    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
-    assert {name.split(".")[0] for name in loaded} & HEAVY == set()
-
-
 def test_import_loads_no_module_of_the_package() -> None:
     """Names load on first use: `attend` without models, `models` without the profiler."""
     ours = "*sorted(n.removeprefix('qkv.') for n in sys.modules if n[:4] == 'qkv.'), 'torch' in sys.modules"
-    assert python(f"import sys, qkv; print({ours})").split() == ["_lazy", "errors", "False"]
-    core = set(python(f"import sys, qkv; qkv.attend; print({ours})").split())
+    said = python(f"import sys, qkv; print({ours}); qkv.attend; print({ours}); from qkv import models; print({ours})")
+    at_once, core, models = (line.split() for line in said.splitlines())
+    assert at_once == ["_lazy", "errors", "False"]
     assert "attention" in core
     assert not {name.split(".")[0] for name in core} & set(ORDER[ORDER.index("testing") :])
-    models = set(python(f"import sys; from qkv import models; print({ours})").split())
-    assert {"models.decoder", "nn"} <= models
+    assert {"models.decoder", "nn"} <= set(models)
     assert not {name.split(".")[0] for name in models} & set(ORDER[ORDER.index("huggingface") :])
 
 
@@ -170,11 +162,12 @@ except ModuleNotFoundError as error:
     assert "is blocked" in out
 
 
-def test_import_is_inert() -> None:
+def test_the_core_is_inert_and_loads_nothing_heavy() -> None:
     """No patches, no threads, no environment, no seeds, no settings of torch."""
-    python(
+    loaded = python(
         """
 import os, sys, threading, warnings, torch, numpy, jaxtyping
+modules = set(sys.modules)
 def state():
     return (
         dict(os.environ), threading.active_count(), torch.get_num_threads(), torch.get_default_dtype(),
@@ -185,8 +178,10 @@ def state():
 before = state()
 """
         + CORE
-        + "assert state() == before"
-    )
+        + "assert state() == before\nprint(*set(sys.modules) - modules)"
+    ).split()
+    assert {"qkv.kernels.tiled", "qkv.models.decoder", "qkv.testing.masks"} <= set(loaded)
+    assert {name.split(".")[0] for name in loaded} & HEAVY == set()
 
 
 def test_names_that_do_not_exist_are_said_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import platform
 from collections.abc import Callable
@@ -314,7 +315,7 @@ def test_maps_are_kept_for_short_texts(map_tokens: int, kept: bool) -> None:
 
 
 def test_maps_are_kept_only_if_all_texts_are_short(minilm: Loaded) -> None:
-    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20}
+    settings: dict[str, Any] = {"tokenizer": minilm.tokenizer, "progress": False, "map_tokens": 20, "layers": [0]}
     assert "weights" in profile(minilm.model, TEXTS[1:], **settings).data
     assert "weights" not in profile(minilm.model, TEXTS, **settings).data
 
@@ -402,12 +403,20 @@ def test_bundled_texts() -> None:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 LLAMA, IDS = "llama", [5, 6, 7]
+loaded = functools.cache(load)
+
+
+def by_gpt2(inputs: Any, **settings: Any) -> Profile:
+    """As `profile("random-gpt2", inputs, …)`, of a model that is made once."""
+    return profile(loaded("random-gpt2").model, inputs, tokenizer=loaded("random-gpt2").tokenizer, **settings)
+
+
 ERRORS: dict[str, tuple[Callable[[], object], str, str | None]] = {
     "empty text": (lambda: profile("random-gpt2", ""), "inputs", "is empty"),
-    "blank text": (lambda: profile("random-gpt2", " \n\t "), "inputs", "is empty"),
-    "an empty text among others": (lambda: profile("random-gpt2", ["a", ""]), "inputs", "is empty"),
-    "no text": (lambda: profile("random-gpt2", []), "inputs", "no text"),
-    "texts of numbers": (lambda: profile("random-gpt2", [1, 2]), "inputs", "holds int"),
+    "blank text": (lambda: by_gpt2(" \n\t "), "inputs", "is empty"),
+    "an empty text among others": (lambda: by_gpt2(["a", ""]), "inputs", "is empty"),
+    "no text": (lambda: by_gpt2([]), "inputs", "no text"),
+    "texts of numbers": (lambda: by_gpt2([1, 2]), "inputs", "holds int"),
     "too long": (lambda: profile("minilm", "word " * 511), "inputs", "513 tokens"),
     "too long, where positions count from 2": (
         lambda: profile(hf.build("roberta"), torch.full((63,), 5)),
@@ -424,7 +433,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str, str | None]] = {
         "target",
         "no tokens",
     ),
-    "target without a decoder": (lambda: profile("random-gpt2", "a", target="b"), "target", None),
+    "target without a decoder": (lambda: by_gpt2("a", target="b"), "target", None),
     "no tokenizer": (lambda: profile(hf.build(LLAMA), "text"), "inputs", "no tokenizer"),
     "ids too large": (lambda: profile(hf.build(LLAMA), torch.tensor([5, 97])), "inputs", r"5\.\.97"),
     "ids negative": (lambda: profile(hf.build(LLAMA), torch.tensor([-1, 5])), "inputs", r"-1\.\.5"),
@@ -439,12 +448,12 @@ ERRORS: dict[str, tuple[Callable[[], object], str, str | None]] = {
     "bool ids": (lambda: profile(hf.build(LLAMA), torch.ones(3) > 0), "inputs", "bool"),
     "ids of three dimensions": (lambda: profile(hf.build(LLAMA), torch.ones(1, 2, 3).long()), "inputs", r"\(1, 2, 3\)"),
     "no ids": (lambda: profile(hf.build(LLAMA), torch.ones(0).long()), "inputs", "no tokens"),
-    "no layers": (lambda: profile("random-gpt2", "a", layers=[]), "layers", r"\[\]"),
-    "negative layers": (lambda: profile("random-gpt2", "a", layers=[0, -1]), "layers", "from 0"),
-    "layers beyond": (lambda: profile("random-gpt2", "a", layers=[6, 9]), "layers", r"\[6, 9\]"),
-    "some layers beyond": (lambda: profile("random-gpt2", "a", layers=[0, 6]), "layers", r"\[0, 6\]"),
-    "window": (lambda: profile("random-gpt2", "a", local_window=0), "local_window", None),
-    "maps": (lambda: profile("random-gpt2", "a", map_tokens=-1), "map_tokens", None),
+    "no layers": (lambda: by_gpt2("a", layers=[]), "layers", r"\[\]"),
+    "negative layers": (lambda: by_gpt2("a", layers=[0, -1]), "layers", "from 0"),
+    "layers beyond": (lambda: by_gpt2("a", layers=[6, 9]), "layers", r"\[6, 9\]"),
+    "some layers beyond": (lambda: by_gpt2("a", layers=[0, 6]), "layers", r"\[0, 6\]"),
+    "window": (lambda: by_gpt2("a", local_window=0), "local_window", None),
+    "maps": (lambda: by_gpt2("a", map_tokens=-1), "map_tokens", None),
     "dtype": (lambda: profile("random-gpt2", "a", dtype="float8"), "dtype", None),
     "no folder": (lambda: profile("./no/such/folder", "a"), "model", "no folder"),
     "no attention": (lambda: profile(nn.Embedding(9, 3), torch.tensor(IDS)), "model", "Embedding made no"),

@@ -60,7 +60,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["-W", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees"), str(pages.DOCS)]
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", *command, str(folder / "html")],
-        env={**os.environ, "QKV_DOCS_EXECUTE": "off", "QKV_DOCS_THEME": "basic"},  # no menu of all pages on each
+        # no search index, and no menu of all pages on each
+        env={**os.environ, "QKV_DOCS_EXECUTE": "off", "QKV_DOCS_SEARCH": "off", "QKV_DOCS_THEME": "basic"},
         capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,15 @@ def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
     assert_type(qkv.models.load("qkv-caption"), Captioner)
 """
 
+# A comment that hides no error is an error itself. Were the errors shown, mypy's cache could not keep this module, and
+# every run would load the types of torch again.
+WRONG = """
+import qkv
+
+qkv.masks.Window("3")  # type: ignore[arg-type]
+qkv.attned  # type: ignore[attr-defined]
+"""
+
 
 def module(page: str) -> str:
     """The name of a page's module."""
@@ -77,12 +86,12 @@ def type_errors() -> list[str]:
         for page in PAGES:
             Path(folder, f"{module(page)}.py").write_text("\n\n".join(b.code for b in pages.python(page)) + "\n")
         Path(folder, "returns.py").write_text(RETURNS)
-        Path(folder, "wrong.py").write_text('import qkv\n\nqkv.masks.Window("3")\nqkv.attned\n')
+        Path(folder, "wrong.py").write_text(WRONG)
         done = subprocess.run(
             [sys.executable, "-m", "mypy", "--strict", *sorted(map(str, Path(folder).glob("*.py")))],
             cwd=pages.ROOT, env={"MYPYPATH": str(pages.ROOT / "src")}, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 1, done.stdout + done.stderr
+        assert done.returncode in (0, 1), done.stdout + done.stderr
         # mypy's cache knows an unchanged page by the folder of the run before.
         lines = (re.match(r"\S*?((?:page_|returns|wrong)\w*\.py:.*)", line) for line in done.stdout.splitlines())
         return [line[1] for line in lines if line]
@@ -98,7 +107,4 @@ def test_return_types_follow_the_arguments() -> None:
 
 
 def test_mypy_finds_wrong_code() -> None:
-    found = [line for line in type_errors() if line.startswith("wrong.py:")]
-    assert len(found) == 2
-    assert "arg-type" in found[0]
-    assert "attr-defined" in found[1]
+    assert [line for line in type_errors() if line.startswith("wrong.py:")] == []

@@ -50,9 +50,9 @@ ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>$|{}#"})
 
 
 def write(app: Sphinx) -> None:
-    path = Path(app.srcdir) / "every-error.md"
-    if not path.exists() or path.read_text(encoding="utf-8") != page():
-        path.write_text(page(), encoding="utf-8")
+    path, text = Path(app.srcdir) / "every-error.md", page()
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
