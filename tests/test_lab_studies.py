@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -190,9 +191,14 @@ def test_jacobian_norm_agrees_with_autograd() -> None:
         torch.testing.assert_close(found, jacobian.norm())
 
 
+@functools.cache
+def random_scores(seed: int) -> dict[str, Any]:
+    return scaling.random_scores(seed, 2000)
+
+
 def excesses(**unit: float) -> Results:
     """Real random scores, and made-up training results; `unit` is the excess loss of the unscaled models."""
-    scores = [Outcome(s, measured=scaling.random_scores(s, 2000)) for s in range(2)]
+    scores = [Outcome(s, measured=random_scores(s)) for s in range(2)]
     variants: dict[str, list[Outcome]] = {}
     for kind in (scaling.SMALL, scaling.UNIT):
         for d in scaling.TRAINED:
