@@ -192,7 +192,7 @@ def test_jacobian_norm_agrees_with_autograd() -> None:
 
 
 @functools.cache
-def random_scores(seed: int) -> dict[str, Any]:
+def random_scores(seed: int) -> dict[str, float]:
     return scaling.random_scores(seed, 2000)
 
 
