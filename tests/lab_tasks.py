@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -74,3 +76,19 @@ def weights(folder: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model" / "model.safetensors")
+
+
+def train_slowly(folder: Path, pause: float) -> None:
+    """Train on `Counting`, with the number of each step on standard output and a pause after it."""
+    from qkv.lab import loop
+
+    step = loop._step
+
+    def slow(*args: Any) -> Any:
+        found = step(*args)
+        print(args[-1] + 1, flush=True)
+        time.sleep(pause)
+        return found
+
+    loop._step = slow
+    loop.train(Counting(), Counting.training(), folder, progress=False)
