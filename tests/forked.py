@@ -24,14 +24,13 @@ class Forked:
         function: a function of a module that tests can import; better not of a test module, which imports more.
         args: its arguments, which can be pickled.
         folder: gets the files ``out`` and ``errors``.
-        environment: variables that only this process has.
+        environment: variables that it has besides those of this process.
     """
 
     def __init__(self, function: Callable[..., object], *args: Any, folder: Path, **environment: str) -> None:
         self._out, self._errors = folder / "out", folder / "errors"
-        self._process = CONTEXT.Process(
-            target=_call, args=(function, args, str(self._out), str(self._errors), environment), daemon=True
-        )
+        given = (function, args, str(self._out), str(self._errors), {**os.environ, **environment})
+        self._process = CONTEXT.Process(target=_call, args=given, daemon=True)
         self._process.start()
 
     @property
@@ -79,6 +78,7 @@ def _call(
 
     for name, stream in ((out, sys.stdout), (errors, sys.stderr)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+    os.environ.clear()  # those of the server when it started
     os.environ.update(environment)
     torch.set_num_threads(1)
     function(*args)
