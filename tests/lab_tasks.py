@@ -1,15 +1,19 @@
-"""A task that trains within a test, with dropout and with micro-batches of unequal numbers of targets."""
+"""A task that trains within a test, with dropout and with micro-batches of unequal numbers of targets, and more."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from qkv.lab.experiments.base import FAILS, HOLDS, Conclusion, Experiment, Results, Setting, Verdict, larger
 from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models import DecoderConfig, DecoderLM
@@ -69,8 +73,63 @@ class Counting:
         return {"note.txt": "seven"}
 
 
+class Tiny(Experiment):
+    """Two variants; ``same`` shares the first run of ``plain``."""
+
+    name = "tiny"
+    question = "Does it count?"
+    claims = ("C900",)
+    curves = ("loss", "evaluation.loss")
+    task = Counting()
+
+    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+        training = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
+        runs = [Setting(self.task, replace(training, seed=seed)) for seed in range(1 if quick else 2)]
+        return {"plain": runs, "same": runs[:1]}
+
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        assert not torch.is_grad_enabled()
+        assert not model.training
+        return {"seven": 7.0000001}
+
+    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
+        return {"computed": [{"x": 0.5}]}
+
+    def conclude(self, results: Results) -> Conclusion:
+        seen = results.values("plain", "measured.seven")
+        holds = HOLDS if larger(seen, results.values("computed", "measured.x")) else FAILS
+        return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
+
+    def figure(self, results: Results) -> Figure:
+        return Figure()
+
+
 def weights(folder: Any) -> dict[str, Tensor]:
     """The weights of a finished run."""
     from safetensors.torch import load_file
 
     return load_file(folder / "model" / "model.safetensors")
+
+
+def prepared_length(corpus: str, cache: str) -> int:
+    """The number of training tokens of a corpus, which this process prepares unless another has."""
+    from qkv.lab.tokens import prepare
+
+    os.environ["QKV_CACHE"] = cache
+    return len(prepare(corpus, "bpe", 280).train)
+
+
+def train_slowly(folder: Path, pause: float) -> None:
+    """Train on `Counting`, with the number of each step on standard output and a pause after it."""
+    from qkv.lab import loop
+
+    step = loop._step
+
+    def slow(*args: Any) -> Any:
+        found = step(*args)
+        print(args[-1] + 1, flush=True)
+        time.sleep(pause)
+        return found
+
+    loop._step = slow
+    loop.train(Counting(), Counting.training(), folder, progress=False)

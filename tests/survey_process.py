@@ -1,5 +1,4 @@
-"""One process of a survey, for tests of many: ``python survey_process.py FOLDER SHARDS SHARD`` kills itself once it
-has written that shard (-1: none)."""
+"""One process of a survey, for tests of many."""
 
 from __future__ import annotations
 
@@ -29,6 +28,7 @@ def own_survey(out: Path, **settings: Any) -> surveys.Survey:
 
 
 def main(out: Path, shards: int, last: int) -> None:
+    """Run a survey, and kill this process once it has written the shard `last` (-1: none)."""
     write = surveys._write
 
     def then_die(path: Path, *rest: Any) -> None:
@@ -43,7 +43,3 @@ def main(out: Path, shards: int, last: int) -> None:
     except surveys.Incomplete as error:
         print(error)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -6,27 +6,25 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.figure import Figure
 from torch import nn
 
 from conftest import refused
-from lab_tasks import Counting
+from forked import CONTEXT
+from lab_tasks import Counting, Tiny
 from qkv.errors import InputError
 from qkv.lab import Diverged, experiments
-from qkv.lab.experiments import experiment, names
+from qkv.lab.experiments import data, experiment, masks, mechanism, names, normalizers
 from qkv.lab.experiments.base import (
     FAILS,
     HOLDS,
     UNSEEN,
     Conclusion,
-    Experiment,
     Outcome,
     Results,
     Setting,
@@ -36,38 +34,10 @@ from qkv.lab.experiments.base import (
 from qkv.lab.experiments.run import key, run_experiment, table
 from qkv.lab.experiments.sinks import TASK, Sweep
 from qkv.lab.task import Measured
+from qkv.lab.tasks import backcopy
 
-TRAINING = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
-
-
-class Tiny(Experiment):
-    """Two variants; ``same`` shares the first run of ``plain``."""
-
-    name = "tiny"
-    question = "Does it count?"
-    claims = ("C900",)
-    curves = ("loss", "evaluation.loss")
-    task = Counting()
-
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        runs = [Setting(self.task, replace(TRAINING, seed=seed)) for seed in range(1 if quick else 2)]
-        return {"plain": runs, "same": runs[:1]}
-
-    def measure(self, model: nn.Module, setting: Setting) -> Measured:
-        assert not torch.is_grad_enabled()
-        assert not model.training
-        return {"seven": 7.0000001}
-
-    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        return {"computed": [{"x": 0.5}]}
-
-    def conclude(self, results: Results) -> Conclusion:
-        seen = results.values("plain", "measured.seven")
-        holds = HOLDS if larger(seen, results.values("computed", "measured.x")) else FAILS
-        return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
-
-    def figure(self, results: Results) -> Figure:
-        return Figure()
+MEASURING = (data, masks, mechanism, normalizers)
+"""The modules that measure some held-out texts."""
 
 
 class Poisoned(Tiny):
@@ -155,7 +125,8 @@ def test_diverged_run_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_give_the_same_results(tmp_path: Path) -> None:
+def test_several_processes_give_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "get_context", lambda _: CONTEXT)  # starts faster
     one = run_experiment(Tiny(), tmp_path / "one", quick=False).json_path
     two = run_experiment(Tiny(), tmp_path / "two", quick=False, jobs=2).json_path
     assert json.loads(one.read_text())["variants"] == json.loads(two.read_text())["variants"]
@@ -393,7 +364,10 @@ def test_quick_forms_run_and_share_runs(tmp_path: Path, trained: list[Path]) -> 
 
 
 @pytest.mark.slow
-def test_quick_forms_measure_finite_numbers(tmp_path: Path) -> None:
+def test_quick_forms_measure_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, held_out in ((backcopy, ("EVALUATED", "CHECKED")), *((m, ("TEXTS",)) for m in MEASURING)):
+        for name in held_out:
+            monkeypatch.setattr(module, name, 4)  # texts: enough for numbers that are finite
     for name in ("mechanism", "first_token", "prefix", "window", "normalizers"):  # they share runs
         result = experiments.run(name, tmp_path, quick=True)
         found = json.loads(result.json_path.read_text())

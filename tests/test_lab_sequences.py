@@ -323,9 +323,8 @@ def learnt(task: Any, training: Training) -> DecoderLM:
     """A minimal training loop."""
     torch.manual_seed(training.seed)
     model: DecoderLM = task.build()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(training.beta1, training.beta2), weight_decay=training.weight_decay
-    )
+    betas, decay = (training.beta1, training.beta2), training.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=decay, fused=True)
     for step in range(training.steps):
         for group in optimizer.param_groups:
             group["lr"] = training.lr_at(step)
@@ -339,9 +338,9 @@ def learnt(task: Any, training: Training) -> DecoderLM:
 @pytest.mark.slow
 @torch.no_grad()
 def test_reversal_is_learnt_by_mirror_heads() -> None:
-    task = Reversal()
+    task = Reversal(length=4, symbols=10, model=replace(Reversal().model, d_model=32))
     with torch.enable_grad():
-        model = learnt(task, task.training())
+        model = learnt(task, replace(task.training(), steps=200, batch=24, lr=4e-3))
     measured, found = task.evaluate(model), task.check(model)
     assert measured["token_accuracy"] >= 0.99
     assert found["best"] >= 0.95
@@ -351,9 +350,9 @@ def test_reversal_is_learnt_by_mirror_heads() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_recall_is_learnt_by_an_induction_head_of_the_second_layer() -> None:
-    task = Recall()
+    task = Recall(max_length=6, symbols=10)
     with torch.enable_grad():
-        model = learnt(task, task.training())
+        model = learnt(task, replace(task.training(), steps=400))
     found = task.check(model)
     assert task.evaluate(model)["accuracy"] >= 0.98
     assert found["best"] > 0.5
@@ -368,8 +367,9 @@ def test_recall_is_learnt_by_an_induction_head_of_the_second_layer() -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_copy_is_learnt_by_a_head_that_attends_to_the_source() -> None:
-    task = replace(Copy(), min_length=4, max_length=6, longest=6)
+    """With learned positions, since ALiBi needs many more steps until a head finds tokens a fixed distance away."""
+    task = Copy(max_length=5, longest=5, symbols=10, model=replace(Copy().model, positions="learned"))
     with torch.enable_grad():
-        model = learnt(task, replace(task.training(), steps=800))
+        model = learnt(task, replace(task.training(), steps=250))
     assert task.evaluate(model)["token_accuracy"] >= 0.9
     assert task.check(model)["best"] >= 0.6

@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +14,14 @@ import pytest
 import torch
 
 from conftest import refused
-from lab_tasks import Counting, weights
+from forked import Forked, free_port
+from lab_tasks import Counting, train_slowly, weights
 from qkv import models
 from qkv.errors import InputError
 from qkv.lab import Diverged, Interrupted, log, resume, train
 from qkv.lab.task import Training
 
 TRAINING = Counting.training()
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -69,108 +67,80 @@ def test_same_seed_gives_same_weights_and_another_seed_others(whole: Path, tmp_p
     assert any(not torch.equal(x, weights(other)[name]) for name, x in weights(whole).items())
 
 
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {here!r})
-import torch; torch.set_num_threads(1)
-from pathlib import Path
-from lab_tasks import Counting
-from qkv.lab import loop
-step = loop._step
-def slow(*args):
-    found = step(*args)
-    print(args[-1] + 1, flush=True)
-    time.sleep({pause})
-    return found
-loop._step = slow
-loop.train(Counting(), Counting.training(), Path({folder!r}), progress=False)
-"""
+def started(folder: Path, pause: float = 0.05) -> Forked:
+    """A process that trains in ``run``, prints the number of each step, and then waits for `pause` seconds."""
+    return Forked(train_slowly, folder / "run", pause, folder=folder)
 
 
-def started(folder: Path, pause: float = 0.05) -> subprocess.Popen[str]:
-    code = textwrap.dedent(SCRIPT).format(here=str(HERE), folder=str(folder), pause=pause)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def standard_error(process: subprocess.Popen[str]) -> str:
-    """Wait for the end; returns standard error."""
-    return process.communicate()[1]
-
-
-def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line) == step:
-            return
-    assert process.stderr is not None
-    raise AssertionError(process.stderr.read())
+def wait_for_step(process: Forked, step: int) -> None:
+    while f"{step}\n" not in process.out:
+        assert process.running, process.errors
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 7])
 def test_killed_run_resumes_to_the_same_weights(whole: Path, tmp_path: Path, step: int) -> None:
-    process = started(tmp_path)
+    process, folder = started(tmp_path), tmp_path / "run"
     wait_for_step(process, step)
-    process.kill()
-    standard_error(process)
-    assert not (tmp_path / "result.json").exists()
-    assert [p.name for p in resume.checkpoints(tmp_path)] == ([] if step < 4 else ["checkpoint-00000004"])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (folder / "result.json").exists()
+    assert [p.name for p in resume.checkpoints(folder)] == ([] if step < 4 else ["checkpoint-00000004"])
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "los')  # a line that was cut short
-    train(Counting(), TRAINING, tmp_path, progress=False)
-    assert_same_weights(whole, tmp_path)
-    steps = [x["step"] for x in log.read(tmp_path / "metrics.jsonl") if "loss" in x]
+    train(Counting(), TRAINING, folder, progress=False)
+    assert_same_weights(whole, folder)
+    steps = [x["step"] for x in log.read(folder / "metrics.jsonl") if "loss" in x]
     assert steps == list(range(1, 13))
 
 
 @pytest.mark.slow
 def test_interrupt_saves_a_checkpoint_and_says_how_to_resume(whole: Path, tmp_path: Path) -> None:
-    process = started(tmp_path, 0.1)
+    process, folder = started(tmp_path, 0.1), tmp_path / "run"
     wait_for_step(process, 5)
-    process.send_signal(signal.SIGINT)
-    errors = standard_error(process)
-    assert process.returncode != 0
-    assert "Interrupted: stopped at step 5 after saving a checkpoint; run the same command again to resume" in errors
-    assert resume.checkpoints(tmp_path)[-1].name == "checkpoint-00000005"
-    train(Counting(), TRAINING, tmp_path, progress=False)
-    assert_same_weights(whole, tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() != 0
+    said = "Interrupted: stopped at step 5 after saving a checkpoint; run the same command again to resume"
+    assert said in process.errors
+    assert resume.checkpoints(folder)[-1].name == "checkpoint-00000005"
+    train(Counting(), TRAINING, folder, progress=False)
+    assert_same_weights(whole, folder)
 
 
 def test_interrupted_is_a_keyboard_interrupt() -> None:
     assert issubclass(Interrupted, KeyboardInterrupt)
 
 
-def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(whole: Path, tmp_path: Path) -> None:
-    quiet = Counting(model=replace(Counting().model, dropout=0.0))
-    one = train(quiet, TRAINING, tmp_path / "one", progress=False).folder
-    four = train(quiet, replace(TRAINING, accumulate=4), tmp_path / "four", progress=False).folder
-    for name, x in weights(one).items():
+def quiet() -> Counting:
+    """The task without dropout, which differs between parts of a batch."""
+    return Counting(model=replace(Counting().model, dropout=0.0))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without dropout, in one process and with whole batches."""
+    return train(quiet(), TRAINING, tmp_path_factory.mktemp("alone"), progress=False).folder
+
+
+def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(alone: Path, tmp_path: Path) -> None:
+    four = train(quiet(), replace(TRAINING, accumulate=4), tmp_path / "four", progress=False).folder
+    for name, x in weights(alone).items():
         torch.testing.assert_close(x, weights(four)[name], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_weights_as_one(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import sys, dataclasses\n"
-        f"sys.path.insert(0, {str(HERE)!r})\n"
-        "import torch; torch.set_num_threads(1)\n"
-        "from pathlib import Path\n"
-        "from lab_tasks import Counting\n"
-        "from qkv.lab import train\n"
-        "task = Counting(model=dataclasses.replace(Counting().model, dropout=0.0))\n"
-        "if __name__ == '__main__':\n"
-        "    training = dataclasses.replace(Counting.training(), accumulate=int(sys.argv[2]))\n"
-        "    train(task, training, Path(sys.argv[1]), progress=False)\n"
-    )
-    alone, together = tmp_path / "alone", tmp_path / "together"
-    subprocess.run([sys.executable, script, alone, "1"], check=True, capture_output=True)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    found = subprocess.run([*launch, together, "2"], check=False, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-3000:]
+def test_two_processes_train_the_same_weights_as_one(alone: Path, tmp_path: Path) -> None:
+    together = tmp_path / "together"
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, **world}  # as torchrun sets them
+        halves = replace(TRAINING, accumulate=2)
+        started.append(Forked(train, quiet(), halves, together, folder=tmp_path / rank, **ranks))
+    for process in started:
+        assert process.wait() == 0, process.errors
     processes = [json.loads((f / "result.json").read_text())["processes"] for f in (alone, together)]
     assert processes == [1, 2]
     losses = [[x["loss"] for x in log.read(f / "metrics.jsonl") if "loss" in x] for f in (alone, together)]

@@ -7,9 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -27,6 +24,7 @@ import hf_models as hf
 import qkv
 import survey_process
 from conftest import rand, refused
+from forked import Forked, free_port
 from qkv.cli import main
 from qkv.errors import InputError
 from qkv.figures import survey as survey_plots
@@ -500,27 +498,18 @@ def test_custom_statistics_cannot_have_the_old_name_of_a_built_in_one(name: str,
         own_survey(tmp_path, statistics=[own_statistic])
 
 
-def start(
-    out: Path, *, shards: int = 3, dies: int = -1, rank: int = 0, world: int = 1, port: int = 0
-) -> subprocess.Popen[str]:
+def start(out: Path, *, shards: int = 3, dies: int = -1, rank: int = 0, world: int = 1, port: int = 0) -> Forked:
     """A process of a survey, which kills itself once it has written shard `dies`."""
-    env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, survey_process.__file__, str(out), str(shards), str(dies)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    ranks = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    folder = out.parent / f"process{rank}"
+    folder.mkdir()
+    return Forked(survey_process.main, out, shards, dies, folder=folder, **ranks)
 
 
 @pytest.mark.slow
 def test_killed_survey_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     process = start(tmp_path / "a", dies=1)
-    process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL, process.errors
     assert len(list((tmp_path / "a" / "shards").iterdir())) == 2
     (tmp_path / "a" / "shards" / ".0002.qkv.zip.x.tmp").write_bytes(b"half a file")  # as of one killed while writing
     own_survey(tmp_path / "a"), own_survey(tmp_path / "b")
@@ -537,8 +526,7 @@ def test_two_processes_give_the_same_bytes_as_one(tmp_path: Path) -> None:
     port = free_port()
     processes = [start(tmp_path / f"rank{r}", rank=r, world=2, port=port) for r in (0, 1)]
     for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+        assert process.wait() == 0, process.errors
     one = own_survey(tmp_path / "one").packed()
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}" / "survey.qkv.zip").read_bytes() == one
@@ -552,11 +540,9 @@ def test_lost_process_is_reported_and_its_shards_are_redone(tmp_path: Path) -> N
     own_survey(tmp_path / "one", shards=4)
     healthy = start(tmp_path / "two", shards=4, rank=0, world=2, port=port)
     dying = start(tmp_path / "two", shards=4, dies=1, rank=1, world=2, port=port)
-    out, errors = healthy.communicate(timeout=120)
-    dying.communicate(timeout=120)
-    assert dying.returncode == -signal.SIGKILL
-    assert healthy.returncode == 1, errors
-    assert "1 of 4 shards are missing (3): of 2 processes some were lost; run the same command again" in out
+    assert dying.wait() == -signal.SIGKILL, dying.errors
+    assert healthy.wait() == 1, healthy.errors
+    assert "1 of 4 shards are missing (3): of 2 processes some were lost; run the same command again" in healthy.out
     again = own_survey(tmp_path / "two", shards=4)
     assert again.packed() == (tmp_path / "one" / "survey.qkv.zip").read_bytes()
 

@@ -63,10 +63,15 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
     >>> [round(found[name][0][0], 1) for name in ("sink", "sink_mass", "entropy_ratio")]
     [0.2, 0.2, 1.0]
     """
+    return attention_and_weights(model, ids)[0]
+
+
+def attention_and_weights(model: DecoderLM, ids: Int[Tensor, "b n"]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The results of `attention` and of `weights`, with one run of the model."""
     with _recorded(model) as record:
         found = weights(model, ids)
     first = found["first"]
-    return {
+    statistics: dict[str, Any] = {
         "sink": _by_head(first[..., 1:]),
         "sink_share": _by_head(first[..., 1:] > THRESHOLD),
         "sink_score": float((first.mean((0, 3)) > THRESHOLD).mean()),
@@ -76,6 +81,7 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
         "value_drain": [[x[0] / float(np.mean(x[1:])) for x in layer] for layer in record.pop("value_norms")],
         **record,
     }
+    return statistics, found
 
 
 def weights(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, np.ndarray]:

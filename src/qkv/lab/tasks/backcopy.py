@@ -138,7 +138,8 @@ class Backcopy:
         If a head is active at triggers and dormant elsewhere, ``trigger_previous`` and ``other_first`` are near 1.
         """
         ids = self.held_out(CHECKED)["ids"]
-        return {**track.attention(model, ids), **self._by_query(track.weights(model, ids), ids)}  # type: ignore[arg-type]
+        statistics, weights = track.attention_and_weights(model, ids)  # type: ignore[arg-type]
+        return {**statistics, **self._by_query(weights, ids)}
 
     def _by_query(self, weights: Mapping[str, np.ndarray], ids: Tensor) -> dict[str, list[list[float]]]:
         """Mean weights of trigger queries and of all others."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
 OnCall = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "softmax"), call, result
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """Inside, torch's functions are called directly: an `Intercept` would see each of them, which costs more time than
+    most of them take, and could mistake a softmax of a statistic for one of the model."""
+    return torch._C.DisableTorchFunction()
 
 
 class Intercept(TorchFunctionMode):

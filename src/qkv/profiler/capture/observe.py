@@ -31,7 +31,7 @@ from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.capture.inputs import Sequences
-from qkv.profiler.capture.intercept import Intercept
+from qkv.profiler.capture.intercept import Intercept, unwatched
 from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
 from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
@@ -144,7 +144,8 @@ class Observer:
                     "time; expected statistics over queries"
                 )
             if before.record is not None:
-                before.add(*self._measured(name, call, result, first=before.first, whole=False))
+                with unwatched():
+                    before.add(*self._measured(name, call, result, first=before.first, whole=False))
             return
         self._record(name, call, result, self._group(name, call, causal), causal, None, step=step)
 
@@ -269,8 +270,10 @@ class Observer:
             source = self.sources[name]
             self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
             return
-        statistics, weights = self._measured(name, call, result, first=first, queries=queries, whole=not step)
-        vectors = {} if step or self.sources[name] in WEIGHTS_ONLY else geometry(detached(call), first, queries, keys)
+        with unwatched():
+            statistics, weights = self._measured(name, call, result, first=first, queries=queries, whole=not step)
+            no_vectors = step or self.sources[name] in WEIGHTS_ONLY
+            vectors = {} if no_vectors else geometry(detached(call), first, queries, keys)
         self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qkv._engine.call import at_least_float32
 from qkv.errors import InputError
 from qkv.huggingface.attention import routes
+from qkv.profiler.capture.intercept import unwatched
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -242,7 +243,8 @@ class Residuals:
         texts = hidden if real is None or bool(real.all()) else [x[r] for x, r in zip(hidden, real, strict=True)]
         states = self.stacks.setdefault(stack, Residual(stack)).states
         assert depth == len(states)
-        states.append([_summarised(x.to(at_least_float32(x.dtype))) for x in texts])
+        with unwatched():
+            states.append([_summarised(x.to(at_least_float32(x.dtype))) for x in texts])
 
 
 def joined(parts: Sequence[Residual]) -> xr.Dataset:

@@ -1,0 +1,84 @@
+"""Processes for tests, forked from a server that has imported what they need: imports take seconds, a fork none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "accelerate", "accelerate.utils", "qkv.lab.loop", "qkv.lab.experiments.run", "qkv.lab.draw",
+     "qkv.lab.tokens", "qkv.profiler.surveys.survey", "torch.distributed.tensor", "torch._dynamo"]
+)  # fmt: skip
+
+
+class Forked:
+    """A process that calls a function of a module; its output goes to files in `folder`.
+
+    Args:
+        function: a function of a module that tests can import; better not of a test module, which imports more.
+        args: its arguments, which can be pickled.
+        folder: gets the files ``out`` and ``errors``.
+        environment: variables that it has besides those of this process.
+    """
+
+    def __init__(self, function: Callable[..., object], *args: Any, folder: Path, **environment: str) -> None:
+        self._out, self._errors = folder / "out", folder / "errors"
+        given = (function, args, str(self._out), str(self._errors), {**os.environ, **environment})
+        self._process = CONTEXT.Process(target=_call, args=given, daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """For signals."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output so far."""
+        return self._out.read_text() if self._out.exists() else ""
+
+    @property
+    def errors(self) -> str:
+        """What it has written to standard error so far."""
+        return self._errors.read_text() if self._errors.exists() else ""
+
+    def wait(self, seconds: float = 120) -> int:
+        """Wait for the end; returns the exit status, or minus the number of the signal that ended it."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            raise AssertionError(f"the process did not end within {seconds} seconds: {self.out}{self.errors}")
+        return code
+
+
+def free_port() -> int:
+    """A port at which no server listens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _call(
+    function: Callable[..., object], args: tuple[Any, ...], out: str, errors: str, environment: dict[str, str]
+) -> None:
+    import torch
+
+    for name, stream in ((out, sys.stdout), (errors, sys.stderr)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+    os.environ.clear()  # those of the server when it started
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function(*args)
