@@ -30,7 +30,7 @@ WAVE = 32  # blocks of queries prepared at a time: enough work for all threads, 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some heads of one batch item, the tiling of their score matrix, and the block status of each tile."""
+    """Some heads of a batch item or of a few, the tiling of their score matrix, and the block status of each tile."""
 
     tiles: ScoreTiles
     rows: list[slice]
@@ -46,7 +46,9 @@ class Group:
 
     def visible(self, x: Float[Tensor, "n k d"], masked: Bool[Tensor, "b h q k"]) -> Float[Tensor, "n k d"]:
         """Keys or values of a tile (key heads, k, d), with zeros where fully masked unless all are finite."""
-        return x if self.finite else zero_masked_keys(x[None], ~masked)[0]
+        if self.finite:
+            return x
+        return zero_masked_keys(x.unflatten(0, (self.tiles.shape[0], -1)), ~masked).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(1, heads, queries)."""
+        """(batch items, heads, queries)."""
         return (*self.group.tiles.shape, self.rows.stop - self.rows.start)
 
     @cached_property
@@ -202,16 +204,28 @@ def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.devic
         reducer.finish(groups[which], job)
 
 
-def groups(call: Call, size: int | None = None) -> Iterator[Group]:
-    """The groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`)."""
+def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Iterator[Group]:
+    """The groups of heads of every batch item of a call, with tiles of `size` (by default `tile_size`).
+
+    `batched` allows groups of several batch items, for short sequences.
+    """
     key_heads, (n_queries, n_keys) = call.k.shape[1], (call.q.shape[2], call.k.shape[2])
     together = heads_together(call, sizes(call.q.device).heads)
     size = tile_size(call) if size is None else size
     rows, columns = list(spans(n_queries, size)), list(spans(n_keys, size))
-    for item in range(len(call.q)):
+    for items in spans(len(call.q), _items_together(call, min(together, key_heads), size) if batched else 1):
         for heads in spans(key_heads, together):
-            tiles = ScoreTiles(call, slice(item, item + 1), heads)
+            tiles = ScoreTiles(call, items, heads)
             yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
+
+
+def _items_together(call: Call, key_heads: int, size: int) -> int:
+    """Batch items per group: as many as fit into one tile of the table's size, but enough groups for all threads."""
+    table, (b, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
+    scores = key_heads * (h // of_keys) * min(n_queries, size) * min(n_keys, size)
+    threads = torch.get_num_threads() if call.q.device.type == "cpu" else 1
+    shares = -(-threads // -(-of_keys // key_heads))
+    return max(1, min(table.heads * table.tile**2 // max(scores, 1), -(-b // shares)))
 
 
 def tile_size(call: Call) -> int:

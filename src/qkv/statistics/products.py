@@ -50,7 +50,7 @@ def weights_transposed_matmul(
     """
     call, w = _ready(call, "w", w, call.q.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:2], call.k.shape[2], w.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call), _Transposed(rows, w, queries, out), call.q.device)
+    reduce_tiles(groups(call, batched=True), _Transposed(rows, w, queries, out), call.q.device)
     return out.to(at_least_float32(call.q.dtype))
 
 
@@ -82,7 +82,7 @@ def weights_matmul(
     """
     call, x = _ready(call, "x", x, call.k.shape[2], queries)
     out = call.q.new_zeros(*call.q.shape[:3], x.shape[3], dtype=torch.float64)
-    reduce_tiles(groups(call), _Product(rows, x, queries, out), call.q.device)
+    reduce_tiles(groups(call, batched=True), _Product(rows, x, queries, out), call.q.device)
     return out.to(at_least_float32(call.q.dtype))
 
 

@@ -40,7 +40,8 @@ class Request:
 def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> None:
     """Add the statistics of all rows of `call` to `sums`."""
     size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
-    reduce_tiles(groups(call, size), _Statistics(rows, request, sums, size), call.q.device)
+    batched = len(set(request.firsts)) == 1  # a group has one first key
+    reduce_tiles(groups(call, size, batched=batched), _Statistics(rows, request, sums, size), call.q.device)
 
 
 class _Heads:
@@ -99,7 +100,8 @@ class _Rows:
     start: int
     stop: int
     counted: Tensor | None
-    n_counted: int
+    n_counted: int | Tensor
+    """Queries that count: one number, or one per batch item (b, 1, 1)."""
 
 
 class _Statistics(Reducer[_Job, _Rows]):
@@ -128,7 +130,7 @@ class _Statistics(Reducer[_Job, _Rows]):
             rows.start + self.request.offset,
             rows.stop + self.request.offset,
             counted,
-            length if counted is None else int(counted.sum()),
+            length if counted is None else counted.sum((2, 3)).unsqueeze(-1),
         )
 
     def tile(self, rows: _Rows, tile: Tile) -> None:
