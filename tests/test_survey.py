@@ -146,7 +146,7 @@ def test_quantiles_are_exact_to_a_bin_and_sketches_close() -> None:
 def test_nan_values_are_rejected() -> None:
     values = torch.zeros(len(QUANTITIES), 1, 2, 3)
     values[2, 0, 1, 1] = torch.nan
-    with refused("model", match="NaN in m"):
+    with refused("model", match="of m: its parameters"):
         Layer("m", 2).add(values, torch.ones_like(values, dtype=torch.bool))
     valid = torch.ones_like(values, dtype=torch.bool)
     valid[2, 0, 1, 1] = False  # values that do not count may be NaN
