@@ -56,13 +56,14 @@ class Drawing(Figure):
 
 
 def titled(figure: Figure, title: str, subtitle: str) -> None:
-    """A bold title and below it a subtitle; figures reserve one inch for two lines of title and one of subtitle."""
+    """A bold title and below it a subtitle, both wrapped; figures reserve one inch for three lines."""
     width, height = figure.get_size_inches()
     lines = textwrap.wrap(title.replace("$", r"\$"), int(width * 9.3)) or [""]
     place = {"x": 0.3 / width, "va": "top"}
     figure.text(y=1 - 0.2 / height, s="\n".join(lines), fontsize=11.5, color=INK, weight="bold", **place)
     below = 0.25 + 0.2 * len(lines)
-    figure.text(y=1 - below / height, s=subtitle.replace("$", r"\$"), fontsize=8.5, color=MUTED, **place)
+    wrapped = textwrap.fill(subtitle.replace("$", r"\$"), int(width * 13.3))
+    figure.text(y=1 - below / height, s=wrapped, fontsize=8.5, color=MUTED, **place)
 
 
 def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
