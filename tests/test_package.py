@@ -58,22 +58,23 @@ def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     """Dependencies come from this environment through a path file; only qkv itself is installed in the new one."""
     (wheel,) = built.glob("*.whl")
-    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile", wheel, cwd=tmp_path)
     (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(python, "-c", "import qkv; print(qkv.__file__)", cwd=tmp_path).strip()
-    assert Path(where).is_relative_to(tmp_path / "env")
     qkv_command = tmp_path / "env" / "bin" / "qkv"
     assert run(qkv_command, "--version", cwd=tmp_path) == f"qkv {qkv.__version__}\n"
-    run(
-        tmp_path / "env" / "bin" / "qkv", "profile", "qkv-mini", "x = 1\n", "--no-probe", "--out", "found", cwd=tmp_path
+    code = (
+        "import qkv, qkv.cli, qkv.models as m\n"
+        "print(qkv.__file__, [m.load(n).__class__.__name__ for n in m.bundled.NAMES], sep='\\n')\n"
+        "qkv.cli.main(['profile', 'qkv-mini', 'x = 1', '--no-probe', '--out', 'found'])\n"
     )
-    report = (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
-    assert "qkv-mini" in report
-    load = "import qkv.models as m; print([m.load(n).__class__.__name__ for n in m.bundled.NAMES])"
-    assert len(re.findall(r"'(\w+)'", run(python, "-c", load, cwd=tmp_path))) == len(bundled.NAMES)
+    where, loaded, *_ = run(python, "-c", code, cwd=tmp_path).splitlines()
+    assert Path(where).is_relative_to(tmp_path / "env")
+    assert len(re.findall(r"'(\w+)'", loaded)) == len(bundled.NAMES)
+    assert "qkv-mini" in (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
 
 
 def test_citation_has_this_version() -> None:
