@@ -240,7 +240,7 @@ def test_another_vocabulary_size_is_rejected() -> None:
 
 @pytest.mark.slow
 def test_trained_model_attends_to_the_named_object(tmp_path: Path) -> None:
-    task = Caption(held_out=128)
+    task = Caption(held_out=128, objects=2, size=32)
     chosen = replace(task.training(), steps=300, batch=32, evaluate_every=300)
     trained = train(task, chosen, tmp_path / "run", progress=False)
     assert trained.evaluation["token_accuracy"] > 0.7
