@@ -115,12 +115,12 @@ def errors() -> dict[str, str]:
 
 
 def test_compiled_models_have_the_same_outputs_and_gradients_without_breaks_or_warnings(errors: dict[str, str]) -> None:
-    assert not errors["decoders"]
+    assert not errors["decoders"], errors["decoders"]
 
 
 def test_a_training_step_through_the_default_backend_under_autocast(errors: dict[str, str]) -> None:
-    assert not errors["default backend"]
+    assert not errors["default backend"], errors["default backend"]
 
 
 def test_every_other_model_compiles_and_trains_under_autocast(errors: dict[str, str]) -> None:
-    assert not errors["others"]
+    assert not errors["others"], errors["others"]

@@ -32,8 +32,8 @@ OnCall = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "
 
 
 def unwatched() -> AbstractContextManager[object]:
-    """Inside, torch's functions are called directly: an `Intercept` would see each of them, which costs more time than
-    most of them take, and could mistake a softmax of a statistic for one of the model."""
+    """Inside, torch's functions are called directly: passing them through an `Intercept`, which only needs those of
+    the model, takes longer than most of them take on short texts."""
     return torch._C.DisableTorchFunction()
 
 
