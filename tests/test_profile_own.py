@@ -762,7 +762,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str, str]] = {
     "ids": (lambda: own_profile(decoder(), IDS + 40), "inputs", r"43\.\.87"),
     "target ids": (
         lambda: own_profile(encoder_decoder(), {"source": SOURCE, "target": TARGET + 40}),
-        "inputs",
+        "target",
         r"40\.\.89",
     ),
     "no ids": (lambda: own_profile(decoder(), IDS[:, :0]), "inputs", "no tokens"),

@@ -239,8 +239,11 @@ def test_zooming_requests_each_tile_once(tab: Opens) -> None:
     assert [tile for tile in one.tiles(since) if "/max/" in tile] == []
     one.page.go_back()
     one.page.wait_for_url(lambda url: "z=" in url)
-    one.page.go_back()
-    one.page.wait_for_url(before)
+    for _ in range(5):  # one entry of the history, or more if a busy machine paused between the steps of the wheel
+        if one.page.url != before:
+            one.page.go_back()
+            one.settled()
+    one.eventually(lambda: one.page.url, before)
 
 
 def test_dragging_moves_the_view_without_pinning(tab: Opens) -> None:

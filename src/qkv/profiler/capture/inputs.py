@@ -47,6 +47,8 @@ def batches(
     for number, text in enumerate(inputs):
         if not isinstance(text, str):
             raise InputError(f"inputs holds {type(text).__name__}, expected texts, token ids or a mapping of tensors")
+        if not text.strip() and len(inputs) == 1:
+            raise InputError("inputs: the text is empty, expected at least one token")
         if not text.strip():
             raise InputError(f"inputs[{number}] is empty, expected a text of at least one token")
         if tokenizer is None:
