@@ -273,13 +273,13 @@ def test_live_page_handles_hostile_text_and_exports(tab: Opens, mini: Served, li
 
 
 def test_typing_during_a_step_keeps_the_typed_text(tab: Opens, mini: Served, live: Live) -> None:
-    one = tab(mini).open("live", prompt="import os")
-    held = []
+    one, held = tab(mini), []  # the route comes first, because it is not there at once in a page that is open
 
     def hold(route: Route) -> None:
         held.append(route)
 
     one.page.route("**/api/live/step", hold)
+    one.open("live", prompt="import os")
     one.page.get_by_role("button", name="Step").click()
     one.eventually(lambda: len(held) > 0)
     one.page.fill("#live-text", "import sys")

@@ -206,9 +206,10 @@ def test_search_finds_words(tab: Opens) -> None:
 
 def test_failed_weights_do_not_show_the_previous_head(tab: Opens, served: Served) -> None:
     weights = served.profile("two").data["weights"].values[1, 0, 1]
-    one = tab().open("text", "two", text=1, pins=4)
-    listed(one, "to")
+    one = tab()  # the route comes first, because it is not there at once in a page that is open
     one.page.route("**/map/0/1/0/1", lambda route: route.fulfill(status=500, json={"error": "The disk is full."}))
+    one.open("text", "two", text=1, pins=4)
+    listed(one, "to")
     one.press("n")
     expect(one.page.locator(".text-failed")).to_contain_text("The disk is full.")
     expect(one.page.locator("[data-at], .text-ties")).to_have_count(0)

@@ -14,7 +14,7 @@ import io
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -222,12 +222,11 @@ class Tab:
     def settled(self) -> Tab:
         """Wait until a page is mounted and no request is pending."""
         self.page.wait_for_selector("main > section:not([aria-busy])")
-        quiet = 0
-        for _ in range(PATIENCE * 40):
-            quiet = quiet + 1 if self._pending == 0 else 0
-            if quiet == 3:
+        for _ in range(PATIENCE * 20):
+            before = self._pending, len(self.requests)
+            self.pause(75)
+            if before == (0, len(self.requests)):
                 return self
-            self.pause(25)
         raise AssertionError(f"requests are still pending after {PATIENCE} s: {self.requests[-5:]}")
 
     @property
@@ -328,16 +327,54 @@ class Tab:
         self._pending -= 1
 
 
+class Contexts:
+    """Browser contexts that the tests of a module share, because the first page of a context costs a second of CPU.
+
+    In each context an idle page of the server keeps the process alive that renders the site; other pages are closed
+    after a test. Two tabs of one test never share a context, and its storage is emptied before the next test.
+    """
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._free: dict[str, list[BrowserContext]] = {}
+
+    @contextmanager
+    def borrowed(self, url: str, **options: Any) -> Iterator[BrowserContext]:
+        """A context with these options and no storage, for a page of the server at this address."""
+        free = self._free.setdefault(repr(options), [])
+        if free:
+            context = free.pop()
+        else:
+            context = self._browser.new_context(**options)
+            context.set_default_timeout(PATIENCE * 1000)
+            context.new_page().goto(f"{url}static/base.css")
+        idle, *_ = context.pages
+        stored = {"origin": url.rstrip("/"), "storageTypes": "cookies,local_storage"}
+        session = context.new_cdp_session(idle)
+        session.send("Storage.clearDataForOrigin", stored)
+        session.detach()
+        yield context
+        for page in context.pages:
+            if page is not idle:
+                page.close()
+        context.set_offline(False)
+        free.append(context)
+
+
+@pytest.fixture(scope="module")
+def contexts(browser: Browser) -> Contexts:
+    return Contexts(browser)
+
+
 @pytest.fixture
-def tab(browser: Browser, served: Served) -> Iterator[Callable[..., Tab]]:
-    """Open tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate storage."""
+def tab(contexts: Contexts, served: Served) -> Iterator[Callable[..., Tab]]:
+    """Open tabs: tab(viewport=…, color_scheme=…, reduced_motion=…, server=…), each with separate, empty storage."""
     with ExitStack() as stack:
         tabs: list[Tab] = []
 
         def opened(server: Served = served, **options: Any) -> Tab:
-            context = browser.new_context(**{"viewport": DESKTOP, "accept_downloads": True, **options})
-            context.set_default_timeout(PATIENCE * 1000)
-            stack.callback(context.close)
+            options = {"viewport": DESKTOP, "accept_downloads": True, **options}
+            context = stack.enter_context(contexts.borrowed(server.url, **options))
             tabs.append(Tab(context.new_page(), context, server))
             return tabs[-1]
 
