@@ -228,6 +228,7 @@ def opened(page: Page, path: Path, until: str = "ready") -> tuple[dict[str, str]
     """The data attributes of the root element once it has this one, or an error, and the document as HTML."""
     page.goto(path.as_uri())
     page.wait_for_selector(f"html[data-{until}], html[data-error]", state="attached", timeout=PATIENCE * 1000)
+    page.evaluate("new Promise((done) => setTimeout(() => requestAnimationFrame(done), 300))")  # it may fail later
     return page.evaluate("({ ...document.documentElement.dataset })"), page.content()
 
 
