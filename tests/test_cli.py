@@ -56,10 +56,10 @@ def test_profile_writes_all_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_profile_tokens_layers_and_dtype(tmp_path: Path) -> None:
+def test_profile_tokens_layers_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     command = "profile random-gpt2 --tokens 700 --layers 0,4-5 --dtype bfloat16 --out long"
-    done = run(*command.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert main(command.split()) == 0
     result = qkv.Profile.load(tmp_path / "long" / "profile.qkv.zip")
     assert result.data["layer"].values.tolist() == [0, 4, 5]
     assert result.data.sizes["query"] == 700

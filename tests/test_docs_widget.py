@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -41,8 +41,14 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Page:
+    """A tab of the size of a phone."""
+    return browser.new_page(viewport={"width": 390, "height": 844})
+
+
 @pytest.fixture
-def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+def page(tab: Page, tmp_path: Path) -> Iterator[Page]:
     """A page with only the widget, opened as a file; any console message or failed request fails the test."""
     file = tmp_path / "page.html"
     file.write_text(
@@ -51,14 +57,18 @@ def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
         f'<body><div id="by-hand">Here would be …</div><script src="{(STATIC / "by-hand.js").as_uri()}"></script>',
         encoding="utf-8",
     )
-    page = browser.new_page(viewport={"width": 390, "height": 844})
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("requestfailed", lambda request: said.append(request.url))
-    page.goto(file.as_uri())
-    yield page
-    page.close()
+    listeners: dict[Any, Callable[[Any], None]] = {
+        "console": lambda message: said.append(message.text),
+        "pageerror": lambda error: said.append(str(error)),
+        "requestfailed": lambda request: said.append(request.url),
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    tab.goto(file.as_uri())
+    yield tab
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
     assert said == []
 
 

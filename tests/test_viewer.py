@@ -19,6 +19,7 @@ from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
 from qkv.server.stored import StoredMaps
 from viewer_fixture import (
+    DESKTOP,
     HOSTILE,
     PAGES,
     PHONE,
@@ -73,15 +74,17 @@ def test_every_page_opens_with_names_and_contrast_in_both_themes(tab: Opens, min
     one.eventually(lambda: faint(one.page), [])
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served, page: str) -> None:
-    one = tab(mini, viewport=PHONE, has_touch=True, is_mobile=True, device_scale_factor=1).open(page)
-    one.arrives(page)
-    one.eventually(lambda: overflow(one.page) <= 0)
-    one.eventually(lambda: spilt(one.page), [])
-    one.page.set_viewport_size({"width": 1280, "height": 720})
-    one.settled()
-    one.eventually(lambda: overflow(one.page) <= 0)
+def test_no_page_overflows_on_a_phone(tab: Opens, mini: Served) -> None:
+    one = tab(mini, viewport=PHONE, has_touch=True, is_mobile=True, device_scale_factor=1)
+    for page in PAGES:
+        one.open(page).arrives(page)
+        one.eventually(lambda: (one.at, overflow(one.page) <= 0), (page, True))
+        one.eventually(lambda: (one.at, spilt(one.page)), (page, []))
+    for page in PAGES:  # a phone that becomes a desktop
+        one.page.set_viewport_size(PHONE)
+        one.open(page).page.set_viewport_size(DESKTOP)
+        one.settled()
+        one.eventually(lambda: (one.at, overflow(one.page) <= 0), (page, True))
 
 
 @pytest.mark.parametrize("page", PROFILE_PAGES)
@@ -318,18 +321,19 @@ FOCUSED = """() => {
 }"""
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_element_in_tab_order_has_a_visible_focus(tab: Opens, mini: Served, page: str) -> None:
-    one = tab(mini).open(page)
-    one.page.focus("#main")
-    seen = []
-    for _ in range(60):
-        one.press("Tab")
-        seen.append(one.page.evaluate(FOCUSED))
-        if seen[-1][0] is None:  # past the end of the page
-            break
-    assert len(seen) > 3
-    assert [name for name, visible in seen if name and not visible] == []
+def test_every_element_in_tab_order_has_a_visible_focus(tab: Opens, mini: Served) -> None:
+    one = tab(mini)
+    for page in PAGES:
+        one.open(page).arrives(page)
+        one.page.focus("#main")
+        seen = []
+        for _ in range(60):
+            one.press("Tab")
+            seen.append(one.page.evaluate(FOCUSED))
+            if seen[-1][0] is None:  # past the end of the page
+                break
+        assert len(seen) > 3, page
+        assert [name for name, visible in seen if name and not visible] == [], page
 
 
 def test_arrow_keys_move_in_the_grid_of_heads(tab: Opens) -> None:

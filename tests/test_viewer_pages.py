@@ -99,26 +99,6 @@ def test_profile_to_compare_sinks_with_is_kept_in_the_address(tab: Opens, served
     other.eventually(other.text, one.text())
 
 
-@pytest.mark.slow
-def test_intervention_shows_sinks_before_and_after(tab: Opens, mini: Served) -> None:
-    """The server creates a source with off-by-one in all heads, without training."""
-    one = tab(mini).open("sinks", "mini")
-    one.page.click('[data-key="off-by-one"]')
-    expect(one.page.locator(".sinks-figures")).to_contain_text("with off-by-one")
-    expect(one.page.locator('.sink-chart[aria-label^="Weight on no token"]')).to_be_visible(timeout=60_000)
-    one.settled()
-    intervention = mini.session.sources[int(one.state["after"])]
-    assert intervention.kind == "intervention"
-    before, after = (x.profile.heads()["sink"].to_numpy() for x in (mini.session.sources[0], intervention))
-    rows = [row for row in one.table() if row["head"]]
-    assert len(rows) == 2 * before.size
-    np.testing.assert_allclose([float(row["weight_on_first"]) for row in rows], [*before, *after], rtol=1e-4)
-    assert np.abs(before - after).max() > 0.01
-    check_pictures(one)
-    other = tab(mini).follow(one.page.url)
-    other.eventually(other.text, one.text())
-
-
 # ---- live -----------------------------------------------------------------------------------------------------
 
 

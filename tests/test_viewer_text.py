@@ -241,7 +241,8 @@ def test_long_text_is_rendered_in_part(tab: Opens, served: Served) -> None:
     assert one.page.evaluate(elements) < 6000
     expect(one.page.locator(".text-panel")).to_contain_text("The profile has no maps")
     for at in (15_000, 19_999, 37):
-        one = tab().open("text", "long", pins=at)
+        one.open("text", "long", pins=at).page.reload()
+        one.settled()
         expect(one.page.locator(token(at))).to_be_in_viewport()
         assert one.page.inner_text(token(at)).strip() == tokens[at].removeprefix("▁")
         assert one.page.evaluate(elements) < 6000

@@ -353,12 +353,14 @@ class Contexts:
         session = context.new_cdp_session(idle)
         session.send("Storage.clearDataForOrigin", stored)
         session.detach()
-        yield context
-        for page in context.pages:
-            if page is not idle:
-                page.close()
-        context.set_offline(False)
-        free.append(context)
+        try:
+            yield context
+        finally:
+            for page in context.pages:
+                if page is not idle:
+                    page.close()
+            context.set_offline(False)
+            free.append(context)
 
 
 @pytest.fixture(scope="module")
