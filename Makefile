@@ -30,20 +30,22 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
 
-# One process per core, so each process, and each process that it starts, uses one thread.
-ONE_THREAD := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+# One process per core, so each process, and each process that it starts, uses one thread. They share compiled bytecode,
+# also where PYTHONDONTWRITEBYTECODE is set, and a process without work takes tests from the other.
+PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test: venv lint  ## run every check: lint, types and all tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 quick: venv  ## run the tests that take at most a few seconds each
-	$(ONE_THREAD) $(BIN)/python -m pytest -n auto -m "not slow"
+	$(PYTEST) -m "not slow"
 
 CASES ?= 10000
 SEED  ?= 0
 
 fuzz: venv  ## test CASES=10000 random compositions from SEED=0 against a dense float64 formula; a failure prints how to replay it
-	$(ONE_THREAD) $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
 
 lint: venv  ## run ruff and mypy
 	$(BIN)/ruff check .

@@ -186,7 +186,8 @@ def browser() -> Iterator[Browser]:
         pytest.skip("needs Chromium")
     with api.sync_playwright() as playwright:
         api.expect.set_options(timeout=PATIENCE * 1000)
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", OFFLINE])
+        arguments = ["--no-sandbox", "--process-per-site", OFFLINE]  # one process renders all tabs of a server
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         yield chromium
         chromium.close()
 
