@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import THREADS
-from qkv._engine.row_state import RowState
 from qkv.bench.timing import resident
-from qkv.masks import Window
 from qkv.profiler.capture.models import random_gpt2
-from qkv.profiler.capture.observe import ObservedCall, Observer, observe
 from qkv.profiler.run import profile
-from qkv.statistics.measure import sweep
 
 HEADS = 6
 
@@ -36,16 +32,6 @@ def plain(model: torch.nn.Module, ids: Tensor) -> None:
 
 def profiled(model: torch.nn.Module, ids: Tensor) -> None:
     profile(model, ids, progress=False, map_tokens=0)
-
-
-def swept(model: torch.nn.Module, ids: Tensor) -> None:
-    """A profile of only entropy, received attention, distances and the weights of named pairs."""
-
-    def collect(observed: ObservedCall) -> None:
-        sweep(observed.call, RowState(observed.lse), mass={"local": Window(9, ahead=8)})
-
-    with observe(Observer(model, collect=collect)), torch.no_grad():
-        model(ids)
 
 
 def from_weights(model: torch.nn.Module, ids: Tensor) -> None:

@@ -6,6 +6,7 @@ Figures come from qkv itself, run on its bundled models; benchmark tables come f
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -123,22 +124,34 @@ def benchmarks() -> None:
         "# Benchmarks",
         "",
         "Made by `make bench` and `make figures`; do not edit. Ratios are medians over alternating repeats in one",
-        "process; memory is the largest resident size of a fresh process. Targets in parentheses.",
+        "process; memory is the largest resident size of a fresh process. Goals in parentheses; a goal that is missed",
+        "says by how much.",
         "",
-        "| benchmark | measured | value |",
-        "|---|---|---|",
+        "| benchmark | measured | value | goal |",
+        "|---|---|---|---|",
     ]
     for name, result in results.items():
         for what, value in result.items():
             if isinstance(value, float):
-                lines.append(f"| {name} | {what} | {value:.3g} |")
+                lines.append(f"| {name} | {what} | {value:.3g} | {_verdict(what, value)} |")
             elif what.startswith("time"):
-                lines += [f"| {name} | {what}: {n.replace('|', 'or')} | {v:.3f} |" for n, v in value.items()]
+                lines += [f"| {name} | {what}: {n.replace('|', 'or')} | {v:.3f} | |" for n, v in value.items()]
     model_speed.stream_figure(results["stream"], DOCS / "figures" / "stream.png")
     lines += ["", *_profile_table(results), "", *model_speed.table(results["decoder"])]
     lines += ["![Milliseconds per token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
     lines += ["Machine: " + _machine(results)]
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
+
+
+def _verdict(what: str, value: float) -> str:
+    """Whether a value meets the goal in parentheses at the end of its name."""
+    goal = re.search(r"\(([≤≥]) ([\d.]+)\)$", what)
+    if goal is None:
+        return ""
+    least, bound = goal[1] == "≥", float(goal[2])
+    if value >= bound if least else value <= bound:
+        return "met"
+    return f"**missed** by {abs(value - bound) / bound:.0%}"
 
 
 def scale() -> None:

@@ -19,6 +19,9 @@ def small(size: int) -> Sizes:
     return replace(
         BY_DEVICE["cpu"],
         tile=size,
+        strip=2 * size,
+        joined=2,
+        kept=64 * size,
         panel=2 * size * size,
         few_scores=0,
         whole_mask=0,

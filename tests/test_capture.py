@@ -170,7 +170,7 @@ def test_observed_model_computes_the_same_outputs(name: str, padding: str | None
         after = main_output(model(**inputs))
     mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     kept = slice(None) if mask is None else mask.bool()
-    assert (main_output(outputs)[kept] - before[kept]).abs().max() < 1e-5
+    assert (main_output(outputs)[kept] - before[kept]).abs().max() < 2e-5
     assert torch.equal(after, before)
 
 
@@ -209,7 +209,7 @@ def test_layers_selects_layers_in_every_group() -> None:
     ]  # fmt: skip
     for record in chosen:
         (same,) = [r for r in every if (r.group, r.layer) == (record.group, record.layer)]
-        assert torch.equal(record.statistics.received, same.statistics.received)
+        torch.testing.assert_close(record.statistics.received, same.statistics.received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("map_tokens", "kept"), [(0, False), (hf.LENGTH - 1, False), (hf.LENGTH, True)])

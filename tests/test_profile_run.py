@@ -305,7 +305,8 @@ def test_layers_selects_layers() -> None:
     every, chosen = profile(model, ids, progress=False).data, profile(model, ids, layers=[3, 1], progress=False).data
     assert chosen["layer"].values.tolist() == [1, 3]
     assert chosen["module"].values.tolist() == ["layers.1.self_attn", "layers.3.self_attn"]
-    xr.testing.assert_identical(chosen, every.isel(layer=[1, 3]))
+    # Layers that were not chosen ran on another kernel.
+    xr.testing.assert_allclose(chosen, every.isel(layer=[1, 3]), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("map_tokens", "kept"), [(0, False), (hf.LENGTH - 1, False), (hf.LENGTH, True)])

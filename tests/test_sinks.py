@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -328,9 +329,32 @@ def test_probes_ignore_padding() -> None:
             "input_ids": nn.functional.pad(ids, pad, value=95),
             "attention_mask": nn.functional.pad(torch.ones_like(ids), pad),
         }
-        padded = qkv.profile(model, batch, progress=False).data
+        padded = qkv.profile(copy.deepcopy(model), batch, progress=False).data  # the scores of `model` are kept
         for name in ("probe_positional", "probe_sink_random", "probe_induction"):
             np.testing.assert_allclose(padded[name], alone[name], atol=1e-6, err_msg=name)
+
+
+def test_a_model_is_probed_once_and_again_after_any_change() -> None:
+    model, ids, forwards = small(), torch.arange(40)[None], []
+
+    def hook() -> object:
+        return model.blocks[0].register_forward_hook(lambda *_: forwards.append(1))
+
+    def runs() -> int:
+        forwards.clear()
+        qkv.profile(model, ids, progress=False)
+        return len(forwards)
+
+    handle = hook()
+    assert runs() == 3  # the text, and two batches of probes
+    assert runs() == 1
+    model.blocks[0].attention_norm.weight.data[3:5] *= 2  # a change that torch's version counters miss
+    assert (runs(), runs()) == (3, 1)
+    other = model.norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert (runs(), runs()) == (3, 1)
+    other.remove()
+    assert (runs(), runs()) == (3, 1)
+    handle.remove()
 
 
 def test_learned_sink_does_not_count_as_retrieval() -> None:

@@ -53,7 +53,7 @@ def test_records_equal_eager_attention(name: str, padded: bool) -> None:
     if not padded:
         assert make_coverage.row(name, seen) in PUBLISHED.splitlines(), "run `make figures`"
     assert seen.error < 1e-5
-    assert seen.change < 2e-5 or name == "reformer"  # which hashes at random
+    assert seen.change < 4e-5 or name == "reformer"  # which hashes at random
     assert len(seen.unchecked) == UNCHECKED.get(name, 0)
     if name in ROUTED:
         assert set(seen.sources) == {"interface"} | ({"sdpa"} if name in BY_SDPA else set())

@@ -38,6 +38,8 @@ class Group:
     status: list[list[int]]
     jobs: list[Sequence[int]] | None = None
     """Blocks of queries that must be computed by one thread; None if threads may take any block."""
+    joined: int = 1
+    """Neighbouring tiles of a block of queries, at most, that are computed as one wide tile."""
 
     @cached_property
     def finite(self) -> bool:
@@ -74,18 +76,38 @@ class Block:
         """Index and block status of its non-empty tiles."""
         return [(c, status) for c, status in enumerate(self.group.status[self.index]) if status != EMPTY]
 
+    @cached_property
+    def wide(self) -> list[tuple[range, int]]:
+        """The non-empty tiles, joined to wide ones that start at multiples of ``group.joined``: indices and status."""
+        if self.group.joined == 1:
+            return [(range(c, c + 1), status) for c, status in self.status]
+        found: list[tuple[range, int]] = []
+        for c, status in self.status:
+            before, of_before = found[-1] if found else (range(0), status)
+            if before.stop == c > 0 and before.start // self.group.joined == c // self.group.joined:
+                found[-1] = (range(before.start, c + 1), status if status == of_before else PARTIAL)
+            else:
+                found.append((range(c, c + 1), status))
+        return found
+
 
 class Tile:
-    """One non-empty tile, with scratch buffers."""
+    """One non-empty tile, or several neighbours joined to a wide one, with scratch buffers."""
 
-    __slots__ = ("_masked", "block", "columns", "group", "index", "rows", "shape", "space", "status")
+    __slots__ = ("_masked", "block", "columns", "group", "indices", "rows", "shape", "space", "status")
 
-    def __init__(self, block: Block, index: int, status: int, space: Workspace) -> None:
+    def __init__(self, block: Block, indices: range, status: int, space: Workspace) -> None:
         self._masked: Tensor | None
-        self.block, self.group, self.index, self.space = block, block.group, index, space
-        self.rows, self.columns = block.rows, block.group.columns[index]
+        self.block, self.group, self.indices, self.space = block, block.group, indices, space
+        columns = block.group.columns
+        self.rows, self.columns = block.rows, slice(columns[indices[0]].start, columns[indices[-1]].stop)
         self.status, self._masked = status, None
         self.shape = (*block.shape, self.columns.stop - self.columns.start)
+
+    @property
+    def index(self) -> int:
+        """The index of its (first) tile among the columns of the group."""
+        return self.indices[0]
 
     @property
     def region(self) -> Region:
@@ -195,8 +217,8 @@ def _reduce(groups: list[Group], reducer: Reducer[Any, Any], device: torch.devic
         for r in rows:
             for block in reducer.blocks(Block(group, r, group.rows[r])):
                 state = reducer.begin(job, block)
-                for index, status in block.status:
-                    reducer.tile(state, Tile(block, index, status, space))
+                for indices, status in block.wide:
+                    reducer.tile(state, Tile(block, indices, status, space))
                 reducer.end(state, space)
 
     each(run, range(len(jobs)), device, single_threaded=single_threaded)
@@ -217,6 +239,30 @@ def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Ite
         for heads in spans(key_heads, together):
             tiles = ScoreTiles(call, items, heads)
             yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
+
+
+def strips(call: Call, *, batched: bool = False) -> Iterator[Group]:
+    """The groups of a call for reducers that keep the weights of whole rows until their normalizer is known.
+
+    A strip is a block of queries of as many heads (and batch items, if `batched`) as make good matrix products.
+    """
+    table, (b, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
+    share, width = h // of_keys, min(n_keys, table.tile * table.joined)
+    rows = min(max(1, table.strip // (1 << (share - 1).bit_length())), 1 << (n_queries - 1).bit_length())
+    if rows > table.tile and _computed(call, table.tile, table.tile) < 0.8 * _computed(call, rows, table.tile):
+        rows = table.tile  # a sparse mask
+    budget = table.strip * table.tile * table.joined // width  # rows of all heads together
+    heads = of_keys if call.by_head else max(1, min(of_keys, budget // (rows * share)))
+    while rows > 8 and rows * heads * share * n_keys > table.kept:
+        rows //= 2
+    threads = torch.get_num_threads() if call.q.device.type == "cpu" else 1
+    groups_of_heads = -(-of_keys // heads)
+    items = min(budget // (rows * share * heads), -(-b // -(-threads // groups_of_heads))) if batched else 1
+    down, across = list(spans(n_queries, rows)), list(spans(n_keys, table.tile))
+    for some in spans(b, max(1, items)):
+        for of_heads in spans(of_keys, heads):
+            tiles = ScoreTiles(call, some, of_heads)
+            yield Group(tiles, down, across, tiles.block_status(call.mask, rows, table.tile), joined=table.joined)
 
 
 def _items_together(call: Call, key_heads: int, size: int) -> int:
@@ -246,8 +292,12 @@ def _fitting(call: Call, tile: int) -> int:
     if mask is None or call.q.shape[2] < 4 * tile:
         return tile
 
-    def computed(size: int) -> float:
-        return float((mask.classify(Tiles.of(call.grid, size, size), call.grid) != EMPTY).double().mean())
-
     small = max(1, tile // 4)
-    return small if computed(small) < 0.6 * computed(tile) else tile
+    return small if _computed(call, small, small) < 0.6 * _computed(call, tile, tile) else tile
+
+
+def _computed(call: Call, rows: int, columns: int) -> float:
+    """The share of the tiles of rows × columns that are not empty."""
+    if call.mask is None:
+        return 1.0
+    return float((call.mask.classify(Tiles.of(call.grid, rows, columns), call.grid) != EMPTY).double().mean())

@@ -65,19 +65,38 @@ def _few_scores(call: Call) -> bool:
 
 F = TypeVar("F", bound=Callable[..., object])
 Watcher = Callable[[Call | Shared, Result], None]
-_WATCHER: ContextVar[Watcher | None] = ContextVar("qkv watcher", default=None)
+Server = Callable[[Call | Shared, Callable[[], Result], bool], Result]
+_SERVER: ContextVar[Server | None] = ContextVar("qkv server", default=None)
 Editor = Callable[[Call, bool], Call | Result]
 _EDITOR: ContextVar[Editor | None] = ContextVar("qkv editor", default=None)
 
 
 @contextmanager
-def watching(watcher: Watcher | None) -> Iterator[None]:
-    """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
-    token = _WATCHER.set(watcher)
+def serving(server: Server | None) -> Iterator[None]:
+    """Context in which `server` returns the result of every call, on this thread; None for the kernel's own result.
+
+    It gets the call, a function that computes the result, and whether it may compute the result in another way: not if
+    a kernel was requested by name, or the weights.
+    """
+    token = _SERVER.set(server)
     try:
         yield
     finally:
-        _WATCHER.reset(token)
+        _SERVER.reset(token)
+
+
+@contextmanager
+def watching(watcher: Watcher | None) -> Iterator[None]:
+    """Context in which `watcher` is called with every call and its result, on this thread; None for no watcher."""
+
+    def server(call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
+        result = compute()
+        assert watcher is not None
+        watcher(call, result)
+        return result
+
+    with serving(None if watcher is None else server):
+        yield
 
 
 @contextmanager
@@ -96,7 +115,7 @@ def editing(editor: Editor | None) -> Iterator[None]:
 
 def watched() -> bool:
     """Whether a watcher or an editor is active. Inside compiled code, calls are neither watched nor edited."""
-    return not torch.compiler.is_compiling() and (_WATCHER.get() is not None or _EDITOR.get() is not None)
+    return not torch.compiler.is_compiling() and (_SERVER.get() is not None or _EDITOR.get() is not None)
 
 
 def opaque(function: F) -> F:
@@ -120,20 +139,22 @@ def opaque(function: F) -> F:
 
 def serve(call: Call, kernel: str = "auto", *, weights: bool = False) -> Result:
     """Compute `call` on the chosen kernel. All attention passes here, so this is where calls are watched and edited."""
-    editor, watcher = _EDITOR.get(), _WATCHER.get()
+    editor, server = _EDITOR.get(), _SERVER.get()
     if editor is not None:
-        with editing(None):  # calls made by the editor or the watcher are not edited
-            return _serve_edited(editor(call, weights), kernel, watcher, weights=weights)
-    result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
-    if watcher is not None:
-        watcher(call, result)
-    return result
+        with editing(None):  # calls made by the editor or the server are not edited
+            return _serve_edited(editor(call, weights), kernel, server, weights=weights)
+
+    def compute() -> Result:
+        result: Result = KERNELS[pick(call, kernel, weights=weights)].forward(call)
+        return result
+
+    return compute() if server is None else server(call, compute, kernel == "auto" and not weights)
 
 
-def _serve_edited(made: Call | Result, kernel: str, watcher: Watcher | None, *, weights: bool) -> Result:
+def _serve_edited(made: Call | Result, kernel: str, server: Server | None, *, weights: bool) -> Result:
     if isinstance(made, Call):
         return serve(made, kernel, weights=weights)
-    if watcher is not None:
+    if server is not None:
         raise InputError(
             "edits: the heads of a layer have different edits, but only whole layers can be profiled; "
             "expected the same edit for all heads of a layer"
@@ -158,11 +179,9 @@ def serve_shared(shared: Shared, kernel: str = "auto") -> Result:
         choose(shared.call, kernel)
     if _EDITOR.get() is not None:
         raise InputError("group was passed, but sharded attention cannot be edited; expected group=None under edits")
-    result = ring.run(shared, functools.partial(_block_kernel, kernel))
-    watcher = _WATCHER.get()
-    if watcher is not None:
-        watcher(shared, result)
-    return result
+    compute = functools.partial(ring.run, shared, functools.partial(_block_kernel, kernel))
+    server = _SERVER.get()
+    return compute() if server is None else server(shared, compute, False)
 
 
 def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:

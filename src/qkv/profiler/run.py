@@ -76,9 +76,9 @@ def profile(
         local_window: `local` is the weight on keys at most this many tokens away.
         map_tokens: whole weight matrices are kept for texts up to this long.
         map_bins: every map is also kept as a small map, pooled to at most this many bins a side; 0 for no small maps.
-        probe: also run the model on short synthetic texts (random tokens, one token repeated, a sequence twice, the
-            text shuffled), which identify induction, duplicate-token and positional heads; only for models that read
-            token ids.
+        probe: also run the model on short synthetic texts (random tokens, the same shuffled, one token repeated, a
+            sequence twice), which identify induction, duplicate-token and positional heads; only for models that read
+            token ids. The scores are kept for the next profile of the same model, until it changes.
         statistics: custom statistics (`qkv.statistics.Statistic`). Each becomes a variable of the data sets under its
             name and a column of `Profile.heads`, and appears in figures, files and reports. Reading a saved profile
             does not need the class.

@@ -17,17 +17,18 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from qkv._engine.call import Call, as_biases, as_mask, detached
+from qkv._engine.call import Call, Result, as_biases, as_mask, detached
 from qkv._engine.inputs import Form, autocast_dtype, refuse_unknown
 from qkv._engine.row_state import RowState
 from qkv._warnings import deprecated
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import KERNELS, pick, ring, serve_shared, tiled, watching
-from qkv.masks import Mask
+from qkv.masks import Grid, Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
+from qkv.statistics import one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
@@ -145,13 +146,13 @@ def measure(
             call = Call.of(q, k, v, as_mask(mask), as_biases(bias), score, normalizer)
             if differentiable:
                 return form.all_back(with_gradients(call, _measure_call, **options))
-            return form.all_back(sweep(call, row_state(call), **detached_options, **options))
+            return form.all_back(measured(call, **detached_options, **options)[-1])
 
 
 def _measure_call(call: Call, **options: Any) -> tuple[RowState, Statistics]:
     """The normalizer state of a call, and its statistics."""
-    rows = row_state(call)
-    return rows, sweep(call, rows, **options)
+    _, rows, statistics = measured(call, **options)
+    return rows, statistics
 
 
 def _check_queries(queries: Bool[Tensor, "b nq"], q: Float[Tensor, "b h nq d"]) -> None:
@@ -170,9 +171,63 @@ def row_state(call: Call, lse: Float[Tensor, "b h nq"] | None = None) -> RowStat
 
 
 @torch.no_grad()
+def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Result | None, RowState, Statistics]:
+    """The result of a call, if the `output` is wanted, its row state and its statistics; in one pass if possible.
+
+    `options` are those of `sweep`, without `shared`.
+    """
+    call = detached(call)
+    request, sums = _checked(call, call.grid, **options)
+    if one_pass.supports(call, sums):
+        out, lse = one_pass.attend_and_add(call, request, sums, output=output)
+        result, rows = None if out is None else Result(out.to(call.v.dtype), lse), RowState(lse)
+        return result, rows, _finished(call, rows, request, sums)
+    result = KERNELS[pick(call, "auto")].forward(call) if output else None
+    rows = row_state(call, None if result is None else result.lse)
+    return result, rows, sweep(call, rows, **options)
+
+
+@torch.no_grad()
 def sweep(
+    call: Call, rows: RowState | Float[Tensor, "b h nq"], *, shared: Shared | None = None, **options: Any
+) -> Statistics:
+    """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
+
+    `shared` is set if `call` is this process's shard of a call that a process group makes together. The other options
+    are `mass`, `first`, `queries`, `prefix_keys`, `bins` and `statistics` of `measure`.
+    """
+    call = detached(call)
+    rows = rows if isinstance(rows, RowState) else RowState(rows)
+    request, sums = _checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
+    known = _counted(call, rows, request)
+    if request.queries is not None:
+        call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
+    if shared is None:
+        add_statistics(call, known, request, sums)
+    else:
+        _add_shared(shared, call, known, request, sums)
+    return _finished(call, rows, request, sums)
+
+
+def _counted(call: Call, rows: RowState, request: Request) -> RowState:
+    """The normalizer state without the rows that do not count."""
+    if request.queries is None or not isinstance(call.normalizer, SumToOne):
+        return rows
+    assert rows.level is not None
+    return replace(rows, level=rows.level.masked_fill(~request.queries[:, None], -torch.inf))
+
+
+def _finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statistics:
+    if request.queries is not None:
+        sums.visible.masked_fill_(~request.queries[:, None], 0)
+        if sums.sink_mass is not None:
+            sums.sink_mass.masked_fill_(~request.queries[:, None], 0)
+    return sums.statistics(call, _counted(call, rows, request))
+
+
+def _checked(
     call: Call,
-    rows: RowState | Float[Tensor, "b h nq"],
+    grid: Grid,
     *,
     mass: Mapping[str, Mask] | None = None,
     first: int | Int[Tensor, " b"] = 0,
@@ -181,14 +236,9 @@ def sweep(
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
-) -> Statistics:
-    """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
-
-    `shared` is set if `call` is this process's shard of a call that a process group makes together.
-    """
-    call, mass = detached(call), dict(mass or {})
-    grid = call.grid if shared is None else shared.grid
-    rows = rows if isinstance(rows, RowState) else RowState(rows)
+) -> tuple[Request, Sums]:
+    """The request and empty sums for the options of `measure`, which are checked."""
+    mass = dict(mass or {})
     b = len(call.q)
     for name, part in mass.items():
         if not isinstance(part, Mask):
@@ -198,11 +248,6 @@ def sweep(
         _check_queries(queries, call.q)
         if queries.all():
             queries = None
-    if queries is not None:
-        if isinstance(call.normalizer, SumToOne):
-            assert rows.level is not None
-            rows = replace(rows, level=rows.level.masked_fill(~queries[:, None], -torch.inf))
-        call = replace(call, q=call.q.masked_fill(~queries[:, None, :, None], 0))  # padding may hold NaN
     for name, number in (("prefix_keys", prefix_keys), ("bins", bins)):
         if number is not None and number < 1:
             raise InputError(f"{name} is {number}, expected at least 1, or None")
@@ -219,14 +264,7 @@ def sweep(
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    request = Request(mass, firsts, prefix_keys or 0, queries, grid.offset)
-    if shared is None:
-        add_statistics(call, rows, request, sums)
-    else:
-        _add_shared(shared, call, rows, request, sums)
-    if queries is not None:
-        sums.visible.masked_fill_(~queries[:, None], 0)
-    return sums.statistics(call, rows)
+    return Request(mass, firsts, prefix_keys or 0, queries, grid.offset), sums
 
 
 def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
-from qkv.masks import FULL, PARTIAL, Mask
+from qkv.masks import EMPTY, FULL, PARTIAL, Mask
 from qkv.statistics.base import WeightTile
 from qkv.statistics.patterns import Patterns
 from qkv.statistics.sums import RowSums, Sums
@@ -41,25 +42,26 @@ def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> 
     """Add the statistics of all rows of `call` to `sums`."""
     size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
     batched = len(set(request.firsts)) == 1  # a group has one first key
-    reduce_tiles(groups(call, size, batched=batched), _Statistics(rows, request, sums, size), call.q.device)
+    reduce_tiles(groups(call, size, batched=batched), _Sweep(rows, request, sums), call.q.device)
 
 
 class _Heads:
     """Data that all tiles of a group share."""
 
-    def __init__(self, group: Group, rows: RowState, request: Request, size: int) -> None:
+    def __init__(self, group: Group, request: Request) -> None:
         tiles = group.tiles
         mask, grid, first = tiles.call.mask, tiles.call.grid, request.firsts[tiles.batch.start]
         self.group, self.first = group, first
         self.prefix_columns = slice(max(0, first), min(first + request.prefix_keys, grid.n_keys))
         self.prefix_rows = slice(max(0, first - request.offset), max(0, first + request.prefix_keys - request.offset))
-        self.weights = WeightTiles(tiles, rows, request.queries)
-        self.uncounted = self.weights.uncounted
-        self.mass_status = {name: tiles.block_status(part, size) for name, part in request.mass.items()}
+        self.uncounted = None if request.queries is None else ~request.queries[tiles.batch, None]
+        rows, columns = (max(x.stop - x.start for x in spans) for spans in (group.rows, group.columns))
+        self.mass_status = {name: tiles.block_status(part, rows, columns) for name, part in request.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
+        self.weights: WeightTiles | None = None
 
 
-class _Job:
+class KeySums:
     """Partial sums over some queries of a group, for the statistics that each key has."""
 
     def __init__(self, heads: _Heads, sums: Sums) -> None:
@@ -77,6 +79,16 @@ class _Job:
             s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.user_statistics if s.over == "key"
         }
 
+    def inside(self, name: str, tile: Tile) -> list[tuple[slice, int]]:
+        """The columns of a tile with a block status other than EMPTY, by one of the masks whose mass is measured."""
+        statuses, columns = self.heads.mass_status[name][tile.block.index], tile.group.columns
+        found: list[tuple[slice, int]] = []
+        for status, same in itertools.groupby(tile.indices, key=lambda c: statuses[c]):
+            if status != EMPTY:
+                indices = list(same)
+                found.append((slice(columns[indices[0]].start, columns[indices[-1]].stop), status))
+        return found
+
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
         sums.received[of] += self.received
         sums.visible_queries[of] += self.visible_queries
@@ -91,11 +103,11 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Rows:
+class RowsState:
     """The state of one block of queries; `start` and `stop` are their positions, counted from the first key."""
 
     block: Block
-    job: _Job
+    job: KeySums
     sums: RowSums
     start: int
     stop: int
@@ -104,77 +116,92 @@ class _Rows:
     """Queries that count: one number, or one per batch item (b, 1, 1)."""
 
 
-class _Statistics(Reducer[_Job, _Rows]):
+class StatisticsReducer(Reducer[KeySums, RowsState]):
+    """Base of the reducers to statistics: adds tiles of final weights to the sums."""
+
     over_queries = True
 
-    def __init__(self, rows: RowState, request: Request, sums: Sums, size: int) -> None:
-        self.rows, self.request, self.sums, self.size = rows, request, sums, size
+    def __init__(self, request: Request, sums: Sums) -> None:
+        self.request, self.sums = request, sums
 
     def prepare(self, group: Group) -> _Heads:
-        return _Heads(group, self.rows, self.request, self.size)
+        return _Heads(group, self.request)
 
-    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> _Job:
-        return _Job(shared, self.sums)
+    def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> KeySums:
+        return KeySums(shared, self.sums)
 
-    def begin(self, job: _Job, block: Block) -> _Rows:
-        group, rows, status = block.group, block.rows, block.status
+    def begin(self, job: KeySums, block: Block) -> RowsState:
+        group, rows = block.group, block.rows
         self.sums.visible[block.at] += sum(
-            group.columns[c].stop - group.columns[c].start for c, s in status if s == FULL
+            group.columns[c[-1]].stop - group.columns[c[0]].start for c, status in block.wide if status == FULL
         )
         uncounted, length = job.heads.uncounted, rows.stop - rows.start
         counted = None if uncounted is None else ~uncounted[..., rows, None]
-        return _Rows(
+        return RowsState(
             block,
             job,
-            RowSums(group.tiles.k.new_empty(*block.shape, 0)),
+            RowSums(block.shape, group.tiles.k),
             rows.start + self.request.offset,
             rows.stop + self.request.offset,
             counted,
             length if counted is None else counted.sum((2, 3)).unsqueeze(-1),
         )
 
-    def tile(self, rows: _Rows, tile: Tile) -> None:
-        job, heads, sums, at = rows.job, rows.job.heads, self.sums, tile.block.at
-        tiles, cols, start = tile.group.tiles, tile.columns, rows.start
-        masked = tile.masked()
+    def add_visible(self, rows: RowsState, tile: Tile) -> None:
+        """Count the visible pairs of a tile."""
+        job, masked, cols = rows.job, tile.masked(), tile.columns
         if masked is None:
             job.visible_queries[:, :, cols] += rows.n_counted
-        else:
-            visible = ~masked
-            sums.visible[at] += visible.sum(-1)
-            job.visible_queries[:, :, cols] += (visible if rows.counted is None else visible & rows.counted).sum(-2)
-        weights, log2 = tile.weights(heads.weights)
-        log2 = _log2(weights, tiles.call) if log2 is None else log2
-        if sums.user_statistics:
-            self._add_user_statistics(job, weights, log2, masked, tile)
-        job.received[:, :, cols] += self._pool(job, weights, tile)
-        self._add_prefix(job, weights, masked, tile)
-        sign = -1 if heads.backward or start >= cols.stop - 1 else 1 if rows.stop - 1 <= cols.start else 0
-        middle = cols.start + (cols.stop - cols.start) // 2 - start
-        scratch = tile.buffer("scores")
-        total = rows.sums.add(weights, log2, scratch, middle, sign)
-        if sign == 0:
-            distances = self.request.patterns.distances(start, tile)
-            sums.distance[at] += torch.mul(weights, distances, out=scratch).sum(-1)
-        if cols.start <= heads.first < cols.stop:
-            sums.sink[at] += weights[..., heads.first - cols.start]
-        for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
-            _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start)
-        for name, inner in self.request.mass.items():
-            status = heads.mass_status[name][tile.block.index][tile.index]
-            if status == FULL:
-                sums.mass[name][at] += total
-            elif status == PARTIAL:
-                inside = self.request.patterns.inside(name, inner, start, tile)
-                sums.mass[name][at] += torch.mul(weights, inside, out=scratch).sum(-1)
+            return
+        of_queries, of_keys = self.request.patterns.visible(rows.start, tile, masked)
+        self.sums.visible[tile.block.at] += of_queries
+        job.visible_queries[:, :, cols] += of_keys if rows.counted is None else (~masked & rows.counted).sum(-2)
 
-    def end(self, rows: _Rows, space: Workspace) -> None:
+    def add(self, rows: RowsState, tile: Tile, weights: Tensor, total: Tensor, factor: Tensor | None = None) -> None:
+        """Add a tile of weights to all other sums; with `factor` (b, h, rows), they are not yet multiplied by it.
+
+        `total` are the totals of the final weights.
+        """
+        job, heads, sums, at = rows.job, rows.job.heads, self.sums, tile.block.at
+        cols, start, scratch = tile.columns, rows.start, tile.buffer("scores")
+        if factor is None:
+            job.received[:, :, cols] += self._pool(job, weights, tile)
+        else:
+            job.received[:, :, cols] += (factor[..., None, :] @ weights)[..., 0, :]
+        self._add_prefix(job, weights, tile.masked(), tile, factor)
+        if self.sign(rows, tile) == 0:
+            distances = self.request.patterns.distances(start, tile)
+            sums.distance[at] += _scaled(torch.mul(weights, distances, out=scratch).sum(-1), factor)
+        if cols.start <= heads.first < cols.stop:
+            sums.sink[at] += _scaled(weights[..., heads.first - cols.start], factor)
+        for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
+            _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start, factor)
+        for name, inner in self.request.mass.items():
+            for span, status in job.inside(name, tile):
+                if status == FULL and span == cols:
+                    sums.mass[name][at] += total
+                    continue
+                part = weights[..., span.start - cols.start : span.stop - cols.start]
+                if status == PARTIAL:
+                    part = part * self.request.patterns.inside(name, inner, tile, span)
+                sums.mass[name][at] += _scaled(part.sum(-1), factor)
+
+    def end(self, rows: RowsState, space: Workspace) -> None:
         rows.sums.put(self.sums, rows.block.at)
 
-    def finish(self, group: Group, job: _Job) -> None:
+    def finish(self, group: Group, job: KeySums) -> None:
         job.add_to(self.sums, (group.tiles.batch, group.tiles.heads))
 
-    def _add_user_statistics(self, job: _Job, weights: Tensor, log2: Tensor, masked: Tensor | None, tile: Tile) -> None:
+    @staticmethod
+    def sign(rows: RowsState, tile: Tile) -> int:
+        """The sign of the distance from query to key: −1 or 1 in the whole tile, or 0 if it differs."""
+        if rows.job.heads.backward or rows.start >= tile.columns.stop - 1:
+            return -1
+        return 1 if rows.stop - 1 <= tile.columns.start else 0
+
+    def add_user_statistics(
+        self, job: KeySums, weights: Tensor, log2: Tensor, masked: Tensor | None, tile: Tile
+    ) -> None:
         """Add a tile to the `Statistic` objects that the caller passed."""
         visible = None if masked is None else ~masked
         uncounted = job.heads.uncounted
@@ -188,14 +215,15 @@ class _Statistics(Reducer[_Job, _Rows]):
             into = rows[..., tile.rows] if s.over == "query" else job.user_statistics[s][..., tile.columns]
             into.copy_(s.merge(into, s.added(weight_tile)))
 
-    def _pool(self, job: _Job, weights: Tensor, tile: Tile) -> Tensor:
+    def _pool(self, job: KeySums, weights: Tensor, tile: Tile) -> Tensor:
         """Add a tile to the thumbnail, if one is requested; returns the column sums of the tile."""
         bins = self.sums.bins
         if bins is None or job.pooled is None:
             return weights.sum(-2)
-        query_bin, key_bin = (min(size, self.size) for size in bins)
-        ragged = -weights.shape[-1] % key_bin, -weights.shape[-2] % query_bin
-        whole = nn.functional.pad(weights, (0, ragged[0], 0, ragged[1])) if any(ragged) else weights
+        query_bin, key_bin = (min(size, _power_of_two(n)) for size, n in zip(bins, weights.shape[-2:], strict=True))
+        before = tile.columns.start % key_bin
+        ragged = before, -(weights.shape[-1] + before) % key_bin, 0, -weights.shape[-2] % query_bin
+        whole = nn.functional.pad(weights, ragged) if any(ragged) else weights
         by_rows = whole.unflatten(-2, (-1, query_bin))
         sums = by_rows.sum(-2)
         top = by_rows.amax(-2).unflatten(-1, (-1, key_bin)).amax(-1)
@@ -206,9 +234,11 @@ class _Statistics(Reducer[_Job, _Rows]):
         maximum, total = job.pooled[:, :, :, at[0], at[1]]
         torch.maximum(maximum, top, out=maximum)
         total += sums.unflatten(-1, (-1, key_bin)).sum(-1)
-        return sums.sum(-2)[..., : weights.shape[-1]]
+        return sums.sum(-2)[..., before : before + weights.shape[-1]]
 
-    def _add_prefix(self, job: _Job, weights: Tensor, masked: Tensor | None, tile: Tile) -> None:
+    def _add_prefix(
+        self, job: KeySums, weights: Tensor, masked: Tensor | None, tile: Tile, factor: Tensor | None
+    ) -> None:
         """Add a tile to the prefix sink scores, if it contains any of the text's first queries and keys."""
         heads, rows, cols = job.heads, tile.rows, tile.columns
         rs, cs = (
@@ -222,8 +252,39 @@ class _Statistics(Reducer[_Job, _Rows]):
         if heads.uncounted is not None:
             visible = visible & ~heads.uncounted[..., rs, None]
         total, count = job.prefix_sink_scores[..., cs.start - heads.first : cs.stop - heads.first]
-        total += weights[..., *inside].sum(-2)
+        part = weights[..., *inside]
+        total += (part if factor is None else part * factor[..., inside[0], None]).sum(-2)
         count += visible.sum(-2)
+
+
+class _Sweep(StatisticsReducer):
+    """Statistics of weights whose normalizer is known for all rows."""
+
+    def __init__(self, rows: RowState, request: Request, sums: Sums) -> None:
+        super().__init__(request, sums)
+        self.known = rows
+
+    def prepare(self, group: Group) -> _Heads:
+        heads = super().prepare(group)
+        heads.weights = WeightTiles(group.tiles, self.known, self.request.queries)
+        return heads
+
+    def tile(self, rows: RowsState, tile: Tile) -> None:
+        self.add_visible(rows, tile)
+        known = rows.job.heads.weights
+        assert known is not None
+        weights, log2 = tile.weights(known)
+        log2 = _log2(weights, tile.group.tiles.call) if log2 is None else log2
+        if self.sums.user_statistics:
+            self.add_user_statistics(rows.job, weights, log2, tile.masked(), tile)
+        start = tile.columns.start - rows.start
+        total = rows.sums.add(weights, log2, tile.buffer("scores"), start, self.sign(rows, tile))
+        self.add(rows, tile, weights, total)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def _log2(weights: Tensor, call: Call) -> Tensor:
@@ -236,9 +297,14 @@ def _log2(weights: Tensor, call: Call) -> Tensor:
     return torch.where(weights > 0, torch.log2(weights), MASKED_SCORE)
 
 
-def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int) -> None:
+def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
+
+
+def _add_diagonal(near: Tensor, weights: Tensor, rows: slice, offset: int, factor: Tensor | None) -> None:
     """Add the diagonal column = row + offset of a tile to its queries."""
     if -weights.shape[2] < offset < weights.shape[3]:
         diagonal = torch.diagonal(weights, offset, -2, -1)
-        start = rows.start + max(0, -offset)
-        near[:, :, start : start + diagonal.shape[-1]] += diagonal
+        first, length = max(0, -offset), diagonal.shape[-1]
+        here = None if factor is None else factor[..., first : first + length]
+        near[:, :, rows.start + first : rows.start + first + length] += _scaled(diagonal, here)

@@ -163,7 +163,7 @@ class StatisticsGradients(WeightGradients):
             if status == FULL:
                 slope += x[at][..., None]
             elif status != EMPTY:
-                inside = self.places.patterns.inside(name, mask, start, tile)
+                inside = self.places.patterns.inside(name, mask, tile, tile.columns)
                 slope.addcmul_(inside, x[at][..., None])
 
 

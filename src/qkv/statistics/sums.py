@@ -143,6 +143,7 @@ class Sums:
         self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
         self.visible = torch.zeros_like(zeros)
+        self.sink_mass: Tensor | None = None  # if it is known: otherwise it follows from the row state
         self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
         self.prefix_sink_scores = (
             None if prefix_keys is None else zeros.new_zeros(2, b, h, prefix_keys)
@@ -186,8 +187,8 @@ class Sums:
         nonempty = ~(self.total.abs() <= SMALLEST)  # the squares of smaller weights underflow; NaN passes
         total = torch.where(nonempty, self.total, 1.0)
         mean = self.offset / total
-        sink_mass = None
-        if call.sink is not None:
+        sink_mass = self.sink_mass
+        if call.sink is not None and sink_mass is None:
             sink_mass = _sink_mass(call, rows)
         entropy = torch.where(nonempty, torch.log(total) + math.log(2) * self.bits / total, 0.0).clamp(min=0)
         squares = torch.where(nonempty, self.squares, 1.0)
@@ -229,65 +230,111 @@ def _sink_mass(call: Call, rows: RowState) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _places(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Offsets of a tile's columns from its middle, and their squares."""
+def _powers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Ones, offsets of a cell's columns from its middle, their squares, and zeros: products with four rows are fast."""
     place = torch.arange(size, dtype=dtype, device=device) - size // 2
-    return place, place.square()
+    return torch.stack([torch.ones_like(place), place, place.square(), torch.zeros_like(place)])
+
+
+def _cells(x: Tensor) -> list[Tensor]:
+    """A tile as one or two views (b, h, rows, cells, columns): cells of `CELL` columns, and a smaller last one."""
+    width = x.shape[-1]
+    whole = width // CELL * CELL
+    if whole in (0, width):
+        return [x.unflatten(-1, (-1, min(CELL, width)))]
+    return [x[..., :whole].unflatten(-1, (-1, CELL)), x[..., None, whole:]]
+
+
+def _of_cells(by_tile: list[Tensor], cells: list[int]) -> Tensor:
+    """The factors of rows of each tile, (b, h, rows), for each of its cells: (b, h, rows, cells or 1)."""
+    if all(x is by_tile[0] for x in by_tile):
+        return by_tile[0][..., None]
+    return torch.stack(by_tile, -1).repeat_interleave(torch.tensor(cells, device=by_tile[0].device), -1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 SMALLEST = 1e-150  # a row with less mass counts as empty
 TINY = 1e-15  # below this norm, the squares may underflow float32
+CELL = 128  # most columns of a cell: the squares of larger offsets from its middle would lose digits of the spread
 
 
 class RowSums:
     """Sums over keys for one block of queries.
 
-    Each tile yields a few float32 numbers for each query. They are stored, and added up in float64 every `BATCH` tiles,
-    because many small additions would take as long as the products.
+    Each cell, a part of a tile that is not wider than `CELL`, yields a few float32 numbers for each query. They are
+    stored, and added up in float64 when there are `BATCH` cells, because many small additions would take as long as
+    the products.
     """
 
     BATCH = 64
 
-    def __init__(self, weights: Tensor) -> None:
-        b, h, rows, _ = weights.shape
-        self.pieces = weights.new_empty(self.BATCH, 5, b, h, rows)
-        self.places: list[tuple[int, int]] = []  # for each tile: its middle, and the sign of j − p in it (0: mixed)
-        self.sums = weights.new_zeros(7, b, h, rows, dtype=torch.float64)
+    def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
+        self.shape = shape
+        self.places: list[tuple[int, int]] = []  # for each cell: its middle, and the sign of j − p in it (0: mixed)
+        self.moments: list[Tensor] = []  # of the tiles, (3, b, h, rows, cells): Σ a, Σ a place, Σ a place²
+        self.norms: list[Tensor] = []  # (b, h, rows, cells), like the next
+        self.minus_bits: list[Tensor] = []
+        self.sums = like.new_zeros(7, *shape, dtype=torch.float64)
 
-    def add(self, weights: Tensor, log2: Tensor, scratch: Tensor, middle: int, sign: int) -> Tensor:
-        """Add a tile whose middle is `middle` keys after the first query of the block; returns its row totals.
+    def add(self, weights: Tensor, log2: Tensor, scratch: Tensor, start: int, sign: int) -> Tensor:
+        """Add a tile that starts `start` keys after the first query of the block; returns its row totals.
 
-        Moments are taken about the middle: float32 products then lose nothing to large positions.
+        Moments are taken about the middle of a cell: float32 products then lose nothing to large positions.
         """
-        total, one, two, norm, minus_bits = self.pieces[len(self.places)]
-        size = weights.shape[-1]
-        place, square = _places(size, weights.dtype, weights.device)
-        torch.sum(weights, -1, out=total)
-        flat = weights.view(-1, size)
-        torch.mv(flat, place, out=one.view(-1))
-        torch.mv(flat, square, out=two.view(-1))
-        torch.linalg.vector_norm(weights, dim=-1, out=norm)
-        if bool(((norm < TINY) & (total > 0)).any()):  # the squares underflow float32
-            norm.copy_(torch.linalg.vector_norm(weights, dim=-1, dtype=torch.float64))
-        torch.sum(torch.mul(weights, log2, out=scratch), -1, out=minus_bits)
-        self.places.append((middle, sign))
-        if len(self.places) == self.BATCH:
-            total = total.clone()
+        if len(self.places) >= self.BATCH:
             self.flush()
+        total = self.store(weights, log2, scratch, start, sign)
+        norm, total_of_cells = self.norms[-1], self.moments[-1][0]
+        if bool(((norm < TINY) & (total_of_cells > 0)).any()):  # the squares underflow float32
+            cells = _cells(weights)
+            self.norms[-1] = torch.cat([torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in cells], -1)
         return total
+
+    def store(self, weights: Tensor, log2: Tensor, scratch: Tensor, start: int, sign: int) -> Tensor:
+        """Like `add`, but nothing is added up before `normalize`."""
+        moments, norms, minus_bits = [], [], []
+        for w, x, out in zip(_cells(weights), _cells(log2), _cells(scratch), strict=True):
+            number, size = w.shape[-2:]
+            moments.append((_powers(size, w.dtype, w.device) @ w.reshape(-1, size).T).view(-1, *self.shape, number))
+            norms.append(torch.linalg.vector_norm(w, dim=-1))
+            minus_bits.append(torch.mul(w, x, out=out).sum(-1))
+            self.places += [(start + i * size + size // 2, sign) for i in range(number)]
+            start += number * size
+        self.moments.append(_joined(moments)[:3])
+        self.norms.append(_joined(norms))
+        self.minus_bits.append(_joined(minus_bits))
+        return self.moments[-1][0].sum(-1)
+
+    def normalize(self, factors: list[Tensor], log2_factors: list[Tensor]) -> list[Tensor]:
+        """Multiply the stored weights of each tile by a factor for each row, (b, h, rows); returns their totals."""
+        cells = [x.shape[-1] for x in self.norms]
+        moments, norms, bits = (torch.cat(x, -1) for x in (self.moments, self.norms, self.minus_bits))
+        factor, log2 = (_of_cells(x, cells) for x in (factors, log2_factors))
+        moments, norms = moments * factor, norms * factor
+        bits = torch.addcmul(bits * factor, moments[0], log2)
+        zero = factor == 0
+        if bool(zero.any()):  # rows without weights, and rows that do not count, may hold NaN
+            for x in (moments, norms, bits):
+                x.masked_fill_(zero, 0)
+        self.moments, self.norms, self.minus_bits = [moments], [norms], [bits]
+        return [x.sum(-1) for x in moments[0].split(cells, -1)]
 
     def flush(self) -> None:
         """Add the stored numbers of the last tiles to the sums."""
         if not self.places:
             return
-        total, one, two, norm, minus_bits = self.pieces[: len(self.places)].double().unbind(1)
-        places = torch.tensor(self.places, dtype=torch.float64, device=total.device)
-        middle, sign = (x[:, None, None, None] for x in places.unbind(1))
+        total, one, two = torch.cat(self.moments, -1).double()
+        norm, minus_bits = (torch.cat([x.double() for x in of], -1) for of in (self.norms, self.minus_bits))
+        middle, sign = torch.tensor(self.places, dtype=torch.float64, device=total.device).unbind(1)
         offset = one + middle * total
         offset2 = two + middle * (one + offset)
         parts = (total, offset, offset2, norm.square(), minus_bits, sign * total, sign * offset)
-        self.sums += torch.stack([x.sum(0) for x in parts])
-        self.places.clear()
+        self.sums += torch.stack([x.sum(-1) for x in parts])
+        for stored in (self.places, self.moments, self.norms, self.minus_bits):
+            stored.clear()
 
     def put(self, sums: Sums, at: tuple[slice, ...]) -> None:
         """Add to `sums`, converting offsets from the block's first query to offsets from each query."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qkv._engine.call import Call, Result
-from qkv.kernels import serve, watching
 from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
@@ -28,7 +27,7 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_head
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
-OnCall = Callable[[str, str, Call, Result], None]  # module, source ("sdpa" or "softmax"), call, result
+OnCall = Callable[[str, str, Call], Result]  # module, source ("sdpa" or "softmax") and call; returns its result
 
 
 def unwatched() -> AbstractContextManager[object]:
@@ -93,10 +92,7 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _serve(self, module: nn.Module, call: Call) -> Tensor:
-        with watching(None):  # reported below, where the module is known
-            result = serve(call)
-        self.on_call(self.names[id(module)], "sdpa", call, result)
-        return result.out
+        return self.on_call(self.names[id(module)], "sdpa", call).out
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         """Keep the scores until the module's forward ends: only then is it known that there is one softmax."""
@@ -121,9 +117,7 @@ class Intercept(TorchFunctionMode):
         if len(kept) > 1 or scores is None:
             self.unreadable.add(self.names[id(module)])
             return
-        call = of_scores(scores)
-        with watching(None):
-            self.on_call(self.names[id(module)], "softmax", call, serve(call))
+        self.on_call(self.names[id(module)], "softmax", of_scores(scores))
 
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""

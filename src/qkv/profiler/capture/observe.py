@@ -2,8 +2,8 @@
 
 Inside `observe` every attention call is recorded: calls of Hugging Face models through transformers' attention
 interface, calls of qkv's own attention through `qkv.kernels.serve`, and attention that a model computes in another way
-through `intercept`. One kernel pass gives both the output for the model and the row state that the statistics need, so
-the forward is not computed twice. No n × n tensor is formed, except by models that form one themselves. The model and
+through `intercept`. One pass gives both the output for the model and the statistics, so the forward is not computed
+twice. No n × n tensor is formed, except by models that form one themselves. The model and
 transformers' registries are restored afterwards, also after an error.
 """
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.routing import routed
-from qkv.kernels import eager, serve, watching
+from qkv.kernels import eager, serve, serving
 from qkv.masks import And, Dense, Mask
 from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
@@ -37,7 +38,7 @@ from qkv.profiler.capture.torch_calls import of_scores
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
-from qkv.statistics.measure import row_state, sweep
+from qkv.statistics.measure import measured, row_state, sweep
 from qkv.statistics.sums import Statistics
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
@@ -117,19 +118,22 @@ class Observer:
         """The attention function for transformers: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
-        with watching(None):  # recorded below, where the module is known
-            result = serve(call)
         self.sources[name] = "interface"
-        self._record(name, call, result, groups.of_transformers(name, self.model), _is_causal(call.mask), keys)
+        group = groups.of_transformers(name, self.model)
+        result = self._record(name, call, partial(_served, call), group, _is_causal(call.mask), keys)
         return result.out.transpose(1, 2).contiguous(), None
 
-    def observe_call(self, call: Call | Shared, result: Result) -> None:
-        """Record a call of qkv's attention by the innermost running module; calls outside of the model are ignored."""
+    def observe_call(self, call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
+        """Record a call of qkv's attention by the innermost running module, and return its result.
+
+        `fused` allows to compute the result together with the statistics. Calls outside of the model are not recorded.
+        """
         if not self._running:
-            return
+            return compute()
         if isinstance(call, Shared):
+            result = compute()
             self._observe_shared(call, result)
-            return
+            return result
         name, n_queries = self._running[-1], call.q.shape[2]
         self.sources[name] = "qkv"
         causal = _is_causal(call.mask)
@@ -143,11 +147,13 @@ class Observer:
                     f"statistics has {', '.join(of_keys)} over keys, but {name} attends step by step, one query at a "
                     "time; expected statistics over queries"
                 )
+            result = compute()
             if before.record is not None:
                 with unwatched():
-                    before.add(*self._measured(name, call, result, first=before.first, whole=False))
-            return
-        self._record(name, call, result, self._group(name, call, causal), causal, None, step=step)
+                    before.add(*self._measured(name, call, result, first=before.first, whole=False)[1:])
+            return result
+        group = self._group(name, call, causal)
+        return self._record(name, call, compute, group, causal, None, step=step, fused=fused)
 
     def _observe_shared(self, shared: Shared, result: Result) -> None:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
@@ -188,7 +194,7 @@ class Observer:
         """A context that observes attention which the model computes in another way."""
         return Intercept(self.model, self.names, self.expected, self._intercepted, self.unreadable)
 
-    def _intercepted(self, name: str, source: str, call: Call, result: Result) -> None:
+    def _intercepted(self, name: str, source: str, call: Call) -> Result:
         self.sources[name] = source
         mask, real = call.mask, self.query_masks.get(call.q.shape[2])
         if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
@@ -196,16 +202,14 @@ class Observer:
         causal = _is_causal(mask)
         of_transformers = type(self.model).__module__.startswith("transformers.")
         group = groups.of_transformers(name, self.model) if of_transformers else self._group(name, call, causal)
-        self._record(name, call, result, group, causal, None)
+        return self._record(name, call, partial(_served, call), group, causal, None)
 
     def record_returned(self, recorded: RecordedInputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
         unread = [name for name in self.names.values() if name in self.unreadable]
         observed = {groups.of_transformers(name, self.model) for name in self.fired}
         for name, weights in returned(self.model, recorded, unread, observed).items():
-            call = of_scores(weights.log())
-            with watching(None):
-                self._intercepted(name, "outputs", call, serve(call))
+            self._intercepted(name, "outputs", of_scores(weights.log()))
             self.unreadable.discard(name)
 
     def _group(self, name: str, call: Call, causal: bool) -> str:
@@ -243,13 +247,15 @@ class Observer:
         self,
         name: str,
         call: Call,
-        result: Result,
+        compute: Callable[[], Result],
         group: str,
         causal: bool,
         keys: Tensor | None,
         *,
         step: bool = False,
-    ) -> None:
+        fused: bool = True,
+    ) -> Result:
+        """Record a call and return its result; if `fused`, the statistics may be computed together with it."""
         self._note(name, call)
         layer = self._calls.get(group, 0)
         self._calls[group] = layer + 1
@@ -264,52 +270,67 @@ class Observer:
         if step:
             self._steps[name] = _Steps(self, call.k.detach(), first, len(self.records) if kept else None)
         if not kept:
-            return
+            return compute()
         if self.collect is not None:
+            result = compute()
             lse = None if result.lse is None else result.lse.detach()
             source = self.sources[name]
             self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
-            return
+            return result
         with unwatched():
-            statistics, weights = self._measured(name, call, result, first=first, queries=queries, whole=not step)
+            known = None if fused else compute()
+            result, statistics, weights = self._measured(
+                name, call, known, first=first, queries=queries, whole=not step
+            )
             no_vectors = step or self.sources[name] in WEIGHTS_ONLY
             vectors = {} if no_vectors else geometry(detached(call), first, queries, keys)
         self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)
             self._unjoined.append(self._steps[name])
+        return result
 
     def _measured(
         self,
         name: str,
         call: Call,
-        result: Result,
+        result: Result | None,
         *,
         first: int | Tensor,
         queries: Tensor | None = None,
         whole: bool,
-    ) -> tuple[Statistics, Tensor | None]:
-        """Statistics of a call and, if it is short, its weights; some statistics need the `whole` call of a layer."""
+    ) -> tuple[Result, Statistics, Tensor | None]:
+        """Result, statistics, and the weights of a short call; some statistics need the `whole` call of a layer."""
         call = detached(call)
-        rows = row_state(call, None if result.lse is None else result.lse.detach())
-        if rows.level is not None and rows.level.isnan().any():
-            raise InputError(f"model computes scores that are NaN in {name}: its parameters or its inputs contain NaN")
         mass = self._masses(first, call.k.shape[2])
         if not whole:
             del mass[Streaming().name]
-        statistics = sweep(
-            call,
-            rows,
-            mass=mass,
-            first=first,
-            queries=queries,
-            prefix_keys=PREFIX if whole else None,
-            bins=self.map_bins if whole and self.map_bins else None,
-            statistics=(*(UNFUSED if whole else ()), *self.statistics),
-        )
+        options: dict[str, Any] = {
+            "mass": mass,
+            "first": first,
+            "queries": queries,
+            "prefix_keys": PREFIX if whole else None,
+            "bins": self.map_bins if whole and self.map_bins else None,
+            "statistics": (*(UNFUSED if whole else ()), *self.statistics),
+        }
+        if result is None:
+            result, _, statistics = measured(call, output=True, **options)
+            assert result is not None
+        else:
+            rows = row_state(call, None if result.lse is None else result.lse.detach())
+            statistics = sweep(call, rows, **options)
+        if result.lse is not None and result.lse.isnan().any():
+            raise InputError(f"model computes scores that are NaN in {name}: its parameters or its inputs contain NaN")
         if statistics.received.isnan().any():
             raise InputError(f"model computes weights that are NaN in {name}: its parameters or its inputs contain NaN")
-        return statistics, weights_of(call) if max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens else None
+        short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
+        return result, statistics, weights_of(call) if short else None
+
+
+def _served(call: Call) -> Result:
+    """The result of a call that the observer itself records."""
+    with serving(None):
+        return serve(call)
 
 
 def shared_statistics(statistics: Statistics, group: ProcessGroup) -> Statistics:
@@ -399,7 +420,7 @@ def observe(observer: Observer) -> Iterator[Observer]:
     try:
         model.eval()
         with _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
-            with torch.no_grad(), observer.intercept(), watching(observer.observe_call):
+            with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
             observer.finish()
         observer.record_returned(recorded)

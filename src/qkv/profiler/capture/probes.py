@@ -1,13 +1,14 @@
-"""Probe heads on synthetic texts: random tokens, one token repeated, a random sequence twice, the text shuffled.
+"""Probe heads on synthetic texts: random tokens, the same shuffled, one token repeated, a random sequence twice.
 
 On natural text an induction head is hard to tell from other heads; on random tokens that come twice, only induction
-explains its weights (Olsson et al. 2022, arXiv:2209.11895). The texts are short, so all weights are formed.
+explains its weights (Olsson et al. 2022, arXiv:2209.11895). The texts are short, so all weights are formed. They do
+not depend on the profiled text, so a model is probed once, and again only after it has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Hashable, Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 import xarray as xr
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from qkv._engine.call import Call
 from qkv.errors import InputError
+from qkv.kernels import watched
 from qkv.profiler.capture.calls import calls_of
+from qkv.profiler.capture.fingerprint import fingerprint
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.observe import ObservedCall, weights_of
 from qkv.profiler.data.variables import VARIABLES
@@ -26,6 +29,8 @@ LEAST = 8  # shortest text that can be probed, in tokens
 REPEATS = 3
 
 Scores = dict[str, Float[Tensor, " h"]]
+Found = dict[tuple[str, int], Scores]
+_KEPT: WeakKeyDictionary[nn.Module, tuple[Hashable, dict[Hashable, Found]]] = WeakKeyDictionary()
 
 
 def probe(
@@ -34,12 +39,14 @@ def probe(
     special: Collection[int] = (),
     layers: Collection[int] | None = None,
     seed: int = 0,
-) -> dict[tuple[str, int], Scores]:
+) -> Found:
     """Scores of every head of self-attention, by module and layer: the variables ``probe_…`` of `VARIABLES`.
+
+    They are kept for the next call with the same model, which is recognised by its `fingerprint`.
 
     Args:
         model: as in `qkv.profile`; it must read token ids.
-        ids: a natural text; the special tokens at its start and end are put around every synthetic text.
+        ids: a text; the special tokens at its start and end are put around every synthetic text.
         special: ids of special tokens.
         layers: which layers to probe; all if None.
         seed: seed of the random tokens.
@@ -47,8 +54,24 @@ def probe(
     Raises:
         InputError: if the vocabulary size is not known, or the model reads too few tokens.
     """
+    start, end = _frame(ids[0].cpu(), set(special))
+    of_layers = None if layers is None else frozenset(layers)
+    asked = (tuple(start.tolist()), tuple(end.tolist()), frozenset(special), of_layers)
+    now = None if watched() else fingerprint(model)
+    before, kept = _KEPT.get(model, (None, {}))
+    if now is None or now != before:
+        kept = {}
+    if (*asked, seed) not in kept:
+        kept[*asked, seed] = _probed(model, start, end, special, layers, seed)
+    if now is not None:
+        _KEPT[model] = (now, kept)
+    return kept[*asked, seed]
+
+
+def _probed(
+    model: nn.Module, start: Tensor, end: Tensor, special: Collection[int], layers: Collection[int] | None, seed: int
+) -> Found:
     generator = torch.Generator().manual_seed(seed)
-    start, body, end = _framed(ids[0].cpu(), set(special))
     size = vocabulary(model)
     limit = positions(model) or 2 * TOKENS + len(start) + len(end)
     once = min(TOKENS, (limit - len(start) - len(end)) // 2)
@@ -65,31 +88,26 @@ def probe(
     def drawn(rows: int, n: int) -> Tensor:
         return ordinary[torch.randint(len(ordinary), (rows, n), generator=generator)]
 
-    def framed(tokens: Tensor) -> Tensor:
-        rows = len(tokens)
-        return torch.cat([start.expand(rows, -1), tokens, end.expand(rows, -1)], 1)
-
-    random, one = drawn(REPEATS, once), drawn(REPEATS, 1).expand(-1, once)
-    twice = drawn(REPEATS, once).repeat(1, 2)
-    text = body[:once]
-    shuffled = [text[torch.randperm(len(text), generator=generator)] for _ in range(REPEATS)]
-    found: dict[tuple[str, int], Scores] = {}
-
-    def add(tokens: Tensor, score: Any) -> None:
+    def weights(tokens: Tensor) -> Iterable[tuple[Scores, Tensor, Call]]:
+        """The weights of every layer on these texts, and where to put the scores of its heads."""
+        texts = torch.cat([start.expand(len(tokens), -1), tokens, end.expand(len(tokens), -1)], 1)
         with torch.random.fork_rng(devices=[]):
-            (batch,) = batches(model, framed(tokens), None, None)
+            (batch,) = batches(model, texts, None, None)
             calls = calls_of(model, batch, layers=layers)
         for one in _self_attention(calls):
-            found.setdefault((one.module, one.layer), {}).update(
-                score(weights_of(one.call), _visible_queries(one.call))
-            )
+            yield found.setdefault((one.module, one.layer), {}), weights_of(one.call), one.call
 
-    at = len(start)
-    add(random, lambda a, visible: {"probe_sink_random": (a[..., 0].sum(2) / visible).mean(0)})
-    add(one, lambda a, visible: {"probe_sink_repeated": (a[..., 0].sum(2) / visible).mean(0)})
-    add(twice, lambda a, _: _second_half(a, at, once))
-    if len(text) >= LEAST:
-        add(torch.stack([text, *shuffled]), lambda a, _: _positional(a))
+    found: Found = {}
+    random, repeated = drawn(REPEATS, once), drawn(REPEATS, 1).expand(-1, once)
+    twice = drawn(REPEATS, once).repeat(1, 2)
+    shuffled = torch.stack([random[0, torch.randperm(once, generator=generator)] for _ in range(REPEATS)])
+    for scores, a, call in weights(torch.cat([random, repeated, shuffled])):
+        sink = a[..., 0].sum(2) / _visible_queries(call)
+        scores["probe_sink_random"] = sink[:REPEATS].mean(0)
+        scores["probe_sink_repeated"] = sink[REPEATS : 2 * REPEATS].mean(0)
+        scores["probe_positional"] = _positional(a[0], a[2 * REPEATS :])
+    for scores, a, _ in weights(twice):
+        scores.update(_second_half(a, len(start), once))
     return found
 
 
@@ -106,14 +124,10 @@ def add_to(data: xr.Dataset, found: dict[tuple[str, int], Scores]) -> xr.Dataset
     return data
 
 
-def _framed(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ids into special tokens at the start, ordinary tokens, and special tokens at the end."""
+def _frame(ids: Tensor, special: set[int]) -> tuple[Tensor, Tensor]:
+    """The special tokens at the start and at the end of a text."""
     plain = [i for i, x in enumerate(ids.tolist()) if x not in special]
-    if not plain:
-        return ids[:1], ids[:0], ids[:0]
-    first, last = plain[0], plain[-1]
-    body = ids[first : last + 1]
-    return ids[:first], body[[int(x) not in special for x in body]], ids[last + 1 :]
+    return (ids[: plain[0]], ids[plain[-1] + 1 :]) if plain else (ids[:1], ids[1:][-1:])
 
 
 def _self_attention(calls: Iterable[ObservedCall]) -> Iterable[ObservedCall]:
@@ -135,8 +149,8 @@ def _second_half(a: Float[Tensor, "b h n n"], start: int, once: int) -> Scores:
     return {f"probe_{name}": a[:, :, query, query + by].mean((0, 2)) for name, by in offsets.items()}
 
 
-def _positional(a: Float[Tensor, "b h n n"]) -> Scores:
-    """Item 0 is the text, the other items are shuffled. The first half of the queries has too few keys to differ."""
-    later = a[:, :, a.shape[2] // 2 :]
-    total_variation = 0.5 * (later[1:] - later[:1]).abs().sum(-1)
-    return {"probe_positional": 1 - total_variation.mean((0, 2))}
+def _positional(text: Float[Tensor, "h n n"], shuffled: Float[Tensor, "b h n n"]) -> Float[Tensor, " h"]:
+    """1 − total variation between the weights. The first half of the queries has too few keys to differ."""
+    half = text.shape[1] // 2
+    total_variation = 0.5 * (shuffled[:, :, half:] - text[:, half:]).abs().sum(-1)
+    return 1 - total_variation.mean((0, 2))

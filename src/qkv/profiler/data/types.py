@@ -142,10 +142,11 @@ TRAITS = {  # a head can have several traits
     "streaming": Kind("weight on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
     "retrieval": Kind("weight on the keys that a streaming cache evicts (after Xiao et al. 2024, DuoAttention)",
                       0.3, _retrieval),
-    "positional": Kind("1 − total variation between the weights on the text and on its tokens shuffled", 0.8,
+    "positional": Kind("1 − total variation between the weights on random tokens and on the same shuffled", 0.8,
                        _variable("probe_positional")),
     "content": Kind(
-        "1 − total variation between the weights on the text and on its tokens shuffled; low if weights follow tokens",
+        "1 − total variation between the weights on random tokens and on the same shuffled; "
+        "low if weights follow tokens",
         0.4, _variable("probe_positional"), below=True,
     ),
 }  # fmt: skip

@@ -89,7 +89,7 @@ VARIABLES = {name: Variable.of(s, always=name not in _NOT_IN_FIRST) for name, s 
         HEAD, "1", "weight on the token after the earlier occurrence, in a repeated random sequence"
     ),
     "probe_positional": Variable(
-        HEAD, "1", "1 − total variation distance between the weights on the text and on its tokens shuffled"
+        HEAD, "1", "1 − total variation distance between the weights on random tokens and on the same tokens shuffled"
     ),
 }  # fmt: skip
 OF_HEADS = tuple(
