@@ -173,7 +173,7 @@ def scale() -> None:
     plain = [FLOP / (use * PEAK) / 3600 for use in uses]
     rows = {
         f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
-        "with the sweep at 0.16 ms per token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
+        "with the statistics at 0.16 ms per token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
         f"with the ratio measured above (plain hours / {ratio:.3f})": [hours / ratio for hours in plain],
     }
     hours = [
