@@ -241,10 +241,11 @@ def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Ite
             yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
 
 
-def strips(call: Call, *, batched: bool = False) -> Iterator[Group]:
+def strips(call: Call, *, batched: bool = False, single_threaded: bool = False) -> Iterator[Group]:
     """The groups of a call for reducers that keep the weights of whole rows until their normalizer is known.
 
-    A strip is a block of queries of as many heads (and batch items, if `batched`) as make good matrix products.
+    A strip is a block of queries of as many heads (and batch items, if `batched`) as make good matrix products, but
+    there are enough for all threads unless the call is `single_threaded`.
     """
     table, (b, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
     share, width = h // of_keys, min(n_keys, table.tile * table.joined)
@@ -255,7 +256,7 @@ def strips(call: Call, *, batched: bool = False) -> Iterator[Group]:
     heads = of_keys if call.by_head else max(1, min(of_keys, budget // (rows * share)))
     while rows > 8 and rows * heads * share * n_keys > table.kept:
         rows //= 2
-    threads = torch.get_num_threads() if call.q.device.type == "cpu" else 1
+    threads = torch.get_num_threads() if call.q.device.type == "cpu" and not single_threaded else 1
     groups_of_heads = -(-of_keys // heads)
     items = min(budget // (rows * share * heads), -(-b // -(-threads // groups_of_heads))) if batched else 1
     down, across = list(spans(n_queries, rows)), list(spans(n_keys, table.tile))

@@ -22,6 +22,7 @@ from qkv.statistics.reduce import KeySums, Request, RowsState, StatisticsReducer
 from qkv.statistics.sums import Sums
 
 LOWEST = torch.finfo(torch.float32).min / 4  # score of a masked pair, far below `MASKED_SCORE`: the first maximum
+FEW_SCORES = 2**19  # so few that a second thread costs more than it saves
 HIGHEST = 30  # log2 of the largest weight before normalization: the sum of a row's squares must not overflow
 
 
@@ -45,7 +46,10 @@ def attend_and_add(call: Call, request: Request, sums: Sums, *, output: bool) ->
     if call.sink is not None:
         sums.sink_mass = torch.zeros_like(lse)
     batched = len(set(request.firsts)) == 1  # a group has one first key
-    reduce_tiles(strips(call, batched=batched), _OnePass(request, sums, out, lse), call.q.device)
+    few = lse.numel() * call.k.shape[2] <= FEW_SCORES
+    reducer = _OnePass(request, sums, out, lse)
+    groups = strips(call, batched=batched, single_threaded=few)
+    reduce_tiles(groups, reducer, call.q.device, single_threaded=few)
     return out, lse
 
 
