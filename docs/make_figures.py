@@ -152,7 +152,7 @@ def benchmarks() -> None:
     model_speed.stream_figure(results["stream"], DOCS / "figures" / "stream.png")
     lines += ["", *_profile_table(results), "", *model_speed.table(results["decoder"])]
     lines += ["![Milliseconds per token over 100,000 tokens](figures/stream.png)", "", *_mechanisms()]
-    lines += ["Machine: " + _machine(results)]
+    lines += _machines(results)
     (DOCS / "benchmarks.md").write_text("\n".join(lines) + "\n")
 
 
@@ -266,9 +266,12 @@ def _profile_table(results: dict[str, Any]) -> list[str]:
     return rows
 
 
-def _machine(results: dict[str, Any]) -> str:
-    machine = results["profile_cost"]["machine"]
-    return ", ".join(f"{k} {v}" for k, v in machine.items())
+def _machines(results: dict[str, Any]) -> list[str]:
+    """One line for each machine, with the benchmarks that ran on it."""
+    names: dict[str, list[str]] = {}
+    for name, result in results.items():
+        names.setdefault(", ".join(f"{k} {v}" for k, v in result["machine"].items()), []).append(name)
+    return [f"- {', '.join(of)}: {machine}" for machine, of in names.items()]
 
 
 if __name__ == "__main__":
