@@ -121,7 +121,7 @@ BOUNDS = {  # of the benchmarks with goals that are missed, what they are bound 
     "measure": "the elementwise operations of a tile take as long as its product, and two threads wait for Python's "
     "lock. On this processor torch's two matrix products alone take as long as SDPA.",
     "measure_short": "a call makes hundreds of small operations, each a few microseconds.",
-    "profile_cost": "as `measure`. The goals were set on another processor, on which eager attention was slower.",
+    "profile_cost": "as `measure`. The time of eager attention differs between machines of this name.",
     "profile_short": "the fixed cost of observing (hooks, geometry, data sets), and one reading of all parameters, "
     "which tells whether the model is still the one that was probed.",
     "survey": "the statistics of each batch, which are elementwise.",
