@@ -490,6 +490,18 @@ def test_received_sums_to_the_mass_on_keys() -> None:
     assert (got.effective_keys.log() <= got.entropy + 1e-12).all()  # Rényi entropies decrease with their order
 
 
+@pytest.mark.parametrize("padding", [0.0, math.nan])
+def test_scores_that_rise_from_tile_to_tile_do_not_overflow(tile: int, padding: float) -> None:
+    """Each tile is 100 nats or more above the one before: its squares overflow relative to the first."""
+    n = 12 * tile
+    q, k = torch.ones(1, 1, n, 1), (100.0 * (torch.arange(n) // tile)).view(1, 1, n, 1)
+    q[:, :, -1], queries = padding, torch.arange(n)[None] < n - 1
+    got = qkv.measure(q, k, score=Dot(1.0), queries=queries)
+    for name, want in {"entropy": math.log(tile), "effective_keys": float(tile), "lse": 1100 + math.log(tile)}.items():
+        torch.testing.assert_close(getattr(got, name)[..., :-1], torch.full((1, 1, n - 1), want), rtol=1e-5, atol=1e-5)
+    assert got.entropy[..., -1] == 0
+
+
 # --- memory and resolution --------------------------------------------------------------------------------------------
 
 
