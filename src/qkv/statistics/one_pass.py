@@ -93,7 +93,7 @@ class _OnePass(StatisticsReducer):
             scores.sub_(level[..., None])
             self._raise(strip, level)
             strip.settled = bool((level > MASKED_SCORE).all())
-        elif not scores.max() <= HIGHEST:  # also if a query is NaN, as in padding
+        elif scores.max() > HIGHEST:  # never in a strip with a NaN query, which does not settle
             above = scores.amax(-1).clamp_(min=0)
             scores.sub_(above[..., None])
             self._raise(strip, strip.level + above)
