@@ -38,8 +38,8 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTEC
 test: venv lint  ## run every check: lint, types and all tests
 	$(PYTEST)
 
-quick: venv  ## run the tests that take at most a few seconds each
-	$(PYTEST) -m "not slow"
+quick: venv  ## run one case of each test that takes at most a few seconds, without the viewer's: about 90 seconds
+	$(PYTEST) -m "not slow" --one-case --ignore-glob='*test_viewer*'
 
 CASES ?= 10000
 SEED  ?= 0

@@ -34,7 +34,7 @@ print(failed, tried, file=sys.stderr)
 @pytest.mark.parametrize(
     ("names", "least"),
     [
-        pytest.param(["qkv", *modules(LIGHT)], 250, id="core and lab"),
+        pytest.param(["qkv", *modules(LIGHT)], 250, id="core and lab", marks=pytest.mark.slow),
         pytest.param(modules(HEAVY), 80, id="profiler and viewer", marks=pytest.mark.slow),
     ],
 )

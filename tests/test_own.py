@@ -91,6 +91,7 @@ def test_softmax_without_shortcuts_equals_softmax() -> None:
         close(ours, attend(q, k, v, normalizer=normalizers.Softmax(1.7, sink), **asked), eps=256)
 
 
+@pytest.mark.slow
 def test_one_object_of_each_kind_is_exact_and_trains_in_linear_memory() -> None:
     """A mask, a score, a bias and a normalizer of one's own in one call, long enough for tiles."""
     n = 1100

@@ -1012,6 +1012,7 @@ def crowded(session: Session) -> Iterator[tuple[Session, Sluggish]]:
     source.maps = before
 
 
+@pytest.mark.slow
 def test_server_answers_under_two_hundred_concurrent_requests(crowded: tuple[Session, Sluggish]) -> None:
     session, sluggish = crowded
     tiles = [
