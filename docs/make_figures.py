@@ -118,8 +118,8 @@ def minilm() -> None:
 
 
 BOUNDS = {  # of the benchmarks with goals that are missed, what they are bound by
-    "measure": "the elementwise operations of a tile take as long as its product, and two threads wait for Python's "
-    "lock. On this processor torch's two matrix products alone take as long as SDPA.",
+    "measure": "the elementwise operations between the two products of a tile. On this "
+    "processor torch's two matrix products alone take as long as SDPA.",
     "measure_short": "a call makes hundreds of small operations, each a few microseconds.",
     "profile_cost": "as `measure`. The time of eager attention differs between machines of this name.",
     "profile_short": "the fixed cost of observing (hooks, geometry, data sets), and one reading of all parameters, "

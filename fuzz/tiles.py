@@ -19,7 +19,7 @@ def small(size: int) -> Sizes:
     return replace(
         BY_DEVICE["cpu"],
         tile=size,
-        strip=2 * size,
+        row_block=2 * size,
         joined=2,
         kept=64 * size,
         panel=2 * size * size,

@@ -334,27 +334,55 @@ def test_probes_ignore_padding() -> None:
             np.testing.assert_allclose(padded[name], alone[name], atol=1e-6, err_msg=name)
 
 
-def test_a_model_is_probed_once_and_again_after_any_change() -> None:
-    model, ids, forwards = small(), torch.arange(40)[None], []
+class _Counter:
+    """Counts the forwards of a model without being part of its state."""
 
-    def hook() -> object:
-        return model.blocks[0].register_forward_hook(lambda *_: forwards.append(1))
+    n = 0
+
+    def __reduce__(self) -> str:
+        return "counter"
+
+
+counter = _Counter()
+
+
+class _Counted(nn.Identity):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.n += 1
+        return x * self.factor
+
+
+def test_a_model_is_probed_once_and_again_after_any_change() -> None:
+    model, ids = small(), torch.arange(40)[None]
+    model.final = model.norm
+    model.norm = nn.Sequential(model.final, _Counted())
 
     def runs() -> int:
-        forwards.clear()
+        counter.n = 0
         qkv.profile(model, ids, progress=False)
-        return len(forwards)
+        return counter.n
 
-    handle = hook()
-    assert runs() == 3  # the text, and two batches of probes
-    assert runs() == 1
+    text, probes = 1, 2  # forwards
+    assert (runs(), runs()) == (text + probes, text)
     model.blocks[0].attention_norm.weight.data[3:5] *= 2  # a change that torch's version counters miss
-    assert (runs(), runs()) == (3, 1)
-    other = model.norm.register_forward_hook(lambda module, inputs, output: 2 * output)
-    assert (runs(), runs()) == (3, 1)
-    other.remove()
-    assert (runs(), runs()) == (3, 1)
+    assert (runs(), runs()) == (text + probes, text)
+    model.norm[1].factor = 2.0  # an attribute that is no tensor
+    assert (runs(), runs()) == (text + probes, text)
+    model.to(torch.bfloat16)
+    assert (runs(), runs()) == (text + probes, text)
+    model.blocks[0].attention.out_proj.weight.data.reshape(-1)[5] *= 1.01  # one number of 256, in half precision
+    assert (runs(), runs()) == (text + probes, text)
+    seen: list[int] = []
+    handle = model.final.register_forward_hook(lambda *_: seen.append(1))  # a hook may do anything, every time
+    assert (runs(), runs()) == (text + probes, text + probes)
     handle.remove()
+    assert runs() == text  # the model that was kept
 
 
 def test_learned_sink_does_not_count_as_retrieval() -> None:

@@ -241,18 +241,18 @@ def groups(call: Call, size: int | None = None, *, batched: bool = False) -> Ite
             yield Group(tiles, rows, columns, tiles.block_status(call.mask, size))
 
 
-def strips(call: Call, *, batched: bool = False, single_threaded: bool = False) -> Iterator[Group]:
+def row_blocks(call: Call, *, batched: bool = False, single_threaded: bool = False) -> Iterator[Group]:
     """The groups of a call for reducers that keep the weights of whole rows until their normalizer is known.
 
-    A strip is a block of queries of as many heads (and batch items, if `batched`) as make good matrix products, but
+    A row block has queries of as many heads (and batch items, if `batched`) as make good matrix products, but
     there are enough for all threads unless the call is `single_threaded`.
     """
     table, (b, h, n_queries, _), (_, of_keys, n_keys, _) = sizes(call.q.device), call.q.shape, call.k.shape
     share, width = h // of_keys, min(n_keys, table.tile * table.joined)
-    rows = min(max(1, table.strip // (1 << (share - 1).bit_length())), 1 << (n_queries - 1).bit_length())
+    rows = min(max(1, table.row_block // (1 << (share - 1).bit_length())), 1 << (n_queries - 1).bit_length())
     if rows > table.tile and _computed(call, table.tile, table.tile) < 0.8 * _computed(call, rows, table.tile):
         rows = table.tile  # a sparse mask
-    budget = table.strip * table.tile * table.joined // width  # rows of all heads together
+    budget = table.row_block * table.tile * table.joined // width  # rows of all heads together
     heads = of_keys if call.by_head else max(1, min(of_keys, budget // (rows * share)))
     while rows > 8 and rows * heads * share * n_keys > table.kept:
         rows //= 2

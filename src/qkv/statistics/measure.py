@@ -1,7 +1,8 @@
 """`measure`: exact statistics of one attention call, in memory linear in the sequence length.
 
-One pass of a kernel computes the log-sum-exp of every query. One sweep over the tiles of scores then computes each tile
-of *final* weights, exp(score − lse), and reduces it to all statistics; only one tile is in memory at a time.
+For a softmax, one pass over blocks of rows computes the output, the log-sum-exp and every statistic
+(`qkv.statistics.one_pass`). Other normalizers and custom statistics take two: a kernel computes the row state, such as
+the log-sum-exp, of every query; then a sweep over the tiles of scores computes the final weights and reduces them.
 (tests/test_measure.py checks identities that give some of the statistics by other means.)
 """
 

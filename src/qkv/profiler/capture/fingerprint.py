@@ -1,20 +1,26 @@
-"""Whether a model is still the one of an earlier call: same modules, hooks, settings and values of all parameters."""
+"""Whether a model is still the one of an earlier call: its modules, their attributes, and every byte of its tensors."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Hashable
+from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
-
-WIDTH = 4096  # numbers of a parameter that share one product
+from torch.nn.modules import module as torch_module
 
 
 def fingerprint(model: nn.Module) -> Hashable | None:
-    """A key that changes if the model may compute something else; None if its values cannot be read.
+    """A key that differs whenever the model may compute something else, or None if that cannot be told.
 
-    It reads every parameter and buffer once, which takes less than a forward with a few tokens. Version counters are
-    not enough: a change through ``parameter.data`` does not count.
+    It covers the class of every module, all their attributes (so also the configuration and the training mode), the
+    bytes of all parameters and buffers, and autocast. Version counters of tensors would not be enough, as a change
+    through ``parameter.data`` does not count. A model with forward hooks, with a replaced ``forward``, or with an
+    attribute that cannot be pickled gives None. It does not see a function that was replaced in a Python module, nor
+    a new entry in a registry that the model reads.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = fingerprint(layer)
@@ -24,30 +30,39 @@ def fingerprint(model: nn.Module) -> Hashable | None:
     >>> fingerprint(layer) == before
     False
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.is_sparse or x.is_quantized for x in tensors):
+    modules = list(model.modules())
+    if any(map(_hooked, modules)) or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    modules = tuple(
-        (type(m), m.training, vars(m).get("forward"), *m._forward_hooks.values(), *m._forward_pre_hooks.values())
-        for m in model.modules()
+    state = io.BytesIO()
+    try:
+        _StatePickler(state, modules).dump([vars(m) for m in modules])
+    except Exception:  # pickling runs code of the attributes, which can raise anything
+        return None
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
-    with torch.no_grad():
-        values = [_projected(x).cpu() for x in tensors]
-    return modules, str(getattr(model, "config", "")), tuple(torch.stack(values).tolist() if values else [])
+    return tuple((type(m), type(m).forward) for m in modules), autocast, xxhash.xxh3_128_digest(state.getvalue())
 
 
-def _projected(x: Tensor) -> Tensor:
-    """One number that depends on every element and its place: the product with fixed random numbers."""
-    flat = x.detach().reshape(-1)
-    flat = flat if flat.is_floating_point() else flat.double()
-    whole = len(flat) // WIDTH * WIDTH
-    total = flat[whole:].double() @ _numbers(len(flat) - whole, flat.device)
-    if whole:
-        rows = flat[:whole].view(-1, WIDTH) @ _numbers(WIDTH, flat.device).to(flat.dtype)
-        total = total + rows.double() @ _numbers(len(rows), flat.device)
-    return total
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
-def _numbers(n: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(n)
-    return torch.rand(n, dtype=torch.float64, generator=generator).to(device)
+class _StatePickler(pickle.Pickler):
+    """Pickles attributes of modules, with a module as its place in the model and a tensor as a hash of its bytes."""
+
+    def __init__(self, file: io.BytesIO, modules: list[nn.Module]) -> None:
+        super().__init__(file)
+        self._places = {id(m): i for i, m in enumerate(modules)}
+
+    def persistent_id(self, obj: Any) -> Hashable | None:
+        if id(obj) in self._places:
+            return self._places[id(obj)]
+        return _hashed(obj) if isinstance(obj, Tensor) else None
+
+
+def _hashed(x: Tensor) -> Hashable:
+    if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta or x.is_quantized:
+        raise TypeError(f"the values of a {type(x).__name__} cannot be read")
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(x.dtype), tuple(x.shape), str(x.device), xxhash.xxh3_128_digest(values.data)
