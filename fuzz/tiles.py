@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
 from qkv._engine.sizes import BY_DEVICE, Sizes
 from qkv.kernels import linear
-from qkv.kernels.flash import decompose
 
 
 def small(size: int) -> Sizes:
@@ -38,7 +36,6 @@ def tiles(size: int | None) -> Iterator[None]:
         return
     with (
         patch.dict(BY_DEVICE, cpu=small(size)),
-        patch.object(decompose, "_CACHE", OrderedDict()),  # decompositions with other tiles
         patch.object(linear, "attention", functools.partial(linear.attention, chunk=size)),
     ):
         yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -40,7 +39,6 @@ from qkv import InputError, masks, reference  # noqa: E402
 from qkv._engine import workspace  # noqa: E402
 from qkv._engine.sizes import BY_DEVICE  # noqa: E402
 from qkv.kernels import linear  # noqa: E402
-from qkv.kernels.flash import decompose  # noqa: E402
 from qkv.normalizers import Normalizer  # noqa: E402
 from qkv.scores import Score  # noqa: E402
 
@@ -86,7 +84,6 @@ def tile4(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_tile(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Tiles of `size` everywhere, panels of few rows, and chunks of `size`."""
     monkeypatch.setitem(BY_DEVICE, "cpu", small(size))
-    monkeypatch.setattr(decompose, "_CACHE", OrderedDict())  # what was cut with other tiles
     monkeypatch.setattr(linear, "attention", functools.partial(linear.attention, chunk=size))
 
 

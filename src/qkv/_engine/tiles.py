@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from qkv._engine.call import Call, at_least_float32
+from qkv._engine.kept import kept
 from qkv._engine.sizes import sizes
 from qkv.biases import Bias
 from qkv.errors import InputError
@@ -173,11 +174,16 @@ class ScoreTiles:
     def block_status(self, mask: Mask | None, rows: int, columns: int | None = None) -> list[list[int]]:
         """Block status (EMPTY, PARTIAL, FULL) of each tile of rows × columns (square by default), over these heads."""
         columns = rows if columns is None else columns
-        status = block_status(mask, Tiles.of(self.call.grid, rows, columns), self.call.grid)
-        everything = slice(None)
-        status = Region(everything, everything, self.batch, self.heads).of(status)
-        low, high = status.amin((0, 1)), status.amax((0, 1))
-        return torch.where(low == high, low, PARTIAL).tolist()
+        grid, of = self.call.grid, (self.batch.start, self.batch.stop, self.heads.start, self.heads.stop)
+
+        def status() -> list[list[int]]:
+            found = block_status(mask, Tiles.of(grid, rows, columns), grid)
+            found = Region(slice(None), slice(None), self.batch, self.heads).of(found)
+            low, high = found.amin((0, 1)), found.amax((0, 1))
+            return torch.where(low == high, low, PARTIAL).tolist()
+
+        tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
+        return status() if mask is None else kept(mask, ("status", grid, rows, columns, of), status, lambda _: tiles)
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
@@ -186,10 +192,16 @@ class ScoreTiles:
         key = (rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start)
         if key in self._patterns:
             return self._patterns[key]
-        masked = ~mask.visible(self.region(rows, columns), self.call.grid)
-        if mask.band is not None:
-            self._patterns[key] = masked
-        return masked
+        if mask.band is None:
+            return ~mask.visible(self.region(rows, columns), self.call.grid)
+
+        def masked() -> Tensor:
+            return ~mask.visible(self.region(rows, columns), self.call.grid)
+
+        self._patterns[key] = kept(
+            mask, ("masked", *key, self.call.grid.offset, self.call.q.device), masked, Tensor.numel
+        )
+        return self._patterns[key]
 
     def weigh(
         self, weights: Float[Tensor, "b h q k"], v: Float[Tensor, "n k d"], out: Tensor | None = None

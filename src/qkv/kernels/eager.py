@@ -7,10 +7,11 @@ from torch import Tensor
 
 from qkv._engine import noise
 from qkv._engine.call import Call, Result
+from qkv._engine.kept import kept
 from qkv._engine.tiles import ScoreTiles, zero_masked_keys
 from qkv._engine.transforms import mapped, transformed
 from qkv.biases.tensors import clipped
-from qkv.masks import Region
+from qkv.masks import Grid, Mask, Region
 from qkv.normalizers import Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import differentiable_level
@@ -36,7 +37,7 @@ def forward(call: Call) -> Result:
     rows, columns = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
     whole = Region(rows, columns)
     v = call.v
-    visible = None if call.mask is None else call.mask.visible(whole, call.grid)
+    visible = None if call.mask is None else _visible(call.mask, whole, call.grid)
     if visible is not None:
         tiles.k = zero_masked_keys(tiles.k.view(call.k.shape), visible).flatten(0, 1)
         v = zero_masked_keys(v, visible)
@@ -53,6 +54,10 @@ def forward(call: Call) -> Result:
     if call.values is not None:
         out = out + _relative(call, weights)
     return Result(out.to(call.v.dtype), lse, weights.to(call.v.dtype))
+
+
+def _visible(mask: Mask, whole: Region, grid: Grid) -> Tensor:
+    return kept(mask, ("visible", grid), lambda: mask.visible(whole, grid), Tensor.numel)
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -130,7 +131,7 @@ class Mask(Definition):
         >>> Window(2).visible_keys(Grid.of(4, 4))[0, 0].tolist()
         [1, 2, 2, 2]
         """
-        return _count(self, grid)
+        return _count(self, grid) if self.band is None else band_counts(self.band, grid)[0]
 
     def sparsity(self, n_queries: int, n_keys: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
         """The fraction of masked pairs, counted exactly in linear memory; n_keys is n_queries by default.
@@ -192,6 +193,22 @@ def _is_value(x: object) -> bool:
     if isinstance(x, tuple):
         return all(map(_is_value, x))
     return x is None or isinstance(x, int | float | str)
+
+
+def band_counts(band: tuple[float, float], grid: Grid) -> tuple[Int[Tensor, "1 1 nq"], Int[Tensor, "1 1 nk"]]:
+    """The number of visible pairs of a band mask: of each query, and of each key.
+
+    >>> of_queries, of_keys = band_counts((0, 1), Grid.of(3, 3))
+    >>> of_queries.tolist(), of_keys.tolist()
+    ([[[1, 2, 2]]], [[[2, 2, 1]]])
+    """
+    far = grid.n_queries + grid.n_keys
+    low, high = math.ceil(min(max(band[0], -far), far)), math.floor(min(max(band[1], -far), far))
+    queries, keys = grid.rows(0, grid.n_queries), grid.columns(0, grid.n_keys)
+    last_key, last_query = grid.n_keys - 1, grid.n_queries - 1 + grid.offset
+    of_queries = (queries - low).clamp(max=last_key) - (queries - high).clamp(min=0)
+    of_keys = (keys + high).clamp(max=last_query) - (keys + low).clamp(min=grid.offset)
+    return (of_queries + 1).clamp_(min=0)[None, None], (of_keys + 1).clamp_(min=0)[None, None]
 
 
 def _count(mask: Mask, grid: Grid, tile: int = 256) -> Tensor:

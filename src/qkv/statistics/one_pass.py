@@ -48,6 +48,7 @@ def attend_and_add(call: Call, request: Request, sums: Sums, *, output: bool) ->
     batched = len(set(request.firsts)) == 1  # a group has one first key
     few = lse.numel() * call.k.shape[2] <= FEW_SCORES
     reducer = _OnePass(request, sums, out, lse)
+    reducer.count_band(call)
     groups = row_blocks(call, batched=batched, single_threaded=few)
     reduce_tiles(groups, reducer, call.q.device, single_threaded=few)
     return out, lse

@@ -19,6 +19,7 @@ from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, PARTIAL, Mask
+from qkv.masks.base import band_counts
 from qkv.statistics.base import WeightTile
 from qkv.statistics.patterns import Patterns
 from qkv.statistics.sums import RowSums, Sums
@@ -42,7 +43,9 @@ def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> 
     """Add the statistics of all rows of `call` to `sums`."""
     size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
     batched = len(set(request.firsts)) == 1  # a group has one first key
-    reduce_tiles(groups(call, size, batched=batched), _Sweep(rows, request, sums), call.q.device)
+    reducer = _Sweep(rows, request, sums)
+    reducer.count_band(call)
+    reduce_tiles(groups(call, size, batched=batched), reducer, call.q.device)
 
 
 class _Heads:
@@ -64,20 +67,17 @@ class _Heads:
 class KeySums:
     """Partial sums over some queries of a group, for the statistics that each key has."""
 
-    def __init__(self, heads: _Heads, sums: Sums) -> None:
+    def __init__(self, heads: _Heads, sums: Sums, *, alone: bool) -> None:
         of = (heads.group.tiles.batch, heads.group.tiles.heads)
-        self.heads = heads
-        self.received, self.visible_queries = (
-            torch.zeros_like(sums.received[of]),
-            torch.zeros_like(sums.visible_queries[of]),
-        )
-        self.prefix_sink_scores = (
-            None if sums.prefix_sink_scores is None else torch.zeros_like(sums.prefix_sink_scores[:, *of])
-        )
-        self.pooled = None if sums.pooled is None else torch.zeros_like(sums.pooled[:, *of])
-        self.user_statistics = {
-            s: torch.full_like(sums.of_heads(s, of), s.zero) for s in sums.user_statistics if s.over == "key"
-        }
+        self.heads, self.alone = heads, alone  # without other jobs on these heads, it adds to the sums themselves
+
+        def part(x: Tensor, zero: float = 0.0) -> Tensor:
+            return x if alone else torch.full_like(x, zero)
+
+        self.received, self.visible_queries = part(sums.received[of]), part(sums.visible_queries[of])
+        self.prefix_sink_scores = None if sums.prefix_sink_scores is None else part(sums.prefix_sink_scores[:, *of])
+        self.pooled = None if sums.pooled is None else part(sums.pooled[:, *of])
+        self.user_statistics = {s: part(sums.of_heads(s, of), s.zero) for s in sums.user_statistics if s.over == "key"}
 
     def inside(self, name: str, tile: Tile) -> list[tuple[slice, int]]:
         """The columns of a tile with a block status other than EMPTY, by one of the masks whose mass is measured."""
@@ -90,6 +90,8 @@ class KeySums:
         return found
 
     def add_to(self, sums: Sums, of: tuple[slice, ...]) -> None:
+        if self.alone:
+            return
         sums.received[of] += self.received
         sums.visible_queries[of] += self.visible_queries
         if sums.prefix_sink_scores is not None and self.prefix_sink_scores is not None:
@@ -123,18 +125,29 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
 
     def __init__(self, request: Request, sums: Sums) -> None:
         self.request, self.sums = request, sums
+        self.counted = False  # whether the sums have the numbers of visible pairs already
+
+    def count_band(self, call: Call) -> None:
+        """Count the visible pairs of the whole call if they follow from a band."""
+        band = (-math.inf, math.inf) if call.mask is None else call.mask.band
+        if band is not None and self.request.queries is None:
+            of_queries, of_keys = band_counts(band, call.grid)
+            self.sums.visible += of_queries
+            self.sums.visible_queries += of_keys
+            self.counted = True
 
     def prepare(self, group: Group) -> _Heads:
         return _Heads(group, self.request)
 
     def start(self, group: Group, shared: _Heads, rows: Sequence[int]) -> KeySums:
-        return KeySums(shared, self.sums)
+        return KeySums(shared, self.sums, alone=len(rows) == len(group.rows))
 
     def begin(self, job: KeySums, block: Block) -> RowsState:
         group, rows = block.group, block.rows
-        self.sums.visible[block.at] += sum(
-            group.columns[c[-1]].stop - group.columns[c[0]].start for c, status in block.wide if status == FULL
-        )
+        if not self.counted:
+            self.sums.visible[block.at] += sum(
+                group.columns[c[-1]].stop - group.columns[c[0]].start for c, status in block.wide if status == FULL
+            )
         uncounted, length = job.heads.uncounted, rows.stop - rows.start
         counted = None if uncounted is None else ~uncounted[..., rows, None]
         return RowsState(
@@ -149,6 +162,8 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
 
     def add_visible(self, rows: RowsState, tile: Tile) -> None:
         """Count the visible pairs of a tile."""
+        if self.counted:
+            return
         job, masked, cols = rows.job, tile.masked(), tile.columns
         if masked is None:
             job.visible_queries[:, :, cols] += rows.n_counted

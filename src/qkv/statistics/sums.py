@@ -123,9 +123,8 @@ def field_of(name: str) -> str:
 class Sums:
     """Running sums of the sweep over all tiles; float64, so that ten thousand tiles add up without loss."""
 
-    OF_QUERIES = (
-        "total", "bits", "squares", "offset", "offset2", "distance", "sink", "self_", "previous", "next_", "visible",
-    )  # fmt: skip
+    OF_SHAPE = ("total", "bits", "squares", "offset", "offset2", "distance")  # those that `RowSums` adds up
+    OF_QUERIES = ("sink", "self_", "previous", "next_", "visible")
 
     def __init__(
         self,
@@ -138,11 +137,8 @@ class Sums:
         b, h, n_queries, _ = call.q.shape
         n_keys = call.k.shape[2]
         zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.float64)
-        self.total, self.bits, self.squares = (torch.zeros_like(zeros) for _ in range(3))
-        self.offset, self.offset2, self.distance = (torch.zeros_like(zeros) for _ in range(3))
-        self.sink, self.self_, self.previous, self.next_ = (torch.zeros_like(zeros) for _ in range(4))
+        self._name(zeros.new_zeros(len(self.OF_SHAPE) + len(self.OF_QUERIES), *zeros.shape))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
-        self.visible = torch.zeros_like(zeros)
         self.sink_mass: Tensor | None = None  # if it is known: otherwise it follows from the row state
         self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
         self.prefix_sink_scores = (
@@ -157,11 +153,17 @@ class Sums:
             sides = [-(-n // size) for n, size in zip((n_queries, n_keys), self.bins, strict=True)]
             self.pooled = call.q.new_zeros(2, b, h, *sides, dtype=at_least_float32(call.q.dtype))
 
+    def _name(self, by_query: Tensor) -> None:
+        """Set the sums of each query: ten thousand queries or one, they are rows of one tensor."""
+        self.by_query = by_query
+        shape = by_query[: len(self.OF_SHAPE)]
+        self.total, self.bits, self.squares, self.offset, self.offset2, self.distance = shape.unbind()
+        self.sink, self.self_, self.previous, self.next_, self.visible = by_query[len(self.OF_SHAPE) :].unbind()
+
     def of(self, queries: slice, keys: slice, received: Tensor, visible_queries: Tensor) -> Sums:
         """The sums of some queries and keys as views; `received` and `visible_queries` replace the key sums."""
         part = copy(self)
-        for name in self.OF_QUERIES:
-            setattr(part, name, getattr(self, name)[:, :, queries])
+        part._name(self.by_query[..., queries])
         part.mass = {name: x[:, :, queries] for name, x in self.mass.items()}
         part.received, part.visible_queries = received[:, :, keys], visible_queries[:, :, keys]
         return part
@@ -196,18 +198,19 @@ class Sums:
         if prefix is not None:
             prefix = (prefix[0] / prefix[1].clamp(min=1)).to(at_least_float32(call.q.dtype))
         dtype = at_least_float32(call.q.dtype)
+        sink, self_, previous, next_, visible = self.by_query[len(self.OF_SHAPE) :].to(dtype).unbind()
         return Statistics(
             lse=lse,
             entropy=entropy.to(dtype),
-            sink=self.sink.to(dtype),
-            self_=self.self_.to(dtype),
-            previous=self.previous.to(dtype),
-            next_=self.next_.to(dtype),
+            sink=sink,
+            self_=self_,
+            previous=previous,
+            next_=next_,
             distance=(self.distance / total).clamp(min=0).to(dtype),
             spread=(self.offset2 / total - mean * mean).clamp(min=0).sqrt().to(dtype),
             effective_keys=torch.where(nonempty, total * total / squares, 0.0).to(dtype),
             received=self.received.to(dtype),
-            visible=self.visible.to(dtype),
+            visible=visible,
             visible_queries=self.visible_queries.to(dtype),
             prefix_sink_scores=prefix,
             thumbnail=self.thumbnail(call.q.shape[2], call.k.shape[2]),
@@ -341,12 +344,17 @@ class RowSums:
         self.flush()
         total, offset, offset2, squares, minus_bits, signed, signed_offset = self.sums
         row = torch.arange(total.shape[-1], dtype=torch.float64, device=total.device)
-        sums.total[at] += total
-        sums.squares[at] += squares
-        sums.bits[at] -= minus_bits
-        sums.offset[at] += offset - row * total
-        sums.offset2[at] += offset2 - row * (2 * offset - row * total)
-        sums.distance[at] += signed_offset - row * signed
+        moved = row * total
+        sums.by_query[: len(sums.OF_SHAPE), *at] += torch.stack(
+            (
+                total,
+                -minus_bits,
+                squares,
+                offset - moved,
+                offset2 - row * (2 * offset - moved),
+                signed_offset - row * signed,
+            )
+        )
 
 
 def _bin(length: int, bins: int) -> int:

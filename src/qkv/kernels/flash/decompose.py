@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, at_least_float32
+from qkv._engine.kept import kept
 from qkv._engine.sizes import BY_DEVICE, Sizes
 from qkv._engine.tiles import block_status
 from qkv.biases import Bias, ByDistance
@@ -27,8 +27,6 @@ from qkv.kernels.flash.blocks import DenseBlock, GatheredBlock, positions
 from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask, Region, Tiles
 
 CALL_ROWS = 2**15  # rows of all heads per batched call: its output is copied while still in cache
-CACHED_MASKS = 8
-CACHED_ELEMENTS = 2**25  # largest total size of the mask tensors of one cached mask
 SPARSE_SHARE = 1 / 3  # rows with at most this share of visible keys have them gathered
 GATHERED = 2**14  # keys of all heads and tiles gathered at once: they should fit in cache
 ALIGN = 16  # the stock kernel is slower when the number of keys is not a multiple of this
@@ -53,8 +51,8 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
             return [_tile_blocks(mask, grid, 0, grid.n_queries)]
         near = None if call.biases or grid.n_keys < _sizes().sparse_keys else _split_window(mask, grid)
         if near is not None:  # a sliding window and another mask: the window needs no gathering
-            return [_band_blocks(near[0], call, training=training), _cached_sparse_blocks(near[1], grid)]
-        return [_cached_sparse_blocks(mask, grid)]
+            return [_band_blocks(near[0], call, training=training), _kept_blocks(near[1], grid, _sparse_blocks)]
+        return [_kept_blocks(mask, grid, _sparse_blocks)]
     if call.biases:
         by_distance = _by_distance(call)
         if by_distance is None:
@@ -64,9 +62,9 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
         return [[[DenseBlock(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
     if band[0] == 0 and band[1] >= grid.n_keys - 1:
         return [[_causal_block(grid.n_queries, grid.offset)]]
-    if math.isfinite(band[0]) and math.isfinite(band[1]):
+    if math.isfinite(band[0]) and math.isfinite(band[1]) and grid.n_queries * grid.n_keys > _sizes().whole_mask:
         return [_band_blocks(mask, call, training=training)]
-    return [_tile_blocks(mask, grid, 0, grid.n_queries)]
+    return [_kept_blocks(mask, grid, _every_tile)]
 
 
 def _split_window(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
@@ -81,22 +79,17 @@ def _split_window(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
     return None
 
 
-_CACHE: OrderedDict[tuple[Mask, Grid], list[RowBlock]] = OrderedDict()  # LRU cache of decompositions
+def _kept_blocks(mask: Mask, grid: Grid, decomposed: Callable[[Mask, Grid], Iterator[RowBlock]]) -> Iterable[RowBlock]:
+    """The blocks of a decomposition that depends on the mask and the grid alone, kept for the next call."""
+
+    def elements(blocks: list[RowBlock]) -> int:
+        return sum(part.visible.numel() for block in blocks for part in block if part.visible is not None)
+
+    return kept(mask, (decomposed, grid, _sizes()), lambda: list(decomposed(mask, grid)), elements)
 
 
-def _cached_sparse_blocks(mask: Mask, grid: Grid) -> Iterable[RowBlock]:
-    """`_sparse_blocks` with an LRU cache, for masks that compare by value and are not too large."""
-    if not mask.by_value:
-        return _sparse_blocks(mask, grid)
-    blocks = _CACHE.get((mask, grid))
-    if blocks is None:
-        blocks = list(_sparse_blocks(mask, grid))
-        elements = sum(part.visible.numel() for block in blocks for part in block if part.visible is not None)
-        if elements <= CACHED_ELEMENTS:
-            _CACHE[mask, grid] = blocks
-        while len(_CACHE) > CACHED_MASKS:
-            _CACHE.popitem(last=False)
-    return blocks
+def _every_tile(mask: Mask, grid: Grid) -> Iterator[RowBlock]:
+    return _tile_blocks(mask, grid, 0, grid.n_queries)
 
 
 def _by_distance(call: Call) -> Float[Tensor, "h distances"] | None:
