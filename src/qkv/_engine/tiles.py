@@ -230,9 +230,9 @@ def zero_masked_keys(
     return x.masked_fill(masked[..., None], 0) if masked.any() else x
 
 
-def all_finite(k: Tensor, v: Tensor) -> bool:
-    """True if k and v are finite, so that masked entries cannot turn into NaN. A sum that overflows gives False."""
-    return bool((k.sum() + v.sum()).isfinite())
+def all_finite(*tensors: Tensor) -> bool:
+    """True if all numbers are finite, so that masked ones cannot turn into NaN. A sum that overflows gives False."""
+    return all(math.isfinite(x.sum().item()) for x in tensors)
 
 
 def block_status(mask: Mask | None, tiles: Tiles, grid: Grid) -> Int[Tensor, "b h r c"]:

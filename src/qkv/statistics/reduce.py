@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._engine.call import Call
+from qkv._engine.kept import kept
 from qkv._engine.row_state import RowState
 from qkv._engine.sizes import sizes
 from qkv._engine.sweep import Block, Group, Reducer, Tile, groups, reduce_tiles
@@ -131,7 +133,8 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
         """Count the visible pairs of the whole call if they follow from a band."""
         band = (-math.inf, math.inf) if call.mask is None else call.mask.band
         if band is not None and self.request.queries is None:
-            of_queries, of_keys = band_counts(band, call.grid)
+            counts = functools.partial(band_counts, band, call.grid)
+            of_queries, of_keys = counts() if call.mask is None else kept(call.mask, ("counts", call.grid), counts)
             self.sums.visible += of_queries
             self.sums.visible_queries += of_keys
             self.counted = True

@@ -75,7 +75,9 @@ class DenseBlock:
         return masked if masked is not None and masked.any() else None
 
     def _span(self, x: Tensor, where: slice) -> Tensor:
-        return x[self.batch][:, :, where.start : where.stop + (self.count - 1) * self.step]
+        stop = where.stop + (self.count - 1) * self.step
+        some = x if self.batch == slice(None) else x[self.batch]
+        return some if where.start == 0 and stop == x.shape[2] else some[:, :, where.start : stop]
 
     def _cut(self, x: Tensor, where: slice) -> Tensor:
         span = self._span(x, where)

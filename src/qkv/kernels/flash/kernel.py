@@ -92,7 +92,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None)
     compiling = torch.compiler.is_compiling()
     if not compiling and transforming():
         return None
-    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and not q.isfinite().all())):
+    if not compiling and (not _stock_kernel_works() or (n_keys < SHORT and not all_finite(q))):
         return None
     causal = causal and n_queries > 1
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -265,7 +265,8 @@ def _attend(
     k, v = (_keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
     rows = part.rows_of(q)
     out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
-    if k.shape[2] < SHORT and (lost := ~rows.isfinite().all(-1)).any():
+    if k.shape[2] < SHORT and not all_finite(rows):
+        lost = ~rows.isfinite().all(-1)
         lse = lse.masked_fill(lost, torch.nan)
         out = out.masked_fill(lost[..., None], torch.nan)
     if masked is not None:  # the stock kernel returns lse = 0 for fully masked rows
