@@ -507,6 +507,61 @@ def test_the_gradient_of_the_lse_is_the_mean_key(kernel: str) -> None:
     assert v.grad is None or (v.grad == 0).all()
 
 
+# --- decoding, and what is kept between calls ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(3), Window(3) & Causal(), None], ids=str)
+def test_one_query_of_grouped_heads_reads_its_visible_keys_only(mask: masks.Mask | None) -> None:
+    q, (k, v) = rand(2, 6, 1, 8, dtype=torch.float32), rand(2, 2, 3, 9, 8, dtype=torch.float32)
+    want = attend(q, k, v, mask=mask, kernel="eager", return_lse=True)
+    assert qkv.plan(q, k, v, mask=mask).reason.startswith("decoding")
+    hidden = ~mask.dense(1, 9)[0, 0, 0] if mask is not None else torch.zeros(9, dtype=torch.bool)
+    k, v = (x.masked_fill(hidden[:, None], torch.nan) for x in (k, v))
+    for got, expected in zip(attend(q, k, v, mask=mask, return_lse=True), want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_one_query_that_sees_no_key_has_output_zero() -> None:
+    class Future(masks.Mask):
+        band = (-math.inf, -1)
+
+        def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
+            return k > q
+
+    q, (k, v) = rand(1, 2, 1, 8, dtype=torch.float32), rand(2, 1, 2, 9, 8, dtype=torch.float32)
+    out, lse = attend(q, k, v, mask=Future(), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "tiled", "eager"])
+def test_masks_kept_from_inference_can_be_trained_with(kernel: str) -> None:
+    q, k, v = triple(dtype=torch.float32)
+    mask = Window(3, ahead=1) & ~Window(1)
+    with torch.inference_mode():
+        want = attend(q, k, v, mask=mask, kernel=kernel)
+    q.requires_grad_()
+    got = attend(q, k, v, mask=mask, kernel=kernel)
+    got.sum().backward()
+    torch.testing.assert_close(got.detach(), want.clone())
+
+
+def test_a_mask_that_changes_between_calls_is_not_kept() -> None:
+    class Until(masks.Mask):
+        last = 3
+
+        def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: masks.Grid) -> Tensor:
+            return k <= self.last
+
+    q, k, v = triple(dtype=torch.float32)
+    mask = Until()
+    for last in (3, 5):
+        mask.last = last
+        for kernel in ("flash", "tiled", "eager"):
+            want = attend(q, k[:, :, : last + 1], v[:, :, : last + 1])
+            torch.testing.assert_close(attend(q, k, v, mask=mask, kernel=kernel), want)
+
+
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,32 +9,37 @@ from typing import Any, TypeVar
 import torch
 from cachetools import LRUCache
 
-from qkv.masks import Mask
+from qkv.masks import Grid, Mask
 
 T = TypeVar("T")
 
-LARGEST = 2**25  # most elements of the tensors of one entry
+LARGEST = 2**25  # bytes of the largest entry
+ENTRY = 1000  # bytes of an entry besides the tensors
 _CACHE: LRUCache[Hashable, tuple[Any, int]] = LRUCache(2**27, getsizeof=lambda entry: entry[1])
 _LOCK = threading.Lock()
 
 
-def kept(mask: Mask, key: Hashable, make: Callable[[], T], elements: Callable[[T], int] = lambda made: 1) -> T:
-    """``make()``, or what it returned for an equal mask and key before; nobody may change it.
+def kept(
+    mask: Mask, grid: Grid, key: Hashable, make: Callable[[], T], nbytes: Callable[[T], int] = lambda made: 0
+) -> T:
+    """``make()``, or what it returned for an equal mask, grid and key before; nobody may change it.
 
-    Only masks that compare by value are kept, as tensors and functions inside of a mask may change. `elements` is the
-    size of what was made.
+    Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
+    while decoding, where each step has another grid. `nbytes` is the memory of what was made.
     """
-    if not mask.by_value or torch._C._len_torch_dispatch_stack():  # fake tensors must not be kept
+    fake = torch._C._len_torch_dispatch_stack() > 0  # tensors made in a dispatch mode must not be kept
+    if grid.n_queries == 1 or fake or not mask.by_value:
         return make()
+    place = mask, grid, key
     with _LOCK:
-        entry = _CACHE.get((mask, key))
-    if entry is None:
-        with torch.inference_mode(False):  # an inference tensor could not be used in training
-            made = make()
-        size = 1 + elements(made)
-        if size <= LARGEST:
-            with _LOCK:
-                _CACHE[mask, key] = made, size
-        return made
-    found: T = entry[0]
-    return found
+        entry = _CACHE.get(place)
+    if entry is not None:
+        found: T = entry[0]
+        return found
+    with torch.inference_mode(False):  # an inference tensor could not be used in training
+        made = make()
+    size = ENTRY + nbytes(made)
+    if size <= LARGEST:
+        with _LOCK:
+            _CACHE[place] = made, size
+    return made

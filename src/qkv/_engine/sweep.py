@@ -257,13 +257,18 @@ def row_blocks(call: Call, *, batched: bool = False, single_threaded: bool = Fal
     while rows > 8 and rows * heads * share * n_keys > table.kept:
         rows //= 2
     threads = torch.get_num_threads() if call.q.device.type == "cpu" and not single_threaded else 1
+    down, across = list(spans(n_queries, rows)), list(spans(n_keys, table.tile))
+    if not call.by_head:
+        heads = min(heads, max(1, of_keys * b * len(down) // threads))
     groups_of_heads = -(-of_keys // heads)
     items = min(budget // (rows * share * heads), -(-b // -(-threads // groups_of_heads))) if batched else 1
-    down, across = list(spans(n_queries, rows)), list(spans(n_keys, table.tile))
-    for some in spans(b, max(1, items)):
+    items = max(1, items)
+    joined = max(1, table.row_block * table.joined // (rows * share * heads * items))  # few queries: wide tiles
+    for some in spans(b, items):
         for of_heads in spans(of_keys, heads):
             tiles = ScoreTiles(call, some, of_heads)
-            yield Group(tiles, down, across, tiles.block_status(call.mask, rows, table.tile), joined=table.joined)
+            status = tiles.block_status(call.mask, rows, table.tile)
+            yield Group(tiles, down, across, status, joined=max(table.joined, joined))
 
 
 def _items_together(call: Call, key_heads: int, size: int) -> int:

@@ -183,7 +183,9 @@ class ScoreTiles:
             return torch.where(low == high, low, PARTIAL).tolist()
 
         tiles = -(-grid.n_queries // rows) * -(-grid.n_keys // columns)
-        return status() if mask is None else kept(mask, ("status", grid, rows, columns, of), status, lambda _: tiles)
+        return (
+            status() if mask is None else kept(mask, grid, ("status", rows, columns, of), status, lambda _: 8 * tiles)
+        )
 
     def masked(self, rows: slice, columns: slice) -> Bool[Tensor, "b h q k"]:
         """Which pairs of a tile are masked. The pattern of a band mask depends only on the offset and is cached."""
@@ -198,9 +200,7 @@ class ScoreTiles:
         def masked() -> Tensor:
             return ~mask.visible(self.region(rows, columns), self.call.grid)
 
-        self._patterns[key] = kept(
-            mask, ("masked", *key, self.call.grid.offset, self.call.q.device), masked, Tensor.numel
-        )
+        self._patterns[key] = kept(mask, self.call.grid, ("masked", *key), masked, Tensor.numel)
         return self._patterns[key]
 
     def weigh(

@@ -48,6 +48,7 @@ PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }
 FORM_WEIGHTS = ("eager", "reference")
+DECODE_REASON = "decoding: the new query and its visible keys, by torch's fused kernel without a mask"
 FEW_REASON = "so few scores that forming the weights is the fastest"
 
 
@@ -242,5 +243,12 @@ def choose(call: Call, kernel: str, *, weights: bool = False) -> tuple[str, str,
     for name in KERNELS:
         if name != chosen and name not in rejected:
             rejected[name] = "slower" if name in PREFERENCE else "the specification: for tests and reading"
+    if (
+        chosen == "flash"
+        and call.q.shape[2] == 1
+        and not call.biases
+        and (call.mask is None or call.mask.band is not None)
+    ):
+        return chosen, DECODE_REASON, rejected
     few = chosen == "eager" and "tiled" in rejected and not weights and _few_scores(call)
     return chosen, FEW_REASON if few else PREFERENCE[chosen], rejected

@@ -57,7 +57,7 @@ def forward(call: Call) -> Result:
 
 
 def _visible(mask: Mask, whole: Region, grid: Grid) -> Tensor:
-    return kept(mask, ("visible", grid), lambda: mask.visible(whole, grid), Tensor.numel)
+    return kept(mask, grid, "visible", lambda: mask.visible(whole, grid), Tensor.numel)
 
 
 def _weights(call: Call, scores: Tensor) -> tuple[Tensor, Tensor | None]:

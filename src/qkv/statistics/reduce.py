@@ -134,7 +134,7 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
         band = (-math.inf, math.inf) if call.mask is None else call.mask.band
         if band is not None and self.request.queries is None:
             counts = functools.partial(band_counts, band, call.grid)
-            of_queries, of_keys = counts() if call.mask is None else kept(call.mask, ("counts", call.grid), counts)
+            of_queries, of_keys = counts() if call.mask is None else kept(call.mask, call.grid, "counts", counts)
             self.sums.visible += of_queries
             self.sums.visible_queries += of_keys
             self.counted = True

@@ -140,7 +140,9 @@ class Sums:
         self._name(zeros.new_zeros(len(self.OF_SHAPE) + len(self.OF_QUERIES), *zeros.shape))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
         self.sink_mass: Tensor | None = None  # if it is known: otherwise it follows from the row state
-        self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys) for _ in range(2))
+        # With so few queries, the sum of each key is one term, and float32 loses nothing.
+        of_keys = at_least_float32(call.q.dtype) if n_queries <= FEW_QUERIES else torch.float64
+        self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys, dtype=of_keys) for _ in range(2))
         self.prefix_sink_scores = (
             None if prefix_keys is None else zeros.new_zeros(2, b, h, prefix_keys)
         )  # sums of weights, and numbers of visible queries
@@ -259,6 +261,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
+FEW_QUERIES = 8  # while decoding, the statistics of the keys take most of the memory and time
 SMALLEST = 1e-150  # a row with less mass counts as empty
 TINY = 1e-15  # below this norm, the squares may underflow float32
 CELL = 128  # most columns of a cell: the squares of larger offsets from its middle would lose digits of the spread

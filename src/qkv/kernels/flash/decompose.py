@@ -60,6 +60,10 @@ def decompose(call: Call, *, training: bool) -> list[Decomposition]:
         return [_biased_band_blocks(by_distance, band, mask, call, training=training)]
     if mask is None or band == (-math.inf, math.inf):
         return [[[DenseBlock(slice(0, grid.n_queries), slice(0, grid.n_keys))]]]
+    if grid.n_queries == 1:  # decoding: the visible keys are next to one another
+        first, last = max(0, grid.offset - band[1]), min(grid.n_keys - 1, grid.offset - band[0])
+        keys = slice(math.ceil(first), math.floor(last) + 1)
+        return [[[DenseBlock(slice(0, 1), keys)]] if keys.start < keys.stop else []]
     if band[0] == 0 and band[1] >= grid.n_keys - 1:
         return [[_causal_block(grid.n_queries, grid.offset)]]
     if math.isfinite(band[0]) and math.isfinite(band[1]) and grid.n_queries * grid.n_keys > _sizes().whole_mask:
@@ -82,10 +86,10 @@ def _split_window(mask: Mask, grid: Grid) -> tuple[Mask, Mask] | None:
 def _kept_blocks(mask: Mask, grid: Grid, decomposed: Callable[[Mask, Grid], Iterator[RowBlock]]) -> Iterable[RowBlock]:
     """The blocks of a decomposition that depends on the mask and the grid alone, kept for the next call."""
 
-    def elements(blocks: list[RowBlock]) -> int:
+    def nbytes(blocks: list[RowBlock]) -> int:
         return sum(part.visible.numel() for block in blocks for part in block if part.visible is not None)
 
-    return kept(mask, (decomposed, grid, _sizes()), lambda: list(decomposed(mask, grid)), elements)
+    return kept(mask, grid, (decomposed, _sizes()), lambda: list(decomposed(mask, grid)), nbytes)
 
 
 def _every_tile(mask: Mask, grid: Grid) -> Iterator[RowBlock]:

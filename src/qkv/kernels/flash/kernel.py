@@ -264,7 +264,13 @@ def _attend(
     added, masked = _additive_mask(part, call)
     k, v = (_keys_or_values(part, x, buffer, clean=clean) for x, buffer in zip((k, v), buffers, strict=True))
     rows = part.rows_of(q)
-    out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
+    if part.size[0] == 1 and added is None and rows.shape[1] > k.shape[1]:
+        # The query heads of a group become queries of one key head, so that its keys are read once.
+        folded = rows.reshape(*k.shape[:2], -1, rows.shape[3])
+        out, lse = _stock(folded, k, v, causal=False, scale=_scale(call), added=None)
+        out, lse = out.reshape(rows.shape), lse.reshape(rows.shape[:3])
+    else:
+        out, lse = _stock(rows, k, v, causal=part.causal, scale=_scale(call), added=added)
     if k.shape[2] < SHORT and not all_finite(rows):
         lost = ~rows.isfinite().all(-1)
         lse = lse.masked_fill(lost, torch.nan)
