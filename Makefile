@@ -58,6 +58,8 @@ SELECTED := causal sink off-by-one key-bias alibi window bigbird longformer sigm
 bench: venv  ## run all benchmarks, about 75 minutes; writes benchmarks/results
 	$(BIN)/python -m benchmarks
 	$(BIN)/qkv bench --lengths 512 1024 2048 4096 8192 16384 --memory 4096 8192 16384 --seconds 1.5 --out $(MECHANISMS)
+	$(BIN)/qkv bench --lengths 32 128 512 --seconds 1 --name float32-8-short --out $(MECHANISMS)
+	$(BIN)/qkv bench causal statistics sink window alibi sigmoid linear --queries 1 --lengths 1024 8192 65536 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)

@@ -19,6 +19,7 @@ from benchmarks import (
     statistics_gradients,
     stream,
     survey_speed,
+    training_speed,
     viewer,
     viewer_page,
 )
@@ -30,6 +31,7 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "masks": attend_speed.masks,
     "measure": measure_speed.long,
     "measure_short": measure_speed.short,
+    "decode": measure_speed.decode,
     "profile_cost": profile_cost.against_plain,
     "profile_short": profile_cost.of_short_texts,
     "profile_length": profile_cost.against_length,
@@ -37,6 +39,7 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "own": own_objects.own,
     "statistics_gradients": statistics_gradients.statistics_gradients,
     "decoder": decoder_speed.decoder,
+    "training": training_speed.mechanisms,
     "stream": stream.stream,
     "map": map_speed.maps,
     "viewer": viewer.viewer,

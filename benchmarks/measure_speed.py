@@ -56,7 +56,7 @@ def long(repeats: int = 7) -> dict[str, Any]:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, rows: int = 512) -> None:
-    """q·kᵀ and weights·v of every strip of a causal call, without anything between them."""
+    """q·kᵀ and weights·v of every row block of a causal call, without anything between them."""
     n = q.shape[2]
     scores = torch.empty(rows * n)
     for a in range(0, n, rows):
@@ -65,6 +65,32 @@ def products(q: Tensor, k: Tensor, v: Tensor, rows: int = 512) -> None:
                 q[0, head, a : a + rows], k[0, head, : a + rows].T, out=scores[: rows * (a + rows)].view(rows, -1)
             )
             tile @ v[0, head, : a + rows]
+
+
+@torch.no_grad()
+def decode(keys: int = 100_000, repeats: int = 15) -> dict[str, Any]:
+    """One new token against a long cache, with and without statistics, for plain and for grouped heads."""
+    torch.set_num_threads(THREADS)
+    result: dict[str, Any] = {}
+    for heads, key_heads in ((8, 8), (32, 8)):
+        q, (k, v) = torch.randn(1, heads, 1, 64), torch.randn(2, 1, key_heads, keys, 64)
+        call = Call.of(q, k, v, CAUSAL)
+        jobs = {
+            "attend": lambda q=q, k=k, v=v: qkv.attend(q, k, v, mask=CAUSAL),
+            "attend, window of 4,096": lambda q=q, k=k, v=v: qkv.attend(q, k, v, mask=qkv.masks.Window(4096)),
+            "measure": lambda q=q, k=k: qkv.measure(q, k, mask=CAUSAL),
+            "output and statistics": lambda call=call: measured(call, output=True),
+        }
+        seconds = alternating(jobs, repeats)  # type: ignore[arg-type]
+        what = f"{heads} heads on {key_heads}, 1 query, {keys:,} keys"
+        result[f"time: measure / attend, {what} (≤ 1.3)"] = median_ratio(seconds, "measure", "attend")
+        result[f"time: output and statistics / attend, {what} (≤ 1.3)"] = median_ratio(
+            seconds, "output and statistics", "attend"
+        )
+        result[f"time: window of 4,096 / attend, {what} (≤ 0.1)"] = median_ratio(
+            seconds, "attend, window of 4,096", "attend"
+        )
+    return result
 
 
 @torch.no_grad()

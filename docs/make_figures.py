@@ -247,7 +247,7 @@ def _mechanisms() -> list[str]:
         "",
     ]
     for result in found.values():
-        shape = f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}"
+        shape = show.settings(result)
         lines += [f"### {shape[0].upper()}{shape[1:]}", ""]
         if any(row["goals"] for row in result["mechanisms"].values()):
             lines += ["Goals:", "", show.goals(result)]

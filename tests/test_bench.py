@@ -25,13 +25,14 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_sgemm", functools.partial(run._sgemm, 128))
 
 
-def case(n: int = 96, *, backward: bool = False) -> Case:
-    return Case(n, 4, torch.float32, backward, dim=16)
+def case(n: int = 96, *, backward: bool = False, queries: int | None = None) -> Case:
+    return Case(n, 4, torch.float32, backward, dim=16, queries=queries)
 
 
+@pytest.mark.parametrize("queries", [None, 1, 7])
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_rivals_compute_the_same(name: str) -> None:
-    mechanism, small = MECHANISMS[name], case()
+def test_rivals_compute_the_same(name: str, queries: int | None) -> None:
+    mechanism, small = MECHANISMS[name], case(queries=queries)
     q, k, v = small.tensors()
     ours = mechanism.ours(small, q, k, v)()
     assert ours.shape == q.shape
@@ -122,7 +123,7 @@ def test_memory_of_a_mechanism_is_linear() -> None:
 
 
 def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["bench", "sink", "--lengths", "48", "--heads", "2", "--seconds", "0", "--threads", "1"]
+    options = ["bench", "sink", "--lengths", "48", "--queries", "1", "--heads", "2", "--seconds", "0", "--threads", "1"]
     assert main([*options, "--out", str(tmp_path), "--name", "mine"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"mine.json", "mine.md", "mine.png"}
     assert "sink" in capsys.readouterr().out
@@ -134,6 +135,8 @@ def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.
         (["nothing"], "mechanism is 'nothing', expected one of causal"),
         (["--lengths", "0"], "are counts, expected at least 1"),
         (["--threads", "0"], "are counts, expected at least 1"),
+        (["--queries", "100", "--lengths", "64"], "queries is 100, expected at most 64"),
+        (["statistics", "--backward"], "mechanism 'statistics', which has no backward"),
     ],
 )
 def test_command_rejects_bad_arguments(

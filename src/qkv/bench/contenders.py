@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 
 import qkv
 from qkv import biases, features, masks, normalizers, scores
+from qkv._engine.call import Call
+from qkv.statistics.measure import measured
 
 LARGEST = 3 * 2**30  # bytes; rivals that materialise a larger score matrix are skipped
 
@@ -28,18 +30,26 @@ class Case:
     dtype: torch.dtype
     backward: bool
     dim: int = 64
+    queries: int | None = None
+    """How many of the last tokens are queries; all if None, and 1 while decoding."""
+
+    @property
+    def n_queries(self) -> int:
+        return self.n if self.queries is None else self.queries
 
     def tensors(self) -> list[Tensor]:
         """q, k and v, the same for every contender."""
         generator = torch.Generator().manual_seed(0)
-        shape = (1, self.heads, self.n, self.dim)
-        made = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(3)]
+        made = [
+            torch.randn(1, self.heads, rows, self.dim, generator=generator).to(self.dtype)
+            for rows in (self.n_queries, self.n, self.n)
+        ]
         return [x.requires_grad_(self.backward) for x in made]
 
     @property
     def scores(self) -> int:
         """Size in bytes of the score matrices of all heads."""
-        return self.heads * self.n * self.n * self.dtype.itemsize
+        return self.heads * self.n_queries * self.n * self.dtype.itemsize
 
 
 Contender = Callable[[Case, Tensor, Tensor, Tensor], Run | None]  # None if it cannot or should not run
@@ -64,6 +74,8 @@ class Mechanism:
     rivals: Mapping[str, Contender] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
     call: Callable[..., Tensor] | None = None
+    trains: bool = True
+    """Whether it has a backward."""
 
     def ours(self, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
         """The call of qkv."""
@@ -75,25 +87,27 @@ class Mechanism:
         """Floating-point operations of a forward pass, from `qkv.plan`; None for calls other than `attend`."""
         if self.call is not None:
             return None
-        q, k, v = Case(case.n, case.heads, case.dtype, False).tensors()
+        q, k, v = replace(case, backward=False).tensors()
         return qkv.plan(q, k, v, **self.arguments(case)).flops
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
 
 
-def causal_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
-    """torch's fused attention, causal."""
-    return lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+def causal_sdpa(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+    """torch's fused attention, causal; one query may attend to all keys."""
+    if case.n_queries not in (1, case.n):
+        return masked_sdpa(lambda case: masks.Causal())(case, q, k, v)
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=case.n_queries == case.n)
 
 
 def masked_sdpa(mask: Callable[[Case], masks.Mask]) -> Contender:
     """torch's fused attention with the mask as a boolean tensor."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
-        if case.n * case.n * 4 > LARGEST:
+        if case.n_queries * case.n * 4 > LARGEST:
             return None
-        visible = mask(case).dense(case.n, case.n)
+        visible = mask(case).dense(case.n_queries, case.n)
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
     return contender
@@ -105,12 +119,12 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
             return None
-        n, grid = case.n, masks.Grid.of(case.n, case.n, 1, case.heads)
-        whole = masks.Region(slice(0, n), slice(0, n))
+        n, grid = case.n, masks.Grid.of(case.n_queries, case.n, 1, case.heads)
+        whole = masks.Region(slice(0, case.n_queries), slice(0, n), offset=grid.offset)
         bound = bias(case).bound(q.detach(), grid, 0.125)
         assert isinstance(bound, biases.Additive)
         added = bound.tile(whole).to(q.dtype)
-        added = added.masked_fill(~masks.Causal().dense(n, n), -torch.inf)
+        added = added.masked_fill(~masks.Causal().dense(case.n_queries, n), -torch.inf)
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=added)
 
     return contender
@@ -122,7 +136,7 @@ def flex(
     """FlexAttention compiled for CPU, which has no backward; its block mask is built outside the timing."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
-        if case.backward or case.n < 4096:  # every length is compiled again, which is slow
+        if case.backward or case.n < 4096 or case.queries is not None:  # every length is compiled again: slow
             return None
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -140,7 +154,7 @@ def eager(weigh: Callable[[Tensor], Tensor]) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
             return None
-        masked = ~torch.ones(case.n, case.n, dtype=torch.bool).tril()
+        masked = ~masks.Causal().dense(case.n_queries, case.n)
 
         def run() -> Tensor:
             s = q @ k.transpose(-1, -2) * case.dim**-0.5
@@ -157,6 +171,8 @@ def x_transformers(**settings: Any) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if importlib.util.find_spec("x_transformers") is None or (not settings.get("flash") and case.scores > LARGEST):
             return None
+        if case.n_queries not in (1, case.n):
+            return None
         import warnings
 
         with warnings.catch_warnings():
@@ -169,9 +185,42 @@ def x_transformers(**settings: Any) -> Contender:
     return contender
 
 
+def eager_statistics(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
+    """Plain torch operations: the weights of all heads, and the statistics of `qkv.measure` from them."""
+    if case.scores > LARGEST or case.backward:
+        return None
+    masked = ~masks.Causal().dense(case.n_queries, case.n)
+    positions = torch.arange(case.n)
+    offset = case.n - case.n_queries
+    back = positions[offset:, None] - positions
+
+    def run() -> Tensor:
+        s = (q @ k.transpose(-1, -2) * case.dim**-0.5).masked_fill(masked, -torch.inf)
+        lse = torch.logsumexp(s, -1, keepdim=True)
+        a = torch.exp(s - lse)
+        s.masked_fill_(masked, 0)
+        mean = (a * positions).sum(-1)
+        made = [
+            (lse[..., 0] - (a * s).sum(-1)), a[..., 0], (a * back.abs()).sum(-1), 1 / a.square().sum(-1),
+            (a * positions.square()).sum(-1) - mean.square(), a.sum(-2), (~masked).sum(-1), (~masked).sum(-2),
+            *(a.diagonal(offset + shift, -2, -1) for shift in (-1, 0, 1)),
+        ]  # fmt: skip
+        del made
+        return a @ v
+
+    return run
+
+
 def plain(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run:
     """Causal softmax in qkv, to show what the mechanism costs in addition."""
     return lambda: qkv.attend(q, k, v, mask=masks.Causal())
+
+
+def output_and_statistics(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """What the profiler computes of each call: the output, and the statistics of `qkv.measure`, in one pass."""
+    result, _, _ = measured(Call.of(q, k, v, **arguments), output=True)
+    assert result is not None
+    return result.out
 
 
 # --- mechanisms -------------------------------------------------------------------------------------------------------
@@ -222,6 +271,14 @@ MECHANISMS: dict[str, Mechanism] = {
             "x-transformers": x_transformers(flash=True),
         },
         (Goal("sdpa", 1.03),),
+    ),
+    "statistics": Mechanism(
+        "softmax, causal, with all statistics (forward only)",
+        _causal(),
+        {"sdpa": causal_sdpa, "eager": eager_statistics},
+        (Goal("eager", 1.0, 32),),
+        call=output_and_statistics,
+        trains=False,
     ),
     "sink": Mechanism(
         "a learned sink logit for each head",

@@ -1,7 +1,7 @@
 """Measure the memory of one mechanism in a fresh process, for `qkv bench`.
 
-python -m qkv.bench.one MECHANISM TOKENS HEADS DTYPE BACKWARD   prints JSON: bytes by which the process grew, without
-the inputs
+python -m qkv.bench.one MECHANISM TOKENS HEADS DTYPE BACKWARD QUERIES   prints JSON: bytes by which the process grew,
+without the inputs; QUERIES is 0 for all tokens
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ from qkv.bench.timing import resident
 
 
 def main() -> None:
-    name, n, heads, dtype, backward = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4],
-        bool(int(sys.argv[5])),
-    )
+    name, dtype = sys.argv[1], sys.argv[4]
+    n, heads, backward, queries = (int(sys.argv[i]) for i in (2, 3, 5, 6))
     torch.set_num_threads(2)
     mechanism = MECHANISMS[name]
     for tokens in (512, n):  # the first is a warm-up, so that memory of loaded libraries does not count
-        case = Case(tokens, heads, getattr(torch, dtype), backward)
+        case = Case(tokens, heads, getattr(torch, dtype), bool(backward), queries=queries or None)
         q, k, v = case.tensors()
         job = mechanism.ours(case, q, k, v)
         base = resident("VmRSS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -19,6 +20,7 @@ from qkv.errors import InputError
 
 ONCE = 5.0  # a contender whose first run takes more seconds than this is not repeated
 LEAST, MOST = 3, 15  # repeats
+SAMPLE = 0.002  # seconds: shorter jobs run several times for one measurement
 
 
 def bench(
@@ -28,6 +30,7 @@ def bench(
     heads: int = 8,
     dtype: torch.dtype = torch.float32,
     backward: bool = False,
+    queries: int | None = None,
     threads: int = 2,
     seconds: float = 2.0,
     memory: Sequence[int] = (),
@@ -36,13 +39,19 @@ def bench(
 ) -> dict[str, Any]:
     """Median times of each mechanism and its rivals at each length, with ratios, exponents and goals.
 
-    A cell takes about `seconds`, or three rounds if that is longer. `memory` holds the lengths at which the memory of
-    qkv is measured, each in a fresh process. With `path` the results are saved after each mechanism, together with
-    those that the file already has from the same machine and settings, so that an interrupted run can be resumed.
+    `queries` is the number of queries, of the last tokens: 1 for a step of decoding, None for all. A cell takes about
+    `seconds`, or three rounds if that is longer. `memory` holds the lengths at which the memory of qkv is measured,
+    each in a fresh process. With `path` the results are saved after each mechanism, together with those that the file
+    already has from the same machine and settings, so that an interrupted run can be resumed.
     """
     unknown = [name for name in mechanisms if name not in MECHANISMS]
     if unknown:
         raise InputError(f"mechanism is {unknown[0]!r}, expected one of {', '.join(MECHANISMS)}")
+    if queries is not None and queries > min((*lengths, *memory)):
+        raise InputError(f"queries is {queries}, expected at most {min((*lengths, *memory))}, the smallest length")
+    untrained = [name for name in mechanisms if not MECHANISMS[name].trains]
+    if backward and untrained:
+        raise InputError(f"backward is True with mechanism {untrained[0]!r}, which has no backward; expected False")
     torch.set_num_threads(threads)
     result: dict[str, Any] = {
         "machine": machine(threads),
@@ -51,6 +60,7 @@ def bench(
         "dtype": str(dtype).removeprefix("torch."),
         "pass": "forward and backward" if backward else "forward",
         "lengths": list(lengths),
+        "queries": queries,
     }
     rows = {} if path is None else _done(path, result)
     limit = _sgemm()
@@ -58,12 +68,12 @@ def bench(
         mechanism, cells = MECHANISMS[name], {}
         for n in lengths:
             on_cell(f"{name}, {n:,} tokens")
-            case = Case(n, heads, dtype, backward)
+            case = Case(n, heads, dtype, backward, queries=queries)
             cells[n] = _cell(mechanism, case, seconds)
         grown = {}
         for n in memory:
             on_cell(f"{name}, memory at {n:,} tokens")
-            grown[n] = alone("qkv.bench.one", name, n, heads, str(dtype).removeprefix("torch."), int(backward))["grown"]
+            grown[n] = alone("qkv.bench.one", name, n, heads, result["dtype"], int(backward), queries or 0)["grown"]
         ours = {n: cell["seconds"]["qkv"] for n, cell in cells.items() if n >= 2048}
         rows[name] = {
             "what": mechanism.what,
@@ -129,7 +139,11 @@ def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
             jobs[rival] = job
     if case.backward:
         jobs = {name: _with_backward(job, (q, k, v)) for name, job in jobs.items()}
-    times = alternating(jobs, LEAST, most=MOST, seconds=seconds, once=ONCE)
+    jobs["qkv"]()
+    number = max(1, round(SAMPLE / timed(jobs["qkv"])))
+    repeated = {name: functools.partial(_repeat, job, number) for name, job in jobs.items()}
+    found = alternating(repeated, LEAST, most=MOST, seconds=seconds, once=ONCE)
+    times = {name: [x / number for x in of] for name, of in found.items()}
     medians = {name: statistics.median(x) for name, x in times.items()}
     return {
         "seconds": medians,
@@ -141,6 +155,11 @@ def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
         "repeats": {name: len(x) for name, x in times.items()},
         "flops": mechanism.flops(case),
     }
+
+
+def _repeat(job: Run, number: int) -> None:
+    for _ in range(number):
+        job()
 
 
 def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:

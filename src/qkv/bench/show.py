@@ -22,9 +22,7 @@ def table(result: dict[str, Any]) -> Table:
     """Milliseconds of qkv at the longest length, ratios to rivals, and exponents."""
     lengths = _lengths(result)
     longest = lengths[-1]
-    title = (
-        f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}, at {longest:,} tokens"
-    )
+    title = f"{settings(result)}, at {longest:,} tokens"
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     made.add_column("mechanism")
     for name in ("ms", "time ~ n^", "memory ~ n^", "× sgemm"):
@@ -116,12 +114,18 @@ def figure(result: dict[str, Any], path: Path) -> None:
     )  # fmt: skip
     fig.text(
         0.01, 1 - 0.1 / height,
-        f"Milliseconds against tokens: {result['pass']}, {result['dtype']}, {result['heads']} heads × "
-        f"{result['head_dim']}, {result['machine']['threads']} threads",
+        f"Milliseconds against tokens: {settings(result)}, {result['machine']['threads']} threads",
         va="top", fontsize=10, color=INK,
     )  # fmt: skip
     fig.savefig(path, dpi=140)
     plt.close(fig)
+
+
+def settings(result: dict[str, Any]) -> str:
+    """The pass, dtype, heads and queries of a result."""
+    queries = result.get("queries")
+    some = "" if queries is None else f", {queries:,} {'query' if queries == 1 else 'queries'}"
+    return f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}{some}"
 
 
 def _lengths(result: dict[str, Any]) -> list[Any]:

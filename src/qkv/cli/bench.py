@@ -18,10 +18,11 @@ def bench(
     ] = (),
     /,
     *,
-    lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …")] = (512, 1024, 2048, 4096, 8192),
+    lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …")] = (32, 128, 512, 2048, 4096, 8192),
     heads: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     backward: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    queries: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     memory: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …", help_behavior_hint="")] = (),
     threads: Annotated[int, tyro.conf.arg(metavar="N")] = 2,
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 2.0,
@@ -35,19 +36,22 @@ def bench(
     Markdown, and a figure to DIR. Results of the same machine and lengths that are already in DIR are kept, so you can
     interrupt the command and time the remaining mechanisms later.
 
-    qkv bench                                      (all mechanisms, about ten minutes)
+    qkv bench                                      (all mechanisms, about fifteen minutes)
 
     qkv bench alibi window --lengths 4096 16384    (two mechanisms, two lengths)
 
     qkv bench causal --backward --dtype bfloat16   (a training step)
 
+    qkv bench causal window --queries 1 --lengths 100000    (one step of decoding)
+
     Args:
-        mechanisms: Mechanisms to time, such as causal, sink, alibi, window, bigbird, sigmoid, entmax or linear; all by
-            default.
+        mechanisms: Mechanisms to time, such as causal, statistics, sink, alibi, window, bigbird, sigmoid, entmax or
+            linear; all by default.
         lengths: Numbers of tokens.
         heads: Number of heads, of head dimension 64.
         dtype: Number format of queries, keys and values.
         backward: Time the forward and the backward pass together.
+        queries: How many of the last tokens are queries, 1 for a step of decoding; all tokens by default.
         memory: Also measure the peak memory at these lengths, each in its own process (Linux only).
         threads: Number of threads that torch uses.
         seconds: Seconds for each cell of the table; every candidate runs at least three times.
@@ -60,13 +64,14 @@ def bench(
     from qkv.bench import run, show
     from qkv.bench.contenders import MECHANISMS
 
-    if any(n < 1 for n in (*lengths, *memory, heads, threads)) or not lengths:
-        raise InputError("--lengths, --memory, --heads and --threads are counts, expected at least 1")
+    if any(n < 1 for n in (*lengths, *memory, heads, threads, 1 if queries is None else queries)) or not lengths:
+        raise InputError("--lengths, --memory, --heads, --queries and --threads are counts, expected at least 1")
     import torch
 
-    chosen = mechanisms or tuple(MECHANISMS)
+    chosen = mechanisms or tuple(name for name, one in MECHANISMS.items() if one.trains or not backward)
     with folder(out):
         stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
+        stem += "" if queries is None or name else f"-{queries}-queries"
         with bar("timing") as step:
             result = run.bench(
                 chosen,
@@ -74,6 +79,7 @@ def bench(
                 heads=heads,
                 dtype=getattr(torch, dtype),
                 backward=backward,
+                queries=queries,
                 threads=threads,
                 seconds=seconds,
                 memory=sorted(set(memory)),
