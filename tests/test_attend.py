@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkv
 from conftest import MASKS, close, fits, mask_trees, oracle, rand, set_sizes, set_tile, triple
 from qkv import InputError, attend, biases, masks
+from qkv._engine import kept
 from qkv.kernels.flash import kernel as flash
 from qkv.masks import Causal, Dense, Document, Padding, Window
 from qkv.normalizers import Hard, Softmax
@@ -544,6 +547,22 @@ def test_masks_kept_from_inference_can_be_trained_with(kernel: str) -> None:
     got = attend(q, k, v, mask=mask, kernel=kernel)
     got.sum().backward()
     torch.testing.assert_close(got.detach(), want.clone())
+
+
+def test_masks_made_in_a_transform_or_a_dispatch_mode_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_CACHE", {})
+    q, k, v = triple(dtype=torch.float32)
+    torch.func.grad(lambda q: attend(q, k, v, mask=Window(3)).sum())(q)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        attend(q, k, v, mask=Window(3), kernel="eager")
+    assert not kept._CACHE
+    attend(q, k, v, mask=Window(3), kernel="eager")
+    assert kept._CACHE
 
 
 def test_a_mask_that_changes_between_calls_is_not_kept() -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from cachetools import LRUCache
 
+from qkv._engine.transforms import transforming
 from qkv.masks import Grid, Mask
 
 T = TypeVar("T")
@@ -27,8 +28,8 @@ def kept(
     Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
     while decoding, where each step has another grid. `nbytes` is the memory of what was made.
     """
-    fake = torch._C._len_torch_dispatch_stack() > 0  # tensors made in a dispatch mode must not be kept
-    if grid.n_queries == 1 or fake or not mask.by_value:
+    wrapped = transforming() or torch._C._len_torch_dispatch_stack() > 0  # then new tensors are fake, or wrapped
+    if grid.n_queries == 1 or wrapped or not mask.by_value:
         return make()
     place = mask, grid, key
     with _LOCK:
