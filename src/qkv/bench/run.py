@@ -91,7 +91,7 @@ def bench(
                 }
                 for goal in mechanism.goals
                 for n in lengths
-                if goal.backward == backward and n >= goal.n and goal.rival in cells[n]["ratios"]
+                if queries is None and goal.backward == backward and n >= goal.n and goal.rival in cells[n]["ratios"]
             ],
         }
         result["mechanisms"] = {x: rows[x] for x in MECHANISMS if x in rows}

@@ -35,13 +35,20 @@ def fingerprint(model: nn.Module) -> Hashable | None:
         return None
     state = io.BytesIO()
     try:
-        _StatePickler(state, modules).dump([vars(m) for m in modules])
+        _StatePickler(state, modules).dump([_attributes(m) for m in modules])
     except Exception:  # pickling runs code of the attributes, which can raise anything
         return None
     autocast = tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     )
     return tuple((type(m), type(m).forward) for m in modules), autocast, xxhash.xxh3_128_digest(state.getvalue())
+
+
+BOOKKEEPING = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}  # such as empty hooks
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: x for name, x in vars(module).items() if name not in BOOKKEEPING}
 
 
 def _hooked(module: nn.Module) -> bool:

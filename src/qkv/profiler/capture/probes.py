@@ -116,11 +116,11 @@ def add_to(data: xr.Dataset, found: dict[tuple[str, int], Scores]) -> xr.Dataset
     modules = list(zip(data["module"].values.tolist(), data["layer"].values.tolist(), strict=True))
     names = {name: None for key in modules for name in found.get(key, {})}
     heads = data.sizes["head"]
+    missing, made = torch.full((heads,), torch.nan), {}
     for name in names:
-        missing = torch.full((heads,), torch.nan)
         rows = torch.stack([found.get(key, {}).get(name, missing).float().cpu() for key in modules])
-        about = VARIABLES[name]
-        data[name] = (about.dims, rows.numpy(), about.attrs)
+        made[name] = (VARIABLES[name].dims, rows.numpy(), VARIABLES[name].attrs)
+    data.update(made)
     return data
 
 

@@ -77,7 +77,10 @@ def layer_of(model: nn.Module, module: str, modules: Collection[str] = ()) -> st
     >>> layer_of(DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)), "blocks.1.attention")
     'blocks.1'
     """
-    attentions = {module, *modules, *attention_modules(model)}
+    return _layer_around(module, {module, *modules, *attention_modules(model)}, model)
+
+
+def _layer_around(module: str, attentions: Collection[str], model: nn.Module) -> str | None:
     parts = module.split(".")
     numbered = [".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()]
     for path in reversed(numbered):
@@ -180,7 +183,8 @@ def _stacks(model: nn.Module, modules: Collection[str]) -> dict[str, list[nn.Mod
     unknown = next((m for m in modules if m not in names), None)
     if unknown is not None:
         raise InputError(f"modules has {unknown!r}, expected names of modules of {type(model).__name__}")
-    layers = [layer for m in modules if (layer := layer_of(model, m, modules)) is not None]
+    attentions = {*modules, *attention_modules(model)}
+    layers = [layer for m in modules if (layer := _layer_around(m, attentions, model)) is not None]
     stacks = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
     return {s: [x for name, x in names[s].named_children() if name.isdigit()] for s in stacks}
 
