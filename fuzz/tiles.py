@@ -20,6 +20,7 @@ def small(size: int) -> Sizes:
         row_block=2 * size,
         joined=2,
         kept=64 * size,
+        at_once=0,
         panel=2 * size * size,
         few_scores=0,
         whole_mask=0,

@@ -25,6 +25,8 @@ class Sizes:
     """Neighbouring tiles of a row block that are computed as one."""
     kept: int
     """Most weights of a row block, over all its heads: longer sequences have blocks of fewer queries."""
+    at_once: int
+    """Scores of all heads and batch items up to which statistics are computed from all weights at once."""
     pairs: int
     """Largest intermediate of a pairwise score on one tile, in elements; tiles are made smaller to respect it."""
     most_pairs: int
@@ -46,12 +48,14 @@ class Sizes:
 # On CUDA a kernel launch costs more than a small tile, so tiles are large. (These sizes have not been tuned on a GPU.)
 BY_DEVICE = {
     "cpu": Sizes(
-        tile=256, heads=12, row_block=512, joined=4, kept=2**23, pairs=2**20, most_pairs=2**22, panel=2**20,
-        picture=(128, 1024), few_scores=2**14, whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
+        tile=256, heads=12, row_block=512, joined=4, kept=2**23, at_once=2**18,
+        pairs=2**20, most_pairs=2**22, panel=2**20, picture=(128, 1024), few_scores=2**14,
+        whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
     "cuda": Sizes(
-        tile=1024, heads=16, row_block=1024, joined=4, kept=2**26, pairs=2**24, most_pairs=2**26, panel=2**25,
-        picture=(1024, 4096), few_scores=2**14, whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
+        tile=1024, heads=16, row_block=1024, joined=4, kept=2**26, at_once=2**20,
+        pairs=2**24, most_pairs=2**26, panel=2**25, picture=(1024, 4096), few_scores=2**14,
+        whole_mask=2**14, sparse_tile=64, sparse_keys=1024,
     ),
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from qkv.masks import Grid, Mask
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.ring import Shared
 from qkv.scores import Score
-from qkv.statistics import one_pass
+from qkv.statistics import at_once, one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
 from qkv.statistics.reduce import Request, add_statistics
@@ -180,7 +180,8 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     call = detached(call)
     request, sums = _checked(call, call.grid, **options)
     if one_pass.supports(call, sums):
-        out, lse = one_pass.attend_and_add(call, request, sums, output=output)
+        way = at_once if at_once.supports(call, request) else one_pass
+        out, lse = way.attend_and_add(call, request, sums, output=output)
         result, rows = None if out is None else Result(out.to(call.v.dtype), lse), RowState(lse)
         return result, rows, _finished(call, rows, request, sums)
     result = KERNELS[pick(call, "auto")].forward(call) if output else None

@@ -84,7 +84,7 @@ class _OnePass(StatisticsReducer):
 
     def tile(self, state: _RowBlock, tile: Tile) -> None:  # type: ignore[override]
         self.add_visible(state.rows, tile)
-        scores, masked = _log2_scores(tile, state.maximum if state.settled else None), tile.masked()
+        scores, masked = log2_scores(tile, state.maximum if state.settled else None), tile.masked()
         if masked is not None:
             scores.masked_fill_(masked, LOWEST)
         if tile.group.tiles.call.biases:
@@ -166,7 +166,7 @@ class _OnePass(StatisticsReducer):
             out.copy_(sums.view(out.shape).masked_fill_(empty[..., None], 0))
 
 
-def _log2_scores(tile: Tile, maximum: Tensor | None) -> Tensor:
+def log2_scores(tile: Tile, maximum: Tensor | None) -> Tensor:
     """Final scores in base 2, less the running maximum (b, h, rows)."""
     tiles, out = tile.group.tiles, tile.buffer("scores")
     if not tiles.linear:
