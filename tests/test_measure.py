@@ -356,6 +356,23 @@ def test_prefix_sink_scores_equal_those_of_the_prefix_alone() -> None:
 
 
 @pytest.mark.usefixtures("tile4")
+@pytest.mark.parametrize("kernel", ["tiled", "measure"])
+def test_a_masked_score_that_overflows_changes_no_row_that_cannot_see_it(kernel: str) -> None:
+    """Masked scores are removed by a minimum where all products are bounded; the NaN of this one would survive it."""
+    q, k, v = triple(nq=11, nk=11, dtype=torch.float32)
+    q[:, :, 4] = 1e20
+    clean = k.clone()
+    k[:, :, 6] = torch.tensor([1e20, -1e20, 0])  # inf − inf for query 4, which may not attend to key 6
+
+    def rows(k: Tensor) -> Tensor:
+        if kernel == "tiled":
+            return attend(q, k, v, mask=Causal(), kernel="tiled")[:, :, :6]
+        return qkv.measure(q, k, mask=Causal()).entropy[:, :, :6]
+
+    torch.testing.assert_close(rows(k), rows(clean))
+
+
+@pytest.mark.usefixtures("tile4")
 def test_nan_is_ignored_in_uncounted_queries_and_kept_in_counted_ones() -> None:
     q, k, _ = triple()
     counts = torch.ones(2, 11).bool()

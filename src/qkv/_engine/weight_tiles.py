@@ -52,7 +52,7 @@ class WeightTiles:
         assert self.level is not None
         log2 = tiles.log2_weights(rows, columns, self.level[:, :, rows], out=scratch)
         if masked is not None:
-            log2.masked_fill_(masked, MASKED_SCORE)
+            tiles.mask_(log2, masked, rows, columns, MASKED_SCORE)
         if not tiles.linear:
             log2.clamp_(min=MASKED_SCORE)  # a bias may also mask pairs, with −inf
         torch.exp2(log2, out=out)

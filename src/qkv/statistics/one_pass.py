@@ -86,7 +86,7 @@ class _OnePass(StatisticsReducer):
         self.add_visible(state.rows, tile)
         scores, masked = log2_scores(tile, state.maximum if state.settled else None), tile.masked()
         if masked is not None:
-            scores.masked_fill_(masked, LOWEST)
+            tile.group.tiles.mask_(scores, masked, tile.rows, tile.columns, LOWEST)
         if tile.group.tiles.call.biases:
             scores.clamp_(min=LOWEST)  # a bias may mask pairs with −inf
         if not state.settled:
@@ -94,7 +94,7 @@ class _OnePass(StatisticsReducer):
             scores.sub_(maximum[..., None])
             self._raise(state, maximum)
             state.settled = bool((maximum > MASKED_SCORE).all())
-        elif scores.max() > HIGHEST:  # never in a block with a NaN query, which does not settle
+        elif scores.amax() > HIGHEST:  # never in a block with a NaN query, which does not settle
             above = scores.amax(-1).clamp_(min=0)
             scores.sub_(above[..., None])
             self._raise(state, state.maximum + above)
