@@ -29,6 +29,8 @@ CORE = (
     "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_cost", "attention",
     "cache", "nn", "models",
 )  # fmt: skip
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors; read when they are first imported
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int may stand for a float
 if os.environ.get("QKV_CHECK_SHAPES") == "1":
     jaxtyping.install_import_hook([f"qkv.{name}" for name in CORE], f"{__name__}.checked")

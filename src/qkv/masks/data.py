@@ -188,6 +188,12 @@ class Dense(_TensorMask):
             tuple(x if size > 1 else torch.zeros_like(x) for x, size in zip(where, visible.shape, strict=True))
         ]
 
+    def key_mask(self, grid: Grid) -> Tensor | None:
+        b, h, n_queries, _ = self.tensor.shape
+        if h > 1 or n_queries > 1:
+            return None
+        return self.tensor[:, 0, 0].to(grid.device).expand(b, grid.n_keys)
+
     def visible(self, region: Region, grid: Grid) -> Tensor:
         visible = region.of(self.tensor.to(grid.device))  # a slice: much faster than looking up every pair
         size = (region.rows.stop - region.rows.start, region.columns.stop - region.columns.start)

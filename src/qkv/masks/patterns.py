@@ -165,6 +165,9 @@ class Prefix(Mask):
     def sees(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         return torch.broadcast_tensors(k < self.length, q)[0]  # torch.broadcast_shapes would import sympy: 0.5 s
 
+    def key_mask(self, grid: Grid) -> Tensor:
+        return grid.columns(0, grid.n_keys)[None] < self.length
+
     def classify(self, tiles: Tiles, grid: Grid) -> Tensor:
         full = (tiles.k_last < self.length).expand(len(tiles.q_first), -1)
         empty = (tiles.k_first >= self.length).expand(len(tiles.q_first), -1)

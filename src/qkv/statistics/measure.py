@@ -32,8 +32,9 @@ from qkv.scores import Score
 from qkv.statistics import at_once, one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Request, add_statistics
+from qkv.statistics.reduce import Asked, Request, add_statistics
 from qkv.statistics.sums import Statistics, Sums
+from qkv.statistics.triton import host as triton
 
 ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "mass", "first", "queries", "prefix_keys", "bins", "statistics",
@@ -178,7 +179,11 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     `options` are those of `sweep`, without `shared`.
     """
     call = detached(call)
-    request, sums = _checked(call, call.grid, **options)
+    asked = _checked(call, call.grid, **options)
+    if call.q.device.type != "cpu" and triton.unsupported_reason(call, asked.mass, asked.statistics) is None:
+        out, lse, statistics = triton.attend_and_measure(call, asked, output=output)
+        return None if out is None else Result(out, lse), RowState(lse), statistics
+    request, sums = asked.request(call.grid), asked.sums(call)
     if one_pass.supports(call, sums):
         way = at_once if at_once.supports(call, request) else one_pass
         out, lse = way.attend_and_add(call, request, sums, output=output)
@@ -200,7 +205,9 @@ def sweep(
     """
     call = detached(call)
     rows = rows if isinstance(rows, RowState) else RowState(rows)
-    request, sums = _checked(call, call.grid if shared is None else shared.grid, shared=shared, **options)
+    grid = call.grid if shared is None else shared.grid
+    asked = _checked(call, grid, shared=shared, **options)
+    request, sums = asked.request(grid), asked.sums(call)
     known = _counted(call, rows, request)
     if request.queries is not None:
         call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
@@ -238,8 +245,8 @@ def _checked(
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
     shared: Shared | None = None,
-) -> tuple[Request, Sums]:
-    """The request and empty sums for the options of `measure`, which are checked."""
+) -> Asked:
+    """The options of `measure`, checked."""
     mass = dict(mass or {})
     b = len(call.q)
     for name, part in mass.items():
@@ -248,7 +255,7 @@ def _checked(
         part.check(grid)
     if queries is not None:
         _check_queries(queries, call.q)
-        if queries.all():
+        if queries.device.type == "cpu" and queries.all():  # on a GPU, the answer would be waited for
             queries = None
     for name, number in (("prefix_keys", prefix_keys), ("bins", bins)):
         if number is not None and number < 1:
@@ -260,13 +267,12 @@ def _checked(
         raise InputError(f"statistics are {', '.join(s.name for s in statistics)} with a group, expected none")
     for statistic in statistics:
         statistic.check(grid)
-    sums = Sums(call, mass, prefix_keys, bins, statistics)
     firsts = [first] * b if isinstance(first, int) else first.tolist()
     if len(firsts) != b or not all(0 <= f < grid.n_keys for f in firsts):
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    return Request(mass, firsts, prefix_keys or 0, queries, grid.offset), sums
+    return Asked(mass, firsts, queries, prefix_keys, bins, statistics)
 
 
 def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:

@@ -20,9 +20,9 @@ from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, PARTIAL, Mask
+from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask
 from qkv.masks.base import band_counts
-from qkv.statistics.base import WeightTile
+from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.patterns import Patterns
 from qkv.statistics.sums import RowSums, Sums
 
@@ -39,6 +39,26 @@ class Request:
     offset: int
     """Position of the first query, counted from the first key."""
     patterns: Patterns = field(default_factory=Patterns)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The statistics that a caller of `measure` asked for, by the names of its arguments."""
+
+    mass: Mapping[str, Mask]
+    first: Sequence[int]
+    """The first key of the text of each batch item."""
+    queries: Tensor | None
+    prefix_keys: int | None
+    bins: int | None
+    statistics: Sequence[Statistic]
+
+    def request(self, grid: Grid) -> Request:
+        return Request(self.mass, self.first, self.prefix_keys or 0, self.queries, grid.offset)
+
+    def sums(self, call: Call) -> Sums:
+        """The sums of the call, empty."""
+        return Sums(call, self.mass, self.prefix_keys, self.bins, self.statistics)
 
 
 def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> None:

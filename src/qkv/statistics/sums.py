@@ -37,6 +37,24 @@ class Thumbnail:
     query_bin: int
     key_bin: int
 
+    @staticmethod
+    def of(maximum: Tensor, total: Tensor, n_queries: int, n_keys: int, query_bin: int, key_bin: int) -> Thumbnail:
+        """From the maxima and sums of all bins."""
+        pairs = _pairs_of_bins(n_queries, n_keys, query_bin, key_bin, total.dtype, total.device)
+        return Thumbnail(maximum, total / pairs, query_bin, key_bin)
+
+
+@functools.lru_cache(maxsize=16)
+def _pairs_of_bins(
+    n_queries: int, n_keys: int, query_bin: int, key_bin: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The number of pairs in each bin (qb, kb); the last bins may be smaller."""
+    queries, keys = (
+        torch.tensor([min(size, n - start) for start in range(0, n, size)], dtype=torch.float64)
+        for n, size in ((n_queries, query_bin), (n_keys, key_bin))
+    )
+    return (queries[:, None] * keys).to(device, dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
@@ -149,7 +167,7 @@ class Sums:
         self.user_statistics = {
             s: zeros.new_full((*s.lead, b, h, n_queries if s.over == "query" else n_keys), s.zero) for s in statistics
         }
-        self.bins = None if bins is None else (_bin(n_queries, bins), _bin(n_keys, bins))
+        self.bins = None if bins is None else (bin_size(n_queries, bins), bin_size(n_keys, bins))
         self.pooled: Tensor | None = None  # maxima and sums
         if self.bins is not None:
             sides = [-(-n // size) for n, size in zip((n_queries, n_keys), self.bins, strict=True)]
@@ -178,13 +196,7 @@ class Sums:
     def thumbnail(self, n_queries: int, n_keys: int) -> Thumbnail | None:
         if self.bins is None or self.pooled is None:
             return None
-        sizes = [
-            torch.full((-(-n // size),), size, dtype=self.pooled.dtype, device=self.pooled.device)
-            for n, size in zip((n_queries, n_keys), self.bins, strict=True)
-        ]
-        for x, n in zip(sizes, (n_queries, n_keys), strict=True):
-            x[-1] -= len(x) * x[0].item() - n  # the last bin may be smaller
-        return Thumbnail(self.pooled[0], self.pooled[1] / (sizes[0][:, None] * sizes[1]), *self.bins)
+        return Thumbnail.of(self.pooled[0], self.pooled[1], n_queries, n_keys, *self.bins)
 
     def statistics(self, call: Call, rows: RowState) -> Statistics:
         lse = rows.level if call.given.normalizer.has_lse else None
@@ -360,6 +372,6 @@ class RowSums:
         )
 
 
-def _bin(length: int, bins: int) -> int:
+def bin_size(length: int, bins: int) -> int:
     """The smallest power of two that divides a length into at most `bins` bins."""
     return int(2 ** math.ceil(math.log2(max(1, -(-length // bins)))))

@@ -1,0 +1,296 @@
+"""Runs the two Triton kernels: which calls they serve, their arguments, and the `Statistics` from their results."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv._engine.call import Call
+from qkv._engine.kept import kept
+from qkv._engine.transforms import transformed
+from qkv.masks import Dense, Document, Grid, Mask
+from qkv.statistics.reduce import Asked
+from qkv.statistics.sums import Statistics, Thumbnail, bin_size
+
+GPUS = ("cuda",)
+LARGEST_HEAD = 256
+SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
+UNBOUNDED = 2**30
+OF_QUERIES = ("entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible")
+"""The first numbers of `found` of `kernels.by_query`; the last is the weight on the sink logit."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs its kernels on CPU tensors, as in the tests; it reads this variable when it is imported."""
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from qkv.statistics.triton import kernels
+
+    return kernels
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of a card."""
+    return torch.cuda.get_device_capability(index)
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """A mask as arguments of the kernels: a band, masked keys, document ids and a tensor; a pair must pass them all."""
+
+    band: tuple[float, float] | None
+    keys: Tensor | None
+    """True for visible keys (1 or b, nk)."""
+    ids: Tensor | None
+    """The document of each key (1 or b, nk)."""
+    dense: Tensor | None
+    """True for visible pairs; dimensions of size 1 broadcast."""
+
+    @staticmethod
+    def of(mask: Mask | None, grid: Grid) -> Visibility | None:
+        """The parts of a mask; None if the kernels have no form for it."""
+        band, keys, ids, dense = None, None, None, None
+        for factor in () if mask is None else mask.factors():
+            of_keys = factor.key_mask(grid)
+            if factor.band is not None:
+                low, high = (-math.inf, math.inf) if band is None else band
+                band = max(low, factor.band[0]), min(high, factor.band[1])
+            elif of_keys is not None:
+                keys = of_keys if keys is None else keys & of_keys
+            elif type(factor) is Document and ids is None:
+                ids = torch.as_tensor(factor.ids)
+            elif type(factor) is Dense and dense is None:
+                dense = factor.tensor
+            else:
+                return None
+        return Visibility(band, keys, ids, dense)
+
+
+def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] | None:
+    """A mask whose mass is measured as a band and further keys (1 or b, nk) int8; None if it has another form."""
+
+    def union() -> tuple[tuple[float, float], Tensor | None] | None:
+        band, keys = None, None
+        for part in mask.alternatives():
+            of_keys = part.key_mask(grid)
+            if part.band is not None and band is None:
+                band = part.band
+            elif of_keys is not None:
+                keys = of_keys if keys is None else keys | of_keys
+            else:
+                return None
+        return (math.inf, -math.inf) if band is None else band, None if keys is None else keys.to(torch.int8)
+
+    return kept(mask, grid, "union", union)
+
+
+def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
+    """Why the kernels cannot compute the statistics of this call, or None if they can."""
+    device = call.q.device.type
+    if device not in GPUS and not (device == "cpu" and INTERPRETED):
+        return f"tensors are on {device}; the Triton kernels are for CUDA"
+    if not _has_triton():
+        return "they need Triton, which is not installed"
+    if device in GPUS and _capability(call.q.device.index) < OLDEST_CARD:
+        major, minor = _capability(call.q.device.index)
+        return f"the card has compute capability {major}.{minor}; the Triton kernels are for 8.0 (Ampere) and newer"
+    if statistics:
+        return f"{', '.join(type(s).__name__ for s in statistics)} is computed from tiles of weights"
+    if not call.normalizer.has_lse:
+        return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    if call.biases:
+        return f"the bias {type(call.given.biases[0]).__name__} is not a part of the Triton kernels"
+    if call.values is not None or call.dropout_p or call.shift is not None:
+        return "values that depend on the distance, dropout and shifts are not a part of the Triton kernels"
+    if transformed(call):
+        return "they have no derivatives"
+    if not call.q.dtype == call.k.dtype == call.v.dtype or call.q.dtype not in DTYPES:
+        got = ", ".join(f"{name} is {x.dtype}" for name, x in (("q", call.q), ("k", call.k), ("v", call.v)))
+        return f"{got}; the kernels take float32, bfloat16 or float16, the same for all three"
+    if max(call.q.shape[3], call.v.shape[3]) > LARGEST_HEAD:
+        return f"the head dimension is {max(call.q.shape[3], call.v.shape[3])}, more than {LARGEST_HEAD}"
+    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+        return "a dimension is 0"
+    if Visibility.of(call.mask, call.grid) is None:
+        return f"the mask {type(call.mask).__name__} has no form as a band, masked keys, documents or a tensor"
+    for name, mask in mass.items():
+        if _union(mask, call.grid) is None:
+            return f"mass[{name!r}] is neither a band nor a set of keys"
+    return None
+
+
+def attend_and_measure(call: Call, asked: Asked, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
+    """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
+    grid, heads = call.grid, b * h
+    mass, queries, prefix_keys, bins = asked.mass, asked.queries, asked.prefix_keys, asked.bins
+    block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
+    visible = Visibility.of(call.mask, grid)
+    assert visible is not None
+    firsts = _on_device(tuple(asked.first), device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    nothing = firsts  # stands for a tensor that a kernel does not read
+    out = empty(b, h, n_queries, dv, dtype=v.dtype) if output else None
+    lse, state, found = empty(b, h, n_queries), empty(2, heads, n_queries), empty(len(OF_QUERIES) + 1, b, h, n_queries)
+    masses = empty(len(mass), b, h, n_queries)
+    unions = [union for union in (_union(mask, grid) for mask in mass.values()) if union is not None]
+    inside = _inside([keys for _, keys in unions], grid)
+    bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
+    sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
+    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale)
+    counted = None if queries is None else queries.contiguous().view(torch.int8)
+    place, flags = _mask_arguments(visible, nothing)
+    flags |= {"HAS_COUNTED": counted is not None, "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16}
+    run, across = _kernels(), (heads,)
+    run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
+        q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
+        bands, nothing if inside is None else inside, nothing if counted is None else counted,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if sink is None else sink.stride()),
+        *shared, d, dv, *place, **flags, **block, DV=_power_of_two(dv),
+        HAS_SINK=sink is not None, OUTPUT=out is not None, MASSES=len(mass),
+        MASS_COLUMNS=max(1, 1 << (len(mass) - 1).bit_length()), MASS_KEYS=inside is not None,
+    )  # fmt: skip
+    received, audience = empty(b, h, n_keys), empty(b, h, n_keys)
+    prefix = None if prefix_keys is None else torch.zeros(b, h, prefix_keys, device=device)
+    pool = None if bins is None else _Pool.of(n_queries, n_keys, bins, block["BM"], block["BN"])
+    pooled = None if pool is None else torch.zeros(2, b, h, pool.rows, pool.columns, device=device)
+    run.by_key[(_cdiv(n_keys, block["BN"]), *across)](
+        q, k, state, received, audience, received if prefix is None else prefix,
+        received if pooled is None else pooled, firsts, nothing if counted is None else counted,
+        *q.stride()[:3], *k.stride()[:3], *shared, d, *place,
+        prefix_keys or 0, 1 if pool is None else pool.query_bin, 0 if pool is None else pool.rows,
+        0 if pool is None else pool.columns, **flags, **block, HAS_PREFIX=prefix is not None, POOLED=pool is not None,
+        POOL_M=block["BM"] if pool is None else pool.of_rows, POOL_N=block["BN"] if pool is None else pool.of_columns,
+    )  # fmt: skip
+    values = dict(zip(OF_QUERIES, found, strict=False))
+    shown = lse if queries is None else lse.masked_fill(~queries[:, None], -torch.inf)
+    return out, lse, Statistics(
+        lse=shown,
+        **values,
+        received=received,
+        visible_queries=audience,
+        prefix_sink_scores=prefix,
+        thumbnail=None if pool is None or pooled is None else pool.thumbnail(pooled),
+        sink_mass=None if sink is None else found[-1],
+        mass=dict(zip(mass, masses, strict=True)),
+    )  # fmt: skip
+
+
+def launch_options(d: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Queries and keys of a tile, warps and pipeline stages, which need at most 99 KiB of shared memory.
+
+    (Compiled for compute capability 8.0 and 9.0, but not tuned on a card.)
+    """
+    size = d * dtype.itemsize
+    tile = 32 if dtype == torch.float32 and size > 256 else 64
+    stages = 3 if dtype != torch.float32 else 2 if size <= 512 else 1
+    warps = 8 if tile * size > 2**14 else 4
+    return {"BM": tile, "BN": tile, "num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+
+
+def _power_of_two(n: int) -> int:
+    return max(SMALLEST_DOT, 1 << (n - 1).bit_length())
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _bounds(band: tuple[float, float]) -> tuple[int, int]:
+    low, high = (int(max(-UNBOUNDED, min(UNBOUNDED, x))) for x in band)
+    return low, high
+
+
+@functools.lru_cache(maxsize=16)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
+    """The keys inside each mask whose mass is measured, besides those of its band: (masks, b, nk) int8, or None."""
+    if all(x is None for x in keys):
+        return None
+    none = _zeros(grid.n_keys, grid.device)
+    return torch.stack([(none if x is None else x).expand(grid.batch, grid.n_keys) for x in keys])
+
+
+@functools.lru_cache(maxsize=8)
+def _zeros(n: int, device: torch.device) -> Tensor:
+    return torch.zeros(1, n, dtype=torch.int8, device=device)
+
+
+def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Positional arguments and flags of both kernels for a mask."""
+    device = nothing.device
+    keys, dense = (None if x is None else x.to(device).view(torch.int8) for x in (visible.keys, visible.dense))
+    ids = None if visible.ids is None else visible.ids.to(device, torch.int32)
+    strides = (
+        [0, 0, 0, 0]
+        if dense is None
+        else [0 if n == 1 else s for n, s in zip(dense.shape, dense.stride(), strict=True)]
+    )
+    low, high = (0, 0) if visible.band is None else _bounds(visible.band)
+    tensors = [nothing if x is None else x.contiguous() if x.ndim == 2 else x for x in (keys, ids, dense)]
+    of_batch = [0 if x is None or len(x) == 1 else x.shape[1] for x in (keys, ids)]
+    flags = {
+        f"HAS_{name}": x is not None
+        for name, x in (("BAND", visible.band), ("KEYS", keys), ("IDS", ids), ("DENSE", dense))
+    }
+    return (low, high, *tensors, *of_batch, *strides), flags
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """How the map is pooled: the kernel pools to bins of `query_bin` × `of_columns`, and `thumbnail` to the rest."""
+
+    n_queries: int
+    n_keys: int
+    query_bin: int
+    key_bin: int
+    of_rows: int
+    """Queries that a tile pools to one: the bin, or the whole tile."""
+    of_columns: int
+
+    @staticmethod
+    def of(n_queries: int, n_keys: int, bins: int, tile_rows: int, tile_columns: int) -> _Pool:
+        query_bin, key_bin = bin_size(n_queries, bins), bin_size(n_keys, bins)
+        return _Pool(n_queries, n_keys, query_bin, key_bin, min(query_bin, tile_rows), min(key_bin, tile_columns))
+
+    @property
+    def rows(self) -> int:
+        return _cdiv(self.n_queries, self.query_bin)
+
+    @property
+    def columns(self) -> int:
+        """A multiple of the columns per bin."""
+        return _cdiv(self.n_keys, self.key_bin) * (self.key_bin // self.of_columns)
+
+    def thumbnail(self, pooled: Tensor) -> Thumbnail:
+        (maximum, total), joined = pooled, self.key_bin // self.of_columns
+        if joined > 1:
+            maximum, total = maximum.unflatten(-1, (-1, joined)).amax(-1), total.unflatten(-1, (-1, joined)).sum(-1)
+        return Thumbnail.of(maximum, total, self.n_queries, self.n_keys, self.query_bin, self.key_bin)

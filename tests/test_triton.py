@@ -1,0 +1,287 @@
+"""The Triton kernels for statistics: under Triton's interpreter on CPU tensors, compiled on a card where there is one.
+
+What the interpreter cannot show: speed, races between the warps of a program, and the rounding of tensor cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkv
+from qkv import biases, normalizers
+from qkv._engine.call import Call
+from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
+from qkv.normalizers import Normalizer, Softmax
+from qkv.statistics.measure import measured
+from qkv.statistics.reduce import Asked
+from qkv.statistics.triton import host
+
+pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FULL = {"near": Window(8, ahead=2), "kept": Prefix(4) | Window(20)}
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int]  # batch, heads, key heads
+    nq: int
+    nk: int
+    d: int = 16
+    dv: int = 16
+    mask: Mask | None = None
+    dtype: torch.dtype = torch.float32
+    sink: bool = False
+    mass: Mapping[str, Mask] = dataclasses.field(default_factory=dict)
+    first: int | tuple[int, ...] = 0
+    queries: bool = False
+    prefix_keys: int | None = None
+    bins: int | None = None
+    factor: float = 1.0
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        b, h, hkv = self.shape
+        q, k, v = (
+            random(b, heads, n, d, seed=i, dtype=self.dtype)
+            for i, (heads, n, d) in enumerate(((h, self.nq, self.d), (hkv, self.nk, self.d), (hkv, self.nk, self.dv)))
+        )
+        return q * self.factor, k, v
+
+    def options(self) -> dict[str, object]:
+        b = self.shape[0]
+        counted = (torch.arange(b * self.nq).view(b, self.nq) % 7 < 5).to(DEVICE) if self.queries else None
+        first = self.first if isinstance(self.first, int) else torch.tensor(self.first, device=DEVICE)
+        return {
+            "mass": self.mass, "first": first, "queries": counted, "prefix_keys": self.prefix_keys, "bins": self.bins,
+        }  # fmt: skip
+
+    def normalizer(self) -> Normalizer:
+        return Softmax(sink=random(self.shape[1], seed=9)) if self.sink else Softmax()
+
+
+CASES = {
+    "one pair": Case((1, 1, 1), 1, 1),
+    "causal, no multiple of a tile": Case((1, 2, 1), 65, 65, d=32, mask=Causal(), prefix_keys=8, bins=16),
+    "more keys than queries, a sink": Case((2, 3, 1), 63, 129, d=24, dv=40, sink=True, bins=8, prefix_keys=20),
+    "more queries than keys, bins of one": Case((1, 2, 2), 129, 63, mask=Causal(), bins=200),
+    "a window, masses": Case((2, 2, 2), 129, 129, d=64, dv=64, mask=Window(40), bins=2, sink=True, mass=FULL),
+    "padding": Case((2, 2, 2), 70, 70, mask=Causal() & Padding([70, 41]), bins=2, mass=FULL),
+    "padding on the left": Case(
+        (2, 2, 1), 70, 70, mask=Causal() & Padding([70, 41], side="left"), first=(0, 29), prefix_keys=16, queries=True,
+    ),
+    "documents": Case((2, 2, 2), 70, 70, mask=Document(torch.arange(70) // 13 - 1) & Causal(), prefix_keys=9),
+    "a dense mask": Case(
+        (2, 2, 2), 70, 75, mask=Dense(torch.arange(2 * 70 * 75).view(2, 1, 70, 75) % 3 == 0), queries=True, sink=True,
+    ),
+    "bfloat16": Case((2, 2, 1), 129, 129, d=32, mask=Causal(), dtype=torch.bfloat16, bins=4, prefix_keys=64),
+    "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
+    "large scores": Case((1, 2, 2), 129, 129, mask=Causal(), factor=300.0, bins=4),
+    "the largest head": Case((1, 1, 1), 40, 40, d=256, dv=200, mask=Causal()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
+    case = CASES[name]
+    q, k, v = case.tensors()
+    call = Call.of(q, k, v, case.mask, (), None, case.normalizer())
+    assert host.unsupported_reason(call, case.mass, ()) is None
+    options = case.options()
+    first = options["first"]
+    asked = Asked(
+        **options | {"first": [first] * len(q) if isinstance(first, int) else first.tolist(), "statistics": ()}
+    )  # type: ignore[arg-type]
+    out, lse, got = host.attend_and_measure(call, asked, output=True)
+    normalizer = Softmax(sink=case.normalizer().sink.double()) if case.sink else Softmax()  # type: ignore[attr-defined]
+    settings = {"mask": case.mask, "normalizer": normalizer}
+    q, k, v = q.double(), k.double(), v.double()
+    whole = qkv.attend(q, k, v, **settings, return_lse=True)  # type: ignore[call-overload]
+    want = qkv.measure(q, k, **settings, **options)  # type: ignore[arg-type]
+    scale = (
+        max(1.0, float(lse[lse.isfinite()].abs().max())) if lse.isfinite().any() else 1.0
+    )  # of the rounding of a score
+    close(out, whole[0], "output", {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[case.dtype] * scale)
+    close(lse, whole[1], "lse", 1e-6 * scale)
+    for field in dataclasses.fields(got):
+        mine, other = getattr(got, field.name), getattr(want, field.name)
+        if isinstance(other, Tensor):
+            size = {"distance": 1e-5 * case.nk, "received": 1e-5, "spread": 0.05, "effective_keys": 1e-5 * case.nk}
+            exact = field.name.startswith("visible")
+            close(mine, other, field.name, 0.0 if exact else scale * size.get(field.name, 3e-6))
+        else:
+            assert (mine is None) == (other is None), field.name
+    # The square of the spread is resolved to 0.002, as on CPU.
+    close(got.spread.square(), want.spread.square(), "spread²", 0.002 * scale)
+    for key in case.mass:
+        close(got.mass[key], want.mass[key], key, 2e-6 * scale)
+    if want.thumbnail is not None:
+        assert got.thumbnail is not None
+        assert (got.thumbnail.query_bin, got.thumbnail.key_bin) == (want.thumbnail.query_bin, want.thumbnail.key_bin)
+        close(got.thumbnail.maximum, want.thumbnail.maximum, "maxima of bins", 2e-6 * scale)
+        close(got.thumbnail.mean, want.thumbnail.mean, "means of bins", 2e-6 * scale)
+
+
+def close(got: Tensor | None, want: Tensor, what: str, allowed: float) -> None:
+    assert got is not None
+    assert got.shape == want.shape, what
+    off = torch.where(got.double() == want.double(), 0.0, (got.double() - want.double()).abs())
+    assert float(off.max()) <= allowed, f"{what}: {float(off.max()):.2g} off, allowed {allowed:.2g}"
+
+
+def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
+    """All weight on two neighbouring keys, 5,000 tokens before the query: float32 moments would lose the spread."""
+    n = 5000
+    k = torch.zeros(1, 1, n, 16, device=DEVICE)
+    k[:, :, :2, 0] = 200
+    q = torch.zeros(1, 1, 1, 16, device=DEVICE)
+    q[..., 0] = 1
+    _, _, got = host.attend_and_measure(Call.of(q, k, k), Asked({}, [0], None, None, None, ()), output=False)
+    assert got.spread.item() == pytest.approx(0.5, abs=1e-3)
+    assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
+
+
+def test_nan_and_infinity_in_padding_do_not_spread() -> None:
+    q, k, v = Case((1, 2, 2), 70, 70).tensors()
+    clean = [x.clone() for x in (k, v)]
+    k[:, :, 64:], v[:, :, 64:] = math.nan, math.inf
+    mask = Causal() & Padding([64])
+    found = [
+        host.attend_and_measure(Call.of(q, *x, mask), Asked({}, [0], None, 8, 4, ()), output=True)
+        for x in ((k, v), clean)
+    ]
+    for got, want in zip(found[0][:2], found[1][:2], strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(found[0][2].received, found[1][2].received)
+
+
+NO_LAUNCH = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "expand",
+    "view",
+    "unflatten",
+    "unbind",
+    "select",
+    "slice",
+    "as_strided",
+}
+
+
+def launches(run: Callable[[], object]) -> list[str]:
+    """The operations of torch that would launch a kernel on a card: all but those that only allocate or make a view."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    names = [event.name.removeprefix("aten::") for event in profile.events() or () if event.cpu_parent is None]
+    return [name for name in names if name not in NO_LAUNCH]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[object]]]:
+    """The grids and arguments of the kernels, which are not run."""
+    launched: list[tuple[tuple[int, ...], list[object]]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
+            return lambda *args, **named: launched.append((grid, [*args, *named.values()]))
+
+    monkeypatch.setattr(host, "_kernels", lambda: SimpleNamespace(by_query=Kernel(), by_key=Kernel()))
+    return launched
+
+
+@pytest.mark.parametrize("n", [100, 5000])
+def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
+    case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
+    call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
+    asked = Asked(case.mass, [0, 0], None, case.prefix_keys, case.bins, ())
+    host.attend_and_measure(call, asked, output=True)  # small tensors of numbers are kept on the device
+    recorded.clear()
+    of_torch = launches(lambda: host.attend_and_measure(call, asked, output=True))
+    assert len(recorded) == 2
+    assert len(recorded) + len(of_torch) <= 12, of_torch
+    assert "stack" in of_torch  # operations are counted
+
+
+def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
+    recorded: list[tuple[object, list[object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meta tensors: an operation with a CPU tensor, or `item()`, raises an error. They cannot show a copy to a card."""
+    monkeypatch.setattr(host, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(host, "GPUS", ("meta",))
+    q, k, v = (torch.empty(2, heads, 300, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    result, rows, statistics = measured(
+        Call.of(q, k, v, Causal()), output=True, mass=FULL, prefix_keys=64, bins=32,
+    )  # fmt: skip
+    assert len(recorded) == 2
+    tensors = [x for _, arguments in recorded for x in arguments if isinstance(x, Tensor)]
+    assert {x.device.type for x in tensors} == {"meta"}
+    assert result is not None
+    assert result.out.shape == (2, 8, 300, 64)
+    assert result.out.dtype == torch.bfloat16
+    assert statistics.received.device.type == rows.level.device.type == "meta"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mask": Strided(4)}, "Strided"),
+        ({"biases": (biases.ALiBi(),)}, "ALiBi"),
+        ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"d": 257}, "257"),
+    ],
+    ids=["mask", "bias", "normalizer", "dtype", "head"],
+)
+def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object], reason: str) -> None:
+    dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
+    x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)  # type: ignore[call-overload]
+    call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))  # type: ignore[arg-type]
+    assert reason in str(host.unsupported_reason(call, {}, ()))
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from qkv.statistics.triton import host, kernels
+OF = dict(lse="fp32", state="fp32", found="fp32", mass="fp32", sink="fp32", received="fp32", audience="fp32",
+          prefix="fp32", pooled="fp32", firsts="i32", bands="i32", ids="i32", band_keys="i8", counted="i8", keys="i8",
+          dense="i8")
+for arch, dtype, d in ((90, torch.bfloat16, 128),):
+    options = host.launch_options(d, dtype)
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    tile = {"BM": options.pop("BM"), "BN": options.pop("BN")}
+    flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SINK=True, HAS_COUNTED=True,
+                 OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True, WIDEN=False,
+                 POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=d, DV=d, **tile)
+    for kernel in (kernels.by_query, kernels.by_key):
+        names = [p.name for p in kernel.params]
+        here = {n: x for n, x in flags.items() if n in names}
+        pointers = OF | dict.fromkeys(("q", "k", "v", "out"), short)
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(here, "constexpr") | {"scale": "fp32"}
+        types = {n: "*" + pointers[n] if n in pointers else types[n] for n in names}
+        source = ASTSource(kernel, types, {(names.index(n),): x for n, x in here.items()})
+        made = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, arch, dtype, d, made.metadata.shared)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_cards_within_their_shared_memory(tmp_path: object) -> None:
+    """Triton compiles for a card that is not there; 99 KiB is what a program may have on every card since Ampere."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
