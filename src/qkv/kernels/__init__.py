@@ -19,7 +19,7 @@ import torch
 from qkv._engine.call import Call, Result
 from qkv._engine.sizes import sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, flex, linear, loops, ring, tiled
+from qkv.kernels import eager, flex, fused, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
 from qkv.ring import Shared
 
@@ -33,6 +33,7 @@ def __dir__() -> list[str]:
 KERNELS: dict[str, ModuleType] = {
     "linear": linear,
     "flash": flash,
+    "fused": fused,
     "flex": flex,
     "tiled": tiled,
     "eager": eager,
@@ -43,7 +44,8 @@ KERNELS: dict[str, ModuleType] = {
 PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "linear": "the weights are products of features: time and memory linear in the sequence",
     "flash": "torch's fused kernel, run on the visible blocks: linear memory, the fastest on CPU",
-    "flex": "FlexAttention, compiled for this composition: linear memory, the fastest on CUDA",
+    "fused": "torch's FlashAttention or memory-efficient kernel, one launch: linear memory, the fastest on CUDA",
+    "flex": "FlexAttention, compiled for this composition: linear memory, any mask and bias on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }

@@ -1,0 +1,188 @@
+"""The fused kernel: torch's FlashAttention (bfloat16, float16) and memory-efficient attention (float32) on CUDA.
+
+Both return the log-sum-exp, so a sink merges exactly and the backward of torch gets the whole row's output and
+log-sum-exp. One launch serves all heads and batch items. The operators are private to torch: on the first call of a
+dtype on a card, a small call and its gradients are compared with the formula, and the kernel is refused if they differ.
+(Dao 2023, arXiv:2307.08691; Rabe & Staats 2021, arXiv:2112.05682.)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qkv._engine.call import Call, Result
+from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
+from qkv.partial import Partial, sink_gradient
+
+GPUS = ("cuda",)
+LARGEST_HEAD = 256
+MULTIPLE = 8  # head dimensions are padded to a multiple of it
+CAUSAL_FROM_BOTTOM_RIGHT = 2  # torch's number for it in `_efficient_attention_forward`
+EVERYTHING = (-math.inf, math.inf)
+
+
+def unsupported_reason(call: Call) -> str | None:
+    """Why this kernel cannot serve the call, or None if it can."""
+    q, v, device = call.q, call.v, call.q.device
+    band = EVERYTHING if call.mask is None else call.mask.band
+    if device.type not in GPUS:
+        return f"tensors are on {device.type}; it calls torch's CUDA kernels"
+    if not call.normalizer.has_lse:
+        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
+    if call.dropout_p:
+        return "dropout acts on weights, which it never forms"
+    if call.pairwise is not None:
+        return f"the score {type(call.pairwise).__name__} is not a product of query and key"
+    if call.biases:
+        return f"torch's fused kernels have no bias {type(call.given.biases[0]).__name__}"
+    if call.values is not None or call.shift is not None:
+        return "it has no values that depend on the distance, and no shifts"
+    if band is None:
+        return f"the mask {type(call.mask).__name__} is neither causal nor a window"
+    if band != EVERYTHING and (q.shape[2] > call.k.shape[2] or not band[0] <= 0 <= band[1]):
+        return "some query may have no visible key, for which torch's kernels give no defined result"
+    if not q.dtype == call.k.dtype == v.dtype or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"queries are {q.dtype} and values {v.dtype}, expected float32, bfloat16 or float16"
+    if q.dtype == torch.float32 and band not in (EVERYTHING, (0, math.inf)):
+        return "torch's float32 kernel has no windows"
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD - MULTIPLE:  # a gradient of the lse needs one dimension more
+        return f"the head dimension is {max(q.shape[3], v.shape[3])}, more than {LARGEST_HEAD - MULTIPLE}"
+    if 0 in q.shape or 0 in call.k.shape:
+        return "a dimension is 0"
+    if transformed(call):
+        return REASON
+    if call.untracked is not None:
+        return call.untracked
+    return _wrong(device, q.dtype)
+
+
+def forward(call: Call) -> Result:
+    """Attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
+    d, dv = call.q.shape[3], call.v.shape[3]
+    size = -(-max(d, dv) // MULTIPLE) * MULTIPLE
+    q, k, v = (_pad(x, size) for x in (call.q, call.k, call.v))
+    scale = call.scale
+    if scale <= 0:  # the kernels find the maximum of a row before they multiply by the scale
+        q, scale = q * ((scale > 0) - (scale < 0)), abs(scale) or 1.0
+    band = EVERYTHING if call.mask is None else call.mask.band
+    assert band is not None
+    out, lse = _Fused.apply(q, k, v, call.sink, scale, band)
+    return Result(out[..., :dv], lse)
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    x = x if x.shape[3] == size else torch.nn.functional.pad(x, (0, size - x.shape[3]))
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+class _Fused(torch.autograd.Function):
+    """out and lse, including the sink, for q, k and v of one head dimension."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, band: tuple[float, float]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *ctx.random = _attend(q, k, v, scale, band)
+        part = Partial(out, lse)
+        if sink is not None:
+            part = part.with_sink(sink)
+        ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
+        ctx.scale, ctx.band = scale, band
+        ctx.set_materialize_grads(False)
+        return part.out, part.lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        if grad is None and grad_lse is None:
+            return (None,) * 6
+        with torch.no_grad():
+            slope = torch.zeros_like(out) if grad is None else grad
+            grad_sink = None if sink is None else sink_gradient(sink, Partial(out, lse), slope, grad_lse)
+            d, tensors = q.shape[3], [slope, q, k, v, out]
+            if grad_lse is not None:
+                # More dimensions turn the kernel's rowsum(grad·out) into rowsum(grad·out) − grad_lse, which is exactly
+                # the contribution of a gradient of the log-sum-exp; q, k and v are 0 there.
+                tensors = [_pad(x, d + MULTIPLE) for x in tensors]
+                tensors[0][..., d], tensors[4][..., d] = grad_lse.to(slope.dtype), -1
+            grads = _backward(tensors, lse, ctx.random, ctx.scale, ctx.band)
+            given = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
+        known = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
+        return *kernel_once_differentiable("fused", given, known), None, None
+
+
+# --- torch's private operators, with (b, n, h, d) as they take it -----------------------------------------------------
+
+
+def _windows(band: tuple[float, float]) -> dict[str, int]:
+    """FlashAttention's names of a band: how many keys a query sees on each side; all if a name is absent."""
+    sides = {"window_size_left": band[1], "window_size_right": -band[0]}
+    return {} if band == (0, math.inf) else {side: int(n) for side, n in sides.items() if n != math.inf}
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[float, float]) -> tuple[Tensor, ...]:
+    """out, lse, and what the backward needs besides."""
+    causal, n_queries, n_keys = band == (0, math.inf), q.shape[2], k.shape[2]
+    if q.dtype == torch.float32:
+        k, v = _repeated(q, k, v)
+        out, lse, *random = _OPERATORS["efficient"](
+            *(x.transpose(1, 2) for x in (q, k, v)), None, None, None, n_queries, n_keys, 0.0,
+            CAUSAL_FROM_BOTTOM_RIGHT if causal else 0, True, scale=scale,
+        )[:4]  # fmt: skip
+        return out.transpose(1, 2), lse[..., :n_queries], *random
+    out, lse, *random = _OPERATORS["flash"](
+        *(x.transpose(1, 2) for x in (q, k, v)), None, None, n_queries, n_keys, 0.0, causal, False, scale=scale,
+        **_windows(band),
+    )[:4]  # fmt: skip
+    return out.transpose(1, 2), lse, *random
+
+
+def _backward(
+    tensors: list[Tensor], lse: Tensor, random: list[Tensor], scale: float, band: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `tensors` are the gradient of the output, q, k, v and the output."""
+    grad, q, k, v, out = tensors
+    causal, n_queries, (_, key_heads, n_keys, _) = band == (0, math.inf), q.shape[2], k.shape
+    if q.dtype == torch.float32:
+        keys, values = _repeated(q, k, v)
+        lse = torch.nn.functional.pad(lse, (0, -n_queries % 32), value=math.inf)  # as the forward aligns it
+        grads = _OPERATORS["efficient backward"](
+            *(x.transpose(1, 2) for x in (grad, q, keys, values)), None, out.transpose(1, 2), None, None, n_queries,
+            n_keys, lse, 0.0, *random, CAUSAL_FROM_BOTTOM_RIGHT if causal else 0, False, scale=scale,
+        )[:3]  # fmt: skip
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
+    grads = _OPERATORS["flash backward"](
+        *(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse.contiguous(), None, None, n_queries, n_keys, 0.0,
+        causal, *random, scale=scale, **_windows(band),
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for every query head, which the float32 kernel needs."""
+    share = q.shape[1] // k.shape[1]
+    return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
+
+
+_OPERATORS = {
+    "flash": torch.ops.aten._flash_attention_forward,
+    "flash backward": torch.ops.aten._flash_attention_backward,
+    "efficient": torch.ops.aten._efficient_attention_forward,
+    "efficient backward": torch.ops.aten._efficient_attention_backward,
+}
+
+
+@functools.cache
+def _wrong(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
+    from qkv.kernels.fused_check import difference
+
+    found = difference(device, dtype)
+    return None if found is None else f"torch's fused kernels for {dtype} on this card are not usable: {found}"

@@ -1,0 +1,177 @@
+"""The fused kernel: its own logic with torch's CUDA operators replaced by formulas, and the real ones on a card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qkv
+from qkv import InputError, attend, biases, normalizers
+from qkv.kernels import fused
+from qkv.kernels.fused_check import difference
+from qkv.masks import Causal, Padding, Window
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's CUDA kernels need a GPU")
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, scale: float, causal: bool, left: int, right: int) -> Any:
+    """Scores and final weights of (b, h, n, d), aligned at the bottom right, as FlashAttention defines them."""
+    share, n_queries, n_keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    back = torch.arange(n_queries)[:, None] + n_keys - n_queries - torch.arange(n_keys)
+    right = 0 if causal else right
+    masked = ((left >= 0) & (back > left)) | ((right >= 0) & (-back > right))
+    scores = scale * q.float() @ k.float().repeat_interleave(share, 1).transpose(2, 3)
+    scores = scores.masked_fill(masked, -math.inf)
+    lse = scores.logsumexp(-1) if lse is None else lse
+    return torch.exp(scores - lse[..., None]), lse
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    p, lse = weights(q, k, None, scale, causal, left, right)
+    out = p @ v.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return out.to(q.dtype).transpose(1, 2), lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, left: int,
+    right: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grad, q, k, v, out = (x.transpose(1, 2).float() for x in (grad, q, k, v, out))
+    p, _ = weights(q, k, lse, scale, causal, left, right)
+    share, heads = q.shape[1] // k.shape[1], k.shape[1]
+    keys, values = (x.repeat_interleave(share, 1) for x in (k, v))
+    slope = p * (grad @ values.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (heads, share)).sum(2) for x in (slope.transpose(2, 3) @ q, p.transpose(2, 3) @ grad))
+    return tuple(x.transpose(1, 2) for x in (slope @ keys, dk, dv))
+
+
+def flash(q, k, v, cq, ck, nq, nk, p, causal, debug, *, scale, window_size_left=-1, window_size_right=-1):  # type: ignore[no-untyped-def]
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[3] % 8 == 0
+    return *forward(q, k, v, scale, causal, window_size_left, window_size_right), None, None, None
+
+
+def flash_backward(grad, q, k, v, out, lse, cq, ck, nq, nk, p, causal, rng, unused, **named):  # type: ignore[no-untyped-def]
+    left, right = named.get("window_size_left", -1), named.get("window_size_right", -1)
+    grads = backward(grad, q, k, v, out, lse, named["scale"], causal, left, right)
+    return tuple(x.to(q.dtype) for x in grads)
+
+
+def efficient(q, k, v, bias, cq, ck, nq, nk, p, mask_type, with_lse, *, scale):  # type: ignore[no-untyped-def]
+    assert q.dtype == torch.float32
+    assert q.shape[2] == k.shape[2], "the float32 kernel has no grouped heads"
+    out, lse = forward(q, k, v, scale, mask_type == 2, -1, -1)
+    return out, torch.nn.functional.pad(lse, (0, -nq % 32), value=math.inf), None, None, nq, nk
+
+
+def efficient_backward(grad, q, k, v, bias, out, cq, ck, nq, nk, lse, p, seed, offset, mask_type, of_bias, *, scale):  # type: ignore[no-untyped-def]
+    assert lse.shape[2] % 32 == 0
+    return *backward(grad, q, k, v, out, lse[..., :nq], scale, mask_type == 2, -1, -1), None
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
+    """The contract of torch's CUDA operators, as formulas, and a CPU that counts as a card."""
+    made = {"flash": flash, "flash backward": flash_backward}
+    made |= {"efficient": efficient, "efficient backward": efficient_backward}
+    monkeypatch.setattr(fused, "_OPERATORS", made)
+    monkeypatch.setattr(fused, "GPUS", ("cpu",))
+    fused._wrong.cache_clear()
+    yield made  # type: ignore[misc]
+    fused._wrong.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("operators")
+def test_a_right_kernel_passes_the_check(dtype: torch.dtype) -> None:
+    assert difference(CPU, dtype) is None
+
+
+@pytest.mark.parametrize("fault", ["scale", "top-left causal", "lse", "dropped gradient", "missing"])
+def test_a_wrong_kernel_is_refused(fault: str, operators: dict[str, Callable[..., Any]]) -> None:
+    def wrong(q, k, v, *rest, scale, **named):  # type: ignore[no-untyped-def]
+        if fault == "missing":
+            raise RuntimeError("no kernel image is available")
+        if fault == "top-left causal":
+            rest = (*rest[:5], False, *rest[6:])  # sees everything
+        out, lse, *more = flash(q, k, v, *rest, scale=scale * (1.2 if fault == "scale" else 1), **named)
+        return out, lse * (1.4427 if fault == "lse" else 1), *more
+
+    def wrong_backward(*args, **named):  # type: ignore[no-untyped-def]
+        dq, dk, dv = flash_backward(*args, **named)
+        return dq, dk * 0, dv
+
+    operators["flash"] = flash if fault == "dropped gradient" else wrong
+    if fault == "dropped gradient":
+        operators["flash backward"] = wrong_backward
+    assert difference(CPU, torch.float16) is not None
+    x = torch.zeros(1, 2, 8, 16, dtype=torch.float16)
+    with pytest.raises(InputError, match="not usable"):
+        attend(x, x, x, kernel="fused")
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Window(6, ahead=2)},
+    "sink": {"mask": Causal(), "normalizer": normalizers.Softmax(sink=torch.tensor([0.3, -1.0, 2.0, 0.0]))},
+    "temperature": {"normalizer": normalizers.Softmax(temperature=0.5)},
+    "negative scale": {"mask": Causal(), "score": qkv.scores.Dot(scale=-0.4)},
+    "scale of zero": {"score": qkv.scores.Dot(scale=0.0)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("operators")
+def test_output_lse_and_gradients_equal_the_eager_kernel(name: str) -> None:
+    dtype = torch.float16 if name == "window" else torch.float32
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, 21, 12), (2, 2, 27, 12), (2, 2, 27, 20))
+    tensors = [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    found = []
+    for kernel in ("fused", "eager"):
+        out, lse = attend(*tensors, **CALLS[name], kernel=kernel, return_lse=True)  # type: ignore[call-overload]
+        loss = (out.float() * torch.linspace(-1, 1, 20)).sum() + (lse * torch.linspace(0, 1, 21)).sum()
+        found.append([out, lse, *torch.autograd.grad(loss, tensors)])
+    eps = 2e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=eps, rtol=eps)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mask": Padding([3])}, "Padding"),
+        ({"mask": Window(3)}, "windows"),
+        ({"bias": biases.ALiBi()}, "ALiBi"),
+        ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
+        ({"dropout_p": 0.5}, "dropout"),
+    ],
+    ids=["padding", "window", "bias", "normalizer", "dropout"],
+)
+@pytest.mark.usefixtures("operators")
+def test_what_it_cannot_serve_has_a_reason(settings: dict[str, Any], reason: str) -> None:
+    x = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(InputError, match=reason):
+        attend(x, x, x, kernel="fused", **settings)  # type: ignore[call-overload]
+
+
+def test_tensors_on_cpu_are_refused() -> None:
+    x = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(InputError, match="on cpu"):
+        attend(x, x, x, kernel="fused")
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_kernels_on_this_card_are_right(dtype: torch.dtype) -> None:
+    assert difference(torch.device("cuda"), dtype) is None
