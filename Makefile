@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench models experiments dist clean
+.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench gpu-libs bench-gpu test-gpu models experiments dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -63,6 +63,21 @@ bench: venv  ## run all benchmarks, about 75 minutes; writes benchmarks/results
 	$(BIN)/qkv bench --backward --lengths 1024 2048 4096 8192 --memory 2048 4096 8192 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --heads 4 --seconds 1 --out $(MECHANISMS)
 	$(BIN)/qkv bench $(SELECTED) --lengths 1024 2048 4096 8192 --dtype bfloat16 --seconds 1 --out $(MECHANISMS)
+
+GPU_PYTHON  ?= python3
+GPU_VERSION ?= 3.12
+GPU_LIBS    := jaxtyping wadler-lindig cachetools xxhash rich markdown-it-py mdurl pygments tyro typeguard docstring-parser \
+	safetensors xarray zarr numcodecs donfig google-crc32c typing-extensions pandas python-dateutil six pytz tzdata \
+	pyyaml packaging pytest iniconfig pluggy hypothesis sortedcontainers attrs beartype
+
+gpu-libs:  ## download what a machine with a card, but without a package registry, may lack into .gpu
+	$(PYTHON) -m pip install --quiet --target .gpu --upgrade --no-deps --only-binary=:all: --python-version $(GPU_VERSION) $(GPU_LIBS)
+
+bench-gpu:  ## measure on a CUDA card from the source tree, without installing: GPU_PYTHON needs torch and Triton
+	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m benchmarks.gpu
+
+test-gpu:  ## run the tests of the CUDA kernels from the source tree, without installing
+	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/test_fused.py tests/test_triton.py tests/test_flex.py
 
 TRAINED := src/qkv/models/trained
 

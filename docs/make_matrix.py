@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import qkv
 from qkv import biases, masks, normalizers, scores
 from qkv.kernels import KERNELS
+from qkv.kernels.fused import kernel as fused
 from qkv.scores import Features
 
 B, H, N, D = 2, 2, 8, 4
@@ -86,7 +88,8 @@ gradients. `qkv.plan(...)` gives the same reasons for your call.
 
 Written by `docs/make_matrix.py`, which asks the kernels on a CPU, with torch {version}. A kernel supports a
 composition if all of its rows say yes; a number refers to the reason below the table. On CUDA `flex` also trains, and
-`flash` supports nothing, because it uses torch's CPU kernel."""
+`flash` supports nothing, because it uses torch's CPU kernel. `fused` is for CUDA only: its column says what it supports
+there in float32; in bfloat16 and float16 it also supports windows."""
 WITH = {
     "Scores": 'Under softmax; for the kernel `linear` with `Identity("sum")`, the only weights it supports.',
     "Masks": 'Under softmax; for the kernel `linear` with `Features(map)` and `Identity("sum")`.',
@@ -131,7 +134,12 @@ def table(title: str, rows: dict[str, dict[str, Any]], for_linear: dict[str, Any
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page. The kernel for CUDA says what it would support on a card whose own kernels are right."""
+    with mock.patch.object(fused, "GPUS", ("cpu",)), mock.patch.object(fused, "_wrong", return_value=None):
+        return _page()
+
+
+def _page() -> str:
     by_sum = {"normalizer": normalizers.Identity("sum")}
     linear = {"score": Features(torch.relu)} | by_sum
     tables = [

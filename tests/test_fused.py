@@ -12,8 +12,8 @@ from torch import Tensor
 
 import qkv
 from qkv import InputError, attend, biases, normalizers
-from qkv.kernels import fused
-from qkv.kernels.fused_check import difference
+from qkv.kernels.fused import kernel as fused
+from qkv.kernels.fused.check import difference
 from qkv.masks import Causal, Padding, Window
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("operators")
 def test_a_right_kernel_passes_the_check(dtype: torch.dtype) -> None:
-    assert difference(CPU, dtype) is None
+    assert difference(fused._Fused.apply, CPU, dtype) is None
 
 
 @pytest.mark.parametrize("fault", ["scale", "top-left causal", "lse", "dropped gradient", "missing"])
@@ -113,7 +113,7 @@ def test_a_wrong_kernel_is_refused(fault: str, operators: dict[str, Callable[...
     operators["flash"] = flash if fault == "dropped gradient" else wrong
     if fault == "dropped gradient":
         operators["flash backward"] = wrong_backward
-    assert difference(CPU, torch.float16) is not None
+    assert difference(fused._Fused.apply, CPU, torch.float16) is not None
     x = torch.zeros(1, 2, 8, 16, dtype=torch.float16)
     with pytest.raises(InputError, match="not usable"):
         attend(x, x, x, kernel="fused")
@@ -174,4 +174,12 @@ def test_tensors_on_cpu_are_refused() -> None:
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_torchs_kernels_on_this_card_are_right(dtype: torch.dtype) -> None:
-    assert difference(torch.device("cuda"), dtype) is None
+    assert difference(fused._Fused.apply, torch.device("cuda"), dtype) is None
+
+
+def test_on_other_accelerators_plan_says_that_plain_tiles_serve_the_call() -> None:
+    """Meta tensors stand for a device that is neither a CPU nor CUDA."""
+    x = torch.empty(1, 2, 3000, 64, device="meta")
+    found = qkv.plan(x, x, x, mask=Causal())
+    assert found.kernel == "tiled"
+    assert all("meta" in found.rejected[name] for name in ("flash", "fused", "flex"))

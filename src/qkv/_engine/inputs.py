@@ -98,6 +98,11 @@ class Form:
 
 def autocast_dtype(q: Any) -> torch.dtype | None:
     """The dtype of autocast on the device of q, or None if autocast is off or q is float64."""
-    if not isinstance(q, Tensor) or q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
+    if (
+        not isinstance(q, Tensor)
+        or q.dtype == torch.float64
+        or q.is_meta
+        or not torch.is_autocast_enabled(q.device.type)
+    ):
         return None
     return torch.get_autocast_dtype(q.device.type)

@@ -19,8 +19,9 @@ import torch
 from qkv._engine.call import Call, Result
 from qkv._engine.sizes import sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, flex, fused, linear, loops, ring, tiled
+from qkv.kernels import eager, flex, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
+from qkv.kernels.fused import kernel as fused
 from qkv.ring import Shared
 
 __all__ = ["KERNELS", "Call", "Result"]

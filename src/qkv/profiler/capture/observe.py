@@ -319,10 +319,11 @@ class Observer:
         else:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
             statistics = sweep(call, rows, **options)
-        if result.lse is not None and result.lse.isnan().any():
-            raise InputError(f"model computes scores that are NaN in {name}: its parameters or its inputs contain NaN")
-        if statistics.received.isnan().any():
-            raise InputError(f"model computes weights that are NaN in {name}: its parameters or its inputs contain NaN")
+        nan = statistics.received.isnan().any()
+        nan = nan if result.lse is None else nan | result.lse.isnan().any()
+        if nan:  # one synchronization with a GPU a layer
+            what = "scores" if result.lse is not None and result.lse.isnan().any() else "weights"
+            raise InputError(f"model computes {what} that are NaN in {name}: its parameters or its inputs contain NaN")
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
         return result, statistics, weights_of(call) if short else None
 

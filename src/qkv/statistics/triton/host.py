@@ -108,6 +108,8 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
         return f"tensors are on {device}; the Triton kernels are for CUDA"
     if not _has_triton():
         return "they need Triton, which is not installed"
+    if torch.version.hip:
+        return "torch is built for AMD cards, on which the Triton kernels have not been tested"
     if device in GPUS and _capability(call.q.device.index) < OLDEST_CARD:
         major, minor = _capability(call.q.device.index)
         return f"the card has compute capability {major}.{minor}; the Triton kernels are for 8.0 (Ampere) and newer"

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from qkv.kernels import fused
 
 ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Largest difference of an output or a gradient of about 1; a wrong alignment or scale makes one of 0.1 or more."""
 
 
-def difference(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What differs first, over masks, grouped heads, a sink and a gradient of the log-sum-exp; None if nothing does."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, tuple[float, float]], tuple[Tensor, Tensor]]
+"""Takes q, k, v, a sink, the scale and a band; returns the output and the log-sum-exp."""
+
+
+def difference(attend: Attend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What of `attend` differs first, or None: for each mask, with grouped heads, a sink and a gradient of the lse."""
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():  # whoever calls
-        return _difference(device, dtype)
+        return _difference(attend, device, dtype)
 
 
-def _difference(device: torch.device, dtype: torch.dtype) -> str | None:
-    bands = [fused.EVERYTHING, (0, math.inf)] + ([] if dtype == torch.float32 else [(0, 5), (-3, 7)])
+def _difference(attend: Attend, device: torch.device, dtype: torch.dtype) -> str | None:
+    bands = [(-math.inf, math.inf), (0, math.inf)] + ([] if dtype == torch.float32 else [(0, 5), (-3, 7)])
     for band in bands:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
@@ -29,7 +32,7 @@ def _difference(device: torch.device, dtype: torch.dtype) -> str | None:
         )
         sink = torch.tensor([[[0.5], [-1.0], [2.0], [0.0]]], device=device, requires_grad=True)
         try:
-            got = _gradients(*fused._Fused.apply(q, k, v, sink, 0.3, band), q, k, v, sink)
+            got = _gradients(*attend(q, k, v, sink, 0.3, band), q, k, v, sink)
         except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         want = _gradients(*_formula(q, k, v, sink, 0.3, band), q, k, v, sink)

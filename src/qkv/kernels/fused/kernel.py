@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
+from qkv.kernels.fused.check import difference
 from qkv.partial import Partial, sink_gradient
 
 GPUS = ("cuda",)
@@ -182,7 +183,5 @@ _OPERATORS = {
 @functools.cache
 def _wrong(device: torch.device, dtype: torch.dtype) -> str | None:
     """What is wrong with torch's kernels for a dtype on a card, found by a small call; None if they are right."""
-    from qkv.kernels.fused_check import difference
-
-    found = difference(device, dtype)
+    found = difference(_Fused.apply, device, dtype)
     return None if found is None else f"torch's fused kernels for {dtype} on this card are not usable: {found}"
