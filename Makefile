@@ -35,8 +35,10 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test: venv lint  ## run every check: lint, types and all tests
-	$(PYTEST)
+test: venv  ## run every check: lint, types and all tests
+	@$(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 & lint=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$lint || { cat $(VENV)/lint.txt; exit 1; }; exit $$tests
 
 quick: venv  ## run one case of each test that takes at most a few seconds, without the viewer's: about 90 seconds
 	$(PYTEST) -m "not slow" --one-case --ignore-glob='*test_viewer*'

@@ -593,7 +593,7 @@ def test_plan_reports_the_kernel_and_the_reasons(monkeypatch: pytest.MonkeyPatch
     plan = qkv.plan(q, k, v)
     assert plan.kernel == "flash"
     assert "fused" in plan.reason
-    assert set(plan.rejected) == {"linear", "flex", "tiled", "eager", "reference"}
+    assert set(plan.rejected) == {"linear", "fused", "flex", "tiled", "eager", "reference"}
     assert plan.rejected["tiled"] == plan.rejected["eager"] == "slower"
 
     capped = qkv.plan(q, k, v, bias=biases.SoftCap(1.0))

@@ -80,9 +80,9 @@ def test_page_groups_and_links_its_claims() -> None:
     assert "Settled with small models: trial `x`. To read: [Y](https://y)." in lines
 
 
-@pytest.mark.parametrize("id_", sorted(CLAIMS))
-def test_claim_is_valid_markdown(id_: str) -> None:
-    assert_readable(CLAIMS[id_].text)
+def test_claims_are_valid_markdown() -> None:
+    for one in CLAIMS.values():
+        assert_readable(one.text)
 
 
 def assert_readable(text: str) -> None:

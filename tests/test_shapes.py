@@ -36,7 +36,7 @@ SLOW = [
     "rate_and_the_mean", "equal_logits", "memorises", "loss_equals", "boolean_algebra", "visible_pair", "shifted_by",
     "for_each_query", "soft_cap_bounds", "over_splits", "draws_depend", "same_seed_drops", "longer_than_one_batch",
     "orthogonal_rows", "favor_is_unbiased", "linformer_has", "entropy_rises", "baseline_is", "reinforce_is",
-    "sliding_equals",
+    "sliding_equals", "appears_everywhere", "sharded_checkpoints", "use_units",
     "old_names",  # its warnings name the line of the caller, which here is in jaxtyping
 ]  # fmt: skip
 
