@@ -50,7 +50,10 @@ class ALiBi(Bias):
 
     def __post_init__(self) -> None:
         if self.slopes is not None and (not isinstance(self.slopes, Tensor) or self.slopes.ndim != 1):
-            raise InputError("ALiBi: slopes is not a tensor (heads,); expected one slope per query head, or None")
+            got = f"of shape {tuple(self.slopes.shape)}" if isinstance(self.slopes, Tensor) else repr(self.slopes)
+            raise InputError(
+                f"ALiBi: slopes is {got}, expected a tensor (heads,) with one slope per query head, or None"
+            )
 
     def check(self, grid: Grid) -> None:
         if self.slopes is not None and len(self.slopes) != grid.heads:

@@ -48,11 +48,19 @@ class EinsumAttention(nn.Module):
                 f"head_dim={layer.head_dim}), expected a MultiHeadAttention with head_dim = d_model / heads whose "
                 "composition is Attention()"
             )
-        plain = layer.fused and layer.kv_heads == layer.heads and layer.gate is None and layer.q_norm is None
-        if not plain or layer.rotary is not None or layer.v_head_dim != layer.head_dim or layer.in_proj.bias is None:
+        missing = {
+            "no fused projection": not layer.fused,
+            "grouped heads": layer.kv_heads != layer.heads,
+            "a gate": layer.gate is not None,
+            "norms of queries and keys": layer.q_norm is not None,
+            "rotary positions": layer.rotary is not None,
+            f"v_head_dim={layer.v_head_dim}": layer.v_head_dim != layer.head_dim,
+            "no biases": layer.fused and layer.in_proj.bias is None,
+        }
+        if any(missing.values()):
             raise InputError(
-                "layer: expected a fused MultiHeadAttention with biases, without grouped heads, gate, norms, rotary "
-                "positions or another value dimension"
+                f"layer has {', '.join(what for what, has in missing.items() if has)}; expected a MultiHeadAttention "
+                "with its default settings, which is all that EinsumAttention can hold"
             )
         twin = EinsumAttention(layer.heads * layer.head_dim, layer.heads).to(layer.in_proj.weight)
         split = (layer.heads, layer.head_dim)
