@@ -30,10 +30,12 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
 
-# One process per core, so each process, and each process that it starts, uses one thread. They share compiled bytecode,
-# also where PYTHONDONTWRITEBYTECODE is set, and a process without work takes tests from the other.
+# One process more than there are cores, because some tests wait for a browser or a server. Each process, and each that
+# it starts, uses one thread. They share compiled bytecode, also where PYTHONDONTWRITEBYTECODE is set, and a process
+# without work takes tests from the others.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: venv  ## run every check: lint, types and all tests
 	@$(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 & lint=$$!; \
