@@ -28,13 +28,13 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 ATTENTION = ("attend", "laws", "gradients", "matrix", "peers", "own", "transforms", "numbers", "fuzz")
-STATISTICS = ("measure", "statistics", "statistics_gradients", "flow", "maps", "own_statistics")
+STATISTICS = ("measure", "triton", "statistics", "statistics_gradients", "flow", "maps", "own_statistics")
 TESTS = {  # of a package, the files that test it; what finds most comes first
     "src/qkv/masks": ("masks", "attend", "laws", "convert", "hf_masks"),
     "src/qkv/biases": ("attend", "gradients", "laws", "matrix", "own", "peers"),
     "src/qkv/normalizers": ("laws", "attend", "matrix", "gradients", "own", "peers", "measure"),
     "src/qkv/_engine": (*ATTENTION, *STATISTICS),
-    "src/qkv/kernels": (*ATTENTION, "linear", "masks", "alignment", "flex"),
+    "src/qkv/kernels": ("fused", *ATTENTION, "linear", "masks", "alignment", "flex"),
     "src/qkv/statistics": STATISTICS,
     "src/qkv/cache": ("cache",),
     "src/qkv/partial.py": ("partial", *ATTENTION),
