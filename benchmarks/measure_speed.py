@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -55,16 +56,22 @@ def long(repeats: int = 7) -> dict[str, Any]:
     }
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, rows: int = 512) -> None:
-    """q·kᵀ and weights·v of every row block of a causal call, without anything between them."""
-    n = q.shape[2]
-    scores = torch.empty(rows * n)
-    for a in range(0, n, rows):
-        for head in range(q.shape[1]):
-            tile = torch.mm(
-                q[0, head, a : a + rows], k[0, head, : a + rows].T, out=scores[: rows * (a + rows)].view(rows, -1)
-            )
-            tile @ v[0, head, : a + rows]
+def products(q: Tensor, k: Tensor, v: Tensor, rows: int = 512, columns: int = 1024) -> None:
+    """q·kᵀ and weights·v of every tile of a causal call, without anything between them, on a thread for each core."""
+    n, threads = q.shape[2], torch.get_num_threads()
+
+    def head(h: int) -> None:
+        scores, out = torch.empty(rows, columns), torch.zeros(rows, v.shape[3])
+        for a in range(0, n, rows):
+            for b in range(0, a + rows, columns):
+                keys = slice(b, min(b + columns, a + rows))
+                tile = scores.view(-1)[: rows * (keys.stop - b)].view(rows, -1)
+                torch.mm(q[0, h, a : a + rows], k[0, h, keys].T, out=tile)
+                out.addmm_(tile, v[0, h, keys])
+
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        list(pool.map(head, range(q.shape[1])))
+    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

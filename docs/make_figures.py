@@ -118,8 +118,8 @@ def minilm() -> None:
 
 
 BOUNDS = {  # of the benchmarks with goals that are missed, what they are bound by
-    "measure": "the elementwise operations between the two products of a tile. On this "
-    "processor torch's two matrix products alone take at least as long as SDPA.",
+    "measure": "the elementwise operations between the two products of a tile, each of which reads it from memory; the "
+    "products alone take as long as SDPA.",
     "decode": "the elementwise operations on the weights of each head: grouped heads share keys, but not weights.",
     "measure_short": "a call makes more than a hundred small operations, each a few microseconds.",
     "profile_cost": "as `measure`. The time of eager attention differs between machines of this name.",
