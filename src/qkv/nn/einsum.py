@@ -29,7 +29,7 @@ class EinsumAttention(nn.Module):
         super().__init__()
         if heads < 1 or d_model % heads:
             raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads}")
-        d = d_model // heads
+        d, self.heads = d_model // heads, heads
         self.w_q, self.w_k, self.w_v = (nn.Parameter(torch.empty(heads, d_model, d)) for _ in range(3))
         self.b_q, self.b_k, self.b_v = (nn.Parameter(torch.zeros(heads, d)) for _ in range(3))
         self.w_o, self.b_o = nn.Parameter(torch.empty(heads, d, d_model)), nn.Parameter(torch.zeros(d_model))
@@ -82,9 +82,8 @@ class EinsumAttention(nn.Module):
         v = torch.einsum("bke,hed->bhkd", x, self.w_v) + self.b_v[:, None]
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-            empty = ~mask.any(-1, keepdim=True)
-            weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # −∞ would give NaN without visible keys
+            weights = scores.softmax(-1).masked_fill(~mask.any(-1, keepdim=True), 0)
         else:
             weights = scores.softmax(-1)
         return torch.einsum("bhqk,bhkd,hde->bqe", weights, v, self.w_o) + self.b_o, weights

@@ -49,6 +49,7 @@ def profile(
     probe: bool = True,
     statistics: Sequence[Statistic] = (),
     partial: bool = False,
+    heads: Mapping[str, int] | None = None,
     progress: bool = True,
     name: str = "",
     command: str = "",
@@ -84,6 +85,8 @@ def profile(
             does not need the class.
         partial: if some attention of the model cannot be observed, list its modules in ``attrs["unobserved"]`` instead
             of raising.
+        heads: the number of heads of attention modules that do not state it in an attribute such as ``num_heads``, by
+            the module's name in ``model.named_modules()``; only needed where an error says so.
         progress: show a progress bar while it runs, if standard error is a terminal.
         name: name of the model, kept in the attributes; taken from the model if not given.
         command: the command line, kept in the attributes.
@@ -94,11 +97,15 @@ def profile(
         ``attrs["sources"]`` names for every module the source of its statistics. ``"interface"`` (transformers'
         attention interface), ``"qkv"`` and ``"sdpa"`` are complete calls, measured in linear memory. ``"softmax"``
         means that the scores which the model itself forms were read: quadratic memory, and no queries, keys and values.
-        ``"outputs"`` means weights that the model returned in a second forward, because nothing else could be read.
+        ``"outputs"`` means weights that the model returned in a second forward, because nothing else could be read, and
+        ``"returned"`` weights that the module's own attention function returned beside its output, because standard
+        attention does not give this output. ``attrs["checks"]`` has the comparisons with the model's own attention
+        function: module, function, and the largest difference of the outputs as a fraction of the largest output.
 
     Raises:
-        InputError: if the model does not accept the inputs, computes weights that are NaN, cannot be observed, or
-            passes arguments to its attention that qkv does not know.
+        InputError: if the model does not accept the inputs, computes weights that are NaN, cannot be observed, passes
+            arguments to its attention that qkv does not know, or attends by a function whose output is not that of
+            standard attention with the same arguments.
 
     >>> import qkv
     >>> result = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
@@ -112,6 +119,7 @@ def profile(
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
     _check_settings(local_window, map_tokens, map_bins, layers)
+    stated = _checked_heads(model, heads or {})
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
     runs_on = list(batches(model, inputs, tokenizer, target))
     started = time.perf_counter()
@@ -130,6 +138,8 @@ def profile(
                 query_masks=queries,
                 key_masks=source,
                 sequences=sequences,
+                partial=partial,
+                heads=stated,
             )
             known = len(observer.expected) * len(runs_on) or None  # unknown for models outside transformers' interface
             observer.on_call = lambda module, of=known: step(1, of=of)  # type: ignore[misc]
@@ -152,6 +162,7 @@ def profile(
         "text_preview": _preview(*runs[0], tokenizer),
         "unobserved": unobserved(runs[0][1]),
         "sources": runs[0][1].sources,
+        "checks": [checked.attrs() for checked in runs[0][1].checks],
         "probes": probed,
     }
     is_shared = runs[0][1].group is not None  # then a process has the hidden states of its own shard only
@@ -191,9 +202,21 @@ def _check_settings(local_window: int, map_tokens: int, map_bins: int, layers: C
         raise InputError(f"layers is {sorted(layers)}, expected layer numbers from 0")
 
 
+def _checked_heads(model: nn.Module, heads: Mapping[str, int]) -> Mapping[str, int]:
+    modules = {name or type(model).__name__ for name, _ in model.named_modules()}
+    for name, number in heads.items():
+        if name not in modules:
+            raise InputError(f"heads names {name!r}, expected a module of the model, as in model.named_modules()")
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"heads[{name!r}] is {number!r}, expected a number of heads")
+    return heads
+
+
 def _checked(observer: Observer, partial: bool) -> Observer:
     missing, name = unobserved(observer), type(observer.model).__name__
     names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    reason = next((f" ({name}: {observer.unreadable[name]})" for name in missing if name in observer.unreadable), "")
+    names += reason
     if not observer.fired and not (observer.expected and not partial):
         raise InputError(
             f"model {name} made no attention call that qkv can observe, expected calls of qkv's attention, "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,8 @@ _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
 OnCall = Callable[[str, str, Call], Result]  # module, source ("sdpa" or "softmax") and call; returns its result
 
+OnOutput = Callable[[str, Callable[[], Tensor], Result], None]  # module, function that computes torch's output, result
+
 
 def unwatched() -> AbstractContextManager[object]:
     """Inside, torch's functions are called directly: passing them through an `Intercept`, which only needs those of
@@ -44,16 +46,25 @@ class Intercept(TorchFunctionMode):
         names: names of its modules, by id.
         expected: modules that use transformers' attention interface, which is observed elsewhere.
         on_call: callback for every recognised call.
-        unreadable: set to which the names of modules are added whose attention cannot be read.
+        check: callback that may compare torch's own output with the result of `on_call`.
+        unreadable: gets the names of modules whose attention cannot be read, and the reasons.
+        heads: the number of heads of modules that do not state it in an attribute, by name.
     """
 
     def __init__(
-        self, model: nn.Module, names: dict[int, str], expected: Collection[str], on_call: OnCall, unreadable: set[str]
+        self,
+        model: nn.Module,
+        names: dict[int, str],
+        expected: Collection[str],
+        on_call: OnCall,
+        check: OnOutput,
+        unreadable: dict[str, str],
+        heads: Mapping[str, int],
     ) -> None:
         super().__init__()
         self.model, self.names, self.expected = model, names, frozenset(expected)
-        self.on_call, self.unreadable = on_call, unreadable
-        self.scores: dict[int, list[Tensor | None]] = {}  # of modules whose forward is running; None: not readable
+        self.on_call, self.check, self.unreadable, self.stated = on_call, check, unreadable, heads
+        self.scores: dict[int, list[Tensor | str]] = {}  # of modules whose forward is running, or why not readable
         self.handles: list[Any] = []
 
     def __enter__(self) -> Any:
@@ -68,31 +79,41 @@ class Intercept(TorchFunctionMode):
         for handle in self.handles:
             handle.remove()
         for module in self.scores:  # softmaxes outside of any forward, in another method of the module
-            self.unreadable.add(self.names[module])
+            self.unreadable[self.names[module]] = "its softmax is not in its forward"
+
+    def _heads(self, module: nn.Module) -> int | None:
+        """The number of heads as stated for this module, or by an attribute of it or of its configuration."""
+        stated = self.stated.get(self.names[id(module)])
+        if stated is not None:
+            return stated
+        owners = (module, getattr(module, "config", None))
+        return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is SDPA:
             module = self._module()
-            if module is not None and args and args[0].ndim == 3 and _heads(module) is None:
-                self.unreadable.add(self.names[id(module)])  # heads may be folded into the batch
+            query = kwargs["query"] if "query" in kwargs else args[0]
+            if module is not None and query.ndim == 3 and self._heads(module) is None:
+                self.unreadable[self.names[id(module)]] = (  # heads may be folded into the batch
+                    f"its queries have shape {tuple(query.shape)}, and {self._unstated(module)}"
+                )
             elif module is not None:
-                call, shape = of_sdpa(_heads(module), *args, **kwargs)
-                return self._serve(module, call).reshape(shape)
+                call, shape = of_sdpa(self._heads(module), *args, **kwargs)
+                result = self.on_call(self.names[id(module)], "sdpa", call)
+                self.check(self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result)
+                return result.out.reshape(shape)
         elif func is MULTI_HEAD:
             module = self._module()
             if module is not None:
                 multi_head = of_multi_head(*args, **kwargs)
                 if multi_head is None:
-                    self.unreadable.add(self.names[id(module)])
+                    self.unreadable[self.names[id(module)]] = "its keys or values are projected outside of it"
                 else:
-                    self._serve(module, multi_head)
+                    self.on_call(self.names[id(module)], "sdpa", multi_head)
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _serve(self, module: nn.Module, call: Call) -> Tensor:
-        return self.on_call(self.names[id(module)], "sdpa", call).out
 
     def _softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         """Keep the scores until the module's forward ends: only then is it known that there is one softmax."""
@@ -103,8 +124,22 @@ class Intercept(TorchFunctionMode):
         module = self._module()
         if module is not None and _is_attention(module):
             over_keys = dim in (-1, input.ndim - 1)
-            scores = as_scores(input, _heads(module)) if over_keys else None
-            self.scores.setdefault(id(module), []).append(scores)
+            heads = self._heads(module)
+            scores = as_scores(input, heads) if over_keys else None
+            if not over_keys:
+                reason = f"its softmax is over dimension {dim} of {input.ndim}, expected the last"
+            elif heads is None:
+                reason = f"its scores have shape {tuple(input.shape)}, and {self._unstated(module)}"
+            else:
+                reason = (
+                    f"its scores have shape {tuple(input.shape)}, expected (batch, {heads}, queries, keys) or "
+                    f"(batch · {heads}, queries, keys) for its {heads} heads"
+                )
+            self.scores.setdefault(id(module), []).append(reason if scores is None else scores)
+
+    def _unstated(self, module: nn.Module) -> str:
+        name = self.names[id(module)]
+        return f"it has no attribute num_heads; set one, or pass heads={{{name!r}: number of heads}}"
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         self.scores.pop(id(module), None)
@@ -114,10 +149,12 @@ class Intercept(TorchFunctionMode):
         if not kept:
             return
         scores = kept[0]
-        if len(kept) > 1 or scores is None:
-            self.unreadable.add(self.names[id(module)])
-            return
-        self.on_call(self.names[id(module)], "softmax", of_scores(scores))
+        if len(kept) > 1:
+            self.unreadable[self.names[id(module)]] = f"it computes {len(kept)} softmaxes in one forward"
+        elif isinstance(scores, str):
+            self.unreadable[self.names[id(module)]] = scores
+        else:
+            self.on_call(self.names[id(module)], "softmax", of_scores(scores))
 
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""
@@ -133,9 +170,3 @@ class Intercept(TorchFunctionMode):
 
 def _is_attention(module: nn.Module) -> bool:
     return _ATTENTION.search(type(module).__name__) is not None
-
-
-def _heads(module: nn.Module) -> int | None:
-    """The number of heads by an attribute of the module or of its configuration; None if neither has one."""
-    owners = (module, getattr(module, "config", None))
-    return next((n for owner in owners for name in HEADS if isinstance(n := getattr(owner, name, None), int)), None)

@@ -10,11 +10,12 @@ transformers' registries are restored afterwards, also after an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,19 @@ from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.row_state import RowState
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
+from qkv.huggingface.functions import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, wrapped
+from qkv.huggingface.masks import LazyMask
 from qkv.huggingface.routing import routed
 from qkv.kernels import eager, serve, serving
-from qkv.masks import And, Dense, Mask
+from qkv.masks import And, Causal, Dense, Grid, Mask, Window
 from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
+from qkv.profiler.capture.checking import Checked, check_rows, compared, compared_weights
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept, unwatched
 from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
-from qkv.profiler.capture.torch_calls import of_scores
+from qkv.profiler.capture.torch_calls import of_scores, of_weights
 from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
@@ -42,7 +46,8 @@ from qkv.statistics.measure import measured, row_state, sweep
 from qkv.statistics.sums import Statistics
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
-WEIGHTS_ONLY = ("softmax", "outputs")  # sources that give weights, but no queries, keys and values
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+WEIGHTS_ONLY = ("softmax", "outputs", "returned")  # sources that give weights, but no queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,18 @@ class Observer:
     sequences: Sequences = field(default_factory=Sequences)
     records: list[Record] = field(default_factory=list)
     fired: list[str] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)  # attention modules whose calls could not be read
+    unreadable: dict[str, str] = field(default_factory=dict)  # attention modules that could not be read, and the reason
+    heads: Mapping[str, int] = field(default_factory=dict)  # number of heads of modules that do not state it, by name
+    checks: list[Checked] = field(default_factory=list)  # comparisons with the model's own attention function
     group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
+    partial: bool = False  # list modules whose attention cannot be read instead of raising an error
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
         self.names = {id(module): name or root for name, module in self.model.named_modules()}
         self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
+        self._functions = {id(module): function_of(module) for module in self.model.modules() if routes(module)}
         self._two_sided = groups.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
         self._running: list[str] = []  # modules whose forward is running, the innermost last
@@ -121,7 +130,65 @@ class Observer:
         self.sources[name] = "interface"
         group = groups.of_transformers(name, self.model)
         result = self._record(name, call, partial(_served, call), group, _is_causal(call.mask), keys)
+        self._check(module, name, call, result.out, attention_mask, arguments)
         return result.out.transpose(1, 2).contiguous(), None
+
+    def _check(
+        self, module: nn.Module, name: str, call: Call, out: Tensor, attention_mask: Any, arguments: dict[str, Any]
+    ) -> None:
+        """Compare some rows of the model's first call with the model's own function, once for every model."""
+        if self.checks:
+            return
+        function = self._functions.get(id(module))
+        known = _CHECKED.setdefault(self.model, {})
+        for one in (function, eager_of(module)):
+            if one is None or name_of(one).rpartition(".")[2] not in EAGER_NAMES:  # needs a card, or another mask
+                continue
+            if name_of(one) not in known:
+                with unwatched(), serving(None):
+                    checked = check_rows(module, name, one, call, out, attention_mask, arguments)
+                if checked is None:
+                    continue
+                known[name_of(one)] = checked
+            self.checks.append(known[name_of(one)])
+            return
+
+    def attend_own(
+        self, module: nn.Module, function: Callable[..., Any], own: Own, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Run an attention function that is neither transformers' nor qkv's, and record what it computes.
+
+        Its output is compared with that of standard attention with the same arguments. If they differ, the weights
+        that it returns are recorded, if their product with the values is its output.
+        """
+        returned = own()
+        out, weights = returned[0], returned[1] if len(returned) > 1 else None
+        name, where = self.names[id(module)], name_of(function)
+        group, reason = groups.of_transformers(name, self.model), None
+        for query, key, value, mask, others in _readings(module, *args, **named):
+            try:
+                call, keys = call_of(module, name, query, key, value, mask, **others)
+                computed = _served(detached(call))
+                counted = None if computed.lse is None else computed.lse > -torch.inf
+                self.checks.append(compared(name, where, out.detach().transpose(1, 2), computed.out, counted))
+            except InputError as error:
+                reason = reason or error
+                continue
+            self.sources[name] = "interface"
+            self._record(name, call, lambda found=computed: found, group, _is_causal(call.mask), keys, fused=False)  # type: ignore[misc]
+            return returned
+        assert reason is not None
+        if isinstance(weights, Tensor) and weights.ndim == 4:
+            try:
+                self.checks.append(compared_weights(name, where, out.detach(), weights.detach(), args[2]))
+                self._intercepted(name, "returned", of_weights(weights.detach()))
+                return returned
+            except InputError as error:
+                reason = error
+        if not self.partial:
+            raise reason
+        self.unreadable[name] = str(reason)
+        return returned
 
     def observe_call(self, call: Call | Shared, compute: Callable[[], Result], fused: bool) -> Result:
         """Record a call of qkv's attention by the innermost running module, and return its result.
@@ -192,7 +259,19 @@ class Observer:
 
     def intercept(self) -> Intercept:
         """A context that observes attention which the model computes in another way."""
-        return Intercept(self.model, self.names, self.expected, self._intercepted, self.unreadable)
+        return Intercept(
+            self.model, self.names, self.expected, self._intercepted, self._check_torch, self.unreadable, self.heads
+        )
+
+    def _check_torch(self, name: str, own: Callable[[], Tensor], result: Result) -> None:
+        """Compare the result of one call with torch's own function, once for every model."""
+        if self.checks or result.lse is None:
+            return
+        known = _CHECKED.setdefault(self.model, {})
+        if SDPA not in known:
+            with unwatched():
+                known[SDPA] = compared(name, SDPA, own(), result.out, result.lse > -torch.inf)
+        self.checks.append(known[SDPA])
 
     def _intercepted(self, name: str, source: str, call: Call) -> Result:
         self.sources[name] = source
@@ -206,11 +285,11 @@ class Observer:
 
     def record_returned(self, recorded: RecordedInputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
-        unread = [name for name in self.names.values() if name in self.unreadable]
+        unread = [n for n in self.names.values() if n in self.unreadable and n not in self.expected]
         observed = {groups.of_transformers(name, self.model) for name in self.fired}
         for name, weights in returned(self.model, recorded, unread, observed).items():
             self._intercepted(name, "outputs", of_scores(weights.log()))
-            self.unreadable.discard(name)
+            del self.unreadable[name]
 
     def _group(self, name: str, call: Call, causal: bool) -> str:
         n_queries, n_keys = call.q.shape[2], call.k.shape[2]
@@ -328,6 +407,36 @@ class Observer:
         return result, statistics, weights_of(call) if short else None
 
 
+_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Checked]] = WeakKeyDictionary()
+
+
+def _readings(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **others: Any
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, dict[str, Any]]]:
+    """The arguments of an unknown attention function, in each way in which they can be meant.
+
+    Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
+    causality of the module, or its window, by themselves. A tensor of 2 dimensions marks the real keys.
+    """
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+        yield query, key, value, attention_mask, others
+        return
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    real = None if attention_mask is None else attention_mask[:, None, None, -n_keys:].bool()
+    causal = others.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    window = others.get("sliding_window")
+    masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
+    if causal and isinstance(window, int):
+        masks = [Window(window), *masks]
+    masks += [None] if masks[-1] is not None else []
+    grid = Grid(len(query), 1, n_queries, n_keys, n_keys - n_queries, query.device)
+    for mask in masks:
+        whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
+        keys = None if real is None else real[:, 0, 0]
+        yield query, key, value, LazyMask(whole, grid, query.dtype, keys, n_keys), others
+
+
 def _served(call: Call) -> Result:
     """The result of a call that the observer itself records."""
     with serving(None):
@@ -441,9 +550,12 @@ def _routed(observer: Observer) -> Iterator[None]:
     """Route the model's attention through transformers' interface to the observer."""
     if not observer.expected:
         yield
-        return
-    with routed(observer.model, observer.attend):
-        yield
+    elif all(map(is_known, observer._functions.values())):
+        with routed(observer.model, observer.attend):
+            yield
+    else:  # an unknown function runs as it is, with the masks that it expects
+        with wrapped(observer.model, observer.attend_own):
+            yield
 
 
 @contextmanager
@@ -471,7 +583,7 @@ def _hooked(observer: Observer) -> Iterator[None]:
 def unobserved(observer: Observer) -> list[str]:
     """Attention modules without a record: expected modules that made no call, and modules that could not be read."""
     silent = set(observer.expected) - set(observer.fired)
-    return sorted(silent | observer.unreadable)
+    return sorted(silent | set(observer.unreadable))
 
 
 def weights_of(call: Call) -> Tensor:

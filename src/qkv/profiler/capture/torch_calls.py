@@ -14,6 +14,7 @@ from qkv.biases import Dense
 from qkv.errors import InputError
 from qkv.huggingface.attention import read_mask
 from qkv.masks import Causal, Mask, Shifted
+from qkv.normalizers import Pointwise
 from qkv.scores import Dot
 
 F = nn.functional
@@ -126,6 +127,34 @@ def of_scores(scores: Float[Tensor, "b h nq nk"]) -> Call:
     zeros = scores.new_zeros(b, h, 1, 1)
     q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
     return Call.of(q, k, k + torch.nan, mask, (Dense(scores.masked_fill(masked, 0)),))
+
+
+class _AsGiven(Pointwise):
+    """The score is the weight."""
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+def of_weights(weights: Float[Tensor, "b h nq nk"]) -> Call:
+    """A call with these weights, whose queries and keys are 0 and whose values are not known, so NaN.
+
+    A pair counts as masked if its weight is 0. If the weights of every query add up to 1, or to 0, the call is a
+    softmax; otherwise it has the same weights without one.
+
+    Raises:
+        InputError: for a negative weight.
+    """
+    weights = weights.to(at_least_float32(weights.dtype))
+    if bool((weights < 0).any()):
+        raise InputError(f"weights has negative entries down to {float(weights.min()):.3g}, expected weights ≥ 0")
+    total = weights.sum(-1)
+    if bool((((total - 1).abs() < 1e-3) | (total == 0)).all()):
+        return of_scores(weights.log())
+    b, h, n_queries, n_keys = weights.shape
+    zeros = weights.new_zeros(b, h, 1, 1)
+    q, k = zeros.expand(-1, -1, n_queries, -1), zeros.expand(-1, -1, n_keys, -1)
+    return Call.of(q, k, k + torch.nan, as_mask(weights > 0), (Dense(weights),), normalizer=_AsGiven())
 
 
 def as_scores(x: Tensor, heads: int | None) -> Tensor | None:

@@ -1,0 +1,142 @@
+"""Compare what a model's own attention function returns with what qkv computes from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from qkv._engine.call import Call, at_least_float32
+from qkv.errors import InputError
+from qkv.huggingface.functions import name_of
+from qkv.huggingface.masks import LazyMask
+from qkv.masks import Region
+
+ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Largest difference, as a fraction of the largest output: many times the rounding of that dtype, and far below the
+effect of another mask, scale or bias."""
+ROWS, SCORES = 16, 2**20
+"""The model's own function is run for at most this many queries, and as many as have this many scores."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The largest difference between a module's output by its own function and by qkv, relative to the largest one."""
+
+    module: str
+    function: str
+    difference: float
+
+    def attrs(self) -> dict[str, Any]:
+        return {"module": self.module, "function": self.function, "difference": self.difference}
+
+
+def compared(
+    name: str,
+    where: str,
+    own: Float[Tensor, "b h nq dv"],
+    computed: Float[Tensor, "b h nq dv"],
+    counted: Bool[Tensor, "b h nq"] | None,
+) -> Checked:
+    """The difference of two outputs over the queries that count, the first of them by the function called `where`.
+
+    Raises:
+        InputError: if they differ by more than rounding.
+    """
+    if own.shape != computed.shape:
+        raise InputError(
+            f"model computes an output of shape {tuple(own.shape)} (batch, heads, queries, values) in {name} by "
+            f"{where}, but qkv computes {tuple(computed.shape)} from its arguments; expected standard attention"
+        )
+    wide = at_least_float32(computed.dtype)
+    off, size = (own.to(wide) - computed.to(wide)).abs(), computed.to(wide).abs()
+    if counted is not None:
+        off, size = (x.masked_fill(~counted[..., None], 0) for x in (off, size))
+    largest = float(size.amax().clamp(min=torch.finfo(wide).tiny))
+    difference = float(off.amax()) / largest
+    if not difference <= ALLOWED.get(own.dtype, ALLOWED[torch.float32]):
+        raise InputError(
+            f"model attends in {name} by {where}, whose output differs from standard attention with the same arguments "
+            f"by {difference:.2g} of the largest output; expected a function that qkv can recompute, or one that "
+            "returns its weights besides the output"
+        )
+    return Checked(name, where, difference)
+
+
+def compared_weights(
+    name: str,
+    where: str,
+    own: Float[Tensor, "b nq h dv"],
+    weights: Float[Tensor, "b h nq nk"],
+    value: Float[Tensor, "b hkv nk dv"],
+) -> Checked:
+    """The difference between an output and the product of the returned weights with the values.
+
+    Raises:
+        InputError: if they differ by more than rounding, so that these are not the weights of that output.
+    """
+    if weights.shape[1] % value.shape[1] or weights.shape[3] != value.shape[2]:
+        raise InputError(
+            f"model attends in {name} by {where}, which returns weights of shape {tuple(weights.shape)} for values of "
+            f"shape {tuple(value.shape)}; expected (batch, heads, queries, keys)"
+        )
+    values = value.detach().repeat_interleave(weights.shape[1] // value.shape[1], 1)
+    return compared(name, where, own.transpose(1, 2), weights.to(values.dtype) @ values, None)
+
+
+def check_rows(
+    module: nn.Module,
+    name: str,
+    function: Callable[..., Any],
+    call: Call,
+    out: Float[Tensor, "b h nq dv"],
+    attention_mask: Any,
+    arguments: dict[str, Any],
+) -> Checked | None:
+    """Run the model's own function for the last few queries and compare with the same rows of `out`.
+
+    None if the function does not accept these arguments, so that nothing can be compared.
+
+    Args:
+        module: the attention module.
+        name: its name.
+        function: its attention function, one of transformers.
+        call: the call as qkv reads it.
+        out: its output by qkv.
+        attention_mask: as passed by the model.
+        arguments: further arguments as passed by the model.
+    """
+    b, h, n_queries, _ = call.q.shape
+    n_keys = call.k.shape[2]
+    count = max(1, min(ROWS, n_queries, SCORES // max(1, b * h * n_keys)))
+    rows = slice(n_queries - count, n_queries)
+    visible = None
+    if call.mask is not None:
+        visible = call.mask.visible(Region(rows, slice(0, n_keys)), call.grid)
+        visible = visible.expand(b, -1, count, n_keys)
+    if attention_mask is None or isinstance(attention_mask, LazyMask):
+        added = None if visible is None else _additive(visible, call.q.dtype)
+    else:
+        added = attention_mask[..., rows, :n_keys] if attention_mask.shape[2] > 1 else attention_mask[..., :n_keys]
+    few = dict(arguments)
+    if isinstance(bias := few.get("position_bias"), Tensor):
+        few["position_bias"] = bias[..., rows, :n_keys] if bias.shape[2] > 1 else bias[..., :n_keys]
+    if isinstance(indices := few.get("indices"), Tensor):
+        few["indices"] = indices[:, rows]
+    few["is_causal"] = False  # the mask says which keys are visible
+    given = call.given
+    try:
+        own = function(module, given.q[:, :, rows], given.k, given.v, added, **few)[0]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    counted = None if visible is None else visible.any(-1).expand(b, h, count)
+    return compared(name, name_of(function), own.transpose(1, 2), out[:, :, rows], counted)
+
+
+def _additive(visible: Bool[Tensor, "b #h nq nk"], dtype: torch.dtype) -> Float[Tensor, "b #h nq nk"]:
+    added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return added.masked_fill_(~visible, torch.finfo(dtype).min)
