@@ -178,6 +178,7 @@ class Seen:
     error: float  # largest difference of any statistic to that of the model's own weights
     unchecked: list[str]  # modules that were recorded, but do not return their weights
     change: float  # largest difference of the model's output while it is observed
+    check: float | None  # difference to the model's own attention function in its first layer, if it was compared
 
 
 @functools.cache
@@ -206,7 +207,8 @@ def examine(name: str, *, padded: bool = False) -> Seen:
     change = (got - want).abs()[mask.bool()] if fits and mask is not None else (got - want).abs()
     sources = [observer.sources[record.module] for record in observer.records]
     kind = type(model).__name__
-    return Seen(kind, sources, unobserved(observer), error, unchecked, change.max().item())
+    check = max((one.difference for one in observer.checks), default=None)
+    return Seen(kind, sources, unobserved(observer), error, unchecked, change.max().item(), check)
 
 
 def own_weights(name: str, batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
