@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from qkv.profiler.pretrained import load
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
+    from qkv.profiler.watch.watching import Watched, watch
     from qkv.statistics.measure import measure
     from qkv.statistics.sums import Statistics
 
@@ -53,6 +54,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Statistics",
+    "Watched",
     "attend",
     "biases",
     "cache",
@@ -79,6 +81,7 @@ __all__ = [
     "scores",
     "statistics",
     "testing",
+    "watch",
 ]
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
@@ -94,6 +97,7 @@ _NAMES = {
     "qkv.profiler.pretrained": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
+    "qkv.profiler.watch.watching": ("Watched", "watch"),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from qkv.masks import Mask
 from qkv.positions import Rotary
 
 PAST = (0, math.inf)  # the band of `Causal`
+_ATTENDING: ContextVar[Cache | None] = ContextVar("qkv cache", default=None)
+
+
+def attending() -> Cache | None:
+    """The cache whose `attend` is running in this thread."""
+    return _ATTENDING.get()
 
 
 class Cache:
@@ -96,14 +103,26 @@ class Cache:
             self._allocate(k, v)
             self._signature = signature
         self._in_call = True
-        if torch.is_grad_enabled():
-            with torch.no_grad():
+        token = _ATTENDING.set(self)
+        try:
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+            else:
                 out = self._attend(attention, own, q, k, v, rotary, positions, mask)
-        else:
-            out = self._attend(attention, own, q, k, v, rotary, positions, mask)
+        finally:
+            _ATTENDING.reset(token)
         self._in_call, self._checked_call = False, call
         self.seen += k.shape[2]
         return out
+
+    def key_positions(self, n_keys: int, n: int) -> Int[Tensor, "..."]:
+        """Positions in the text of the keys to which n new tokens attend: (n_keys,), or (b, hkv, n_keys).
+
+        Only while `attend` runs.
+        """
+        device = next(iter(self._buffers.values())).device
+        return torch.arange(self.seen + n - n_keys, self.seen + n, device=device)
 
     def reorder(self, rows: Int[Tensor, " b2"]) -> None:
         """Gather batch items, as in beam search: item i becomes the former item ``rows[i]``. Any number of items."""

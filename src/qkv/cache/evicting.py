@@ -89,6 +89,14 @@ class Evicting(Cache):
         self._buffers["received"] = k.new_zeros(shape, dtype=at_least_float32(k.dtype))
         self._buffers["positions"] = k.new_zeros(shape, dtype=torch.int64)
 
+    def key_positions(self, n_keys: int, n: int) -> Int[Tensor, "b hkv n_keys"]:
+        """Each key head holds keys of its own."""
+        positions = self._buffers["positions"][:, :, : self._stop]
+        if n == 1:  # its position is in the buffer already
+            return positions
+        new = torch.arange(self.seen, self.seen + n, device=positions.device)
+        return torch.cat([positions, new.expand(*positions.shape[:2], n)], 2)
+
     def _attend(
         self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,
         positions: Tensor | None, mask: Mask | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from qkv._engine.call import as_biases
@@ -74,6 +75,18 @@ class Sinks(RecentKeysCache):
         super()._allocate(k, v)
         for name, x in (("sink keys", k), ("sink values", v)):  # keys before rotation
             self._buffers[name] = x.new_empty(x.shape[0], x.shape[1], self.sinks, x.shape[3])
+
+    def key_positions(self, n_keys: int, n: int) -> Int[Tensor, " n_keys"]:
+        """The sinks, and the last keys."""
+        if self.seen + n <= self._most:
+            return super().key_positions(n_keys, n)
+        if n > 1:
+            raise InputError(
+                f"Sinks: {n} tokens after {self.seen} attend in several parts, which cannot be watched; expected one "
+                f"token at a time after the first {self._most}"
+            )
+        recent = super().key_positions(self.window, n)
+        return torch.cat([torch.arange(self.sinks, device=recent.device), recent])
 
     def _attend(
         self, attention: Attention, own: Mask, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None,

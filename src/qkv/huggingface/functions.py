@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
 from qkv.huggingface.attention import configurations, routes
+from qkv.huggingface.masks import lazy_mask
 
 INTERFACE, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 EAGER_NAMES = (EAGER, "sdpa_attention_forward")
@@ -28,6 +31,8 @@ def function_of(module: nn.Module) -> Callable[..., Any] | None:
     found = _globals(module)
     name = getattr(getattr(module, "config", None), "_attn_implementation_internal", None)
     registered = found.get(INTERFACE, {}).get(name)
+    if hasattr(registered, "replaced"):  # the model is watched
+        registered = registered.replaced
     function = found.get(EAGER) if registered is None else registered
     return function
 
@@ -52,49 +57,94 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
+@dataclass(frozen=True, eq=False)
+class _Wrapper:
+    """Who is called in place of the attention functions, and for which modules."""
+
+    modules: frozenset[int]
+    on_call: OnCall
+
+
+_LOCK = threading.Lock()
+_ACTIVE: dict[tuple[int, Any], list[_Wrapper]] = {}
+"""The wrappers of each entry of each mapping of transformers; several threads may watch models."""
+
+
 @contextmanager
 def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
     """Inside, `on_call` is called in place of the attention functions of the model, which it can run as they are.
 
-    The configuration and the masks of the model do not change, so its own functions get what they always get. Other
-    models are not affected. Transformers' registries are restored on exit, also after an error.
+    The configuration and the masks of the model do not change, so its own functions get what they always get. A mask
+    that transformers makes for them also carries the `LazyMask` that describes it, as its attribute ``qkv_mask``.
+    Other models are not affected. Transformers' registries are restored on exit, also after an error.
     """
-    modules = {id(module) for module in model.modules() if routes(module)}
+    from transformers.masking_utils import AttentionMaskInterface
+
+    wrapper = _Wrapper(frozenset(id(module) for module in model.modules() if routes(module)), on_call)
     names = {config._attn_implementation_internal for config in configurations(model)}
-    undo: list[Callable[[], None]] = []
+    entries = [(interface, name, _calling) for interface in _interfaces(model) for name in names]
+    masks = AttentionMaskInterface._global_mapping
+    entries += [(masks, name, _describing) for name in names if name in masks]
     try:
-        for interface in _interfaces(model):
-            for name in names:
-                undo.append(_wrap(interface, name, modules, on_call))
+        with _LOCK:
+            for interface, name, made in entries:
+                _install(interface, name, made).append(wrapper)
         yield
     finally:
-        for restore in reversed(undo):
-            restore()
+        with _LOCK:
+            for interface, name, _ in entries:
+                _remove(interface, name, wrapper)
 
 
-def _wrap(interface: dict[Any, Any], name: Any, modules: set[int], on_call: OnCall) -> Callable[[], None]:
-    """Replace an entry of transformers' mapping; returns the function that restores it."""
-    before = interface.get(name)
+def _install(interface: dict[Any, Any], name: Any, made: Callable[..., Any]) -> list[_Wrapper]:
+    """The wrappers of an entry of a mapping, which is replaced if it has none yet."""
+    key = id(interface), name
+    if key not in _ACTIVE:
+        _ACTIVE[key] = []
+        interface[name] = made(interface.get(name), _ACTIVE[key])
+    return _ACTIVE[key]
 
-    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        function: Any = _globals(module).get(EAGER) if before is None else before
-        if id(module) not in modules:
-            result: tuple[Tensor, Any] = function(module, *args, **kwargs)
-            return result
-        return on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
 
-    attend.__module__ = __name__ if is_known(before) else "wrapped"  # so that `is_known` stays right inside
-    interface[name] = attend
-
-    def restore() -> None:
-        if interface.get(name) is not attend:  # replaced by somebody else meanwhile
-            return
+def _remove(interface: dict[Any, Any], name: Any, wrapper: _Wrapper) -> None:
+    key = id(interface), name
+    if wrapper not in _ACTIVE.get(key, []):
+        return
+    _ACTIVE[key].remove(wrapper)
+    if not _ACTIVE[key]:
+        del _ACTIVE[key]
+        before = interface[name].replaced
         if before is None:
             del interface[name]
         else:
             interface[name] = before
 
-    return restore
+
+def _calling(before: Callable[..., Any] | None, wrappers: list[_Wrapper]) -> Callable[..., Any]:
+    """An attention function that calls the newest wrapper of a module; `before` is None for the eager function."""
+
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        function: Any = eager_of(module) if before is None else before
+        wrapper = next((w for w in reversed(wrappers) if id(module) in w.modules), None)
+        if wrapper is None:
+            result: tuple[Tensor, Any] = function(module, *args, **kwargs)
+            return result
+        return wrapper.on_call(module, function, functools.partial(function, module, *args, **kwargs), args, kwargs)
+
+    attend.replaced = before  # type: ignore[attr-defined]
+    return attend
+
+
+def _describing(before: Callable[..., Any], wrappers: list[_Wrapper]) -> Callable[..., Any]:
+    """A mask function whose masks carry their description."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made = before(*args, **kwargs)
+        if made is not None:
+            made.qkv_mask = lazy_mask(*args, **kwargs)
+        return made
+
+    mask.replaced = before  # type: ignore[attr-defined]
+    return mask
 
 
 def _interfaces(model: nn.Module) -> list[dict[Any, Any]]:

@@ -117,7 +117,7 @@ def profile(
         loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
-    name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+    name = name or name_of_model(model)
     _check_settings(local_window, map_tokens, map_bins, layers)
     stated = _checked_heads(model, heads or {})
     statistics = checked_custom(statistics, {*COLUMNS, *ROLES, *TRAITS})
@@ -154,7 +154,7 @@ def profile(
         "model": name,
         "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "versions": _versions(),
+        "versions": versions(),
         "command": command,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 3),
@@ -235,7 +235,12 @@ def _checked(observer: Observer, partial: bool) -> Observer:
     return observer
 
 
-def _versions() -> dict[str, str]:
+def name_of_model(model: nn.Module) -> str:
+    """The name in a model's configuration, or else of its class."""
+    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+
+
+def versions() -> dict[str, str]:
     found = {"qkv": qkv.__version__, "torch": torch.__version__, "python": platform.python_version()}
     with suppress(PackageNotFoundError):
         found["transformers"] = version("transformers")

@@ -10,7 +10,8 @@ transformers' registries are restored afterwards, also after an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -105,6 +106,9 @@ class Observer:
     group: ProcessGroup | None = None  # the processes that share the sequence, if there are several
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
+    beside: bool = False  # the model computes by its own functions, in any mode, and `collect` receives the calls
+    on_begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
+    on_end: Callable[[nn.Module, Any], None] | None = None
 
     def __post_init__(self) -> None:
         root = type(self.model).__name__
@@ -113,9 +117,22 @@ class Observer:
         self._functions = {id(module): function_of(module) for module in self.model.modules() if routes(module)}
         self._two_sided = groups.is_two_sided(self.model)
         self._calls: dict[str, int] = {}
+        self._paused = False
+        self._thread = threading.get_ident()
+        self._interception: Intercept | None = None  # of the forward that runs, if the model is observed beside it
         self._running: list[str] = []  # modules whose forward is running, the innermost last
         self._steps: dict[str, _Steps] = {}  # the latest steps of each module in this forward
         self._unjoined: list[_Steps] = []
+
+    def restart(self, *, paused: bool) -> None:
+        """Forget the calls so far, before another forward; no call is recorded while `paused`."""
+        self._paused = paused
+        self._calls.clear()
+        self.records.clear()
+
+    def foreign(self) -> bool:
+        """True in a thread other than the one that observes."""
+        return threading.get_ident() != self._thread
 
     def deepest(self) -> int:
         """The highest layer number of any group."""
@@ -127,6 +144,8 @@ class Observer:
         """The attention function for transformers: (batch, heads, length, head_dim) in, (batch, nq, heads, dv) out."""
         name = self.names.get(id(module), type(module).__name__)
         call, keys = call_of(module, name, query, key, value, attention_mask, **arguments)
+        if self.foreign():
+            return _served(call).out.transpose(1, 2).contiguous(), None
         self.sources[name] = "interface"
         group = groups.of_transformers(name, self.model)
         result = self._record(name, call, partial(_served, call), group, _is_causal(call.mask), keys)
@@ -162,20 +181,41 @@ class Observer:
         that it returns are recorded, if their product with the values is its output.
         """
         returned = own()
+        if self._paused or self.foreign():
+            return returned
         out, weights = returned[0], returned[1] if len(returned) > 1 else None
         name, where = self.names[id(module)], name_of(function)
-        group, reason = groups.of_transformers(name, self.model), None
-        for query, key, value, mask, others in _readings(module, *args, **named):
+        group = groups.of_transformers(name, self.model)
+        reason: InputError | None = None
+        compared_before = _CHECKED.setdefault(self.model, {})
+        checked_once = name if not is_known(function) else None  # each module of an unknown function
+        if self.beside and named.get("dropout"):
+            if not is_known(function):
+                raise InputError(
+                    f"model applies dropout {named['dropout']} in {name} by {where}, whose output cannot be compared "
+                    "with standard attention then; expected evaluation mode or a dropout of 0"
+                )
+            named = named | {"dropout": 0.0}
+            checked_once = ""
+        for query, key, value, mask, others in _readings(module, function, *args, **named):
             try:
-                call, keys = call_of(module, name, query, key, value, mask, **others)
-                computed = _served(detached(call))
-                counted = None if computed.lse is None else computed.lse > -torch.inf
-                self.checks.append(compared(name, where, out.detach().transpose(1, 2), computed.out, counted))
+                with torch.no_grad(), unwatched():
+                    call, keys = call_of(module, name, query, key, value, mask, **others)
+                    call = detached(call)
+                    if checked_once == "" or (self.beside and (where, checked_once) in compared_before):
+                        result = Result(out.detach().transpose(1, 2), None)
+                    else:
+                        result = _served(call)
+                        counted = None if result.lse is None else result.lse > -torch.inf
+                        found = compared(name, where, out.detach().transpose(1, 2), result.out, counted)
+                        self.checks.append(found)
+                        if is_known(function) or mask is not None:
+                            compared_before[where, checked_once] = found
             except InputError as error:
                 reason = reason or error
                 continue
             self.sources[name] = "interface"
-            self._record(name, call, lambda found=computed: found, group, _is_causal(call.mask), keys, fused=False)  # type: ignore[misc]
+            self._record(name, call, lambda found=result: found, group, _is_causal(call.mask), keys, fused=False)  # type: ignore[misc]
             return returned
         assert reason is not None
         if isinstance(weights, Tensor) and weights.ndim == 4:
@@ -195,8 +235,20 @@ class Observer:
 
         `fused` allows to compute the result together with the statistics. Calls outside of the model are not recorded.
         """
-        if not self._running:
+        if not self._running or self._paused:
             return compute()
+        if self.beside and isinstance(call, Shared):
+            raise InputError(
+                f"model shares its sequence with other processes in {self._running[-1]}, which cannot be watched; "
+                "expected qkv.profile"
+            )
+        if self.beside:
+            result, name = compute(), self._running[-1]
+            self.sources[name] = "qkv"
+            call = replace(detached(call), dropout_p=0.0)
+            causal = _is_causal(call.mask)
+            self._record(name, call, lambda: result, self._group(name, call, causal), causal, None, fused=False)
+            return result
         if isinstance(call, Shared):
             result = compute()
             self._observe_shared(call, result)
@@ -255,13 +307,14 @@ class Observer:
 
     def _masses(self, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
         """The masks inside which the attention mass is measured, by statistic."""
-        return {s.name: s.mask for s in (Local(self.local_window), Streaming(first, n_keys))}
+        return masses(self.local_window, first, n_keys)
 
     def intercept(self) -> Intercept:
         """A context that observes attention which the model computes in another way."""
         return Intercept(
-            self.model, self.names, self.expected, self._intercepted, self._check_torch, self.unreadable, self.heads
-        )
+            self.model, self.names, self.expected, self._intercepted, self._check_torch, self.unreadable, self.heads,
+            beside=self.beside,
+        )  # fmt: skip
 
     def _check_torch(self, name: str, own: Callable[[], Tensor], result: Result) -> None:
         """Compare the result of one call with torch's own function, once for every model."""
@@ -275,6 +328,8 @@ class Observer:
 
     def _intercepted(self, name: str, source: str, call: Call) -> Result:
         self.sources[name] = source
+        if self.beside:
+            call = replace(detached(call), dropout_p=0.0)
         mask, real = call.mask, self.query_masks.get(call.q.shape[2])
         if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
@@ -297,15 +352,31 @@ class Observer:
             name, n_queries=n_queries, n_keys=n_keys, causal=causal, two_sided=self._two_sided, sequences=self.sequences
         )
 
-    def enter(self, name: str) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Called at the start of a module's forward."""
-        self._running.append(name)
+        if self.foreign():
+            return
+        if not self._running:
+            if self.on_begin is not None:
+                self.on_begin(module, args, named)
+            known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
+            if self.beside and not known and not self._paused:  # reading every torch function takes time
+                self._interception = self.intercept()
+                self._interception.__enter__()
+        self._running.append(self.names[id(module)])
 
-    def leave(self) -> None:
-        """Called at the end of the innermost module's forward."""
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Called at the end of the innermost module's forward, also after an error."""
+        if self.foreign() or not self._running:
+            return
         self._running.pop()
         if not self._running:
             self._steps.clear()
+            if self._interception is not None:
+                self._interception.__exit__(None, None, None)
+                self._interception = None
+            if self.on_end is not None:
+                self.on_end(module, output)
 
     def finish(self) -> None:
         """Called after the forward: join the steps of each module that attends step by step into one record."""
@@ -351,7 +422,7 @@ class Observer:
         if not kept:
             return compute()
         if self.collect is not None:
-            result = compute()
+            result = Result(call.v[:, :, :0], None) if self.beside else compute()
             lse = None if result.lse is None else result.lse.detach()
             source = self.sources[name]
             self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
@@ -407,17 +478,33 @@ class Observer:
         return result, statistics, weights_of(call) if short else None
 
 
-_CHECKED: WeakKeyDictionary[nn.Module, dict[str, Checked]] = WeakKeyDictionary()
+def masses(local_window: int, first: int | Tensor, n_keys: int) -> dict[str, Mask]:
+    """The masks inside which the attention mass is measured, by statistic."""
+    return {s.name: s.mask for s in (Local(local_window), Streaming(first, n_keys))}
+
+
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Hashable, Checked]] = WeakKeyDictionary()
 
 
 def _readings(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **others: Any
+    module: nn.Module,
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **others: Any,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, dict[str, Any]]]:
-    """The arguments of an unknown attention function, in each way in which they can be meant.
+    """The arguments of an attention function, in each way in which they can be meant.
 
     Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
-    causality of the module, or its window, by themselves. A tensor of 2 dimensions marks the real keys.
+    causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not. A tensor of 2
+    dimensions marks the real keys.
     """
+    described = getattr(attention_mask, "qkv_mask", None)
+    if described is not None and described.shape[2:] == (query.shape[2], key.shape[2]):
+        yield query, key, value, described, others
+        return
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
         yield query, key, value, attention_mask, others
         return
@@ -427,9 +514,10 @@ def _readings(
     causal = getattr(module, "is_causal", False) if causal is None else causal
     window = others.get("sliding_window")
     masks: list[Mask | None] = [Causal() if causal and n_queries > 1 else None]
-    if causal and isinstance(window, int):
+    flash = "flash" in name_of(function)
+    if causal and isinstance(window, int) and (flash or not is_known(function)):
         masks = [Window(window), *masks]
-    masks += [None] if masks[-1] is not None else []
+    masks = masks[:1] if is_known(function) else [*masks, None] if masks[-1] is not None else masks
     grid = Grid(len(query), 1, n_queries, n_keys, n_keys - n_queries, query.device)
     for mask in masks:
         whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
@@ -526,10 +614,14 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer.
     """
     model = observer.model
+    if observer.beside:
+        with _alone(model), _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):
+            yield observer
+        return
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        with _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
+        with _alone(model), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
             observer.finish()
@@ -537,6 +629,14 @@ def observe(observer: Observer) -> Iterator[Observer]:
     finally:
         for module in training:
             module.training = True
+
+
+_OBSERVED: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def _alone(model: nn.Module) -> AbstractContextManager[object]:
+    """A model is observed by one thread at a time, because its hooks are called in all of them."""
+    return _OBSERVED.setdefault(model, threading.RLock())
 
 
 def _uncompiled() -> AbstractContextManager[object]:
@@ -550,10 +650,10 @@ def _routed(observer: Observer) -> Iterator[None]:
     """Route the model's attention through transformers' interface to the observer."""
     if not observer.expected:
         yield
-    elif all(map(is_known, observer._functions.values())):
+    elif not observer.beside and all(map(is_known, observer._functions.values())):
         with routed(observer.model, observer.attend):
             yield
-    else:  # an unknown function runs as it is, with the masks that it expects
+    else:  # the model's own functions run as they are, with the masks that they expect
         with wrapped(observer.model, observer.attend_own):
             yield
 
@@ -563,10 +663,9 @@ def _hooked(observer: Observer) -> Iterator[None]:
     """Install hooks that tell the observer which modules are running."""
 
     def hooks(module: nn.Module) -> tuple[Any, Any]:
-        name = observer.names[id(module)]
         return (
-            module.register_forward_pre_hook(lambda *_: observer.enter(name), prepend=True),
-            module.register_forward_hook(lambda *_: observer.leave(), always_call=True),
+            module.register_forward_pre_hook(observer.enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(lambda this, _, output: observer.leave(this, output), always_call=True),
         )
 
     handles: list[Any] = []

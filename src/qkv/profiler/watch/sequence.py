@@ -1,0 +1,419 @@
+"""One sequence of tokens that a model reads in one forward or in several: its attention, joined into whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from qkv._engine.call import Call
+from qkv.errors import InputError
+from qkv.masks import Dense, Mask, Region
+from qkv.profiler.capture.geometry import geometry
+from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of
+from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
+from qkv.statistics.measure import measured
+from qkv.statistics.sums import Statistics
+
+FEW = 2**21
+"""Queries with up to this many scores are measured from their weights, which one row of a long text has."""
+PER_QUERY = (
+    "lse", "entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible",
+    "sink_mass",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some queries of a layer: their positions and statistics."""
+
+    start: int
+    """Position of the first query."""
+    values: dict[str, Float[Tensor, "b h nq"]] | Float[Tensor, "b h nq sums"]
+    queries: Bool[Tensor, "b nq"] | None
+    weights: Float[Tensor, "b h nq nk"] | None
+    keys_at: Int[Tensor, "*b nk"] | None
+    has_lse: bool
+    has_sink: bool
+
+    @property
+    def count(self) -> int:
+        return (self.values if isinstance(self.values, Tensor) else self.values["entropy"]).shape[2]
+
+    def named(self) -> dict[str, Tensor]:
+        return by_query(self.values) if isinstance(self.values, Tensor) else self.values
+
+    def of_rows(self, rows: Int[Tensor, " b"]) -> Piece:
+        """The piece of other batch items."""
+        values = self.values
+        return replace(
+            self,
+            values=values[rows] if isinstance(values, Tensor) else {name: x[rows] for name, x in values.items()},
+            queries=None if self.queries is None else self.queries[rows],
+            weights=None if self.weights is None else self.weights[rows],
+            keys_at=self.keys_at if self.keys_at is None or self.keys_at.ndim == 1 else self.keys_at[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over the queries so far, of each key by its position."""
+
+    received: Float[Tensor, "b h n"]
+    visible_queries: Float[Tensor, "b h n"]
+    early: Float[Tensor, "b h prefix"]
+    """The weight from the first queries of the text, for the sink scores of the first keys."""
+    early_queries: Float[Tensor, "b h prefix"]
+
+    def of_rows(self, rows: Int[Tensor, " b"]) -> Sums:
+        return Sums(*(x[rows] for x in (self.received, self.visible_queries, self.early, self.early_queries)))
+
+    def __add__(self, other: Sums) -> Sums:
+        n = max(self.received.shape[2], other.received.shape[2])
+
+        def both(a: Tensor, b: Tensor) -> Tensor:
+            return _padded(a, n) + _padded(b, n)
+
+        return Sums(
+            both(self.received, other.received),
+            both(self.visible_queries, other.visible_queries),
+            self.early + other.early,
+            self.early_queries + other.early_queries,
+        )
+
+
+@dataclass(eq=False)
+class Layer:
+    """The pieces of one attention layer."""
+
+    module: str
+    group: str
+    number: int
+    map_tokens: int
+    local_window: int
+    pieces: list[Piece | Tensor] = field(default_factory=list)
+    """In order; a tensor of batch items where the batch was reordered."""
+    sums: Sums | None = None
+    last: tuple[ObservedCall, Places, Sums] | None = None
+    """The newest piece, which is the last of `pieces` and not yet in `sums`: the cache may be cropped."""
+    causal: bool = True
+    first: int | Tensor = 0
+    keys: Bool[Tensor, "b nk"] | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What only a whole forward has: pooled map and vectors."""
+    held: int = 0
+    """The number of keys that the newest call saw."""
+
+    def add(self, observed: ObservedCall, places: Places) -> None:
+        """Add the queries of a call."""
+        self._commit()
+        self.causal &= observed.causal or observed.call.q.shape[2] == 1
+        self.first, self.keys, self.held = observed.first, observed.keys, observed.call.k.shape[2]
+        piece, sums = self._measured(observed, places)
+        self.pieces.append(piece)
+        self.last = observed, places, sums
+
+    def _commit(self) -> None:
+        if self.last is not None:
+            self.sums = self.last[2] if self.sums is None else self.sums + self.last[2]
+            self.last = None
+
+    def reorder(self, rows: Int[Tensor, " b"]) -> None:
+        self._commit()
+        self.pieces.append(rows)
+        if self.sums is not None:
+            self.sums = self.sums.of_rows(rows.to(self.sums.received.device))
+
+    def crop(self, tokens: int) -> None:
+        """Remove the newest queries and their keys."""
+        if self.last is None:
+            raise InputError(
+                f"the cache was cropped by {tokens} tokens, more than the last forward added; expected a cache that is "
+                "cropped as in assisted generation"
+            )
+        observed, places, _ = self.last
+        kept = observed.call.q.shape[2] - tokens
+        self.pieces.pop()
+        self.last = None
+        if kept < 0:
+            raise InputError(
+                f"the cache was cropped by {tokens} tokens, more than the {observed.call.q.shape[2]} of the last "
+                "forward; expected a cache that is cropped as in assisted generation"
+            )
+        if kept:
+            self.add(*_without_last(observed, places, tokens))
+
+    def _measured(self, observed: ObservedCall, places: Places) -> tuple[Piece, Sums]:
+        call = observed.call
+        b, h, n_queries, _ = call.q.shape
+        n_keys = call.k.shape[2]
+        from_start = places.keys.ndim == 1 and int(places.keys[0]) == 0 if n_queries > 1 else False
+        if n_queries == 1 or (not from_start and b * h * n_queries * n_keys <= FEW):
+            return self._from_weights(observed, places)
+        if not from_start:
+            raise InputError(
+                f"model reads {n_queries} tokens at once in {self.module} after its cache evicted keys; expected one "
+                "token at a time, or a shorter text"
+            )
+        self.extras = {}
+        _, _, statistics = measured(
+            call,
+            mass=masses(self.local_window, observed.first, n_keys),
+            first=observed.first,
+            queries=observed.queries,
+            prefix_keys=PREFIX,
+            bins=64,
+        )
+        if not self.pieces:
+            vectors = {} if observed.source in WEIGHTS_ONLY else geometry(
+                call, observed.first, observed.queries, observed.keys
+            )  # fmt: skip
+            self.extras = {"thumbnail": statistics.thumbnail, "geometry": vectors}
+        found = {name: getattr(statistics, name) for name in PER_QUERY}
+        values = {name: x for name, x in found.items() if x is not None} | dict(statistics.mass)
+        weights = weights_of(call) if n_keys <= self.map_tokens else None
+        assert statistics.prefix_sink_scores is not None
+        number = _early_queries(call, places, observed.queries)
+        scores = statistics.prefix_sink_scores
+        sums = Sums(statistics.received, statistics.visible_queries, scores * number, number)
+        keys_at = places.keys
+        piece = Piece(
+            int(places.queries[0]), values, observed.queries, weights, keys_at, "lse" in values, "sink_mass" in values
+        )
+        return piece, sums
+
+    def _from_weights(self, observed: ObservedCall, places: Places) -> tuple[Piece, Sums]:
+        self.extras = {}
+        rows = rows_of(observed.call, places)
+        h = rows.weights.shape[1]
+        n = int(places.keys.max()) + 1
+        at = places.of_heads(h).expand(len(rows.weights), h, -1)
+        early, early_queries = _early(rows, places, observed.queries)
+        received, number = rows.received, rows.visible_queries.expand_as(rows.received)
+        if places.keys.ndim > 1 or int(places.keys[0]) or n != rows.weights.shape[3]:
+            received, number = (x.new_zeros(*x.shape[:2], n).scatter_add_(2, at, x) for x in (received, number))
+        else:
+            number = number.contiguous()
+        weights = rows.weights if n <= self.map_tokens else None
+        piece = Piece(
+            int(places.queries[0]), rows.sums, observed.queries, weights, places.keys, rows.has_lse, rows.has_sink
+        )
+        return piece, Sums(received, number, early, early_queries)
+
+    @property
+    def total(self) -> int:
+        """The number of queries up to the last recorded one."""
+        return max(p.start + p.count for p in self.pieces if isinstance(p, Piece))
+
+    def record(self, total: int) -> Record:
+        """The whole rows of the layer; queries that were not recorded are NaN.
+
+        Args:
+            total: number of tokens of the sequence that the queries belong to.
+        """
+        self._commit()
+        assert self.sums is not None
+        pieces = _in_order(self.pieces)
+        batch, heads = self.sums.received.shape[:2]
+        device = self.sums.received.device
+        # Keys of self-attention are the tokens themselves, so there is one for each.
+        n_keys = max(total, self.sums.received.shape[2]) if self.group != "cross" else self.sums.received.shape[2]
+        where = torch.cat([torch.arange(p.start, p.start + p.count, device=device) for p in pieces])
+        rows = [p.named() for p in pieces]
+        has_lse, has_sink = all(p.has_lse for p in pieces), all(p.has_sink for p in pieces)
+
+        def joined(name: str) -> Tensor:
+            found = torch.cat([values[name].float() for values in rows], 2)
+            if len(where) == total:
+                return found
+            return found.new_full((batch, heads, total), torch.nan).index_copy_(2, where, found)
+
+        queries = None
+        if any(p.queries is not None for p in pieces):
+            parts = [torch.ones(batch, p.count, dtype=torch.bool, device=device) if p.queries is None else p.queries
+                     for p in pieces]  # fmt: skip
+            queries = torch.ones(batch, total, dtype=torch.bool, device=device)
+            queries.index_copy_(1, where, torch.cat(parts, 1))
+        whole = len(pieces) == 1 and len(where) == total
+        by_name = {name: joined(name) for name in PER_QUERY if name not in ("lse", "sink_mass")}
+        statistics = Statistics(
+            **by_name,
+            lse=joined("lse") if has_lse else None,
+            sink_mass=joined("sink_mass") if has_sink else None,
+            received=_padded(self.sums.received, n_keys),
+            visible_queries=_padded(self.sums.visible_queries, n_keys),
+            prefix_sink_scores=self.sums.early / self.sums.early_queries.clamp(min=1),
+            thumbnail=self.extras.get("thumbnail") if whole else None,
+            mass={name: joined(name) for name in ("local", "streaming_mass")},
+        )
+        weights = self._weights(pieces, total, n_keys) if max(total, n_keys) <= self.map_tokens else None
+        vectors = self.extras.get("geometry", {}) if whole else {}
+        keys = self.keys
+        if keys is not None and keys.shape[1] < n_keys:
+            keys = torch.nn.functional.pad(keys, (0, n_keys - keys.shape[1]), value=True)
+        return Record(
+            self.module, self.group, self.number, statistics, vectors, weights, queries, keys,
+            self.causal and self.group != "cross",
+        )  # fmt: skip
+
+    def _weights(self, pieces: list[Piece], total: int, n_keys: int) -> Tensor | None:
+        if sum(p.count for p in pieces) != total or any(p.weights is None for p in pieces):
+            return None
+        rows = []
+        for p in pieces:
+            assert p.weights is not None
+            assert p.keys_at is not None
+            keys_at = p.keys_at if p.keys_at.ndim == 1 else p.keys_at.repeat_interleave(
+                p.weights.shape[1] // p.keys_at.shape[1], 1
+            )[:, :, None]  # fmt: skip
+            empty = p.weights.new_zeros(*p.weights.shape[:3], n_keys)
+            rows.append(empty.scatter_(3, keys_at.expand(p.weights.shape), p.weights))
+        return torch.cat(rows, 2)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The layers of one sequence, and its tokens."""
+
+    map_tokens: int
+    local_window: int
+    layers: dict[tuple[str, str, int], Layer] = field(default_factory=dict)
+    """By group, module, and the number of the module's call in its forward."""
+    source: list[Tensor] = field(default_factory=list)
+    """Token ids; a tensor of one dimension where the batch was reordered."""
+    target: list[Tensor] = field(default_factory=list)
+    two: bool = False
+    tokens: int = 0
+    """Number of tokens read so far, by the decoder if there are two sequences."""
+    forwards: int = 0
+    evicted: bool = False
+    first: dict[str, int | Tensor] = field(default_factory=dict)
+    """Position of the first key of the text, by group; a tensor if padding is on the left."""
+    sources: dict[str, str] = field(default_factory=dict)
+    checks: list[Any] = field(default_factory=list)
+
+    def layer(self, observed: ObservedCall, of_forward: int) -> Layer:
+        key = observed.group, observed.module, of_forward
+        if key not in self.layers:
+            number = sum(group == observed.group for group, _, _ in self.layers)
+            self.layers[key] = Layer(observed.module, observed.group, number, self.map_tokens, self.local_window)
+        return self.layers[key]
+
+    def reorder(self, rows: Int[Tensor, " b"]) -> None:
+        """Select batch items, as beam search does."""
+        for layer in self.layers.values():
+            if layer.group != "encoder":  # which all beams of an item share
+                layer.reorder(rows)
+        for group, first in self.first.items():
+            if isinstance(first, Tensor) and group != "encoder":
+                self.first[group] = first[rows.to(first.device)]
+        for ids in (self.target,) if self.two else (self.source,):
+            if ids:
+                ids.append(rows)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the newest tokens, as assisted generation does with tokens that the model rejects."""
+        if not tokens:
+            return
+        for layer in self.layers.values():
+            if layer.group != "encoder":
+                layer.crop(tokens)
+        ids = self.target if self.two else self.source
+        if ids:
+            ids[-1] = ids[-1][:, :-tokens]
+        self.tokens -= tokens
+
+    def ids(self, parts: list[Tensor]) -> Int[Tensor, "b n"] | None:
+        """The token ids of every batch item as it is now."""
+        found = _in_order(parts, is_order=lambda x: x.ndim == 1)
+        return torch.cat([x.cpu() for x in found], 1) if found else None
+
+
+def _in_order(parts: list[Any], is_order: Callable[[Any], bool] = lambda x: isinstance(x, Tensor)) -> list[Any]:
+    """The parts, each with its batch items in the order that later reorderings gave them."""
+    found, order = [], None
+    for part in reversed(parts):
+        if is_order(part):
+            order = part if order is None else part.to(order.device)[order]
+        elif order is None:
+            found.append(part)
+        elif isinstance(part, Tensor):
+            found.append(part[order.to(part.device)])
+        else:
+            values = part.values if isinstance(part.values, Tensor) else part.values["entropy"]
+            found.append(part.of_rows(order.to(values.device)))
+    return found[::-1]
+
+
+def _padded(x: Tensor, n: int) -> Tensor:
+    return x if x.shape[2] >= n else torch.nn.functional.pad(x, (0, n - x.shape[2]))
+
+
+def _early(rows: Rows, places: Places, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights of the first queries of the text on its first keys, and the number of these queries that see them."""
+    b, h, n_queries, n_keys = rows.weights.shape
+    zeros = rows.weights.new_zeros(b, h, PREFIX)
+    of_text = places.queries - places.first_of[:, 0]  # (b or 1, nq)
+    among = (of_text >= 0) & (of_text < PREFIX)
+    if queries is not None:
+        among = among & queries
+    if not bool(among.any()):
+        return zeros, zeros
+    at = places.of_heads(h) - places.first_of
+    inside = ((at >= 0) & (at < PREFIX)).expand(b, h, n_keys)
+    slots = at.expand(b, h, n_keys).clamp(0, PREFIX - 1)
+    chosen = among[:, None, :, None].to(rows.weights)
+    weight = (rows.weights * chosen).sum(2) * inside
+    seen = chosen.expand(b, 1, n_queries, 1) if rows.visible is None else rows.visible.to(chosen) * chosen
+    number = seen.sum(2).expand(b, h, n_keys) * inside
+    return zeros.scatter_add(2, slots, weight), zeros.scatter_add(2, slots, number)
+
+
+def _early_queries(call: Call, places: Places, queries: Tensor | None) -> Tensor:
+    """How many of the first queries of the text see each of its first keys: (b, h, prefix)."""
+    b, h, n_queries, _ = call.q.shape
+    n_keys, start = call.k.shape[2], int(places.queries[0])
+    last = PREFIX + int(places.first_of.max())
+    rows, columns = slice(0, max(0, min(n_queries, last - start))), slice(0, min(n_keys, last))
+    if rows.stop == 0:
+        return call.q.new_zeros(b, h, PREFIX, dtype=torch.float32)
+    shape = (b, h, rows.stop, columns.stop)
+    device = call.q.device
+    visible = torch.ones(shape, dtype=torch.bool, device=device)
+    if call.mask is not None:
+        visible = call.mask.visible(Region(rows, columns), call.grid).expand(shape)
+    of_text = places.queries[rows] - places.first_of[:, 0]
+    among = (of_text >= 0) & (of_text < PREFIX)
+    if queries is not None:
+        among = among & queries[:, rows]
+    number = (visible & among[:, None, :, None]).sum(2).float()
+    at = places.keys[columns] - places.first_of  # (b, 1, nk)
+    inside = ((at >= 0) & (at < PREFIX)).expand_as(number)
+    return number.new_zeros(b, h, PREFIX).scatter_add(2, at.expand_as(number).clamp(0, PREFIX - 1), number * inside)
+
+
+def _without_last(observed: ObservedCall, places: Places, tokens: int) -> tuple[ObservedCall, Places]:
+    """The call without its last queries, and without their keys if it is self-attention."""
+    given = observed.call.given
+    n_queries, n_keys = given.q.shape[2] - tokens, given.k.shape[2] - (0 if observed.group == "cross" else tokens)
+    mask: Mask | None = None
+    if observed.call.mask is not None:
+        whole = Region(slice(0, n_queries), slice(0, n_keys))
+        mask = Dense(observed.call.mask.visible(whole, observed.call.grid))
+    if any(bias.tensors() for bias in given.biases):
+        raise InputError(
+            f"the cache was cropped, but {observed.module} adds a bias that depends on positions; expected attention "
+            "without one"
+        )
+    call = Call.of(
+        given.q[:, :, :n_queries], given.k[:, :, :n_keys], given.v[:, :, :n_keys], mask, given.biases, given.score,
+        given.normalizer,
+    )  # fmt: skip
+    queries = None if observed.queries is None else observed.queries[:, :n_queries]
+    keys = None if observed.keys is None else observed.keys[:, :n_keys]
+    kept = replace(places, queries=places.queries[:n_queries], keys=places.keys[..., :n_keys])
+    return replace(observed, call=call, queries=queries, keys=keys), kept

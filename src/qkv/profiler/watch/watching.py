@@ -1,0 +1,331 @@
+"""`watch` records the attention of whatever a model does inside a context, without changing what it computes."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkv.cache.base import attending
+from qkv.errors import InputError
+from qkv.profiler.capture.datasets import datasets
+from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
+from qkv.profiler.capture.observe import ObservedCall, Observer, observe
+from qkv.profiler.profiles import Profile
+from qkv.profiler.run import name_of_model, versions
+from qkv.profiler.watch.caches import Followed
+from qkv.profiler.watch.rows import Places
+from qkv.profiler.watch.sequence import Sequence
+
+
+class Watched:
+    """What was recorded inside `watch`."""
+
+    def __init__(
+        self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, local_window: int,
+        map_tokens: int,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.every, self.layers, self.tokenizer = every, layers, tokenizer
+        self.local_window, self.map_tokens = local_window, map_tokens
+        self.sequences: list[Sequence] = []
+        """In the order in which the model began to read them."""
+        self.seconds = 0.0
+        """Time spent on measuring."""
+        self._encoded: list[Sequence] = []  # texts that an encoder has read, before the decoder begins
+        self._followed: list[tuple[Followed, Sequence]] = []
+        self._forward: Any = None  # what began the forward that runs: a module, or a method
+        self._sequence: Sequence | None = None  # None while a forward is not recorded
+        self._calls: dict[tuple[str, str], int] = {}
+        self._places: dict[Any, Places] = {}
+        self._new: tuple[Sequence, int, int] | None = None  # sequence, tokens before this forward, and its tokens
+        self._reads = 0  # forwards without a cache
+
+    def __repr__(self) -> str:
+        forwards = sum(s.forwards for s in self.sequences)
+        return f"Watched({len(self.sequences)} sequences, {forwards} forwards)"
+
+    def profile(self, sequence: int | slice | None = None) -> Profile:
+        """The profile of what was recorded.
+
+        The rows of a sequence that was read in several forwards, such as a prompt and the tokens generated after it,
+        are joined: they equal those of one forward over all its tokens, except where the cache had evicted keys. The
+        last generated token was not read, so it has no row. Batch items and beams are texts; a beam has the rows of the
+        tokens that it ended with. Forwards that `every` left out are rows of NaN.
+
+        Args:
+            sequence: which sequences, by index or slice of `sequences`; all if None.
+
+        Raises:
+            InputError: if nothing was recorded.
+        """
+        chosen = self.sequences if sequence is None else self.sequences[sequence]
+        chosen = chosen if isinstance(chosen, list) else [chosen]
+        chosen = [s for s in chosen if s.layers]
+        if not chosen:
+            raise InputError("watched has no attention, expected the model to run inside the context of qkv.watch")
+        observers = [self._as_observed(s) for s in chosen]
+        groups = datasets(observers, self.tokenizer, self.local_window)
+        attrs = {
+            "model": name_of_model(self.model),
+            "dtype": str(next((p.dtype for p in self.model.parameters()), "unknown")).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "versions": versions(),
+            "command": "",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": round(self.seconds, 3),
+            "text_preview": self._preview(chosen[0]),
+            "unobserved": [],
+            "sources": chosen[0].sources,
+            "checks": [checked.attrs() for checked in chosen[0].checks],
+            "probes": "not run: the model was watched",
+            "forwards": [s.forwards for s in chosen],
+            "evicted": any(s.evicted for s in chosen),
+        }
+        return Profile(groups, attrs, {})
+
+    def _as_observed(self, sequence: Sequence) -> Observer:
+        source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
+        observer = Observer(self.model, sequences=Sequences(source, target, two=sequence.two))
+        for layer in sequence.layers.values():
+            if self.layers is None or layer.number in self.layers:
+                rows = layer.total if layer.group == "encoder" or not sequence.tokens else sequence.tokens
+                observer.records.append(layer.record(rows))
+        return observer
+
+    def _preview(self, sequence: Sequence) -> str:
+        ids = sequence.ids(sequence.source or sequence.target)
+        if ids is None:
+            return "no token ids"
+        if not hasattr(self.tokenizer, "decode"):
+            return f"{ids.shape[1]:,} token ids"
+        return " ".join(str(self.tokenizer.decode(ids[0, :64], skip_special_tokens=True)).split())[:200]
+
+    # --- what the model does ------------------------------------------------------------------------------------------
+
+    def begins(self, observer: Observer, owner: Any, batch: Mapping[str, Any], cache: Any) -> None:
+        """A forward begins: find the sequence that it continues, and decide whether to record it."""
+        if self._forward is not None:
+            return
+        self._forward, self._calls, self._places = owner, {}, {}
+        known = next((s for f, s in self._followed if f.cache() is cache), None) if cache is not None else None
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        of_encoder = isinstance(owner, nn.Module) and observer.names.get(id(owner), "").rpartition(".")[2] == "encoder"
+        sequence = known or (self._encoded.pop() if self._encoded and not of_encoder else None)
+        sequence = sequence or Sequence(self.map_tokens, self.local_window)
+        read = sequences_of(owner, tensors) if isinstance(owner, nn.Module) else Sequences(batch["tokens"])
+        masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
+        observer.key_masks, observer.query_masks, observer.sequences = *masks, read
+        sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
+        count = self._reads if known is None and not of_encoder else sequence.forwards
+        recorded = sequence.forwards == 0 if known is not None else True
+        recorded |= count % self.every == 0
+        ids = read.target if read.two else read.source
+        if sequence.two and not read.two and not of_encoder and ids is not None:
+            sequence.target.append(ids.detach())
+        elif ids is not None:
+            (sequence.target if read.two else sequence.source).append(ids.detach())
+            if read.two and read.source is not None and not sequence.source:
+                sequence.source.append(read.source.detach())
+        n = _length(tensors, ids)
+        self._new = sequence, sequence.tokens, n
+        if not of_encoder:
+            sequence.tokens += n
+            self._reads += known is None
+        self._sequence = sequence if recorded else None
+        sequence.forwards += recorded
+        observer.restart(paused=not recorded)
+        if known is None and cache is not None:
+            self._follow(cache, sequence)
+
+    def ends(self, observer: Observer, owner: Any, output: Any) -> None:
+        """A forward has ended."""
+        if self._forward is not owner or self._new is None:
+            return
+        sequence = self._new[0]
+        of_encoder = isinstance(owner, nn.Module) and observer.names.get(id(owner), "").rpartition(".")[2] == "encoder"
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and not any(f.cache() is cache for f, _ in self._followed):
+            self._follow(cache, sequence)
+        if of_encoder:
+            self._encoded.append(sequence)
+        elif sequence.layers and not any(s is sequence for s in self.sequences):
+            self.sequences.append(sequence)
+        sequence.sources |= observer.sources
+        sequence.checks = sequence.checks or list(observer.checks)
+        self._forward = self._sequence = self._new = None
+
+    def _follow(self, cache: Any, sequence: Sequence) -> None:
+        try:
+            self._followed.append((Followed(cache, sequence.reorder, sequence.crop), sequence))
+        except TypeError:  # tuples of tensors, which nothing can refer to; each forward is then a sequence
+            return
+
+    def add(self, observed: ObservedCall) -> None:
+        """A call of attention in the forward that runs."""
+        if self._sequence is None or self._new is None:
+            return
+        started = time.perf_counter()
+        sequence, before, n = self._new
+        key = observed.group, observed.module
+        n_queries = observed.call.q.shape[2]
+        stepwise = n_queries == 1 and n != 1 and observed.group == "cross"  # one query at a time over the same keys
+        step = self._calls.get(key, 0)
+        self._calls[key] = step + 1
+        layer = sequence.layer(observed, 0 if stepwise else step)
+        if self.layers is None or layer.number in self.layers:
+            start = before + step if stepwise else before if observed.group != "encoder" else 0
+            with torch.no_grad():
+                layer.add(observed, self._at(observed, sequence, start))
+            for followed, of in self._followed:
+                if of is sequence:
+                    followed.batch = len(observed.call.q)
+        self.seconds += time.perf_counter() - started
+
+    def _at(self, observed: ObservedCall, sequence: Sequence, start: int) -> Places:
+        """The positions of the queries and keys of a call."""
+        n_queries, n_keys, device = observed.call.q.shape[2], observed.call.k.shape[2], observed.call.q.device
+        first = sequence.first.setdefault(observed.group, observed.first)
+        cache = attending()
+        if cache is not None:
+            keys = cache.key_positions(n_keys, n_queries)
+            sequence.evicted |= cache.length < cache.seen
+            return Places(torch.arange(start, start + n_queries, device=device), keys, first, self.local_window)
+        first_key = 0 if observed.group in ("cross", "encoder") else start + n_queries - n_keys
+        if first_key < 0:  # a cache that held keys before it was watched, or slots for tokens to come
+            raise InputError(
+                f"model attends to {n_keys} keys in {observed.module} after {start + n_queries} tokens; expected the "
+                "model to read the text from its first token inside qkv.watch"
+            )
+        sequence.evicted |= first_key > 0
+        name = observed.group, n_queries, n_keys, start, first_key
+        if name not in self._places:
+            queries, keys = (
+                torch.arange(a, a + m, device=device) for a, m in ((start, n_queries), (first_key, n_keys))
+            )
+            self._places[name] = Places(queries, keys, first, self.local_window)
+        return self._places[name]
+
+    def release(self) -> None:
+        for followed, _ in self._followed:
+            followed.release()
+
+
+def _length(tensors: Mapping[str, Tensor], ids: Tensor | None) -> int:
+    """The number of tokens that a forward reads."""
+    if ids is not None:
+        return ids.shape[1]
+    for name in ("decoder_inputs_embeds", "inputs_embeds"):
+        if name in tensors:
+            return tensors[name].shape[1]
+    return 0
+
+
+def _padding(batch: Mapping[str, Any], state: Any) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Masks of the real tokens of a state of qkv, by length."""
+    padding = getattr(state, "padding", None)
+    if padding is None:
+        return {}, {}
+    n = state.seen + batch["tokens"].shape[1]
+    real = torch.arange(n, device=padding.device) >= padding[:, None]
+    return {n: real}, {n: real}
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    layers: Collection[int] | None = None,
+    tokenizer: Any = None,
+    local_window: int = 8,
+    map_tokens: int = 256,
+    heads: Mapping[str, int] | None = None,
+) -> Iterator[Watched]:
+    """Record the attention of everything that a model does inside, as exact statistics in linear memory.
+
+    The model computes by its own functions, so its outputs, gradients, random numbers and generated tokens do not
+    change. Forwards that share a cache are one sequence: `generate` (greedy, sampled, beam search, assisted), a loop of
+    your own, streaming with qkv's caches. Any other forward, such as a step of training, is a sequence of its own.
+    Dropout of the weights is left out of the statistics.
+
+    Args:
+        model: as in `qkv.profile`.
+        every: record the first forward of a sequence and then every so many steps of generation; of forwards without a
+            cache, every so many.
+        layers: which layers to record, counted from 0 in each group; all if None.
+        tokenizer: gives the names of tokens in the profile.
+        local_window: `local` is the weight on keys at most this many tokens away.
+        map_tokens: whole weight matrices are kept for sequences up to this long.
+        heads: as in `qkv.profile`.
+
+    Yields:
+        `Watched`, whose method `profile` gives a `Profile`.
+
+    Raises:
+        InputError: if the model is watched already, attends by a function that qkv cannot recompute, or passes
+            arguments to its attention that qkv does not know.
+
+    >>> import torch, qkv
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4)).eval()
+    >>> with qkv.watch(model) as watched:
+    ...     state = model.start()
+    ...     for token in torch.tensor([[5, 6, 7], [8, 9, 1]]).split(1, 1):
+    ...         _ = model.step(token.reshape(1, -1)[:, :1], state)
+    >>> watched.profile().data.sizes["query"]
+    3
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {type(model).__name__}, expected a torch module; qkv.load gives one by its name")
+    if every < 1:
+        raise InputError(f"every is {every}, expected at least 1")
+    model = getattr(model, "_orig_mod", model)
+    watched = Watched(model, every, layers, tokenizer, local_window, map_tokens)
+    observer = Observer(model, local_window=local_window, collect=watched.add, beside=True, heads=heads or {})
+    observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
+    observer.on_end = lambda module, output: watched.ends(observer, module, output)
+    try:
+        with observe(observer), _steps(model, observer, watched):
+            yield watched
+    finally:
+        watched.release()
+
+
+def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[Any, ...], named: Any) -> None:
+    bound = inspect.signature(module.forward).bind_partial(*args, **named)
+    batch = dict(bound.arguments)
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            batch |= batch.pop(name, {})
+    watched.begins(observer, module, batch, batch.get("past_key_values"))
+
+
+@contextmanager
+def _steps(model: nn.Module, observer: Observer, watched: Watched) -> Iterator[None]:
+    """Inside, a step of generation of one of qkv's models counts as a forward."""
+    own: Callable[..., Any] | None = getattr(model, "step", None)
+    if own is None or not hasattr(model, "start"):
+        yield
+        return
+
+    def step(tokens: Tensor, state: Any) -> Any:
+        watched.begins(observer, step, {"tokens": tokens}, state)
+        output = None
+        try:
+            output = own(tokens, state)
+            return output
+        finally:
+            watched.ends(observer, step, output)
+
+    vars(model)["step"] = step
+    try:
+        yield
+    finally:
+        vars(model).pop("step", None)
