@@ -82,7 +82,8 @@ def wrapped(model: nn.Module, on_call: OnCall) -> Iterator[None]:
 
     wrapper = _Wrapper(frozenset(id(module) for module in model.modules() if routes(module)), on_call)
     names = {config._attn_implementation_internal for config in configurations(model)}
-    entries = [(interface, name, _calling) for interface in _interfaces(model) for name in names]
+    entries: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []
+    entries += [(interface, name, _calling) for interface in _interfaces(model) for name in names]
     masks = AttentionMaskInterface._global_mapping
     entries += [(masks, name, _describing) for name in names if name in masks]
     try:

@@ -237,21 +237,16 @@ class Observer:
         """
         if not self._running or self._paused:
             return compute()
-        if self.beside and isinstance(call, Shared):
-            raise InputError(
-                f"model shares its sequence with other processes in {self._running[-1]}, which cannot be watched; "
-                "expected qkv.profile"
-            )
+        if isinstance(call, Shared):
+            result = compute()
+            self._observe_shared(call, result)
+            return result
         if self.beside:
             result, name = compute(), self._running[-1]
             self.sources[name] = "qkv"
             call = replace(detached(call), dropout_p=0.0)
             causal = _is_causal(call.mask)
             self._record(name, call, lambda: result, self._group(name, call, causal), causal, None, fused=False)
-            return result
-        if isinstance(call, Shared):
-            result = compute()
-            self._observe_shared(call, result)
             return result
         name, n_queries = self._running[-1], call.q.shape[2]
         self.sources[name] = "qkv"
@@ -498,8 +493,8 @@ def _readings(
     """The arguments of an attention function, in each way in which they can be meant.
 
     Transformers passes no mask to a function that has no mask function of its own, and some functions apply the
-    causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not. A tensor of 2
-    dimensions marks the real keys.
+    causality of the module, or its window, by themselves: FlashAttention the window, torch's SDPA not, which aligns
+    the first query with the first key. A tensor of 2 dimensions marks the real keys.
     """
     described = getattr(attention_mask, "qkv_mask", None)
     if described is not None and described.shape[2:] == (query.shape[2], key.shape[2]):
@@ -518,7 +513,8 @@ def _readings(
     if causal and isinstance(window, int) and (flash or not is_known(function)):
         masks = [Window(window), *masks]
     masks = masks[:1] if is_known(function) else [*masks, None] if masks[-1] is not None else masks
-    grid = Grid(len(query), 1, n_queries, n_keys, n_keys - n_queries, query.device)
+    used = n_queries if masks[0] is not None and is_known(function) and not flash else n_keys  # of a static cache
+    grid = Grid(len(query), 1, n_queries, used, used - n_queries, query.device)
     for mask in masks:
         whole = mask if real is None else Dense(real) if mask is None else mask & Dense(real)
         keys = None if real is None else real[:, 0, 0]

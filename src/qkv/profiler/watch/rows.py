@@ -56,8 +56,8 @@ class Places:
         of_text, near = at - self.first_of[..., None], away.abs()
         streamed = ((of_text >= 0) & (of_text < Streaming.first_keys)) | (near < Streaming.last_keys)
         columns = (
-            torch.ones_like(away), away, away * away, near, of_text.expand_as(away) == 0, away == 0, away == -1,
-            away == 1, near <= self.local_window, streamed,
+            torch.ones_like(away), away, away * away, near, of_text == 0, away == 0, away == -1, away == 1,
+            near <= self.local_window, streamed,
         )  # fmt: skip
         shape = torch.broadcast_shapes(*(x.shape for x in columns))
         return torch.stack([x.expand(shape).double() for x in columns], -1)

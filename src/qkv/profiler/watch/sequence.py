@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from qkv._engine.call import Call
 from qkv.errors import InputError
-from qkv.masks import Dense, Mask, Region
+from qkv.masks import Causal, Dense, Mask, Region
 from qkv.profiler.capture.geometry import geometry
 from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of
 from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
 from qkv.statistics.measure import measured
 from qkv.statistics.sums import Statistics
 
+TOGETHER, SCORES = 16, 2**18
+"""So many steps of generation are measured together, or as many as have this many pairs of a query and a key."""
 FEW = 2**21
 """Queries with up to this many scores are measured from their weights, which one row of a long text has."""
 PER_QUERY = (
@@ -101,18 +104,51 @@ class Layer:
     last: tuple[ObservedCall, Places, Sums] | None = None
     """The newest piece, which is the last of `pieces` and not yet in `sums`: the cache may be cropped."""
     causal: bool = True
-    first: int | Tensor = 0
     keys: Bool[Tensor, "b nk"] | None = None
+    waiting: list[Float[Tensor, "b h 1 d"]] = field(default_factory=list)
+    """Queries of the newest steps, which are measured together with the keys of the last of them."""
+    newest: tuple[ObservedCall, Places] | None = None
+    """The last of these steps."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What only a whole forward has: pooled map and vectors."""
-    held: int = 0
-    """The number of keys that the newest call saw."""
 
-    def add(self, observed: ObservedCall, places: Places) -> None:
-        """Add the queries of a call."""
-        self._commit()
+    def add(self, observed: ObservedCall, places: Places, *, keeps_keys: bool = False) -> None:
+        """Add the queries of a call; a cache that `keeps_keys` lets steps of generation wait for later ones."""
         self.causal &= observed.causal or observed.call.q.shape[2] == 1
-        self.first, self.keys, self.held = observed.first, observed.keys, observed.call.k.shape[2]
+        self.keys = observed.keys
+        if keeps_keys and _is_step(observed, places):
+            before = self.newest
+            if before is not None and not (_alike(before[0], observed) and _follows(before[1], places)):
+                self._measure_waiting()
+            self.waiting.append(observed.call.given.q)
+            self.newest = observed, places
+            if len(self.waiting) >= min(TOGETHER, SCORES // observed.call.k.shape[2]):
+                self._measure_waiting()
+            return
+        self._measure_waiting()
+        self._add(observed, places)
+
+    @torch.no_grad()
+    def _measure_waiting(self) -> None:
+        if self.newest is None:
+            return
+        (observed, places), waiting = self.newest, self.waiting
+        self.newest, self.waiting = None, []
+        if len(waiting) > 1:
+            given = observed.call.given
+            mask: Mask = Causal() if observed.keys is None else Causal() & Dense(observed.keys[:, None, None])
+            call = Call.of(
+                torch.cat(waiting, 2), given.k, given.v, mask, given.biases, given.score, given.normalizer
+            )  # fmt: skip
+            stop, n_keys = int(places.queries[0]) + 1, given.k.shape[2]
+            observed = replace(observed, call=call)
+            places = in_order(
+                stop - len(waiting), len(waiting), 0, n_keys, places.first, places.local_window, given.k.device
+            )
+        self._add(observed, places)
+
+    def _add(self, observed: ObservedCall, places: Places) -> None:
+        self._commit()
         piece, sums = self._measured(observed, places)
         self.pieces.append(piece)
         self.last = observed, places, sums
@@ -123,13 +159,17 @@ class Layer:
             self.last = None
 
     def reorder(self, rows: Int[Tensor, " b"]) -> None:
+        """Select batch items."""
+        self._measure_waiting()
         self._commit()
+        self.extras = {}
         self.pieces.append(rows)
         if self.sums is not None:
             self.sums = self.sums.of_rows(rows.to(self.sums.received.device))
 
     def crop(self, tokens: int) -> None:
         """Remove the newest queries and their keys."""
+        self._measure_waiting()
         if self.last is None:
             raise InputError(
                 f"the cache was cropped by {tokens} tokens, more than the last forward added; expected a cache that is "
@@ -145,7 +185,7 @@ class Layer:
                 "forward; expected a cache that is cropped as in assisted generation"
             )
         if kept:
-            self.add(*_without_last(observed, places, tokens))
+            self._add(*_without_last(observed, places, tokens))
 
     def _measured(self, observed: ObservedCall, places: Places) -> tuple[Piece, Sums]:
         call = observed.call
@@ -207,16 +247,25 @@ class Layer:
     @property
     def total(self) -> int:
         """The number of queries up to the last recorded one."""
+        self._measure_waiting()
         return max(p.start + p.count for p in self.pieces if isinstance(p, Piece))
 
-    def record(self, total: int) -> Record:
+    @torch.no_grad()
+    def record(self, total: int, items: int | None = None) -> Record:
         """The whole rows of the layer; queries that were not recorded are NaN.
 
         Args:
             total: number of tokens of the sequence that the queries belong to.
+            items: number of batch items, each repeated as often as there are beams; as they are if None.
         """
+        self._measure_waiting()
         self._commit()
         assert self.sums is not None
+        batch = len(self.sums.received)
+        if items is not None and items != batch:
+            self.reorder(torch.arange(batch).repeat_interleave(items // batch))
+            if self.keys is not None:
+                self.keys = self.keys.repeat_interleave(items // batch, 0)
         pieces = _in_order(self.pieces)
         batch, heads = self.sums.received.shape[:2]
         device = self.sums.received.device
@@ -239,7 +288,7 @@ class Layer:
             queries = torch.ones(batch, total, dtype=torch.bool, device=device)
             queries.index_copy_(1, where, torch.cat(parts, 1))
         whole = len(pieces) == 1 and len(where) == total
-        by_name = {name: joined(name) for name in PER_QUERY if name not in ("lse", "sink_mass")}
+        by_name: dict[str, Any] = {name: joined(name) for name in PER_QUERY if name not in ("lse", "sink_mass")}
         statistics = Statistics(
             **by_name,
             lse=joined("lse") if has_lse else None,
@@ -290,6 +339,10 @@ class Sequence:
     tokens: int = 0
     """Number of tokens read so far, by the decoder if there are two sequences."""
     forwards: int = 0
+    """Number of forwards that were recorded, of `reads` in all."""
+    reads: int = 0
+    groups: dict[str, str] = field(default_factory=dict)
+    """The group of each module, by its first call: a single query says less than a whole text."""
     evicted: bool = False
     first: dict[str, int | Tensor] = field(default_factory=dict)
     """Position of the first key of the text, by group; a tensor if padding is on the left."""
@@ -331,6 +384,36 @@ class Sequence:
         """The token ids of every batch item as it is now."""
         found = _in_order(parts, is_order=lambda x: x.ndim == 1)
         return torch.cat([x.cpu() for x in found], 1) if found else None
+
+
+@lru_cache(maxsize=4)
+def in_order(
+    start: int, n: int, first_key: int, n_keys: int, first: int | Tensor, local_window: int, device: torch.device
+) -> Places:
+    """Positions of n queries and of keys that follow each other; the layers of a forward share the result."""
+    queries, keys = (torch.arange(a, a + m, device=device) for a, m in ((start, n), (first_key, n_keys)))
+    return Places(queries, keys, first, local_window)
+
+
+def _is_step(observed: ObservedCall, places: Places) -> bool:
+    """Whether a call is a step of generation over all keys of the text, so that it equals a row of causal attention."""
+    call = observed.call
+    if call.q.shape[2] != 1 or observed.group == "cross" or places.keys.ndim > 1 or observed.queries is not None:
+        return False
+    of_padding = observed.keys is not None and isinstance(call.mask, Dense) and call.mask.tensor.shape[1:3] == (1, 1)
+    from_start = int(places.queries[0]) + 1 == call.k.shape[2]
+    return from_start and (call.mask is None or of_padding) and all(bias.by_score for bias in call.given.biases)
+
+
+def _alike(a: ObservedCall, b: ObservedCall) -> bool:
+    """Whether two calls differ in their queries, keys and values only."""
+    one, other = a.call.given, b.call.given
+    same = type(one.normalizer) is type(other.normalizer) and type(one.score) is type(other.score)
+    return same and one.q.shape == other.q.shape and (a.keys is None) == (b.keys is None)
+
+
+def _follows(before: Places, places: Places) -> bool:
+    return int(places.queries[0]) == int(before.queries[0]) + 1
 
 
 def _in_order(parts: list[Any], is_order: Callable[[Any], bool] = lambda x: isinstance(x, Tensor)) -> list[Any]:
@@ -398,22 +481,45 @@ def _early_queries(call: Call, places: Places, queries: Tensor | None) -> Tensor
 
 def _without_last(observed: ObservedCall, places: Places, tokens: int) -> tuple[ObservedCall, Places]:
     """The call without its last queries, and without their keys if it is self-attention."""
+    n_queries = observed.call.q.shape[2] - tokens
+    n_keys = observed.call.k.shape[2] - (0 if observed.group == "cross" else tokens)
+    kept = replace(places, queries=places.queries[:n_queries], keys=places.keys[..., :n_keys])
+    return cut(observed, n_queries, n_keys), kept
+
+
+def without_unused(observed: ObservedCall, n_keys: int) -> ObservedCall:
+    """The call without the keys after `n_keys`, the unused slots of a static cache.
+
+    Raises:
+        InputError: if a query may attend to one of them.
+    """
+    call = observed.call
+    n_queries, held = call.q.shape[2], call.k.shape[2]
+    unused = Region(slice(0, n_queries), slice(n_keys, held))
+    if call.mask is None or bool(call.mask.visible(unused, call.grid).any()):
+        raise InputError(
+            f"model attends to {held} keys in {observed.module} after {n_keys} tokens; expected the model to read the "
+            "text from its first token inside qkv.watch"
+        )
+    return cut(observed, n_queries, n_keys)
+
+
+def cut(observed: ObservedCall, n_queries: int, n_keys: int) -> ObservedCall:
+    """The first queries of a call over its first keys."""
     given = observed.call.given
-    n_queries, n_keys = given.q.shape[2] - tokens, given.k.shape[2] - (0 if observed.group == "cross" else tokens)
-    mask: Mask | None = None
-    if observed.call.mask is not None:
-        whole = Region(slice(0, n_queries), slice(0, n_keys))
-        mask = Dense(observed.call.mask.visible(whole, observed.call.grid))
     if any(bias.tensors() for bias in given.biases):
         raise InputError(
-            f"the cache was cropped, but {observed.module} adds a bias that depends on positions; expected attention "
-            "without one"
+            f"model adds a bias that depends on positions in {observed.module}, so its call cannot be cut to the keys "
+            "in use; expected a cache that grows, such as DynamicCache, and no assisted generation"
         )
+    mask: Mask | None = None
+    if observed.call.mask is not None:
+        visible = observed.call.mask.visible(Region(slice(0, n_queries), slice(0, n_keys)), observed.call.grid)
+        mask = None if bool(visible.all()) else Dense(visible)
     call = Call.of(
         given.q[:, :, :n_queries], given.k[:, :, :n_keys], given.v[:, :, :n_keys], mask, given.biases, given.score,
         given.normalizer,
     )  # fmt: skip
     queries = None if observed.queries is None else observed.queries[:, :n_queries]
     keys = None if observed.keys is None else observed.keys[:, :n_keys]
-    kept = replace(places, queries=places.queries[:n_queries], keys=places.keys[..., :n_keys])
-    return replace(observed, call=call, queries=queries, keys=keys), kept
+    return replace(observed, call=call, queries=queries, keys=keys)

@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from qkv.profiler.profiles import Profile
 from qkv.profiler.run import name_of_model, versions
 from qkv.profiler.watch.caches import Followed
 from qkv.profiler.watch.rows import Places
-from qkv.profiler.watch.sequence import Sequence
+from qkv.profiler.watch.sequence import Sequence, in_order, without_unused
+
+KEEP_KEYS = ("DynamicCache", "StaticCache", "EncoderDecoderCache", "Full")
+"""Caches of transformers and of qkv whose keys stay what they were when they were added; others evict or round them."""
 
 
 class Watched:
@@ -43,7 +47,7 @@ class Watched:
         self._forward: Any = None  # what began the forward that runs: a module, or a method
         self._sequence: Sequence | None = None  # None while a forward is not recorded
         self._calls: dict[tuple[str, str], int] = {}
-        self._places: dict[Any, Places] = {}
+        self._keeps_keys = False  # whether the cache of the forward that runs neither evicts nor rounds keys
         self._new: tuple[Sequence, int, int] | None = None  # sequence, tokens before this forward, and its tokens
         self._reads = 0  # forwards without a cache
 
@@ -92,11 +96,13 @@ class Watched:
 
     def _as_observed(self, sequence: Sequence) -> Observer:
         source, target = sequence.ids(sequence.source), sequence.ids(sequence.target)
+        if sequence.two and source is not None and target is not None and len(target) != len(source):
+            source = source.repeat_interleave(len(target) // len(source), 0)  # beams read the same text
         observer = Observer(self.model, sequences=Sequences(source, target, two=sequence.two))
         for layer in sequence.layers.values():
             if self.layers is None or layer.number in self.layers:
                 rows = layer.total if layer.group == "encoder" or not sequence.tokens else sequence.tokens
-                observer.records.append(layer.record(rows))
+                observer.records.append(layer.record(rows, None if target is None else len(target)))
         return observer
 
     def _preview(self, sequence: Sequence) -> str:
@@ -113,7 +119,7 @@ class Watched:
         """A forward begins: find the sequence that it continues, and decide whether to record it."""
         if self._forward is not None:
             return
-        self._forward, self._calls, self._places = owner, {}, {}
+        self._forward, self._calls = owner, {}
         known = next((s for f, s in self._followed if f.cache() is cache), None) if cache is not None else None
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         of_encoder = isinstance(owner, nn.Module) and observer.names.get(id(owner), "").rpartition(".")[2] == "encoder"
@@ -123,9 +129,7 @@ class Watched:
         masks = real_tokens(owner, tensors, read) if isinstance(owner, nn.Module) else _padding(batch, cache)
         observer.key_masks, observer.query_masks, observer.sequences = *masks, read
         sequence.two |= read.two or bool(sequence.layers and known is None and not of_encoder)
-        count = self._reads if known is None and not of_encoder else sequence.forwards
-        recorded = sequence.forwards == 0 if known is not None else True
-        recorded |= count % self.every == 0
+        recorded = of_encoder or (self._reads if known is None else sequence.reads) % self.every == 0
         ids = read.target if read.two else read.source
         if sequence.two and not read.two and not of_encoder and ids is not None:
             sequence.target.append(ids.detach())
@@ -140,7 +144,9 @@ class Watched:
             self._reads += known is None
         self._sequence = sequence if recorded else None
         sequence.forwards += recorded
+        sequence.reads += 1
         observer.restart(paused=not recorded)
+        self._keeps_keys = type(getattr(cache, "caches", [cache])[0]).__name__ in KEEP_KEYS
         if known is None and cache is not None:
             self._follow(cache, sequence)
 
@@ -173,6 +179,10 @@ class Watched:
             return
         started = time.perf_counter()
         sequence, before, n = self._new
+        given = observed.call.given
+        given = replace(given, q=given.q.detach(), k=given.k.detach(), v=given.v.detach())  # without the graph
+        group = sequence.groups.setdefault(observed.module, observed.group)
+        observed = replace(observed, group=group, call=replace(observed.call, given=given))
         key = observed.group, observed.module
         n_queries = observed.call.q.shape[2]
         stepwise = n_queries == 1 and n != 1 and observed.group == "cross"  # one query at a time over the same keys
@@ -181,8 +191,11 @@ class Watched:
         layer = sequence.layer(observed, 0 if stepwise else step)
         if self.layers is None or layer.number in self.layers:
             start = before + step if stepwise else before if observed.group != "encoder" else 0
+            read = start + n_queries
+            if observed.group not in ("cross", "encoder") and attending() is None and read < observed.call.k.shape[2]:
+                observed = without_unused(observed, read)
             with torch.no_grad():
-                layer.add(observed, self._at(observed, sequence, start))
+                layer.add(observed, self._at(observed, sequence, start), keeps_keys=self._keeps_keys)
             for followed, of in self._followed:
                 if of is sequence:
                     followed.batch = len(observed.call.q)
@@ -198,19 +211,8 @@ class Watched:
             sequence.evicted |= cache.length < cache.seen
             return Places(torch.arange(start, start + n_queries, device=device), keys, first, self.local_window)
         first_key = 0 if observed.group in ("cross", "encoder") else start + n_queries - n_keys
-        if first_key < 0:  # a cache that held keys before it was watched, or slots for tokens to come
-            raise InputError(
-                f"model attends to {n_keys} keys in {observed.module} after {start + n_queries} tokens; expected the "
-                "model to read the text from its first token inside qkv.watch"
-            )
         sequence.evicted |= first_key > 0
-        name = observed.group, n_queries, n_keys, start, first_key
-        if name not in self._places:
-            queries, keys = (
-                torch.arange(a, a + m, device=device) for a, m in ((start, n_queries), (first_key, n_keys))
-            )
-            self._places[name] = Places(queries, keys, first, self.local_window)
-        return self._places[name]
+        return in_order(start, n_queries, first_key, n_keys, first, self.local_window, device)
 
     def release(self) -> None:
         for followed, _ in self._followed:
