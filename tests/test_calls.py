@@ -10,8 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import qkv
-from conftest import close, rand, refused, unchecked
+from conftest import close, enlarged, rand, refused, unchecked
 from qkv import Attention, cache, masks
+from qkv.models import (
+    Classifier,
+    ClassifierConfig,
+    DecoderConfig,
+    DecoderLM,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    RNNSeq2Seq,
+    RNNSeq2SeqConfig,
+)
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock, from_torch, to_torch
 from qkv.positions import Rotary
 
@@ -194,6 +204,104 @@ def test_a_block_returns_the_weights_of_its_layers(place: Any) -> None:
     out, weights = alone(x, return_weights=True, is_causal=True)
     close(out, alone(x, mask=masks.Causal()))
     assert not weights.triu(1).any()
+
+
+def outputs_of(model: nn.Module, call: Any) -> tuple[Any, dict[str, tuple[Tensor, Tensor]]]:
+    """The result of a call, with the values and the output of every attention in it, by the name of its module."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _, given, out, name=name: found.update({name: (given[2], out[0] if isinstance(out, tuple) else out)})
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, qkv.nn.Composition)
+    ]
+    try:
+        return call(), found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_weights(weights: dict[str, Tensor], found: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """The weights times the values are the output of every attention, for which there are no other weights."""
+    assert set(weights) == set(found)
+    for name, one in weights.items():
+        values, out = found[name]
+        close(one @ values.repeat_interleave(one.shape[1] // values.shape[1], 1), out, eps=512)
+
+
+IDS = torch.tensor([[3, 5, 8, 1, 2, 9, 10], [4, 7, 6, 2, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"positions": "rotary", "kv_heads": 2}, {"sink": True, "positions": "alibi"}, {"key_bias": True, "window": 3},
+    {"normalizer": "sigmoid", "gate": "head"}, {"normalizer": "entmax", "prefix": 3, "positions": "t5"},
+], ids=str)  # fmt: skip
+def test_a_language_model_returns_the_weights_of_every_layer(options: dict[str, Any]) -> None:
+    model = enlarged(DecoderLM(DecoderConfig(vocab_size=11, d_model=12, layers=3, heads=6, **options)))
+    (logits, weights), found = outputs_of(model, lambda: model(IDS, return_weights=True))
+    close(logits, model(IDS), eps=512)
+    assert [x.shape for x in weights] == [(2, 6, 7, 7)] * 3
+    check_weights({f"blocks.{i}.attention.composition": x for i, x in enumerate(weights)}, found)
+
+
+def test_the_weights_of_a_model_are_differentiable() -> None:
+    model = enlarged(DecoderLM(DecoderConfig(vocab_size=11, d_model=12, layers=2, heads=3)))
+
+    def entropy() -> Tensor:
+        last = model(IDS, return_weights=True)[1][-1]
+        return -(last * last.clamp(min=1e-300).log()).sum()
+
+    weight, step = model.blocks[1].attention.in_proj.weight, rand(36, 12, seed=4)
+    slope = (torch.autograd.grad(entropy(), weight)[0] * step).sum()
+    with torch.no_grad():
+        weight.add_(step, alpha=1e-5)
+        after = entropy()
+        weight.add_(step, alpha=-2e-5)
+        torch.testing.assert_close(slope, (after - entropy()) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("place", ["pre", "post"])
+def test_an_encoder_decoder_returns_the_weights_of_both_halves(place: Any) -> None:
+    config = EncoderDecoderConfig(
+        11, 13, d_model=12, heads=3, d_hidden=10, layers=2, decoder_layers=3, context=9, dropout=0.0, place=place
+    )
+    model, target = enlarged(EncoderDecoder(config)), torch.tensor([[1, 4, 9, 3, 2], [1, 10, 5, 2, 0]])
+    source = torch.tensor([[3, 5, 8, 1, 2, 9, 10], [4, 7, 6, 2, 0, 0, 0]])
+    (logits, weights), found = outputs_of(model, lambda: model(source, target, return_weights=True))
+    close(logits, model(source, target), eps=512)
+    assert [x.shape for x in weights.encoder] == [(2, 3, 7, 7)] * 2
+    assert [x.shape for x in weights.cross] == [(2, 3, 5, 7)] * 3
+    assert not any(x[1, :, :, 4:].any() for x in (*weights.encoder, *weights.cross))
+    assert not any(x.triu(1).any() for x in weights.decoder)
+    named = {f"encoder.blocks.{i}.attention.composition": x for i, x in enumerate(weights.encoder)}
+    named |= {f"decoder.blocks.{i}.attention.composition": x for i, x in enumerate(weights.decoder)}
+    named |= {f"decoder.blocks.{i}.cross.composition": x for i, x in enumerate(weights.cross)}
+    check_weights(named, found)
+
+
+def test_a_classifier_returns_the_weights_of_every_layer() -> None:
+    model = enlarged(Classifier(ClassifierConfig(11, classes=3, d_model=12, heads=3)))
+    (logits, weights), found = outputs_of(model, lambda: model(IDS, return_weights=True))
+    close(logits, model(IDS), eps=512)
+    check_weights({f"encoder.blocks.{i}.attention.composition": x for i, x in enumerate(weights)}, found)
+
+
+def test_alignments_of_every_head_are_differentiable() -> None:
+    model = enlarged(RNNSeq2Seq(RNNSeq2SeqConfig(11, 13, d_hidden=12, attention="multihead", heads=3, cell="rnn")))
+    target = torch.tensor([[1, 4, 9], [1, 10, 5]])
+    weights = model.alignments(IDS, target, per_head=True)
+    assert weights.shape == (2, 3, 3, 7)
+    assert not torch.allclose(weights[:, 0], weights[:, 1])
+    close(weights.sum(-1), torch.ones(2, 3, 3))
+    weights[:, 1].square().sum().backward()
+    assert isinstance(model.attention, MultiHeadAttention)
+    slope = model.attention.in_proj.weight.grad
+    assert slope is not None
+    queries = slope[:12]
+    assert queries[4:8].any()
+    assert not queries[:4].any()  # of the first head, which the loss does not contain
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -203,16 +203,53 @@ class DecoderLM(nn.Module):
             if name.endswith(("attention.out_proj.weight", "feed_forward.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n vocab"]:
-        """Logits of the next token at each position."""
-        return project(self.hidden(ids), self._output())
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    @overload
+    def forward(
+        self, ids: Tensor, *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]: ...  # fmt: skip
+    def forward(
+        self, ids: Int[Tensor, "b n"], *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits of the next token at each position.
+
+        Args:
+            ids: the tokens.
+            return_weights: also return the attention weights of every layer; memory is then quadratic in the length.
+                They are differentiable, and include dropout in training.
+
+        Returns:
+            ``logits`` (b, n, vocab), or ``(logits, weights)`` with a tensor (b, heads, n, n) for each layer.
+
+        >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
+        >>> logits, weights = model(torch.tensor([[1, 2, 3]]), return_weights=True)
+        >>> len(weights), weights[0].shape
+        (2, torch.Size([1, 4, 3, 3]))
+        """
+        weights: list[Tensor] | None = [] if return_weights else None
+        logits = project(self._hidden(ids, weights), self._output())
+        return logits if weights is None else (logits, tuple(weights))
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
         """Final hidden states, the input of the output matrix."""
+        return self._hidden(ids)
+
+    def _hidden(self, ids: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        """Final hidden states; the weights of each layer are appended to `weights`, if it is a list."""
         self._check(ids, 0)
         x = self._embedded(ids, 0, None)
         for block in self.blocks:
-            x = block(x)
+            if weights is None:
+                x = block(x)
+            else:
+                x, of_layer = block(x, return_weights=True)
+                weights.append(of_layer)
         out: Tensor = self.norm(x)
         return out
 
