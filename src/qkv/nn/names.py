@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qkv._engine.inputs import OTHER_NAMES
+from qkv._names import OTHER_NAMES
 from qkv.errors import InputError, nearest
 
 SIZES = {"embed_dim": "d_model", "num_heads": "heads", "n_heads": "heads"}
