@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CORE = (
     "errors", "_contract", "_files", "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels", "linear", "statistics", "choice", "_cost", "attention",
-    "cache", "nn", "models",
+    "cache", "nn", "models", "course",
 )  # fmt: skip
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on CPU tensors; read when they are first imported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,25 +63,64 @@ def test_numpy_inputs_give_numpy_results(shape: tuple[int, ...]) -> None:
             attend(x, x[0], x)
 
 
+def with_measure(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> object:
+    return measure(q, k, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("name", "ours"),
+    ("name", "ours", "calls"),
     [
-        ("is_causal", "mask=qkv.masks.Causal()"),
-        ("scale", "score=qkv.scores.Dot(scale)"),
-        ("attn_mask", "mask="),
-        ("dropout", "dropout_p="),
-        ("enable_gqa", "grouped-query"),
+        ("is_causal", "mask=qkv.masks.Causal()", (with_measure,)),
+        ("scale", "score=qkv.scores.Dot(scale)", (with_measure,)),
+        ("attn_mask", "mask=", (with_measure,)),
+        ("dropout", "dropout_p=", (attend, qkv.Attention(), with_measure)),
+        ("enable_gqa", "grouped-query", (attend, qkv.Attention(), with_measure)),
     ],
 )
-def test_argument_names_of_other_libraries_are_translated(name: str, ours: str) -> None:
+def test_argument_names_of_other_libraries_are_translated(name: str, ours: str, calls: tuple[Any, ...]) -> None:
     q, k, v = triple()
-    for call in (attend, qkv.Attention(), lambda q, k, v, **asked: measure(q, k, **asked)):
+    for call in calls:
         with pytest.raises(InputError) as error:
             call(q, k, v, **{name: True})
         assert error.value.argument == name
         assert ours in str(error.value)
     with refused("kernal", match="dropout_seed, kernel"):
         attend(q, k, v, kernal="flash")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+@pytest.mark.parametrize("nk", [11, 13])
+def test_arguments_of_scaled_dot_product_attention_mean_what_they_mean_in_torch(kernel: str, nk: int) -> None:
+    q, k, v = triple(hkv=6, nk=nk)
+    allowed, added = rand(2, 1, 11, nk, seed=5) > -1, rand(6, 11, nk, seed=6)
+    allowed[..., 0] = True
+    for options in (
+        {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": allowed}, {"attn_mask": added},
+        {"attn_mask": allowed, "scale": 0.3}, {"is_causal": True, "scale": -0.3},
+    ):  # fmt: skip
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        close(attend(q, k, v, kernel=kernel, **options), want)
+        close(qkv.Attention()(q, k, v, kernel=kernel, **options), want)
+
+
+def test_torchs_arguments_combine_with_ours() -> None:
+    q, k, v = triple(hkv=6, nk=11)
+    want = attend(q, k, v, mask=masks.Causal() & masks.Padding([7, 9]))
+    close(attend(q, k, v, mask=masks.Padding([7, 9]), is_causal=True), want)
+    both = (biases.ALiBi(), biases.Dense(rand(11, 11)))
+    close(attend(q, k, v, bias=biases.ALiBi(), attn_mask=rand(11, 11)), attend(q, k, v, bias=both))
+    flat = q[:, 0], k[:, 0], v[:, 0]
+    close(attend(*flat, is_causal=True), attend(*flat, mask=masks.Causal()))
+    arrays = [x.numpy() for x in flat]
+    assert np.array_equal(attend(*arrays, is_causal=True), attend(*arrays, mask=masks.Causal()))
+    for options, argument in (
+        ({"scale": 0.3, "score": qkv.scores.Dot(0.2)}, "scale"),
+        ({"attn_mask": rand(11, 11) > 0, "mask": masks.Causal()}, "attn_mask"),
+        ({"attn_mask": rand(11, 11) > 0, "is_causal": True}, "attn_mask"),
+        ({"attn_mask": torch.ones(11, 11, dtype=torch.int64)}, "attn_mask"),
+    ):
+        with refused(argument):
+            attend(q, k, v, **options)
 
 
 def test_a_mask_is_rejected_if_its_first_dimension_can_be_batch_or_heads() -> None:

@@ -31,6 +31,9 @@ EVERY = {
     "bahdanau, deep": replace(SMALL, attention="bahdanau", layers=2, bidirectional=False),
     "bahdanau, gru": replace(SMALL, attention="bahdanau", cell="gru"),
     "fed, deep gru": replace(SMALL, attention="luong-general", input_feeding=True, cell="gru", layers=2),
+    "none, rnn": replace(SMALL, cell="rnn"),
+    "bahdanau, deep rnn": replace(SMALL, attention="bahdanau", cell="rnn", layers=2),
+    "fed, rnn": replace(SMALL, attention="luong-dot", input_feeding=True, cell="rnn", bidirectional=False),
     "multihead, one way": replace(SMALL, attention="multihead", bidirectional=False, layers=2),
 }
 SOURCE = torch.tensor([[3, 5, 8, 1, 2], [4, 7, 6, 0, 0], [8, 0, 0, 0, 0]])
@@ -65,9 +68,11 @@ class Loops:
         self.config, self.p = model.config, {name: x.detach().numpy() for name, x in model.named_parameters()}
 
     def cell(self, name: str, x: np.ndarray, state: list[np.ndarray]) -> list[np.ndarray]:
-        """One step of an LSTM (Hochreiter & Schmidhuber 1997) or a GRU (Cho et al. 2014, as torch has it)."""
+        """One step of an LSTM (Hochreiter & Schmidhuber 1997), GRU (Cho et al. 2014, as torch has it) or plain RNN."""
         of_x = self.p[name.replace("?", "weight_ih")] @ x + self.p[name.replace("?", "bias_ih")]
         of_h = self.p[name.replace("?", "weight_hh")] @ state[0] + self.p[name.replace("?", "bias_hh")]
+        if self.config.cell == "rnn":
+            return [np.tanh(of_x + of_h)]
         if self.config.cell == "lstm":
             i, f, g, o = np.split(of_x + of_h, 4)
             c = sigmoid(f) * state[1] + sigmoid(i) * np.tanh(g)
@@ -99,7 +104,7 @@ class Loops:
         return np.stack(rows), initial
 
     def run(self, source: list[int], target: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Logits (t, vocab) and weights (t, s)."""
+        """Logits (t, vocab) and weights (t, heads, s)."""
         c, p = self.config, self.p
         memory, states = self.encode(source)
         fed, logits, alignments = np.zeros(c.d_hidden), [], []
@@ -128,7 +133,7 @@ class Loops:
                 features = np.tanh(p["attention.combine.weight"] @ np.concatenate([weights @ memory, x]))
                 fed = features
             logits.append(p["output.weight"] @ features + p["output.bias"])
-            alignments.append(weights)
+            alignments.append(np.atleast_2d(weights))
         return np.stack(logits), np.stack(alignments)
 
     def softmax(self, x: np.ndarray) -> np.ndarray:
@@ -153,7 +158,7 @@ class Loops:
         return weights
 
     def heads(self, h: np.ndarray, memory: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Vaswani et al. 2017, §3.2.2; weights are the mean of the heads'."""
+        """Vaswani et al. 2017, §3.2.2: the context, and the weights of every head."""
         p, d = self.p, self.config.d_hidden
         w, b = p["attention.in_proj.weight"], p["attention.in_proj.bias"]
         q, k, v = w[:d] @ h + b[:d], memory @ w[d : 2 * d].T + b[d : 2 * d], memory @ w[2 * d :].T + b[2 * d :]
@@ -162,20 +167,22 @@ class Loops:
             cut = slice(n * size, (n + 1) * size)
             rows.append(self.softmax(k[:, cut] @ q[cut] / math.sqrt(size)))
             found.append(rows[-1] @ v[:, cut])
-        return p["attention.out_proj.weight"] @ np.concatenate(found) + p["attention.out_proj.bias"], np.mean(rows, 0)
+        return p["attention.out_proj.weight"] @ np.concatenate(found) + p["attention.out_proj.bias"], np.stack(rows)
 
 
 def test_logits_and_alignments_equal_the_papers_equations(model: RNNSeq2Seq) -> None:
     logits = model(SOURCE, TARGET)
     assert logits.shape == (3, 4, model.vocabulary)
     attends = model.config.attention != "none"
-    weights = model.alignments(SOURCE, TARGET) if attends else None
+    weights = model.alignments(SOURCE, TARGET, per_head=True) if attends else None
     for b, length in enumerate([5, 3, 1]):
         want, aligned = Loops(model).run(SOURCE[b, :length].tolist(), TARGET[b].tolist())
         close(logits[b], want, eps=512)
         if weights is not None:
-            close(weights[b, :, :length], aligned, eps=512)
-            assert not weights[b, :, length:].any()
+            close(weights[b, :, :, :length], aligned.swapaxes(0, 1), eps=512)
+            assert not weights[b, :, :, length:].any()
+    if weights is not None:
+        close(model.alignments(SOURCE, TARGET), weights.mean(1))
 
 
 def test_loss_ignores_padding_and_the_first_token(model: RNNSeq2Seq) -> None:
@@ -347,7 +354,7 @@ def test_model_learns_to_reverse(name: str) -> None:
 
 def test_number_of_parameters(model: RNNSeq2Seq) -> None:
     c = model.config
-    d, e, gates = c.d_hidden, c.d_embedding, 4 if c.cell == "lstm" else 3
+    d, e, gates = c.d_hidden, c.d_embedding, {"lstm": 4, "gru": 3, "rnn": 1}[c.cell]
 
     def recurrent(inputs: int, size: int) -> int:
         return gates * size * (inputs + size + 2)
@@ -356,7 +363,7 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
     encoder = sum(ways * recurrent(d if layer else e, d // ways) for layer in range(c.layers))
     further = d if c.attention == "bahdanau" or c.input_feeding else 0
     decoder = sum(recurrent(d if layer else e + further, d) for layer in range(c.layers))
-    bridges = {4: 2, 3: 1}[gates] * d * (d + 1) if c.bidirectional else 0
+    bridges = (2 if gates == 4 else 1) * d * (d + 1) if c.bidirectional else 0
     attention = {
         "none": 0,
         "bahdanau": 2 * d * d + d,
@@ -375,7 +382,7 @@ def test_number_of_parameters(model: RNNSeq2Seq) -> None:
     ("asked", "argument", "match"),
     [
         ({"attention": "luong"}, "attention", None),
-        ({"cell": "rnn"}, "cell", None),
+        ({"cell": "elman"}, "cell", None),
         (
             {"attention": "luong-dot", "kind": "local"},
             "kind",

@@ -29,6 +29,8 @@ FILES = [
     "decoder",
     "captioner",
     "alignment",
+    "calls",
+    "course_snippets",
 ]
 # Words in the names of tests that repeat the calls of others many times: no signature is checked by them alone.
 SLOW = [

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from qkv import InputError
+from conftest import refused
+from qkv import Attention, InputError
 from qkv.cli import COMMANDS, main
 from qkv.cli.train import Run
 from qkv.lab import experiments, settings, tasks
@@ -96,6 +97,19 @@ def test_run_toml_is_accepted_as_config(asked: Asked) -> None:
     Path("run.toml").write_text(settings.to_toml(task, training))
     assert main(["train", "--config", "run.toml"]) == 0
     assert (asked.task, asked.training) == (task, training)
+
+
+def test_compositions_are_set_in_code_alone(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "reversal", "--model.attention", "None"]) == 0
+    assert asked.task == Reversal()
+    assert code_of("train", "reversal", "--model.attention", "Causal()") == 2
+    assert "in code alone" in words(capsys.readouterr().err)
+    own = replace(Reversal(), model=replace(Reversal().model, attention=Attention()))
+    with refused("attention", match=r"run\.toml"):
+        settings.to_toml(own, Training())
+    Path("x.toml").write_text('task = "reversal"\n[reversal]\nmodel.attention = "Causal()"\n')
+    with refused("reversal.model.attention", match="expected Attention"):
+        settings.from_toml(Path("x.toml"))
 
 
 def test_threads(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

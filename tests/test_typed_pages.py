@@ -25,7 +25,14 @@ import numpy as np
 from torch import Tensor, nn
 
 import qkv
-from qkv.models import Captioner, DecoderLM
+from qkv.models import (
+    Captioner,
+    DecoderConfig,
+    DecoderLM,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    EncoderDecoderWeights,
+)
 from qkv.nn import AdditiveAttention, LuongAttention, MultiHeadAttention, TransformerBlock
 
 
@@ -47,6 +54,28 @@ def returns(x: Tensor, array: np.ndarray, flag: bool, name: str) -> None:
     assert_type(heads(x, x), Tensor)
     assert_type(heads(x, x, return_weights=True), tuple[Tensor, Tensor])
     assert_type(heads(x, x, return_weights=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(heads(x, x, x), Tensor)
+    assert_type(heads(query=x, key=x, value=x), Tensor)
+    assert_type(heads(x, need_weights=True), tuple[Tensor, Tensor])
+    assert_type(heads(x, need_weights=False), tuple[Tensor, None])
+    assert_type(heads(x, need_weights=flag), tuple[Tensor, Tensor | None])
+    assert_type(qkv.attend(x, x, x, is_causal=True, scale=0.5, attn_mask=x), Tensor)
+    block = TransformerBlock(heads, nn.Identity(), cross=heads)
+    assert_type(block(x), Tensor)
+    assert_type(block(x, return_weights=True), tuple[Tensor, Tensor])
+    assert_type(block(x, x, return_weights=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(block(x, keys_values=(x, x), return_weights=True), tuple[Tensor, Tensor, Tensor])
+    assert_type(block(x, return_weights=flag), Tensor | tuple[Tensor, ...])
+    decoder = DecoderLM(DecoderConfig(attention=attention))
+    assert_type(decoder(x), Tensor)
+    assert_type(decoder(x, return_weights=True), tuple[Tensor, tuple[Tensor, ...]])
+    translator = EncoderDecoder(EncoderDecoderConfig(9, 9))
+    assert_type(translator(x, x), Tensor)
+    assert_type(translator(x, x, return_weights=True), tuple[Tensor, EncoderDecoderWeights])
+    lesson = qkv.course.MultiHeadAttention(8, num_heads=2)
+    assert_type(lesson(x, x, x), tuple[Tensor, Tensor])
+    assert_type(lesson(x, return_attention=False), tuple[Tensor, None])
+    assert_type(qkv.course.scaled_dot_product_attention(array, array, array), tuple[np.ndarray, np.ndarray])
     additive = AdditiveAttention(8, 8, 8)
     assert_type(additive(x, x), Tensor)
     assert_type(additive(x, x, return_weights=True), tuple[Tensor, Tensor])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qkv import (
         biases,
         cache,
+        course,
         features,
         huggingface,
         kernels,
@@ -59,6 +60,7 @@ __all__ = [
     "biases",
     "cache",
     "choose_keys",
+    "course",
     "features",
     "huggingface",
     "kernels",
@@ -86,8 +88,8 @@ __all__ = [
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
-    "biases", "cache", "features", "huggingface", "kernels", "lab", "masks", "models", "nn", "normalizers", "positions",
-    "profiler", "reference", "ring", "scores", "statistics", "testing",
+    "biases", "cache", "course", "features", "huggingface", "kernels", "lab", "masks", "models", "nn", "normalizers",
+    "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from qkv._cost import Cost, cost
 from qkv._engine.call import Call, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, refuse_unknown
+from qkv._engine.sdpa import from_torch_names
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.kernels import choose, opaque, serve, serve_shared, watched
@@ -31,7 +32,7 @@ from qkv.statistics.sums import Statistics
 
 ARGUMENTS = (
     "mask", "bias", "score", "normalizer", "dropout_p", "dropout_seed", "kernel", "return_lse", "return_weights",
-    "group",
+    "group", "attn_mask", "is_causal", "scale",
 )  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def attend(
     score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
     return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
 ) -> A: ...  # fmt: skip
 @overload
 def attend(
@@ -103,6 +105,7 @@ def attend(
     score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
     return_weights: Literal[False] = False, group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
 ) -> tuple[A, A]: ...  # fmt: skip
 @overload
 def attend(
@@ -110,6 +113,7 @@ def attend(
     score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[False] = False,
     return_weights: Literal[True], group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
 ) -> tuple[A, A]: ...  # fmt: skip
 @overload
 def attend(
@@ -117,6 +121,7 @@ def attend(
     score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None, kernel: str = "auto", return_lse: Literal[True],
     return_weights: Literal[True], group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
 ) -> tuple[A, A, A]: ...  # fmt: skip
 @overload
 def attend(
@@ -124,6 +129,7 @@ def attend(
     score: Score | None = None, normalizer: Normalizer | None = None, dropout_p: float = 0.0,
     dropout_seed: int | None = None, kernel: str = "auto", return_lse: bool = False, return_weights: bool = False,
     group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
 ) -> A | tuple[A, ...]: ...  # fmt: skip
 def attend(
     q: Any,
@@ -140,6 +146,9 @@ def attend(
     return_lse: bool = False,
     return_weights: bool = False,
     group: ProcessGroup | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
     **unknown: object,
 ) -> Any:
     """Attention: for every query, the sum of the values times its normalized scores with the keys.
@@ -167,6 +176,10 @@ def attend(
             process in the order of `qkv.ring.shard`; `mask` and `bias` describe the whole sequence. Every process of
             the group must make the call, forward and backward. `Softmax` only, without dropout and without
             `RelativePosition`. See docs/ring.md.
+        attn_mask: torch's name and form of a mask: boolean as `mask`, or numbers that are added to the scores.
+        is_causal: torch's name of a causal mask, whose *first* query is aligned with the first key; combined with
+            `mask` by AND. ``mask=Causal()`` is the same with nq = nk.
+        scale: torch's name of the factor of the dot products: ``score=Dot(scale)``.
         **unknown: rejected with an error, which translates the argument names of other libraries.
 
     Returns:
@@ -189,6 +202,9 @@ def attend(
     """
     if unknown:
         refuse_unknown("attend", unknown, ARGUMENTS)
+    if is_causal or attn_mask is not None or scale is not None:
+        lengths = q.shape[-2], k.shape[-2]
+        mask, bias, score = from_torch_names(lengths, mask, bias, score, attn_mask, is_causal, scale)
     if group is not None:
         return _shared(q, k, v, mask, bias, score, normalizer, dropout_p, kernel, return_lse, return_weights, group)
     if kernel == "auto" and bias is None and not (dropout_p or return_lse or return_weights or watched()):
@@ -383,7 +399,7 @@ class Attention:
         group: ProcessGroup | None = None,
         **unknown: Any,
     ) -> Any:
-        """`attend` with this composition; without dropout unless `training`."""
+        """`attend` with this composition; without dropout unless `training`. Torch's names of `attend` work, too."""
         options: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "return_weights": return_weights}
         dropout: dict[str, Any] = {"dropout_p": self.dropout_p if training else 0.0, "dropout_seed": dropout_seed}
         return attend(q, k, v, **dropout, **self._parts(), **options, group=group, **unknown)

@@ -415,7 +415,7 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
         raise InputError(f"mask is the class {mask.__name__}, expected an instance such as {mask.__name__}(...)")
     tensor = torch.from_numpy(mask) if isinstance(mask, np.ndarray) else mask
     made = Dense(tensor)
-    if _strictly_upper(made.tensor):
+    if strictly_upper(made.tensor):
         warnings.warn(
             "mask is True strictly above the diagonal, so each query attends only to later keys. In qkv True means may "
             "attend; pass ~mask if True means masked, or wrap it in qkv.masks.Dense if this is intended",
@@ -425,7 +425,7 @@ def as_mask(mask: Mask | Bool[Tensor, "..."] | None) -> Mask | None:
     return made
 
 
-def _strictly_upper(mask: Tensor) -> bool:
+def strictly_upper(mask: Tensor) -> bool:
     """Whether a square boolean mask is True exactly above the diagonal, like torch's causal mask (True = masked)."""
     n = mask.shape[-1]
     if mask.shape[-2] != n or n < 2 or mask.device.type != "cpu":

@@ -94,14 +94,40 @@ def _read(arguments: Sequence[str]) -> Run:
         task, training = settings.from_toml(config)
         if name not in (None, task.name):
             raise InputError(f"--config: {config} has the settings of the task {task.name!r}, expected {name!r}")
-    run: Run = tyro.cli(
-        Run,
-        default=Run(task, training, Path("qkv-runs", task.name)),
-        prog=f"qkv train {task.name}",
-        description=_about(type(task)),
-        args=arguments[name is not None :],
-    )
+    with _without_compositions():
+        run: Run = tyro.cli(
+            Run,
+            default=Run(task, training, Path("qkv-runs", task.name)),
+            prog=f"qkv train {task.name}",
+            description=_about(type(task)),
+            args=arguments[name is not None :],
+        )
     return run
+
+
+def _without_compositions() -> tyro.constructors.ConstructorRegistry:
+    """Rules for tyro by which a composition, such as `DecoderConfig.attention`, is None: only code can make one."""
+    from qkv.attention import Attention
+
+    def parsed(given: list[str]) -> None:
+        if given != ["None"]:
+            raise ValueError(f"{given[0]} is not None; a composition can be set in code alone")
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def _(field: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[None] | None:
+        if field.type != (Attention | None):
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="None",
+            instance_from_str=parsed,
+            is_instance=lambda x: x is None,
+            str_from_instance=lambda _: ["None"],
+        )
+
+    return registry
 
 
 def _about(task: type[Task]) -> str:

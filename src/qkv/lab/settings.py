@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qkv.attention import Attention
 from qkv.errors import InputError, nearest
 from qkv.lab.task import Task, Training
 
@@ -58,8 +59,15 @@ def updated(settings: C, entries: Mapping[str, Any], where: str = "") -> C:
 
 
 def entries_of(settings: Any) -> dict[str, Any]:
-    """All entries except those that are None, which TOML cannot express; None is always a default."""
+    """All entries except those that are None, which TOML cannot express; None is always a default.
+
+    Raises:
+        InputError: for a composition, whose learned tensors have no place in TOML.
+    """
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    for name, value in found.items():
+        if isinstance(value, Attention):
+            raise InputError(f"{name} is a composition, expected None: run.toml holds all settings of a task, as text")
     return {k: entries_of(v) if is_dataclass(v) else v for k, v in found.items() if v is not None}
 
 

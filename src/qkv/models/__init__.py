@@ -9,7 +9,7 @@ from qkv.models.captioner import Captioner, CaptionerConfig
 from qkv.models.checkpoint import load, save
 from qkv.models.classifier import Classifier, ClassifierConfig
 from qkv.models.decoder import DecoderConfig, DecoderLM, DecoderState
-from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig, EncoderDecoderWeights
 from qkv.models.generation import generate, pad_left, stream, text_stream
 from qkv.models.pretrained import from_hugging_face
 from qkv.models.sampling import Sampler
@@ -26,6 +26,7 @@ __all__ = [
     "DecoderState",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "EncoderDecoderWeights",
     "Hypothesis",
     "RNNSeq2Seq",
     "RNNSeq2SeqConfig",

@@ -32,6 +32,10 @@ KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a model of `qkv.models`: its configuration as JSON and its weights as safetensors, both as atomic writes.
 
+    Raises:
+        InputError: for another model, and for a composition with parts that have no form in JSON, such as a mask class
+            of your own.
+
     >>> import tempfile
     >>> model = DecoderLM(DecoderConfig(vocab_size=10, d_model=8, layers=1, heads=2))
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -43,12 +47,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     kind = type(model).__name__
     if kind not in KINDS or not isinstance(model, KINDS[kind][1]):
         raise InputError(f"model is {kind}, expected one of {', '.join(KINDS)}")
+    described = {"model": kind, "config": configs.to_dict(model.config)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
     unfinished = folder / f".{WEIGHTS}.part"
     save_file(tensors, unfinished)
-    described = {"model": kind, "config": configs.to_dict(model.config)}
     unfinished_config = folder / f".{CONFIG}.part"
     unfinished_config.write_text(json.dumps(described, indent=1) + "\n")
     unfinished.replace(folder / WEIGHTS)

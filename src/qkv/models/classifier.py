@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -69,18 +69,41 @@ class Classifier(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b classes"]:
-        """Logits of the classes. For a sequence of padding alone they are the output's bias."""
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    @overload
+    def forward(
+        self, ids: Tensor, *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]: ...  # fmt: skip
+    def forward(
+        self, ids: Int[Tensor, "b n"], *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits of the classes. For a sequence of padding alone they are the output's bias.
+
+        Args:
+            ids: the tokens.
+            return_weights: also return the attention weights of every layer; memory is then quadratic in the length.
+                They are differentiable.
+
+        Returns:
+            ``logits`` (b, classes), or ``(logits, weights)`` with a tensor (b, heads, n, n) for each layer.
+        """
         check_ids("ids", ids, self.config.vocab_size)
         real = ids != self.config.pad
-        x = self.encoder(self.tokens(ids), mask=real_keys(real))
+        weights: list[tuple[Tensor, ...]] | None = [] if return_weights else None
+        x = self.encoder(self.tokens(ids), mask=real_keys(real), weights=weights)
         if self.config.pool == "first":
             pooled = x[:, 0]
         else:
             count = real.sum(1, keepdim=True).clamp(min=1)
             pooled = torch.where(real[..., None], x, 0).sum(1) / count
         logits: Tensor = self.output(pooled)
-        return logits
+        return logits if weights is None else (logits, tuple(own for (own,) in weights))
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def loss(self, ids: Int[Tensor, "b n"], labels: Int[Tensor, " b"]) -> Float[Tensor, ""]:
         """Mean cross-entropy of the correct classes, in nats."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.biases import ALiBi, Bias, T5Bias
 from qkv.cache import Cache, Full
@@ -18,6 +20,7 @@ from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Prefix, Window
 from qkv.models.checks import check_dropout, check_ids
 from qkv.models.config import one_of
+from qkv.models.decoder_mask import causal, depends_on_length, depends_on_start
 from qkv.models.loss import linear_cross_entropy
 from qkv.nn.block import TransformerBlock, make_norm
 from qkv.nn.feed_forward import FeedForward
@@ -41,7 +44,8 @@ SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Architecture and sizes of a `DecoderLM`. Every entry is a number, a string, a bool or None, so it fits in JSON.
+    """Architecture and sizes of a `DecoderLM`. Every entry is a number, a string, a bool or None, so it fits in JSON;
+    `attention` is a composition, which does if all its parts are qkv's own.
 
     >>> DecoderConfig.llama(d_model=128, heads=4, kv_heads=2).norm
     'rmsnorm'
@@ -91,6 +95,10 @@ class DecoderConfig:
     score_scale: float | None = None
     """Scale of the dot products of queries and keys; 1/√head_dim if None."""
     dropout: float = 0.0
+    """Dropout of embeddings, of attention weights and of the output of each sublayer, in training."""
+    attention: Attention | None = None
+    """The composition of every layer, in place of `window`, `prefix`, `normalizer`, `score_scale` and the positions
+    ``alibi`` and ``t5``. Later tokens are masked, too. Every layer gets a copy of its learned tensors."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "heads", "d_model"):
@@ -115,6 +123,25 @@ class DecoderConfig:
             raise InputError(f"prefix is {self.prefix} with window {self.window}, expected at most one of them")
         if self.score_scale is not None and not 0 < self.score_scale < math.inf:
             raise InputError(f"score_scale is {self.score_scale}, expected a positive number or None for 1/√head_dim")
+        if self.attention is not None:
+            self._check_composition()
+
+    def _check_composition(self) -> None:
+        """Raise `InputError` for settings that the composition replaces."""
+        if not isinstance(self.attention, Attention):
+            raise InputError(f"attention is {type(self.attention).__name__}, expected a qkv.Attention or None")
+        as_mask(self.attention.mask)
+        replaced = {"window": None, "prefix": 0, "normalizer": "softmax", "score_scale": None}
+        for name, default in replaced.items():
+            if getattr(self, name) != default:
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r} with attention, expected {default!r}: the composition "
+                    "replaces it"
+                )
+        if self.positions in ("alibi", "t5"):
+            raise InputError(
+                f"positions is {self.positions!r} with attention, expected another: give the composition this bias"
+            )
 
     @staticmethod
     def gpt2(**changes: Any) -> DecoderConfig:
@@ -194,8 +221,8 @@ class DecoderLM(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise linear layers and embeddings as GPT-2 does; the other modules initialise themselves."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding) and ".composition." not in name:
                 nn.init.normal_(module.weight, std=0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
@@ -203,16 +230,53 @@ class DecoderLM(nn.Module):
             if name.endswith(("attention.out_proj.weight", "feed_forward.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def forward(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n vocab"]:
-        """Logits of the next token at each position."""
-        return project(self.hidden(ids), self._output())
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, ids: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    @overload
+    def forward(
+        self, ids: Tensor, *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]: ...  # fmt: skip
+    def forward(
+        self, ids: Int[Tensor, "b n"], *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits of the next token at each position.
+
+        Args:
+            ids: the tokens.
+            return_weights: also return the attention weights of every layer; memory is then quadratic in the length.
+                They are differentiable, and include dropout in training.
+
+        Returns:
+            ``logits`` (b, n, vocab), or ``(logits, weights)`` with a tensor (b, heads, n, n) for each layer.
+
+        >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
+        >>> logits, weights = model(torch.tensor([[1, 2, 3]]), return_weights=True)
+        >>> len(weights), weights[0].shape
+        (2, torch.Size([1, 4, 3, 3]))
+        """
+        weights: list[Tensor] | None = [] if return_weights else None
+        logits = project(self._hidden(ids, weights), self._output())
+        return logits if weights is None else (logits, tuple(weights))
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def hidden(self, ids: Int[Tensor, "b n"]) -> Float[Tensor, "b n d_model"]:
         """Final hidden states, the input of the output matrix."""
+        return self._hidden(ids)
+
+    def _hidden(self, ids: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        """Final hidden states; the weights of each layer are appended to `weights`, if it is a list."""
         self._check(ids, 0)
         x = self._embedded(ids, 0, None)
         for block in self.blocks:
-            x = block(x)
+            if weights is None:
+                x = block(x)
+            else:
+                x, of_layer = block(x, return_weights=True)
+                weights.append(of_layer)
         out: Tensor = self.norm(x)
         return out
 
@@ -245,6 +309,10 @@ class DecoderLM(nn.Module):
             cache: makes the cache of one layer, such as ``lambda: qkv.cache.Sinks(4, 252)``; by default `Full` with the
                 size of the context. A model with a prefix needs `Full`.
 
+        Raises:
+            InputError: for wrong padding; for a composition whose mask depends on the length of the text, such as that
+                of BigBird, because the cached keys would be those of another text.
+
         >>> import torch
         >>> model = DecoderLM(DecoderConfig(vocab_size=100, d_model=64, layers=2, heads=4))
         >>> state = model.start()
@@ -262,10 +330,28 @@ class DecoderLM(nn.Module):
                     f"padding is {padding.tolist()}, expected none: the prefix of {self.config.prefix} tokens must "
                     "begin at the first position"
                 )
+        if self.config.attention is not None:
+            self._check_mask(padding)
         if cache is not None and not callable(cache):
             raise InputError(f"cache is {cache!r}, expected a function such as lambda: qkv.cache.Full(64)")
         make = cache or (lambda: Full(self.config.context))
         return DecoderState([make() for _ in self.blocks], padding)
+
+    def _check_mask(self, padding: Tensor | None) -> None:
+        """Raise `InputError` if the mask of the composition would change from one step to the next."""
+        mask = as_mask(_attention(self.config).mask)
+        assert mask is not None
+        if depends_on_length(mask, self.config.context, self.config.heads):
+            raise InputError(
+                "attention has a mask that changes with the number of tokens, so a cache would hold keys of another "
+                "text; expected a mask of positions alone, or logits of the whole text at each step: model(ids)[:, -1]"
+            )
+        padded = padding is not None and bool((padding > 0).any())
+        if padding is not None and padded and depends_on_start(mask, self.config.context, self.config.heads):
+            raise InputError(
+                f"padding is {padding.tolist()}, expected none: the mask of the composition depends on positions from "
+                "the first token on"
+            )
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "b n"], state: DecoderState) -> Float[Tensor, "b vocab"]:
@@ -329,7 +415,10 @@ def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:
 
 
 def _attention(config: DecoderConfig) -> Attention:
-    """The attention of all layers; they share its learned bias, as in T5."""
+    """The attention of all layers; they share its learned bias, as in T5. A composition of one's own is copied."""
+    if config.attention is not None:
+        own = config.attention
+        return replace(own, mask=causal(as_mask(own.mask)), dropout_p=own.dropout_p or config.dropout)
     mask: Mask = Causal() if config.window is None else Window(config.window)
     if config.prefix:
         mask = mask | Prefix(config.prefix)
@@ -371,7 +460,7 @@ def _block(config: DecoderConfig, attention: Attention, rotary: Rotary | None) -
         config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        attention=attention,
+        attention=attention if config.attention is None else copy.deepcopy(attention),
         rotary=rotary,
         qk_norm=config.qk_norm,
         gate=config.gate,  # type: ignore[arg-type]  # it checks

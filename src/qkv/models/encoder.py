@@ -124,6 +124,7 @@ class Stack(nn.Module):
         memory: Sequence[KeysValues] | None = None,
         memory_mask: Mask | None = None,
         caches: Sequence[Cache] | None = None,
+        weights: list[tuple[Tensor, ...]] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """Run all layers.
 
@@ -133,6 +134,8 @@ class Stack(nn.Module):
             memory: keys and values of each layer, from `keys_values`.
             memory_mask: True where a token may attend to the memory.
             caches: the cache of each layer, with the tokens before those of x.
+            weights: a list to which the weights of each layer are appended: those on x (b, h, n, n), and of a decoder
+                also those on the memory (b, h, n, m). They are formed only if there is a list.
         """
         start, n = (caches[0].seen if caches else 0), x.shape[1]
         if start + n > self.config.context:
@@ -143,13 +146,19 @@ class Stack(nn.Module):
             x = x + self.positions(torch.arange(start, start + n, device=x.device)).to(x.dtype)
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(
+            found = block(
                 x,
                 keys_values=memory[i] if memory else None,
                 mask=mask,
                 memory_mask=memory_mask,
                 cache=caches[i] if caches else None,
+                return_weights=weights is not None,
             )
+            if weights is None:
+                x = found
+            else:
+                x, *of_layer = found
+                weights.append(tuple(of_layer))
         return x if self.norm is None else self.norm(x)
 
     def keys_values(self, memory: Float[Tensor, "b m d_model"]) -> list[KeysValues]:

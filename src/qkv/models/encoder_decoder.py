@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -63,6 +64,26 @@ class EncoderDecoderState:
         self.real = self.real[rows]
 
 
+class EncoderDecoderWeights(NamedTuple):
+    """Attention weights of an `EncoderDecoder`: a tensor for each layer of the half.
+
+    Shapes: b batch, h heads, s source tokens, t target tokens.
+
+    >>> model = EncoderDecoder(EncoderDecoderConfig(11, 13, d_model=32, heads=4, layers=2))
+    >>> source, target = torch.randint(3, 11, (2, 7)), torch.randint(3, 13, (2, 5))
+    >>> logits, weights = model(source, target, return_weights=True)
+    >>> [len(x) for x in weights], weights.cross[-1].shape
+    ([2, 2, 2], torch.Size([2, 4, 5, 7]))
+    """
+
+    encoder: tuple[Float[Tensor, "b h s s"], ...]
+    """Of the source on itself."""
+    decoder: tuple[Float[Tensor, "b h t t"], ...]
+    """Of the target on itself."""
+    cross: tuple[Float[Tensor, "b h t s"], ...]
+    """Of the target on the source: the alignments."""
+
+
 class EncoderDecoder(nn.Module):
     """A Transformer that maps one sequence to another (Vaswani et al. 2017, arXiv:1706.03762).
 
@@ -102,13 +123,48 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, source: Int[Tensor, "b s"]) -> Float[Tensor, "b s d_model"]:
         """The memory: a vector for each token of the source. Ignore the vectors of padding."""
+        return self._encoded(source)
+
+    def _encoded(self, source: Tensor, weights: list[tuple[Tensor, ...]] | None = None) -> Tensor:
         check_ids("source", source, self.config.source_vocab)
-        memory: Tensor = self.encoder(self.source_tokens(source), mask=real_keys(source != self.config.pad))
+        mask = real_keys(source != self.config.pad)
+        memory: Tensor = self.encoder(self.source_tokens(source), mask=mask, weights=weights)
         return memory
 
-    def forward(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t vocabulary"]:
-        """Logits of the next token at each position of the target (teacher forcing)."""
-        return self.output.logits(self._decoded(source, target))
+    @overload
+    def forward(self, source: Tensor, target: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(
+        self, source: Tensor, target: Tensor, *, return_weights: Literal[True]
+    ) -> tuple[Tensor, EncoderDecoderWeights]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, source: Tensor, target: Tensor, *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, EncoderDecoderWeights]: ...  # fmt: skip
+    def forward(
+        self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], *, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, EncoderDecoderWeights]:
+        """Logits of the next token at each position of the target (teacher forcing).
+
+        Args:
+            source: the tokens to encode.
+            target: the tokens so far, beginning with ``config.start``.
+            return_weights: also return the attention weights of every layer and head; memory is then quadratic in the
+                lengths. They are differentiable. Rows of padding in the source have no meaning.
+
+        Returns:
+            ``logits`` (b, t, vocabulary), or ``(logits, weights)`` with `EncoderDecoderWeights`.
+        """
+        if not return_weights:
+            return self.output.logits(self._decoded(source, target))
+        encoder: list[tuple[Tensor, ...]] = []
+        decoder: list[tuple[Tensor, ...]] = []
+        logits = self.output.logits(self._decoded(source, target, encoder, decoder))
+        (own,), (of_target, cross) = zip(*encoder, strict=True), zip(*decoder, strict=True)
+        return logits, EncoderDecoderWeights(own, of_target, cross)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
 
     def loss(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Mean cross-entropy, in nats per token, of all tokens of the target after the first; padding is ignored.
@@ -119,15 +175,22 @@ class EncoderDecoder(nn.Module):
         following = following.masked_fill(following == self.config.pad, -100)
         return linear_cross_entropy(decoded.flatten(0, 1), self.output.weight, following.flatten())
 
-    def _decoded(self, source: Tensor, target: Tensor) -> Float[Tensor, "b t d_model"]:
-        """Final hidden states, the input of the output matrix."""
+    def _decoded(
+        self,
+        source: Tensor,
+        target: Tensor,
+        encoder_weights: list[tuple[Tensor, ...]] | None = None,
+        decoder_weights: list[tuple[Tensor, ...]] | None = None,
+    ) -> Float[Tensor, "b t d_model"]:
+        """Final hidden states, the input of the output matrix; weights are appended to the lists."""
         check_ids("target", target, self.config.target_vocab)
         if len(source) != len(target):
             raise InputError(f"target has {len(target)} items, expected {len(source)}, as the source has")
         decoded: Tensor = self.decoder(
             self.target_tokens(target),
-            memory=self.decoder.keys_values(self.encode(source)),
+            memory=self.decoder.keys_values(self._encoded(source, encoder_weights)),
             memory_mask=real_keys(source != self.config.pad),
+            weights=decoder_weights,
         )
         return decoded
 

@@ -21,7 +21,9 @@ LUONG = {"luong-dot": "dot", "luong-general": "general", "luong-concat": "concat
 ATTENTIONS = ("none", "bahdanau", *LUONG, "multihead")
 KINDS = ("global", "local-m", "local-p")
 
-Found = tuple[Float[Tensor, "b n features"], Float[Tensor, "b n s"] | None]
+CELLS: dict[str, type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+
+Found = tuple[Float[Tensor, "b n features"], Float[Tensor, "b h n s"] | None]
 """Input of the output layer at each of n tokens, and the weights on the source if requested."""
 
 
@@ -32,9 +34,9 @@ class RNNSeq2SeqConfig:
     `source_vocab` and `target_vocab` are numbers of tokens; `pad` is the padding of sources and targets, `start` begins
     every target, and `end` ends it. `d_embedding` is the size of both embeddings and `d_hidden` that of the hidden
     states; a bidirectional encoder uses half of it for each direction. Encoder and decoder have `layers` layers each.
-    `cell` is ``"lstm"`` or ``"gru"``. `kind` and `half_width` are settings of `LuongAttention`; with `input_feeding`,
-    h~ is an input of the next step. `heads` is the number of heads of ``"multihead"``. `dropout` acts on embeddings,
-    between layers, and before the output.
+    `cell` is ``"lstm"``, ``"gru"`` or ``"rnn"``, the plain recurrence tanh(W x + U h + b). `kind` and `half_width` are
+    settings of `LuongAttention`; with `input_feeding`, h~ is an input of the next step. `heads` is the number of heads
+    of ``"multihead"``. `dropout` acts on embeddings, between layers, and before the output.
 
     >>> RNNSeq2SeqConfig(50, 60, attention="luong-dot", kind="local-m").half_width
     10
@@ -45,7 +47,7 @@ class RNNSeq2SeqConfig:
     d_embedding: int = 64
     d_hidden: int = 128
     layers: int = 1
-    cell: Literal["lstm", "gru"] = "lstm"
+    cell: Literal["lstm", "gru", "rnn"] = "lstm"
     bidirectional: bool = True
     attention: Literal["none", "bahdanau", "luong-dot", "luong-general", "luong-concat", "multihead"] = "none"
     kind: Literal["global", "local-m", "local-p"] = "global"
@@ -61,7 +63,7 @@ class RNNSeq2SeqConfig:
         for name in ("source_vocab", "target_vocab", "d_embedding", "d_hidden", "layers", "half_width", "heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"RNNSeq2SeqConfig: {name} is {getattr(self, name)}, expected at least 1")
-        for name, allowed in (("cell", ("lstm", "gru")), ("attention", ATTENTIONS), ("kind", KINDS)):
+        for name, allowed in (("cell", CELLS), ("attention", ATTENTIONS), ("kind", KINDS)):
             one_of(f"RNNSeq2SeqConfig: {name}", getattr(self, name), allowed)
         check_dropout("RNNSeq2SeqConfig", self.dropout)
         if self.bidirectional and self.d_hidden % 2:
@@ -145,7 +147,7 @@ class RNNSeq2Seq(nn.Module):
         self.config = config
         d = config.d_hidden
         directions = 2 if config.bidirectional else 1
-        cell = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
+        cell = CELLS[config.cell]
         between = config.dropout if config.layers > 1 else 0.0  # else torch warns
         self.source_embedding = nn.Embedding(config.source_vocab, config.d_embedding)
         self.target_embedding = nn.Embedding(config.target_vocab, config.d_embedding)
@@ -188,13 +190,29 @@ class RNNSeq2Seq(nn.Module):
         logits = self(source, target[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=self.config.pad)
 
-    def alignments(self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"]) -> Float[Tensor, "b t s"]:
-        """Weights on the source when the token after each token of the target is predicted; the mean over heads."""
+    def alignments(
+        self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], *, per_head: bool = False
+    ) -> Float[Tensor, "b t s"] | Float[Tensor, "b h t s"]:
+        """Weights on the source when the token after each token of the target is predicted; differentiable.
+
+        Args:
+            source: the source, padded at its end.
+            target: the target, beginning with ``config.start``.
+            per_head: return the weights of every head, (b, heads, t, s), instead of their mean (b, t, s). Every
+                attention but ``"multihead"`` has one head.
+
+        Raises:
+            InputError: for a model without attention.
+
+        >>> model = RNNSeq2Seq(RNNSeq2SeqConfig(20, 30, d_hidden=16, attention="multihead", heads=2))
+        >>> model.alignments(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 4]]), per_head=True).shape
+        torch.Size([1, 2, 2, 3])
+        """
         if self.attention is None:
             raise InputError("attention is 'none', expected a model with attention")
         weights = self._advance(target, self.start(source), return_weights=True)[1]
         assert weights is not None
-        return weights
+        return weights if per_head else weights.mean(1)
 
     # --- step by step -----------------------------------------------------------------------------------------------
 
@@ -247,7 +265,7 @@ class RNNSeq2Seq(nn.Module):
                 state.fed, weights = self._attended(h, state, return_weights)
                 found.append((state.fed, weights))
         features, rows = zip(*found, strict=True)
-        return torch.cat(features, 1), torch.cat(rows, 1) if return_weights else None
+        return torch.cat(features, 1), torch.cat(rows, 2) if return_weights else None
 
     def _recur(self, x: Tensor, state: RNNState) -> Float[Tensor, "b n d"]:
         """Run the decoder over inputs, and store its last hidden state."""
@@ -262,7 +280,7 @@ class RNNSeq2Seq(nn.Module):
             state.hidden[0][-1][:, None], state.memory, projected=state.prepared[0], mask=state.mask,
             return_weights=return_weights,
         )  # fmt: skip
-        return found if isinstance(found, tuple) else (found, None)
+        return (found[0], found[1][:, None]) if isinstance(found, tuple) else (found, None)
 
     def _attended(self, h: Float[Tensor, "b n d"], state: RNNState, return_weights: bool) -> Found:
         """h~ of the states h, the last of which belongs to the newest token; h itself without attention."""
@@ -271,13 +289,13 @@ class RNNSeq2Seq(nn.Module):
                 h, state.memory, projected=state.prepared[0], step=state.seen - h.shape[1], lengths=state.lengths,
                 return_weights=return_weights,
             )  # fmt: skip
-            return found if isinstance(found, tuple) else (found, None)
+            return (found[0], found[1][:, None]) if isinstance(found, tuple) else (found, None)
         if isinstance(self.attention, MultiHeadAttention):
             keys, values = state.prepared
             found = self.attention(h, keys_values=(keys, values), mask=state.mask, return_weights=return_weights)
             context, weights = found if isinstance(found, tuple) else (found, None)
             h = torch.tanh(self.combine(torch.cat([context, h], -1)))
-            return h, None if weights is None else weights.mean(1)
+            return h, weights
         return h, None
 
     def _lengths(self, source: Tensor) -> Int[Tensor, " b"]:

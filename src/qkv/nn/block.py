@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -76,6 +76,41 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm, self.feed_forward = norms(), feed_forward
         self.dropout = dropout
 
+    @overload
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, memory: None = None, *, keys_values: None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, memory: Tensor, *, keys_values: None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, memory: None = None, *, keys_values: KeysValues,
+        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, *, keys_values: KeysValues | None = None,
+        mask: Mask | Bool[Tensor, "..."] | None = None, memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False, positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
     def forward(
         self,
         x: Float[Tensor, "b n d_model"],
@@ -84,9 +119,11 @@ class TransformerBlock(nn.Module):
         keys_values: KeysValues | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None,
         memory_mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False,
         positions: Int[Tensor, "..."] | None = None,
         cache: Cache | None = None,
-    ) -> Float[Tensor, "b n d_model"]:
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
         """One layer.
 
         Args:
@@ -95,8 +132,25 @@ class TransformerBlock(nn.Module):
             keys_values: the result of ``cross.keys_values(memory)``, instead of the memory.
             mask: True where a token may attend to a token; combined with the mask of the composition by AND.
             memory_mask: the same for the memory.
+            is_causal: mask later tokens, too.
             positions: positions of the tokens, for rotary positions.
             cache: keys and values of earlier tokens.
+            return_weights: also return the weights of every head; memory is then quadratic in the length. They are
+                differentiable, and include dropout in training.
+
+        Returns:
+            ``out`` (b, n, d_model); or ``(out, weights)`` with weights (b, h, n, n), which a block with
+            cross-attention follows by those on the memory: ``(out, weights, cross_weights)``, (b, h, n, m).
+
+        Raises:
+            InputError: for a memory without cross-attention, or cross-attention without a memory.
+
+        >>> import torch
+        >>> from qkv.nn import FeedForward, MultiHeadAttention
+        >>> block = TransformerBlock(MultiHeadAttention(64, 4), FeedForward(64), cross=MultiHeadAttention(64, 4))
+        >>> out, weights, cross_weights = block(torch.randn(1, 10, 64), torch.randn(1, 7, 64), return_weights=True)
+        >>> weights.shape, cross_weights.shape
+        (torch.Size([1, 4, 10, 10]), torch.Size([1, 4, 10, 7]))
         """
         if self.cross is None and (memory is not None or keys_values is not None):
             given = "memory" if memory is not None else "keys_values"
@@ -104,17 +158,30 @@ class TransformerBlock(nn.Module):
         if self.cross is not None and memory is None and keys_values is None:
             raise InputError("memory is None, but this block has cross-attention; expected memory or keys_values")
 
-        x = self._residual(x, self.attention_norm, self.attention, mask=mask, positions=positions, cache=cache)
+        found: list[Tensor] = []
+        asked: dict[str, Any] = {"return_weights": True} if return_weights else {}
+        own = {"mask": mask, "positions": positions, "cache": cache, **asked}
+        if is_causal:
+            own["is_causal"] = True
+        x = self._residual(x, self.attention_norm, self.attention, found, **own)
         if self.cross is not None and self.cross_norm is not None:
-            options = {"keys_values": keys_values, "mask": memory_mask}
-            x = self._residual(x, self.cross_norm, self.cross, context=memory, **options)
-        return self._residual(x, self.feed_forward_norm, self.feed_forward)
+            other = {"context": memory, "keys_values": keys_values, "mask": memory_mask, **asked}
+            x = self._residual(x, self.cross_norm, self.cross, found, **other)
+        x = self._residual(x, self.feed_forward_norm, self.feed_forward, found)
+        return (x, *found) if return_weights else x
 
-    def _residual(self, x: Tensor, norm: nn.Module, layer: nn.Module, **options: Any) -> Tensor:
-        """A layer with its norm and residual connection."""
+    if TYPE_CHECKING:
+        __call__ = forward  # calling the module has the types of `forward`
+
+    def _residual(self, x: Tensor, norm: nn.Module, layer: nn.Module, weights: list[Tensor], **options: Any) -> Tensor:
+        """A layer with its norm and residual connection; the weights of an attention are appended to `weights`."""
+        found = layer(norm(x) if self.place == "pre" else x, **options)
+        if "return_weights" in options:
+            found, of_layer = found
+            weights.append(of_layer)
         if self.place == "pre":
-            return x + self._dropped(layer(norm(x), **options))
-        out: Tensor = norm(x + self._dropped(layer(x, **options)))
+            return x + self._dropped(found)
+        out: Tensor = norm(x + self._dropped(found))
         return out
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class LinearAttention(MultiHeadAttention):
             raise InputError(
                 "causal is False: later tokens would change the outputs of earlier steps; expected causal=True"
             )
-        q, k, v = self._project(x, None, None)
+        q, k, v = self._project(x)
         score = self.composition.attention.score
         assert isinstance(score, Features)
         out, state = linear_attend(q, k, v, features=score.map, state=state, return_state=True)
@@ -108,6 +108,6 @@ class LinformerAttention(MultiHeadAttention):
         n = x.shape[1]
         if n > len(self.e):
             raise InputError(f"x has {n} tokens, expected at most length = {len(self.e)}")
-        q, k, v = self._project(x, None, None)
+        q, k, v = self._project(x)
         out = linformer(q, k, v, self.e[:n], None if self.f is None else self.f[:n], lengths=lengths)
         return self._merged(out, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from qkv._engine.call import as_mask
 from qkv.attention import Attention
 from qkv.errors import InputError, at_least_one
-from qkv.masks import Mask
+from qkv.masks import Mask, from_sdpa
 from qkv.nn.composition import Composition
+from qkv.nn.names import INPUTS, SIZES, renamed
 from qkv.nn.projection import Projection, project
 from qkv.normalizers import Softmax, SumToOne
 from qkv.positions import Rotary
@@ -33,8 +34,8 @@ class MultiHeadAttention(nn.Module):
     deviation 0.02, gains of norms at 1.
 
     Args:
-        d_model: input and output dimension.
-        heads: query heads.
+        d_model: input and output dimension; torch's name, `embed_dim`, is accepted, too.
+        heads: query heads; `num_heads` and `n_heads` are accepted, too.
         kv_heads: key and value heads, a divisor of `heads`; `heads` (MHA) if None, 1 is multi-query (Shazeer 2019,
             arXiv:1911.02150), between is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245). Query head i
             uses key head i // (heads // kv_heads).
@@ -49,12 +50,15 @@ class MultiHeadAttention(nn.Module):
             for each ``"head"`` (Qiu et al. 2025, arXiv:2505.06708).
         sink: a learned sink logit for each head, which takes weight and has no value (gpt-oss, arXiv:2508.10925).
         key_bias: a learned key for each head, with value 0 (Gu et al. 2025, arXiv:2410.10781).
+        dropout: probability with which each weight is dropped in training, as in `torch.nn.MultiheadAttention`; the
+            same as `dropout_p` of the composition.
+        output_dropout: probability with which each number of the output is dropped in training.
         bias: whether projections have biases.
         fused: one matrix for queries, keys and values together (``in_proj``), or three (``q_proj``, ``k_proj``,
             ``v_proj``). Both compute the same function.
 
     Raises:
-        InputError: for sizes that do not fit together.
+        InputError: for sizes that do not fit together, and for other libraries' names that mean something else.
 
     >>> import torch, qkv
     >>> layer = MultiHeadAttention(64, heads=8, kv_heads=2, attention=qkv.Attention(mask=qkv.masks.Causal()))
@@ -64,8 +68,8 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(
         self,
-        d_model: int,
-        heads: int,
+        d_model: int | None = None,
+        heads: int | None = None,
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -77,10 +81,17 @@ class MultiHeadAttention(nn.Module):
         gate: Literal["elementwise", "head"] | None = None,
         sink: bool = False,
         key_bias: bool = False,
+        dropout: float = 0.0,
+        output_dropout: float = 0.0,
         bias: bool = True,
         fused: bool = True,
+        **other_names: int,
     ) -> None:
         super().__init__()
+        d_model, heads = renamed("MultiHeadAttention", other_names, SIZES, {"d_model": d_model, "heads": heads})
+        at_least_one(d_model=d_model, heads=heads)
+        assert d_model is not None
+        assert heads is not None
         kv_heads = heads if kv_heads is None else kv_heads
         _check_heads(d_model, heads, kv_heads, head_dim)
         head_dim = d_model // heads if head_dim is None else head_dim
@@ -89,13 +100,15 @@ class MultiHeadAttention(nn.Module):
         at_least_one(head_dim=head_dim, v_head_dim=v_head_dim, d_context=d_context)
         if rotary is not None and rotary.dim > head_dim:
             raise InputError(f"rotary rotates {rotary.dim} dimensions, but heads have {head_dim}")
+        if not 0 <= output_dropout < 1:
+            raise InputError(f"output_dropout is {output_dropout}, expected a probability in [0, 1)")
         if gate not in (None, "elementwise", "head"):
             raise InputError(f"gate is {gate!r}, expected None, 'elementwise' or 'head'")
         if fused and d_context != d_model:
             raise InputError(f"fused is True with d_model {d_model} and d_context {d_context}, expected them equal")
         self.d_model, self.heads, self.kv_heads = d_model, heads, kv_heads
         self.head_dim, self.v_head_dim, self.d_context = head_dim, v_head_dim, d_context
-        self.rotary, self.fused = rotary, fused
+        self.rotary, self.fused, self.output_dropout = rotary, fused, output_dropout
         self.widths = heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim  # of queries, keys, values
         if fused:
             self.in_proj = Projection(d_model, sum(self.widths), bias=bias)
@@ -107,7 +120,8 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         gates = {None: 0, "elementwise": heads * v_head_dim, "head": heads}[gate]
         self.gate = Projection(d_model, gates, bias=bias) if gates else None
-        self.composition = Composition(_with_sink(attention or Attention(), heads, head_dim, sink, key_bias))
+        attention = _with_dropout(attention or Attention(), dropout)
+        self.composition = Composition(_with_sink(attention, heads, head_dim, sink, key_bias))
         self.out_proj = Projection(heads * v_head_dim, d_model, bias=bias)
         self.reset_parameters()
 
@@ -123,92 +137,179 @@ class MultiHeadAttention(nn.Module):
 
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
-        cache: Cache | None = None, return_weights: Literal[False] = False,
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False, need_weights: None = None, average_attn_weights: bool = True,
+        **other_names: Tensor,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
-        cache: Cache | None = None, return_weights: Literal[True],
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[True], need_weights: None = None, average_attn_weights: bool = True,
+        **other_names: Tensor,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def forward(
-        self, x: Tensor, context: Tensor | None = None, *, keys_values: KeysValues | None = None,
-        mask: Mask | Bool[Tensor, "..."] | None = None, positions: Int[Tensor, "..."] | None = None,
-        cache: Cache | None = None, return_weights: bool = False,
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False, need_weights: Literal[True], average_attn_weights: bool = True,
+        **other_names: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False, need_weights: Literal[False], average_attn_weights: bool = True,
+        **other_names: Tensor,
+    ) -> tuple[Tensor, None]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: bool = False, need_weights: None = None, average_attn_weights: bool = True,
+        **other_names: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor | None = None, context: Tensor | None = None, value: Tensor | None = None, *,
+        keys_values: KeysValues | None = None, mask: Mask | Bool[Tensor, "..."] | None = None, is_causal: bool = False,
+        positions: Int[Tensor, "..."] | None = None, cache: Cache | None = None,
+        return_weights: Literal[False] = False, need_weights: bool, average_attn_weights: bool = True,
+        **other_names: Tensor,
+    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
     def forward(
         self,
-        x: Float[Tensor, "b n d_model"],
+        x: Float[Tensor, "b n d_model"] | None = None,
         context: Float[Tensor, "b m d_context"] | None = None,
+        value: Float[Tensor, "b m d_context"] | None = None,
         *,
         keys_values: KeysValues | None = None,
         mask: Mask | Bool[Tensor, "..."] | None = None,
+        is_causal: bool = False,
         positions: Int[Tensor, "..."] | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        need_weights: bool | None = None,
+        average_attn_weights: bool = True,
+        **other_names: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Self-attention over x, or cross-attention from x to a context.
 
+        Torch's call works, too: ``layer(query, key, value)``, by position or by name. Passing x itself as key and
+        value is self-attention.
+
         Args:
-            x: the input for queries, and for keys and values unless there is a context.
-            context: the input for keys and values in cross-attention.
+            x: the input for queries, and for keys and values unless there is a context. Also called `query`.
+            context: the input for keys and values in cross-attention. Also called `key`.
+            value: the input for values, if it is not that of the keys.
             keys_values: the result of `keys_values(context)`, instead of the context.
             mask: True where a query may attend; combined with the mask of the composition by AND.
+            is_causal: mask all keys after the query, too. As in torch, the first query is at the first key.
             positions: positions of the tokens of x, (n,) or (b, n), for `rotary`; if None 0 … n − 1, or the positions
                 after those in the cache.
             cache: keys and values of earlier tokens (see `qkv.cache`), to which the new ones are added.
-            return_weights: also return the weights; only then are they materialised.
+            return_weights: also return the weights of every head; only then are they materialised, and memory is
+                quadratic in the length. They are differentiable, and include dropout in training.
+            need_weights: torch's argument: always return a pair, of the output and the weights, or None if False.
+            average_attn_weights: whether the weights of `need_weights` are the mean over heads, as in torch.
+            **other_names: `query` and `key`; every other name raises an error that says what to pass.
 
         Returns:
-            ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m).
+            ``out`` (b, n, d_model), or ``(out, weights)`` with weights (b, h, n, m), or (b, n, m) if averaged.
+
+        Raises:
+            InputError: for shapes that do not fit, for arguments that exclude one another, for unknown names.
+
+        >>> import torch
+        >>> layer, (query, key, value) = MultiHeadAttention(64, 8), torch.randn(3, 2, 10, 64)
+        >>> layer(query, key, value).shape
+        torch.Size([2, 10, 64])
+        >>> layer(query, key, value, return_weights=True)[1].shape
+        torch.Size([2, 8, 10, 10])
         """
-        if x.ndim != 3 or x.shape[2] != self.d_model:
-            raise InputError(f"x has shape {tuple(x.shape)}, expected (batch, length, d_model = {self.d_model})")
-        if context is not None and keys_values is not None:
+        if x is None or other_names:
+            x, context = renamed("MultiHeadAttention", other_names, INPUTS, {"x": x, "context": context})
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != self.d_model:
+            got = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {type(x).__name__}"
+            raise InputError(f"x {got}, expected (batch, length, d_model = {self.d_model})")
+        if need_weights is not None and return_weights:
+            raise InputError("need_weights and return_weights are both passed, expected one of them")
+        if need_weights is None and not average_attn_weights:
+            raise InputError("average_attn_weights is False without need_weights, expected need_weights=True")
+        if context is x and (value is None or value is x):
+            context = value = None
+        if (context is not None or value is not None) and keys_values is not None:
             raise InputError("context and keys_values are both passed, expected one of them")
-        cross = context is not None or keys_values is not None
+        cross = context is not None or value is not None or keys_values is not None
         if cross and (cache is not None or self.rotary is not None):
             raise InputError("context is passed, but a cache and rotary positions are for self-attention only")
-        q, k, v = self._project(x, context, keys_values)
+        q, k, v = self._project(x, context, value, keys_values)
+        if is_causal:
+            if cache is not None:
+                raise InputError("is_causal is True with a cache, expected attention=qkv.Attention(mask=Causal())")
+            causal, own = from_sdpa(is_causal=True, n_queries=q.shape[2], n_keys=k.shape[2]), as_mask(mask)
+            mask = causal if own is None else causal & own
         weights = None
         if cache is not None:
-            if return_weights:
-                raise InputError("return_weights is True with a cache, which returns no weights; expected one of them")
+            if return_weights or need_weights:
+                asked = "return_weights" if return_weights else "need_weights"
+                raise InputError(f"{asked} is True with a cache, which returns no weights; expected one of them")
             attention, extra_mask = self.composition.attention, as_mask(mask)
             out = cache.attend(attention, q, k, v, rotary=self.rotary, positions=positions, mask=extra_mask)
         else:
             if self.rotary is not None:
                 q, k = (self._rotated(one, positions) for one in (q, k))
-            result = self.composition(q, k, v, mask=mask, return_weights=return_weights)
+            result = self.composition(q, k, v, mask=mask, return_weights=return_weights or bool(need_weights))
             out, weights = result if isinstance(result, tuple) else (result, None)
         out = self._merged(out, x)
-        return (out, weights) if weights is not None else out
+        if need_weights is None:
+            return out if weights is None else (out, weights)
+        return out, weights.mean(1) if weights is not None and average_attn_weights else weights
 
     if TYPE_CHECKING:
         __call__ = forward  # calling the module has the types of `forward`
 
-    def keys_values(self, context: Float[Tensor, "b m d_context"]) -> KeysValues:
-        """Keys and values of a context, computed once and passed to every step of a decoder."""
-        if context.ndim != 3 or context.shape[2] != self.d_context:
-            raise InputError(
-                f"context has shape {tuple(context.shape)}, expected (batch, length, d_context = {self.d_context})"
-            )
-        if self.fused:
+    def keys_values(
+        self, context: Float[Tensor, "b m d_context"], value: Float[Tensor, "b m d_context"] | None = None
+    ) -> KeysValues:
+        """Keys of a context, and values of `value` or else of the context, computed once for every step of a decoder.
+
+        >>> import torch
+        >>> layer, x, context = MultiHeadAttention(64, 8), torch.randn(2, 10, 64), torch.randn(2, 13, 64)
+        >>> torch.equal(layer(x, keys_values=layer.keys_values(context)), layer(x, context))
+        True
+        """
+        for name, source in (("context", context), ("value", value)):
+            if source is not None and (source.ndim != 3 or source.shape[2] != self.d_context):
+                shape = f"(batch, length, d_context = {self.d_context})"
+                raise InputError(f"{name} has shape {tuple(source.shape)}, expected {shape}{_a_mask(source)}")
+        if self.fused and value is None:
             first = self.widths[0]
             bias = None if self.in_proj.bias is None else self.in_proj.bias[first:]
             k, v = project(context, self.in_proj.weight[first:], bias).split(self.widths[1:], -1)
+        elif self.fused and value is not None:
+            weights = self.in_proj.weight.split(self.widths)
+            biases = (None,) * 3 if self.in_proj.bias is None else self.in_proj.bias.split(self.widths)
+            k, v = (project(y, weights[i], biases[i]) for i, y in ((1, context), (2, value)))
         else:
-            k, v = self.k_proj(context), self.v_proj(context)
+            k, v = self.k_proj(context), self.v_proj(context if value is None else value)
         k = self._heads(k, self.kv_heads)
         return k if self.k_norm is None else self.k_norm(k), self._heads(v, self.kv_heads)
 
     def _project(
-        self, x: Tensor, context: Tensor | None, keys_values: KeysValues | None
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        value: Tensor | None = None,
+        keys_values: KeysValues | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if context is None and keys_values is None and self.fused:
+        if context is None and value is None and keys_values is None and self.fused:
             projected = self.in_proj(x)
             if self.head_dim == self.v_head_dim:  # all heads at once: fewer operations for one token
                 groups = (self.heads, self.kv_heads, self.kv_heads)
@@ -224,7 +325,7 @@ class MultiHeadAttention(nn.Module):
         else:
             q = self.q_proj(x)
         q = self._heads(q, self.heads)
-        k, v = self.keys_values(x if context is None else context) if keys_values is None else keys_values
+        k, v = self.keys_values(x if context is None else context, value) if keys_values is None else keys_values
         return q if self.q_norm is None else self.q_norm(q), k, v
 
     @staticmethod
@@ -236,24 +337,41 @@ class MultiHeadAttention(nn.Module):
         return self.rotary.span(x) if positions is None else self.rotary(x, positions)
 
     def _merged(self, out: Tensor, x: Tensor) -> Tensor:
-        """Apply gates, concatenate heads and project: (b, h, n, dv) to (b, n, d_model)."""
+        """Apply gates, concatenate heads, project and drop: (b, h, n, dv) to (b, n, d_model)."""
         out = out.transpose(1, 2)
         if self.gate is not None:
             gate = torch.sigmoid(self.gate(x))
             out = out * gate.unflatten(-1, (self.heads, -1))
-        return self.out_proj(out.flatten(2))
+        out = self.out_proj(out.flatten(2))
+        return nn.functional.dropout(out, self.output_dropout) if self.training and self.output_dropout else out
 
     def extra_repr(self) -> str:
         rotary = "" if self.rotary is None else f", rotary={self.rotary}"
         return f"d_model={self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}{rotary}"
 
 
+def _a_mask(source: Tensor) -> str:
+    """A hint for an error message if a mask was passed in the place of the context."""
+    return "; pass a mask by name: mask=" if source.dtype == torch.bool or source.shape[-1] == source.shape[-2] else ""
+
+
 def _check_heads(d_model: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
-    at_least_one(d_model=d_model, heads=heads, kv_heads=kv_heads)
+    at_least_one(kv_heads=kv_heads)
     if head_dim is None and d_model % heads:
         raise InputError(f"d_model is {d_model}, expected a multiple of heads = {heads} (or pass head_dim)")
     if heads % kv_heads:
         raise InputError(f"kv_heads is {kv_heads}, expected a divisor of heads = {heads}")
+
+
+def _with_dropout(attention: Attention, dropout: float) -> Attention:
+    """The composition with this dropout of its weights."""
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout is {dropout}, expected a probability in [0, 1)")
+    if dropout and attention.dropout_p:
+        raise InputError(
+            f"dropout is {dropout} and the composition has dropout_p {attention.dropout_p}, expected one of them"
+        )
+    return replace(attention, dropout_p=dropout) if dropout else attention
 
 
 def _with_sink(attention: Attention, heads: int, head_dim: int, sink: bool, key_bias: bool) -> Attention:

@@ -65,6 +65,8 @@ class Live:
         model = self.loaded.model
         if not isinstance(model, DecoderLM) or self.loaded.tokenizer is None or model.config.normalizer not in NAMES:
             return None
+        if model.config.attention is not None:  # its normalizer may be any
+            return None
         own = NAMES[model.config.normalizer]
         return {
             "model": self.loaded.name,
