@@ -93,7 +93,7 @@ class Evicting(Cache):
         """Each key head holds keys of its own."""
         positions = self._buffers["positions"][:, :, : self._stop]
         if n == 1:  # its position is in the buffer already
-            return positions
+            return positions.clone()
         new = torch.arange(self.seen, self.seen + n, device=positions.device)
         return torch.cat([positions, new.expand(*positions.shape[:2], n)], 2)
 

@@ -248,10 +248,16 @@ class Observer:
             causal = _is_causal(call.mask)
             self._record(name, call, lambda: result, self._group(name, call, causal), causal, None, fused=False)
             return result
-        name, n_queries = self._running[-1], call.q.shape[2]
+        name = self._running[-1]
         self.sources[name] = "qkv"
         causal = _is_causal(call.mask)
-        step = n_queries == 1 and not causal and self.collect is None
+        return self._record_step_wise(name, call, compute, causal, fused=fused)
+
+    def _record_step_wise(
+        self, name: str, call: Call, compute: Callable[[], Result], causal: bool, *, fused: bool
+    ) -> Result:
+        """Record a call of a model that may attend step by step, each time with one query over the same keys."""
+        step = call.q.shape[2] == 1 and not causal and self.collect is None
         before = self._steps.get(name)
         if step and before is not None and torch.equal(before.key, call.k):
             self._note(name, call)
@@ -329,9 +335,10 @@ class Observer:
         if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = _is_causal(mask)
-        of_transformers = type(self.model).__module__.startswith("transformers.")
-        group = groups.of_transformers(name, self.model) if of_transformers else self._group(name, call, causal)
-        return self._record(name, call, partial(_served, call), group, causal, None)
+        compute = partial(_served, call)
+        if not type(self.model).__module__.startswith("transformers."):
+            return self._record_step_wise(name, call, compute, causal, fused=True)
+        return self._record(name, call, compute, groups.of_transformers(name, self.model), causal, None)
 
     def record_returned(self, recorded: RecordedInputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
@@ -607,7 +614,8 @@ def observe(observer: Observer) -> Iterator[Observer]:
 
     Temporary hooks on all modules tell which one is running; a call of qkv's attention is attributed to the innermost.
     A module that attends step by step, each time with one query over the same keys, is one layer. In Hugging Face
-    models every call is a layer.
+    models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
+    autograd: its own functions compute, and the calls are collected beside them.
     """
     model = observer.model
     if observer.beside:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +240,9 @@ def _padding(batch: Mapping[str, Any], state: Any) -> tuple[dict[int, Tensor], d
     return {n: real}, {n: real}
 
 
+_WATCHED: WeakSet[nn.Module] = WeakSet()
+
+
 @contextmanager
 def watch(
     model: nn.Module,
@@ -289,14 +293,21 @@ def watch(
     if every < 1:
         raise InputError(f"every is {every}, expected at least 1")
     model = getattr(model, "_orig_mod", model)
+    if model in _WATCHED:
+        raise InputError(
+            f"model {type(model).__name__} is watched already; expected one qkv.watch at a time, which records "
+            "everything that the model does inside"
+        )
     watched = Watched(model, every, layers, tokenizer, local_window, map_tokens)
     observer = Observer(model, local_window=local_window, collect=watched.add, beside=True, heads=heads or {})
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
         with observe(observer), _steps(model, observer, watched):
+            _WATCHED.add(model)
             yield watched
     finally:
+        _WATCHED.discard(model)
         watched.release()
 
 
