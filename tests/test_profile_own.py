@@ -109,7 +109,7 @@ def own_weights(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor
 
 
 def by_definition(weights: np.ndarray, null: np.ndarray | float) -> dict[str, np.ndarray]:
-    """Variables of weights (head, query, key), and of those on a null key, by their definitions in docs/quantities.md."""
+    """Variables of weights (head, query, key) and of the weight on a null key, as docs/quantities.md defines them."""
     A = weights.astype(np.float64)
     _, n_queries, n_keys = A.shape
     mass = A.sum(-1, keepdims=True)

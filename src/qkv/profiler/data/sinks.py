@@ -94,13 +94,16 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
 
 
 def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, float]:
-    """Sink scores of a whole group, each between 0 and 1; scores that were not measured are left out.
+    """Sink scores of a whole group; scores that were not measured are left out.
 
     ``entries`` is the share of pairs (head, query from the second) with more than the threshold on the first token.
     ``natural``, ``random`` and ``repeated`` are the shares of heads whose sink score α of the first token exceeds the
     threshold, on the first 64 tokens of the text, on random tokens, and on one token repeated. ``anywhere`` is the
-    share of heads with a sink at any token; ``learned`` is the mean weight on the learned sink. ``even`` is the share
-    that rows of even weights would give the first token.
+    share of heads with a sink at any token.
+
+    Means over heads, and over the queries after the first: ``share`` is the share of the row on the first token,
+    ``even`` the share that rows of even weights would give it, ``weight`` the model's own weight on it, ``learned`` the
+    weight on the learned sink, and ``contribution`` the first token's part of what the values add.
     """
     table = sink_table(data, threshold)
     found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
@@ -108,7 +111,9 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
         alpha = table[f"alpha_{column}"].to_numpy()
         if not np.isnan(alpha).all():
             found[name] = float((alpha[~np.isnan(alpha)] > threshold).mean())
-    for name, column in (("learned", "learned_sink"), ("even", "even_share")):
+    means = {"share": "share_first", "even": "even_share", "weight": "weight_first", "learned": "learned_sink",
+             "contribution": "contribution_first"}  # fmt: skip
+    for name, column in means.items():
         if column in table and table[column].notna().any():
             found[name] = float(table[column].mean())
     return found
