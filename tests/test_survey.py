@@ -406,6 +406,9 @@ def test_surveys_of_different_definitions_do_not_merge(tmp_path: Path) -> None:
     c = survey(model, TEXTS[2:], tokenizer=Words(), out=tmp_path / "c", shards=1)
     with pytest.raises(InputError, match=r"other has another definition, .*: weights is"):
         a.merge(c)
+    old = Survey({k: x for k, x in a.definition.items() if k != "shares_of_rows"}, a.groups, a.record)
+    with pytest.raises(InputError, match="shares_of_rows is missing and present"):
+        Survey.load(old.save(tmp_path / "old.qkv.zip")).merge(a)
     d = Survey(json.loads(json.dumps(a.definition)), a.groups, a.record)
     d.definition["quantities"]["sink"]["bins"] = 7
     with pytest.raises(InputError, match=f"quantities.sink.bins is {BINS} and 7"):

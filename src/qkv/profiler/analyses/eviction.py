@@ -13,10 +13,10 @@ Policies at a budget of B keys for each layer and key head:
 There are two estimates, which answer different questions:
 
 **From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
-that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens. For
-``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received from
-all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle: at
-query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
+that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
+For ``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received
+from all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle:
+at query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
 
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
 ``heavy`` and your own policies then decide online.
