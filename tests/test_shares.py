@@ -127,6 +127,7 @@ def test_four_views_of_the_sink_stand_side_by_side(kind: str) -> None:
             "share_first": a[..., 1:, 0].mean(-1),
             "contribution_first": (products[..., 0] / np.maximum(products.sum(-1), 1e-30))[..., 1:].mean(-1),
             "even_share": np.full(a.shape[:2], np.mean([1 / i for i in range(2, n + 1)])),
+            "alpha_even": np.full(a.shape[:2], np.mean([1 / i for i in range(1, min(64, n) + 1)])),
         }
         if kind in ("off by one", "sink logit", "key bias"):
             want["learned_sink"] = 1 - weights[..., 1:, :].sum(-1).mean(-1)

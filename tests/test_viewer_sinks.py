@@ -66,7 +66,7 @@ def test_dots_show_the_numbers_of_the_profile(tab: Opens, mini: Served) -> None:
     over = int((sinks["alpha_first"] > 0.3).sum())
     assert f"{over} of 24" in one.page.locator(".sink-figure").nth(4).inner_text()
     assert one.page.locator(".sink-lead").inner_text().startswith(f"{over} of 24 heads ha")
-    assert f"even weights would give it {percent(sinks['even_share'].mean())}" in one.page.inner_text(".sink-lead")
+    assert f"even weights would give it {percent(sinks['alpha_even'].mean())}" in one.page.inner_text(".sink-lead")
     said = {pointed(one, 2, dot) for dot in range(24)}
     assert said == {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
     rows = one.page.locator("main tbody tr")
@@ -140,6 +140,15 @@ def test_intervention_is_overlaid_restored_and_exported(tab: Opens, mini: Served
     largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
     assert [row["depth"] for row in depths] == [*"01234"] * 2
     np.testing.assert_allclose([float(row["largest_activation"]) for row in depths], largest, rtol=1e-5)
+
+
+def test_weights_of_rows_that_do_not_sum_to_one_are_also_shown_undivided(tab: Opens, mini: Served) -> None:
+    one = tab(mini).open("sinks")
+    expect(one.page.locator(".sink-title", has_text="Undivided weight")).to_have_count(0)
+    one.page.click("text=Sigmoid")
+    expect(one.page.locator(".sink-lead p")).to_have_count(2)
+    one.settled()
+    expect(one.page.locator(".sink-title", has_text="Undivided weight on the first token")).to_have_count(1)
 
 
 def test_profile_of_another_size_is_shown_below(tab: Opens, served: Served) -> None:

@@ -201,7 +201,8 @@ def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
         "anywhere": "at any token, over all queries",
     }  # fmt: skip
     parts = [f"{found[name]:.0%} of heads {words}" for name, words in texts.items() if name in found]
-    lines = {"Sinks": f"α > 0.3 at the first token: {', '.join(parts)}"}
+    even = f" (even rows: α = {found['even_alpha']:.2f})" if "even_alpha" in found else ""
+    lines = {"Sinks": f"α > 0.3 at the first token{even}: {', '.join(parts)}"}
     if "share" in found:
         lines["First token"] = _first_token(found)
     kinds = result.types(group)["type"].value_counts()

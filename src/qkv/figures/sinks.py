@@ -44,8 +44,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     titled(
         figure,
         _sentence(data),
-        f"{name} · sink score α: mean share of a row on a token, of the queries that can attend to it; above, over the "
-        f"first 64{_floor(data)}",
+        f"{name} · sink score α: mean share of the row on a token, of queries that see it; above, of the first "
+        f"64{_floor(data)}",
     )
     for index, (column, label) in enumerate(kinds.items()):
         axes = place(figure, left + index * (wide + gap), top, wide, tall)
@@ -61,8 +61,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
 
 
 def _floor(data: xr.Dataset) -> str:
-    even = sink_summary(data).get("even")
-    return "" if even is None else f" · even rows would give {percent(even)}"
+    even = sink_summary(data).get("even_alpha")
+    return "" if even is None else f" (even rows: {percent(even)})"
 
 
 def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:

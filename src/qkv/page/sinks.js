@@ -66,7 +66,7 @@ function sinkSentence(group) {
   const weights = scores ?? firstTokenWeight(group), sinks = [];
   weights.forEach((x, at) => { if (x !== null && x > SINK_THRESHOLD) sinks.push(at); });
   const measure = scores ? `a sink at the first token (α > ${SINK_THRESHOLD})` : "more than 30 % of the weight on the first token";
-  const even = group.sinks?.even_share?.filter((x) => x !== null) ?? [];
+  const even = (scores ? group.sinks.alpha_even : group.sinks?.even_share)?.filter((x) => x !== null) ?? [];
   const floor = even.length ? ` Rows of even weights would give it ${percent(even.reduce((sum, x) => sum + x, 0) / even.length)}.` : "";
   const first = `${integer(sinks.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${sinks.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.${floor}`;
   const lengths = sinks.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);

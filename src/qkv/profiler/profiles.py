@@ -132,13 +132,13 @@ class Profile:
 
         Further columns: layer, head; sink_share (part of the queries from the second with a share of more than
         `threshold` on the first token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: share of the
-        row on the first token, averaged over the first 64 queries), alpha_random and alpha_repeated (the same on
-        random tokens and on one token repeated); alpha_best (the largest α of any token, over all queries that may
-        attend to it), with best_text, best_key and best_token; key_norm_first, value_norm_first, key_norm_best and
-        value_norm_best (norm of that token's vector divided by the mean of the others); cosine_first, cosine_others
-        (mean cosine of the queries to the first key, and to the others), first_key_angle (degrees between the first
-        key and the mean of the others), key_bias_cosine. Quantities that were not measured are NaN, or have no
-        column.
+        row on the first token, averaged over the first 64 queries), alpha_even (the same of rows of even weights),
+        alpha_random and alpha_repeated (the same on random tokens and on one token repeated); alpha_best (the largest
+        α of any token, over all queries that may attend to it), with best_text, best_key and best_token;
+        key_norm_first, value_norm_first, key_norm_best and value_norm_best (norm of that token's vector divided by
+        the mean of the others); cosine_first, cosine_others (mean cosine of the queries to the first key, and to the
+        others), first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine.
+        Quantities that were not measured are NaN, or have no column.
 
         Raises:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.

@@ -44,6 +44,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         "contribution_first": _mean(data, _values(data, "first_contribution")),
         "learned_sink": _mean(data, _values(data, "sink_mass")),
         "alpha_first": None if prefix is None else prefix[..., 0],
+        "alpha_even": None if prefix is None else _over_first(data, even, prefix.shape[-1]),
     }
     if "sink_mass" not in data:
         del columns["learned_sink"]
@@ -99,7 +100,7 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
     ``entries`` is the share of pairs (head, query from the second) with more than the threshold on the first token.
     ``natural``, ``random`` and ``repeated`` are the shares of heads whose sink score α of the first token exceeds the
     threshold, on the first 64 tokens of the text, on random tokens, and on one token repeated. ``anywhere`` is the
-    share of heads with a sink at any token.
+    share of heads with a sink at any token. ``even_alpha`` is the α of rows of even weights, on the text.
 
     Means over heads, and over the queries after the first: ``share`` is the share of the row on the first token,
     ``even`` the share that rows of even weights would give it, ``weight`` the model's own weight on it, ``learned`` the
@@ -107,6 +108,8 @@ def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, floa
     """
     table = sink_table(data, threshold)
     found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
+    if table["alpha_even"].notna().any():
+        found["even_alpha"] = float(table["alpha_even"].mean())
     for name, column in (("natural", "first"), ("random", "random"), ("repeated", "repeated"), ("anywhere", "best")):
         alpha = table[f"alpha_{column}"].to_numpy()
         if not np.isnan(alpha).all():
@@ -151,6 +154,12 @@ def _mean(data: xr.Dataset, values: np.ndarray | None) -> np.ndarray | None:
     if values is None:
         return None
     return tables.over_texts(tables.mean_over_queries(values, tables.later_queries(data)))
+
+
+def _over_first(data: xr.Dataset, values: np.ndarray, queries: int) -> np.ndarray:
+    """The mean over the first queries of each text, then over texts: (layer, head)."""
+    first = tables.valid_queries(data) & (np.arange(data.sizes["query"]) < queries)
+    return tables.over_texts(tables.mean_over_queries(values, first))
 
 
 def _values(data: xr.Dataset, name: str) -> np.ndarray | None:
