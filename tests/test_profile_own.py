@@ -487,7 +487,7 @@ def test_attention_mask_argument_is_honoured() -> None:
     data = own_profile(model, {"ids": IDS, "attention_mask": mask}).data
     alone = own_profile(model, IDS[1, 4:]).data
     assert data["n_keys"].values.tolist() == [11, 7]
-    for name in ("entropy", "sink", "received"):  # the first key is the first real one
+    for name in ("entropy", "sink", "received", "row_sum", "first_contribution"):  # the first key is the first real one
         np.testing.assert_allclose(data[name][1, ..., :7], alone[name][0], rtol=1e-4, atol=1e-4, err_msg=name)
     with refused("inputs", match="attention_mask unknown"):
         own_profile(Layer(MultiHeadAttention(32, 4)), {"input_ids": IDS, "attention_mask": mask})

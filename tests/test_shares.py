@@ -20,6 +20,8 @@ from qkv.statistics.shares import rows_in_shares, sums_to_one
 KINDS: dict[str, dict[str, object]] = {
     "softmax": {},
     "gated": {"gate": "head"},
+    "grouped heads": {"kv_heads": 1},
+    "window": {"window": 9, "normalizer": "sigmoid"},
     "entmax": {"normalizer": "entmax"},
     "off by one": {"normalizer": "off_by_one"},
     "sink logit": {"sink": True},
@@ -72,7 +74,7 @@ def test_variables_are_shares_of_the_row(kind: str) -> None:
         i, j = np.indices((n, n))
         norms = data["value_norm"].values[0].astype(np.float64)[..., None, :]
         products = weights * norms
-        rows = min(64, n)
+        rows, seen = min(64, n), KINDS[kind].get("window", n)
         want = {
             "row_sum": sums,
             "sink": a[..., 0],
@@ -81,7 +83,7 @@ def test_variables_are_shares_of_the_row(kind: str) -> None:
             "local": (a * (abs(i - j) <= 8)).sum(-1),
             "streaming_mass": (a * ((abs(i - j) < 64) | (j < 4))).sum(-1),
             "received": a.sum(-2),
-            "prefix_sink_scores": a[..., :rows, :rows].sum(-2) / np.arange(rows, 0, -1),
+            "prefix_sink_scores": a[..., :rows, :rows].sum(-2) / np.minimum(np.arange(rows, 0, -1), seen),
             "first_contribution": products[..., 0] / np.maximum(products.sum(-1), 1e-30),
         }
         for name, x in want.items():
@@ -122,12 +124,13 @@ def test_four_views_of_the_sink_stand_side_by_side(kind: str) -> None:
         weights, a, _ = divided(data)
         products = weights * data["value_norm"].values[0].astype(np.float64)[..., None, :]
         n = a.shape[-1]
+        even = 1 / np.minimum(np.arange(1, n + 1), KINDS[kind].get("window", n))
         want = {
             "weight_first": weights[..., 1:, 0].mean(-1),
             "share_first": a[..., 1:, 0].mean(-1),
             "contribution_first": (products[..., 0] / np.maximum(products.sum(-1), 1e-30))[..., 1:].mean(-1),
-            "even_share": np.full(a.shape[:2], np.mean([1 / i for i in range(2, n + 1)])),
-            "alpha_even": np.full(a.shape[:2], np.mean([1 / i for i in range(1, min(64, n) + 1)])),
+            "even_share": np.full(a.shape[:2], np.mean(even[1:])),
+            "alpha_even": np.full(a.shape[:2], np.mean(even[:64])),
         }
         if kind in ("off by one", "sink logit", "key bias"):
             want["learned_sink"] = 1 - weights[..., 1:, :].sum(-1).mean(-1)

@@ -63,8 +63,8 @@ class Statistics:
     Query i has position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1 for softmax, less with a
     sink logit, any sum for weights that are not normalized (sigmoid), and 0 where no key is visible. `entropy`,
     `distance`, `spread` and `effective_keys` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
-    are absolute. Fully masked rows give 0 (and lse −inf), and so do rows whose weights underflow float32 (below 1e-38;
-    for float64 inputs, 1e-150).
+    are absolute (`qkv.profile` divides them, too). Fully masked rows give 0 (and lse −inf), and so do rows whose
+    weights underflow float32 (below 1e-38; for float64 inputs, 1e-150).
     If q had fewer than four dimensions, or was a NumPy array, the fields have the same dimensions and type.
 
     >>> from qkv import measure
