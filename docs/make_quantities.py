@@ -30,8 +30,14 @@ def page() -> str:
 # What a profile holds
 
 Every number carries its unit and definition: of variables in ``profile.data["entropy"].attrs``, of columns in
-``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number, or a share of a query's
-weight. [Statistics of your own](howto/your-own.md#your-own-statistic) stand beside these.
+``profile.heads().attrs`` and in the metadata of Parquet files. A unit of 1 is a plain number, or a share.
+
+A **share of the row** is a weight divided by the sum of its row, in which a null key counts as a key: a sink logit, a
+learned key with value 0, or the 1 of softmax off by one. So the shares of a softmax, of softmax off by one and of
+entmax are their weights, and rows of sigmoid, ELU + 1 and ReLU attention are divided by `row_sum`. A row that sums to 0
+gives no key a share. There the model's own weight is share × `row_sum`; `weights`, `sink_mass` and maps stay undivided.
+[Statistics of your own](howto/your-own.md#your-own-statistic) stand beside these, and are computed from the model's own
+weights.
 
 ## Variables
 

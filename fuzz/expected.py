@@ -22,7 +22,7 @@ from qkv import normalizers
 SAMPLES = 3
 MARGIN = 32
 """A kernel accumulates many rounding errors, in another order."""
-OF_WEIGHTS = tuple(f"measure {name}" for name in ("sink", "self_", "previous", "next_"))
+OF_WEIGHTS = tuple(f"measure {name}" for name in ("sink", "self_", "previous", "next_", "row_sum"))
 CLEAR = 16
 """Minimum distance of a score from a kink or a tie, in units of its error, so that rounding does not decide."""
 COARSEST = 2.0**-30

@@ -45,6 +45,7 @@ def statistics(weights: Tensor, visible: Tensor, sink_weight: Tensor | None, req
         "distance": (share * (p - j).abs()).sum(-1),
         "spread": (share * (j - mean).square()).sum(-1).sqrt(),
         "effective_keys": torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1.0), 0.0),
+        "row_sum": mass[..., 0],
         "sink": a.gather(-1, first)[..., 0],
         "received": a.sum(-2),
         "visible": counted_pairs.sum(-1),

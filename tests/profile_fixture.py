@@ -57,7 +57,7 @@ def dataset_from_weights(
     shape = (len(weights), layers, heads)
     n_queries, n_keys = [w.shape[2] for w in weights], [w.shape[3] for w in weights]
     Q, K = max(n_queries), max(n_keys)
-    columns = ("entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread")
+    columns = ("entropy", "lse", "sink", "self", "previous", "next", "local", "distance", "spread", "row_sum")
     query = {name: np.full((*shape, Q), np.nan, np.float32) for name in (*columns, "effective_keys", "visible")}
     received = np.full((*shape, K), np.nan, np.float32)
     dense = np.full((*shape, Q, K), np.nan, np.float32)
@@ -72,6 +72,7 @@ def dataset_from_weights(
         values = {
             "entropy": -(A * log).sum(-1),
             "sink": A[..., 0],
+            "row_sum": mass,
             "spread": np.sqrt(np.maximum((A * j**2).sum(-1) / mass - position**2, 0)),
             "effective_keys": 1 / (A**2).sum(-1),
             "visible": (A > 0).sum(-1),

@@ -17,9 +17,9 @@ from qkv.profiler.surveys import survey as surveys
 TEXTS = ["def f(x):\n    return x + 1\n" * 4, "import os", "class A: pass\n" * 7, "x = 1; y = 2", "é" * 33, "for"]
 
 
-def own() -> DecoderLM:
+def own(**changes: Any) -> DecoderLM:
     torch.manual_seed(0)
-    return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3)).eval()
+    return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3, **changes)).eval()
 
 
 def own_survey(out: Path, **settings: Any) -> surveys.Survey:

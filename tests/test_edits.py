@@ -131,7 +131,8 @@ def test_profile_inside_measures_the_edited_weights() -> None:
         kept = torch.from_numpy(result.data["weights"].isel(text=0, layer=layer).values).nan_to_num()
         torch.testing.assert_close(kept, weights[layer][0], rtol=0, atol=1e-5)
         first = torch.from_numpy(result.data["sink"].isel(text=0, layer=layer).values)
-        torch.testing.assert_close(first, weights[layer][0, :, :, 0], rtol=0, atol=1e-5)
+        shares = weights[layer][0] / weights[layer][0].sum(-1, keepdim=True)
+        torch.testing.assert_close(first, shares[:, :, 0], rtol=0, atol=1e-5)
     made = qkv.profile(built_with(model, "off_by_one"), ids, progress=False, probe=False)
     with edited(model, everywhere(model, "off-by-one")):
         intervention = qkv.profile(model, ids, progress=False, probe=False)

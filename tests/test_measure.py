@@ -44,6 +44,7 @@ TESTED_SEPARATELY = (
     "visible_queries",
     "prefix_sink_scores",
     "thumbnail",
+    "first_contribution",
 )
 TENSORS = [f.name for f in dataclasses.fields(Statistics) if f.name not in TESTED_SEPARATELY]
 
@@ -63,7 +64,14 @@ def expected_statistics(weights: Tensor, lse: Tensor, first: int = 0) -> dict[st
                 near[:, :, i] = a[:, :, i, j]
         return near
 
-    out |= {"sink": a[..., first], "self_": at(0), "previous": at(-1), "next_": at(1), "lse": lse.double().numpy()}
+    out |= {
+        "row_sum": a.sum(-1),
+        "sink": a[..., first],
+        "self_": at(0),
+        "previous": at(-1),
+        "next_": at(1),
+        "lse": lse.double().numpy(),
+    }
     assert sorted(out) == sorted(TENSORS)
     return {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in out.items()}
 

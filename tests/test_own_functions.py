@@ -128,8 +128,9 @@ def test_weights_that_an_unknown_function_returns_are_recorded(registered: Calla
     assert torch.equal(out, want)
     assert set(observer.sources.values()) == {"returned"}
     for record, w in zip(observer.records, weights, strict=True):
-        torch.testing.assert_close(record.statistics.received, w.sum(2), atol=1e-5, rtol=1e-5)
         share = w / w.sum(-1, keepdim=True)
+        torch.testing.assert_close(record.statistics.received, share.sum(2), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(record.statistics.row_sum, w.sum(-1), atol=1e-5, rtol=1e-5)
         entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
         torch.testing.assert_close(record.statistics.entropy, entropy, atol=1e-4, rtol=0)
 

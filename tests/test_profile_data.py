@@ -35,9 +35,9 @@ def test_head_table_of_bidirectional_attention_agrees_with_the_weights() -> None
     expected = {
         "entropy": entropy.mean(-1),
         "entropy_ratio": (entropy / np.log(n)).mean(-1),
-        "sink": A[..., 0].mean(-1),
+        "sink": A[..., 1:, 0].mean(-1),
         "self": (A * (i == j)).sum((-1, -2)) / n,
-        "previous": (A * (j == i - 1)).sum((-1, -2)) / n,
+        "previous": (A * (j == i - 1)).sum((-1, -2)) / (n - 1),
         "next": (A * (j == i + 1)).sum((-1, -2)) / n,
         "local": (A * (abs(i - j) <= 8)).sum((-1, -2)) / n,
         "distance": (A * abs(i - j)).sum((-1, -2)) / n,

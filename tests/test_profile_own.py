@@ -108,23 +108,26 @@ def own_weights(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor
     return {name: torch.cat(calls, 2) for name, calls in found.items()}
 
 
-def by_definition(weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Statistics of weights (head, query, key) by their definitions in `qkv.Statistics`."""
+def by_definition(weights: np.ndarray, null: np.ndarray | float) -> dict[str, np.ndarray]:
+    """Variables of weights (head, query, key) and of the weight on a null key, as docs/quantities.md defines them."""
     A = weights.astype(np.float64)
     _, n_queries, n_keys = A.shape
     mass = A.sum(-1, keepdims=True)
     a = np.divide(A, mass, out=np.zeros_like(A), where=mass > 0)
+    whole = mass + np.asarray(null)[..., None]
+    shares = np.divide(A, whole, out=np.zeros_like(A), where=whole > 0)
     at, key = np.arange(n_queries)[:, None] + n_keys - n_queries, np.arange(n_keys)
     mean = (a * key).sum(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
             "entropy": -np.where(a > 0, a * np.log(a), 0).sum(-1),
-            "received": A.sum(1),
-            "sink": A[..., 0],
-            "self": (A * (key == at)).sum(-1),
-            "previous": (A * (key == at - 1)).sum(-1),
-            "next": (A * (key == at + 1)).sum(-1),
-            "local": (A * (abs(key - at) <= LOCAL)).sum(-1),
+            "received": shares.sum(1),
+            "row_sum": A.sum(-1),
+            "sink": shares[..., 0],
+            "self": (shares * (key == at)).sum(-1),
+            "previous": (shares * (key == at - 1)).sum(-1),
+            "next": (shares * (key == at + 1)).sum(-1),
+            "local": (shares * (abs(key - at) <= LOCAL)).sum(-1),
             "distance": (a * abs(key - at)).sum(-1),
             "variance": (a * (key - mean) ** 2).sum(-1),
             "effective_keys": np.where(mass[..., 0] > 0, 1 / (a**2).sum(-1), 0),
@@ -139,7 +142,8 @@ def check(data: xr.Dataset, weights: dict[str, Tensor], *, cross: bool = False) 
         for text in range(data.sizes["text"]):
             one = data.isel(layer=layer, text=text)
             n_queries, n_keys = int(one["n_queries"]), int(one["n_keys"])
-            want = by_definition(whole[text, :, :n_queries, :n_keys].double().numpy())
+            null = one["sink_mass"].values[:, :n_queries] if "sink_mass" in one else 0.0
+            want = by_definition(whole[text, :, :n_queries, :n_keys].double().numpy(), null)
             for name, values in want.items():
                 what = f"{name} of {module}, text {text}"
                 if name == "variance":
@@ -384,7 +388,7 @@ def test_step_by_step_equals_one_forward(attention: str, kind: str, map_tokens: 
     beyond = {name for name in whole if name not in steps}  # of vectors, and of pictures of all queries: see `_Steps`
     assert beyond == {
         "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle", "key_directions",
-        "streaming_mass", "prefix_sink_scores",
+        "streaming_mass", "prefix_sink_scores", "first_contribution",
     }  # fmt: skip
     assert set(steps) == set(whole) - beyond
     assert ("weights" in whole) is (map_tokens == 256)
@@ -483,7 +487,7 @@ def test_attention_mask_argument_is_honoured() -> None:
     data = own_profile(model, {"ids": IDS, "attention_mask": mask}).data
     alone = own_profile(model, IDS[1, 4:]).data
     assert data["n_keys"].values.tolist() == [11, 7]
-    for name in ("entropy", "sink", "received"):  # the first key is the first real one
+    for name in ("entropy", "sink", "received", "row_sum", "first_contribution"):  # the first key is the first real one
         np.testing.assert_allclose(data[name][1, ..., :7], alone[name][0], rtol=1e-4, atol=1e-4, err_msg=name)
     with refused("inputs", match="attention_mask unknown"):
         own_profile(Layer(MultiHeadAttention(32, 4)), {"input_ids": IDS, "attention_mask": mask})

@@ -199,7 +199,7 @@ def test_every_process_gets_the_profile_of_the_whole(size: int, found: dict[int,
         assert got.data["module"].values.tolist() == ["layers.0", "layers.1"]
         assert set(want.data) - set(got.data) == {
             "query_norm", "key_norm", "value_norm", "cosine_first", "cosine_others", "first_key_angle",
-            "key_directions",
+            "key_directions", "first_contribution",
         }  # fmt: skip
         for name, values in got.data.items():
             pair = values, want.data[name]

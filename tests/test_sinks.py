@@ -215,7 +215,10 @@ def test_padding_does_not_change_scores() -> None:
     assert "map_max" not in both.data, "bins would mix padding with the text"
     for i, one in enumerate(alone):
         n = one.data.sizes["key"]
-        for name in ("visible_queries", "prefix_sink_scores", "streaming_mass", "key_norm", "value_norm", "query_norm"):
+        for name in (
+            "visible_queries", "prefix_sink_scores", "streaming_mass", "key_norm", "value_norm", "query_norm",
+            "row_sum", "first_contribution",
+        ):  # fmt: skip
             got = both.data[name].values[i][..., : 64 if name == "prefix_sink_scores" else n]
             np.testing.assert_allclose(got, one.data[name].values[0], atol=2e-5, rtol=2e-5, err_msg=name)
         for name in ("cosine_first", "cosine_others", "first_key_angle", "key_directions"):

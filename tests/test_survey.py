@@ -203,7 +203,7 @@ def pooled(profiles: list[Any], group: str, name: str) -> np.ndarray:
             x = np.full(data["entropy"].shape, np.nan)
         else:
             x = data[name].values.astype(float)
-        if QUANTITIES[name].later and data.attrs["causal"]:
+        if QUANTITIES[name].later:
             x = x.copy()
             x[..., 0] = np.nan
         found.append(x[0])
@@ -216,8 +216,9 @@ def early_of(profiles: list[Any], group: str) -> np.ndarray:
     for p in profiles:
         w = p.groups[group]["weights"].values[0].astype(float)
         if w.shape[-2] >= 64:
-            w = w[..., :64, :64]
-            found.append(w.sum(-2) / (w > 0).sum(-2))
+            null = p.groups[group]["sink_mass"].values[0] if "sink_mass" in p.groups[group] else 0.0
+            a = w / (w.sum(-1) + null)[..., None]
+            found.append(a[..., :64, :64].sum(-2) / (w[..., :64, :64] > 0).sum(-2))
     return np.stack(found)
 
 
@@ -228,6 +229,7 @@ def cases() -> Mapping[str, Callable[[], tuple[nn.Module, Any, list[str]]]]:
         "gpt_oss": lambda: (hf.build("gpt_oss"), Words(), TEXTS),
         "bart": lambda: (hf.build("bart"), Words(), TEXTS[1:4]),
         "own": lambda: (own(), ByteTokenizer(), ["x = 1\n" * 12, *OWN_TEXTS[3:]]),
+        "sigmoid": lambda: (own(normalizer="sigmoid"), ByteTokenizer(), ["x = 1\n" * 12, *OWN_TEXTS[3:]]),
     }
 
 
@@ -404,6 +406,9 @@ def test_surveys_of_different_definitions_do_not_merge(tmp_path: Path) -> None:
     c = survey(model, TEXTS[2:], tokenizer=Words(), out=tmp_path / "c", shards=1)
     with pytest.raises(InputError, match=r"other has another definition, .*: weights is"):
         a.merge(c)
+    old = Survey({k: x for k, x in a.definition.items() if k != "shares_of_rows"}, a.groups, a.record)
+    with pytest.raises(InputError, match="shares_of_rows is missing and present"):
+        Survey.load(old.save(tmp_path / "old.qkv.zip")).merge(a)
     d = Survey(json.loads(json.dumps(a.definition)), a.groups, a.record)
     d.definition["quantities"]["sink"]["bins"] = 7
     with pytest.raises(InputError, match=f"quantities.sink.bins is {BINS} and 7"):

@@ -116,6 +116,8 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     close(out, whole[0], "output", {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[case.dtype] * scale)
     close(lse, whole[1], "lse", 1e-6 * scale)
     for field in dataclasses.fields(got):
+        if field.name == "row_sum":  # `measured` adds it
+            continue
         mine, other = getattr(got, field.name), getattr(want, field.name)
         if isinstance(other, Tensor):
             size = {"distance": 1e-5 * case.nk, "received": 1e-5, "spread": 0.05, "effective_keys": 1e-5 * case.nk}
@@ -200,6 +202,28 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], lis
 
     monkeypatch.setattr(host, "_kernels", lambda: SimpleNamespace(by_query=Kernel(), by_key=Kernel()))
     return launched
+
+
+@pytest.mark.parametrize("name", ["more keys than queries, a sink", "padding on the left", "bfloat16"])
+def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> None:
+    case = CASES[name]
+    q, k, v = case.tensors()
+    norms = v.float().norm(dim=-1).repeat_interleave(case.shape[1] // case.shape[2], 1)
+    options = case.options()
+    call = Call.of(q, k, v, case.mask, (), None, case.normalizer())
+    _, _, got = measured(call, output=True, value_norms=norms, **options)
+    normalizer = Softmax(sink=case.normalizer().sink.double()) if case.sink else Softmax()  # type: ignore[attr-defined]
+    composed = {"mask": case.mask, "normalizer": normalizer, "kernel": "reference", "return_weights": True}
+    weights = qkv.attend(q.double(), k.double(), v.double(), **composed)[1]  # type: ignore[call-overload]
+    if options["queries"] is not None:
+        weights = weights * options["queries"][:, None, :, None]  # type: ignore[index]
+    assert got.row_sum is not None
+    close(got.row_sum, weights.sum(-1), "row_sum", 3e-6)
+    products = weights * norms[:, :, None].double()
+    first = torch.as_tensor(options["first"]).expand(len(q))  # type: ignore[call-overload]
+    want = products[torch.arange(len(q)), :, :, first] / products.sum(-1).clamp(min=1e-30)
+    assert got.first_contribution is not None
+    close(got.first_contribution, want, "first_contribution", 2e-2 if case.dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("n", [100, 5000])

@@ -17,6 +17,7 @@ Opens = Callable[..., Tab]
 TITLES = [
     "Weight on the first token",
     "Norm of the first token’s value",
+    "What the first token’s value adds",
     "Norm of the first token’s key",
     "Sink score α on three kinds of text",
     "Largest activation by depth",
@@ -59,12 +60,15 @@ def test_dots_show_the_numbers_of_the_profile(tab: Opens, mini: Served) -> None:
     row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
     assert pointed(one, 1, 0) == f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"
     stream = profile.residual["blocks"].isel(text=0)
-    depth = pointed(one, 4, 2)
+    depth = pointed(one, 5, 2)
     assert f"dimension {int(stream['largest_dimension'][2, 0])}" in depth
     assert f"{float(stream['largest'][2, 0]):.2f}" in depth
     over = int((sinks["alpha_first"] > 0.3).sum())
-    assert f"{over} of 24" in one.page.locator(".sink-figure").nth(3).inner_text()
+    assert f"{over} of 24" in one.page.locator(".sink-figure").nth(4).inner_text()
     assert one.page.locator(".sink-lead").inner_text().startswith(f"{over} of 24 heads ha")
+    assert f"even weights would give it {percent(sinks['alpha_even'].mean())}" in one.page.inner_text(".sink-lead")
+    said = {pointed(one, 2, dot) for dot in range(24)}
+    assert said == {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
     rows = one.page.locator("main tbody tr")
     assert rows.count() == len(profile.sink_tokens())
 
@@ -102,7 +106,7 @@ def test_intervention_is_overlaid_restored_and_exported(tab: Opens, mini: Served
     expect(one.page.locator("main figure table")).to_have_count(2)
     whole = one.text()
     before, later = (p.sinks()["alpha_first"].to_numpy() for p in (mini.profile("mini"), after))
-    said = one.page.locator(".sink-figure").nth(4).inner_text()
+    said = one.page.locator(".sink-figure").nth(5).inner_text()
     assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of 24" in said
     both = mini.profile("mini").heads()["sink"][0], after.heads()["sink"][0]
     assert np.abs(mini.profile("mini").heads()["sink"] - after.heads()["sink"]).max() > 0.01
@@ -136,6 +140,15 @@ def test_intervention_is_overlaid_restored_and_exported(tab: Opens, mini: Served
     largest = [x for stream in streams for x in stream["largest"].values[0, :, 0]]
     assert [row["depth"] for row in depths] == [*"01234"] * 2
     np.testing.assert_allclose([float(row["largest_activation"]) for row in depths], largest, rtol=1e-5)
+
+
+def test_weights_of_rows_that_do_not_sum_to_one_are_also_shown_undivided(tab: Opens, mini: Served) -> None:
+    one = tab(mini).open("sinks")
+    expect(one.page.locator(".sink-title", has_text="Undivided weight")).to_have_count(0)
+    one.page.click("text=Sigmoid")
+    expect(one.page.locator(".sink-lead p")).to_have_count(2)
+    one.settled()
+    expect(one.page.locator(".sink-title", has_text="Undivided weight on the first token")).to_have_count(1)
 
 
 def test_profile_of_another_size_is_shown_below(tab: Opens, served: Served) -> None:

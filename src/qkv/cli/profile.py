@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -200,8 +201,10 @@ def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
         "anywhere": "at any token, over all queries",
     }  # fmt: skip
     parts = [f"{found[name]:.0%} of heads {words}" for name, words in texts.items() if name in found]
-    learned = f"; the learned sink takes {found['learned']:.0%}" if "learned" in found else ""
-    lines = {"Sinks": f"α > 0.3 at the first token: {', '.join(parts)}{learned}"}
+    even = f" (even rows: α = {found['even_alpha']:.2f})" if "even_alpha" in found else ""
+    lines = {"Sinks": f"α > 0.3 at the first token{even}: {', '.join(parts)}"}
+    if "share" in found:
+        lines["First token"] = _first_token(found)
     kinds = result.types(group)["type"].value_counts()
     lines["Heads"] = (
         ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no head has a clear type"
@@ -215,6 +218,18 @@ def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
                 f"the largest is {ratio:,.0f} × the median"
             )
     return lines
+
+
+def _first_token(found: Mapping[str, float]) -> str:
+    """The four measures of the first token's sink, and the floor: see `qkv.profiler.data.sinks.sink_summary`."""
+    parts = [f"{found['share']:.1%} of a row, {found['even']:.1%} if rows were even"]
+    if abs(found.get("weight", found["share"]) - found["share"]) >= 0.001:
+        parts.append(f"weight {found['weight']:.3g} before rows are divided by their sums")
+    if "contribution" in found:
+        parts.append(f"{found['contribution']:.1%} of what the values add")
+    if "learned" in found:
+        parts.append(f"the learned sink takes {found['learned']:.1%}")
+    return "; ".join(parts)
 
 
 def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:

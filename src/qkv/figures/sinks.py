@@ -44,7 +44,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     titled(
         figure,
         _sentence(data),
-        f"{name} · sink score α: mean weight on a token of the queries that can attend to it; above, over the first 64",
+        f"{name} · sink score α: mean share of the row on a token, of queries that see it; above, of the first "
+        f"64{_floor(data)}",
     )
     for index, (column, label) in enumerate(kinds.items()):
         axes = place(figure, left + index * (wide + gap), top, wide, tall)
@@ -57,6 +58,11 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
     _values(place(figure, left, lower, 3.4, 2.4), table)
     _tokens(place(figure, left + 5.0, lower, width - left - 5.6, 2.4), sink_tokens(data), len(table))
     return figure
+
+
+def _floor(data: xr.Dataset) -> str:
+    even = sink_summary(data).get("even_alpha")
+    return "" if even is None else f" (even rows: {percent(even)})"
 
 
 def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import qkv
 from qkv.errors import InputError
 from qkv.models import DecoderLM
-from qkv.normalizers import Pointwise
+from qkv.profiler.data.tables import raw_weights
+from qkv.statistics.shares import sums_to_one
 
 THRESHOLD = 0.3
 """ε of Gu et al. 2025: a head with more than this mean weight on the first key has a sink."""
@@ -26,9 +27,9 @@ def attention(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, Any]:
     All are means over texts, and over the queries from the second on, because the first query has only one visible key.
     If the model has a window, the sink measures use the queries to which the first key is visible.
 
-    Rows of sigmoid, ELU + 1 and ReLU attention do not sum to 1, so a threshold on their weights has no meaning. These
-    weights are divided by their row sums first, and ``sink_raw`` has the mean of the undivided weights. Rows with a
-    learned sink or softmax off by one are not divided: their missing weight is on the sink.
+    Weights are shares of the row, as in `qkv.profile`. Rows of sigmoid, ELU + 1 and ReLU attention do not sum to 1, so
+    a threshold on their weights has no meaning: they are divided by their sums, and ``sink_raw`` has the mean of the
+    undivided weights. In rows with a learned sink or softmax off by one the sink counts as a key, so they sum to 1.
 
     Args:
         model: the model, in any mode; it runs once, in evaluation mode and without gradients.
@@ -97,18 +98,15 @@ def weights(model: DecoderLM, ids: Int[Tensor, "b n"]) -> dict[str, np.ndarray]:
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise InputError(f"ids has shape {tuple(ids.shape)}, expected (texts, length) of at least 2 tokens")
     n = ids.shape[1]
-    # With a local window as long as the text, `local` is the sum of the row.
-    data = qkv.profile(model, ids, progress=False, map_tokens=0, map_bins=0, probe=False, local_window=n).data
+    data = qkv.profile(model, ids, progress=False, map_tokens=0, map_bins=0, probe=False).data
     in_window = slice(min(n, model.config.window or n))  # queries to which the first key is visible
     first, previous = data["sink"].values[..., in_window], data["previous"].values
     found = {"entropy": data["entropy"].values, "visible": data["visible"].values}
     if "sink_mass" in data:
         found["sink_mass"] = data["sink_mass"].values
     block: Any = model.blocks[0]
-    if isinstance(block.attention.composition.attention.normalizer, Pointwise):
-        total = data["local"].values
-        total = np.where(total > 0, total, 1)  # rows of zeros stay zero
-        return {**found, "first": first / total[..., in_window], "sink_raw": first, "previous": previous / total}
+    if not sums_to_one(block.attention.composition.attention.normalizer):
+        found["sink_raw"] = raw_weights(data, "sink")[..., in_window]
     return {**found, "first": first, "previous": previous}
 
 

@@ -22,6 +22,13 @@ export function firstTokenWeight(group) {
   });
 }
 
+/** The model's own weight of each head on the first token; null if it equals the share of the row in every head. */
+function undividedWeight(group) {
+  const { weight_first: weights, share_first: shares } = group.sinks ?? {};
+  if (!weights || !shares || !weights.some((x, at) => x !== null && Math.abs(x - shares[at]) > 1e-4)) return null;
+  return weights;
+}
+
 /**
  * Figures about the sinks of `page.groups[g]`, as elements. `after`: {group, name} of the same size to overlay; `name`
  * then labels the page. `chosen`: the selected head {layer, head}, which is marked. `select(layer, head)` is called for
@@ -32,8 +39,10 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Weight on the first token", note: "mean over all queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Weight on the first token", note: "share of the row, mean over the queries after the first · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
+    byLayerChart({ ...more, title: "What the first token’s value adds", note: "‖a v‖ of the first token, as a share of the sum over all keys", values: scores("contribution_first"), unit: "%" }),
+    byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),
     byLayerChart({ ...more, title: "Norm of the first token’s key", note: "relative to the mean of the other tokens · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or on the term 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),
     kindsChart(more, after),
@@ -57,7 +66,9 @@ function sinkSentence(group) {
   const weights = scores ?? firstTokenWeight(group), sinks = [];
   weights.forEach((x, at) => { if (x !== null && x > SINK_THRESHOLD) sinks.push(at); });
   const measure = scores ? `a sink at the first token (α > ${SINK_THRESHOLD})` : "more than 30 % of the weight on the first token";
-  const first = `${integer(sinks.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${sinks.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.`;
+  const even = (scores ? group.sinks.alpha_even : group.sinks?.even_share)?.filter((x) => x !== null) ?? [];
+  const floor = even.length ? ` Rows of even weights would give it ${percent(even.reduce((sum, x) => sum + x, 0) / even.length)}.` : "";
+  const first = `${integer(sinks.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${sinks.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.${floor}`;
   const lengths = sinks.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
   if (!lengths.length) return first;
   const middle = lengths[Math.floor(lengths.length / 2)];

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import xarray as xr
 
+from qkv._warnings import user_frame
 from qkv.errors import InputError
 from qkv.profiler.data import archive, frames, sinks, tables, types
 from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
@@ -31,12 +33,13 @@ class Profile:
     Args:
         groups: one `xarray.Dataset` per kind of attention: `{"self": …}`, or `{"encoder": …, "decoder": …,
             "cross": …}`. Each holds float32 variables over (text, layer, head, query): `entropy` (nats),
-            `lse`, `sink` (weight on the text's first token), `local` (mass within `attrs["local_window"]` tokens),
+            `lse`, `sink` (share of the row on the text's first token), `local` (share within `attrs["local_window"]`
+            tokens), `row_sum` (by which the model's weights are divided to give shares of the row),
             `visible` (how many keys the query may attend to) and others; over (text, layer, head, key): `received`
-            (the sum of the column). `weights` (text, layer, head, query, key) is kept for short texts, and
-            `sink_mass` for learned sinks. Custom statistics are stored under their names.
-            Values beyond a text's `n_queries` or `n_keys` are NaN. In cross-attention, where queries and keys belong
-            to different texts, statistics that compare positions (`self`, `local` and others) are NaN, too.
+            (the sum of the column's shares). `weights` (text, layer, head, query, key) is kept for short texts, and
+            `sink_mass` for learned sinks; these two are the model's own weights. Custom statistics are stored under
+            their names. Values beyond a text's `n_queries` or `n_keys` are NaN. In cross-attention, where queries and
+            keys belong to different texts, statistics that compare positions (`self`, `local` and others) are NaN, too.
             docs/quantities.md lists all variables; each carries its ``units`` and ``definition``.
         attrs: JSON-serialisable facts about the run: model, dtype, versions, command, created, seconds and so on.
         residual: hidden states by stack of layers, over (text, depth, token): see `qkv.profiler.capture.residual`.
@@ -99,8 +102,10 @@ class Profile:
         where its share is largest); target, target_share and goes_to (where the head sends its weight, in words); and
         each custom statistic, averaged by its `by_head`.
 
-        In causal groups `sink` and `previous` leave the first query out, because it can attend only to itself. The unit
-        and definition of each column are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
+        Shares of the row are comparable between normalizers: a weight is divided by the sum of its row, in which a
+        learned sink counts as a key. `sink` and `previous` leave the first query of a text out, in causal models
+        because it can attend only to itself, and in others so that both compare. The unit and definition of each column
+        are in the frame's ``attrs``. ``frame="polars"`` gives a polars frame.
         """
         return frames.as_frame(frames.of_heads(self.group(group)), frame)
 
@@ -118,15 +123,22 @@ class Profile:
     def sinks(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
         """Attention sinks by head: one row per layer and head, averaged over texts.
 
-        Columns: layer, head; sink_share (share of the queries from the second with more than `threshold` on the first
-        token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: weight on the first token, averaged
-        over the first 64 queries), alpha_random and alpha_repeated (the same on random tokens and on one token
-        repeated); alpha_best (the largest α of any token, over all queries that may attend to it), with best_text,
-        best_key and best_token; learned_sink (weight on a learned sink); key_norm_first, value_norm_first,
-        key_norm_best and value_norm_best (norm of that token's vector divided by the mean of the others);
-        cosine_first, cosine_others (mean cosine of the queries to the first key, and to the others),
-        first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine. Quantities that
-        were not measured are NaN, or have no column.
+        Four measures stand side by side, each a mean over the queries after the first: weight_first (the model's own
+        weight on the first token), share_first (its share of the row, by which sinks are judged), learned_sink (weight
+        on a learned sink or another null key, whose value is 0), and contribution_first (‖a v‖ of the first token
+        divided by the sum of ‖a v‖ over all keys: Kobayashi et al. 2020, arXiv:2004.10102, before the output
+        projection). even_share is the floor, the share that a row of even weights would give each key: in short texts
+        it is large.
+
+        Further columns: layer, head; sink_share (part of the queries from the second with a share of more than
+        `threshold` on the first token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: share of the
+        row on the first token, averaged over the first 64 queries), alpha_even (the same of rows of even weights),
+        alpha_random and alpha_repeated (the same on random tokens and on one token repeated); alpha_best (the largest
+        α of any token, over all queries that may attend to it), with best_text, best_key and best_token;
+        key_norm_first, value_norm_first, key_norm_best and value_norm_best (norm of that token's vector divided by
+        the mean of the others); cosine_first, cosine_others (mean cosine of the queries to the first key, and to the
+        others), first_key_angle (degrees between the first key and the mean of the others), key_bias_cosine.
+        Quantities that were not measured are NaN, or have no column.
 
         Raises:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
@@ -182,11 +194,25 @@ class Profile:
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile written by `save`.
 
+        A profile of an older qkv has no ``row_sum`` and no ``first_contribution``; columns that need them are NaN. It
+        holds the model's own weights in place of shares of the row, which differ for sigmoid, ELU + 1 and ReLU
+        attention: if it has layers without a log-sum-exp, a warning names them.
+
         Raises:
             InputError: if the file is missing, not a profile, truncated, damaged, or written by a newer qkv.
         """
         parts, attrs = archive.read_archive(Path(path))
-        return cls(parts["groups"], attrs, parts["residual"])
+        profile = cls(parts["groups"], attrs, parts["residual"])
+        for name, data in profile.groups.items():
+            unknown = data["module"].values[~tables.rows_known(data)].tolist()
+            if unknown:
+                warnings.warn(
+                    f"path: {str(path)!r} was written by an older qkv, which did not divide rows by their sums: if the "
+                    f"attention of {name!r} in {', '.join(unknown)} does not sum to 1, its shares are not comparable; "
+                    "profile the model again",
+                    stacklevel=user_frame(),
+                )
+        return profile
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile as one HTML file that works offline, and return its path."""

@@ -40,6 +40,8 @@ class ForwardPass:
     logits: Float[Tensor, "1 vocabulary"]
     weights: list[Float[Tensor, "heads n n"]]
     """Attention weights of every layer."""
+    sigmoid: list[list[bool]]
+    """Whether a head of a layer has sigmoid weights, whose rows do not sum to 1."""
 
 
 class Live:
@@ -84,10 +86,10 @@ class Live:
         Returns:
             The fields of `LiveAnswer`: ``tokens``; ``next``, the `k` likeliest tokens before and after the edits, in
             the same order; ``divergence``, KL(before ‖ after) of the next token in nats; for each layer and head,
-            before and after, ``sink`` (mean weight on the first token over all later queries; 0 for a text of one
-            token) and ``entropy`` (mean over the queries, of the weights divided by their sum, in nats); ``rows``,
-            the weights of the last query after the edits; ``map`` and ``map_before`` of the requested head, base64 of
-            float32.
+            before and after, ``sink`` (mean share of the row on the first token over all later queries; 0 for a text
+            of one token) and ``entropy`` (mean over the queries, of the weights divided by their sum, in nats);
+            ``rows``, the weights of the last query after the edits; ``map`` and ``map_before`` of the requested head,
+            base64 of float32.
 
         Raises:
             InputError: for a text without tokens or with too many, and for a head that does not exist.
@@ -185,7 +187,10 @@ class Live:
             edited(model, edits, on_weights=lambda layer, found: weights.append(found[0].float().cpu())),
         ):
             logits = model(torch.tensor([ids], device=device))[:, -1].cpu()
-        return ForwardPass(logits[0].double().softmax(-1), logits, weights)
+        used = {(e.layer, e.head): e.normalizer for e in edits if e.normalizer != AS_TRAINED}
+        own = NAMES[model.config.normalizer]
+        sigmoid = [[used.get((i, j), own) == "sigmoid" for j in range(len(x))] for i, x in enumerate(weights)]
+        return ForwardPass(logits[0].double().softmax(-1), logits, weights, sigmoid)
 
     def _listed(self, run: ForwardPass, tokens: list[int]) -> list[dict[str, Any]]:
         names = zip(tokens, self._names(tokens), strict=True)
@@ -224,14 +229,24 @@ def _divergence(p: Tensor, q: Tensor) -> float:
 
 
 def _sinks(run: ForwardPass) -> list[list[float]]:
-    """The mean weight on the first token over all later queries, by layer and head."""
-    return [x[:, 1:, 0].mean(1).tolist() if x.shape[1] > 1 else [0.0] * len(x) for x in run.weights]
+    """The mean share of the row on the first token over all later queries, by layer and head, as in a profile."""
+    if run.weights[0].shape[1] == 1:
+        return [[0.0] * len(x) for x in run.weights]
+    shares = [
+        torch.where(torch.tensor(sigmoid)[:, None, None], divided, x)
+        for sigmoid, x, divided in zip(run.sigmoid, run.weights, _divided(run.weights), strict=True)
+    ]
+    return [x[:, 1:, 0].mean(1).tolist() for x in shares]
 
 
 def _entropies(run: ForwardPass) -> list[list[float]]:
     """The mean entropy of the normalized weights of a query, by layer and head, in nats."""
-    shares = [x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) for x in run.weights]
-    return [torch.special.entr(x).sum(-1).mean(1).tolist() for x in shares]
+    return [torch.special.entr(x).sum(-1).mean(1).tolist() for x in _divided(run.weights)]
+
+
+def _divided(weights: list[Float[Tensor, "heads n n"]]) -> list[Float[Tensor, "heads n n"]]:
+    """The weights divided by the sums of their rows; rows of zeros stay zero."""
+    return [x / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) for x in weights]
 
 
 def _encoded(weights: Float[Tensor, "n n"]) -> str:

@@ -102,7 +102,7 @@ class Statistic(Definition):
     one_text: bool = False
     """Whether it is defined only where queries and keys are tokens of the same text (self-attention)."""
     from_second: bool = False
-    """Whether means over a causal text leave out its first query, which can attend only to itself."""
+    """Whether means leave out the first query of a text: in a causal model it can attend only to itself."""
     zero: float = 0.0
     """The neutral element of `merge`, with which accumulation starts."""
     parts: int = 1

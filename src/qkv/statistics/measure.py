@@ -182,6 +182,10 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     asked = _checked(call, call.grid, **options)
     if call.q.device.type != "cpu" and triton.unsupported_reason(call, asked.mass, asked.statistics) is None:
         out, lse, statistics = triton.attend_and_measure(call, asked, output=output)
+        statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
+        if asked.value_norms is not None:
+            contributions = _contributions(call, asked.value_norms)
+            statistics = _with_contribution(statistics, contributions, asked.value_norms, asked.first)
         return None if out is None else Result(out, lse), RowState(lse), statistics
     request, sums = asked.request(call.grid), asked.sums(call)
     if one_pass.supports(call, sums):
@@ -201,7 +205,8 @@ def sweep(
     """The statistics of `measure`, given the normalizer state of each row (log-sum-exp or threshold).
 
     `shared` is set if `call` is this process's shard of a call that a process group makes together. The other options
-    are `mass`, `first`, `queries`, `prefix_keys`, `bins` and `statistics` of `measure`.
+    are `mass`, `first`, `queries`, `prefix_keys`, `bins` and `statistics` of `measure`, and `value_norms` (b, h, nk),
+    the norm of each value, for `first_contribution`.
     """
     call = detached(call)
     rows = rows if isinstance(rows, RowState) else RowState(rows)
@@ -231,7 +236,35 @@ def _finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Stati
         sums.visible.masked_fill_(~request.queries[:, None], 0)
         if sums.sink_mass is not None:
             sums.sink_mass.masked_fill_(~request.queries[:, None], 0)
-    return sums.statistics(call, _counted(call, rows, request))
+    statistics = sums.statistics(call, _counted(call, rows, request))
+    if sums.contributions is None or request.value_norms is None:
+        return statistics
+    return _with_contribution(statistics, sums.contributions, request.value_norms, request.firsts)
+
+
+def _with_contribution(
+    statistics: Statistics, contributions: Tensor, value_norms: Tensor, firsts: Sequence[int]
+) -> Statistics:
+    """Add the first key's part of `contributions`, which are Σ_j A_ij ‖v_j‖; 0 in rows without any."""
+    at = torch.tensor(firsts, device=value_norms.device)[:, None, None]
+    first = value_norms.gather(2, at.expand(*value_norms.shape[:2], 1))
+    found = statistics.sink * first.to(statistics.sink)
+    share = (found / torch.where(contributions > 0, contributions, 1.0)).clamp(max=1)  # rounding
+    return replace(statistics, first_contribution=share.masked_fill(contributions == 0, 0).to(found.dtype))
+
+
+def _softmax_row_sum(statistics: Statistics) -> Tensor:
+    """Σ_j A_ij of the rows of a softmax: 1 less the weight on a sink logit, and 0 where no key is visible."""
+    whole = torch.ones_like(statistics.entropy)
+    whole = whole if statistics.sink_mass is None else whole - statistics.sink_mass
+    return whole.masked_fill(statistics.visible == 0, 0)
+
+
+def _contributions(call: Call, value_norms: Tensor) -> Tensor:
+    """Σ_j A_ij ‖v_j‖ from a forward of the call whose values have the norms as their first column."""
+    values = torch.zeros_like(call.v)
+    values[..., 0] = value_norms[:, :: call.q.shape[1] // call.v.shape[1]]
+    return KERNELS[pick(call, "auto")].forward(replace(call, v=values)).out[..., 0].to(value_norms.dtype)
 
 
 def _checked(
@@ -244,6 +277,7 @@ def _checked(
     prefix_keys: int | None = None,
     bins: int | None = None,
     statistics: Sequence[Statistic] = (),
+    value_norms: Float[Tensor, "b h nk"] | None = None,
     shared: Shared | None = None,
 ) -> Asked:
     """The options of `measure`, checked."""
@@ -272,7 +306,7 @@ def _checked(
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    return Asked(mass, firsts, queries, prefix_keys, bins, statistics)
+    return Asked(mass, firsts, queries, prefix_keys, bins, statistics, value_norms)
 
 
 def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:

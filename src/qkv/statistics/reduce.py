@@ -38,6 +38,8 @@ class Request:
     queries: Tensor | None
     offset: int
     """Position of the first query, counted from the first key."""
+    value_norms: Tensor | None = None
+    """The norm of each value (b, h, nk), for `Statistics.first_contribution`."""
     patterns: Patterns = field(default_factory=Patterns)
 
 
@@ -52,13 +54,20 @@ class Asked:
     prefix_keys: int | None
     bins: int | None
     statistics: Sequence[Statistic]
+    value_norms: Tensor | None = None
+    """The norm of each value (b, h, nk)."""
 
     def request(self, grid: Grid) -> Request:
-        return Request(self.mass, self.first, self.prefix_keys or 0, self.queries, grid.offset)
+        return Request(
+            self.mass, self.first, self.prefix_keys or 0, self.queries, grid.offset, value_norms=self.value_norms
+        )
 
     def sums(self, call: Call) -> Sums:
         """The sums of the call, empty."""
-        return Sums(call, self.mass, self.prefix_keys, self.bins, self.statistics)
+        sums = Sums(call, self.mass, self.prefix_keys, self.bins, self.statistics)
+        if self.value_norms is not None:
+            sums.contributions = torch.zeros_like(sums.total)
+        return sums
 
 
 def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> None:
@@ -84,6 +93,8 @@ class _Heads:
         self.mass_status = {name: tiles.block_status(part, rows, columns) for name, part in request.mass.items()}
         self.backward = mask is not None and mask.band is not None and mask.band[0] >= 0
         self.weights: WeightTiles | None = None
+        norms = tiles.of(request.value_norms)
+        self.value_norms = None if norms is None else norms.to(tiles.dtype)[..., None]
 
 
 class KeySums:
@@ -212,6 +223,8 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
             sums.distance[at] += _scaled(torch.mul(weights, distances, out=scratch).sum(-1), factor)
         if cols.start <= heads.first < cols.stop:
             sums.sink[at] += _scaled(weights[..., heads.first - cols.start], factor)
+        if heads.value_norms is not None and sums.contributions is not None:
+            sums.contributions[at] += _scaled((weights @ heads.value_norms[:, :, cols])[..., 0], factor)
         for near, shift in ((sums.self_, 0), (sums.previous, -1), (sums.next_, 1)):
             _add_diagonal(near[at[:2]], weights, tile.rows, start + shift - cols.start, factor)
         for name, inner in self.request.mass.items():

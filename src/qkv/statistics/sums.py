@@ -63,8 +63,8 @@ class Statistics:
     Query i has position p_i = i + n_keys − n_queries. M_i = Σ_j A_ij is the mass on keys: 1 for softmax, less with a
     sink logit, any sum for weights that are not normalized (sigmoid), and 0 where no key is visible. `entropy`,
     `distance`, `spread` and `effective_keys` describe the shape of a row and use a_ij = A_ij / M_i; all other weights
-    are absolute. Fully masked rows give 0 (and lse −inf), and so do rows whose weights underflow float32 (below 1e-38;
-    for float64 inputs, 1e-150).
+    are absolute (`qkv.profile` divides them, too). Fully masked rows give 0 (and lse −inf), and so do rows whose
+    weights underflow float32 (below 1e-38; for float64 inputs, 1e-150).
     If q had fewer than four dimensions, or was a NumPy array, the fields have the same dimensions and type.
 
     >>> from qkv import measure
@@ -110,6 +110,11 @@ class Statistics:
     """Weight inside each mask passed as `mass`, by its name."""
     own: Mapping[str, Float[Tensor, "b h n"]] = field(default_factory=dict)
     """The values of each `Statistic` passed as `statistics`, by its name."""
+    row_sum: Float[Tensor, "b h nq"] | None = None
+    """M_i = Σ_j A_ij, by which a weight is divided to get its share of the row. `measure` always gives it."""
+    first_contribution: Float[Tensor, "b h nq"] | None = None
+    """‖A_i1 v_1‖ / Σ_j ‖A_ij v_j‖, the first key's part of what the values add; a profile measures it, `measure` does
+    not."""
 
     participation = alias("participation", "effective_keys")
     audience = alias("audience", "visible_queries")
@@ -158,6 +163,7 @@ class Sums:
         self._name(zeros.new_zeros(len(self.OF_SHAPE) + len(self.OF_QUERIES), *zeros.shape))
         self.mass = {name: torch.zeros_like(zeros) for name in mass}
         self.sink_mass: Tensor | None = None  # if it is known: otherwise it follows from the row state
+        self.contributions: Tensor | None = None  # Σ_j A_ij ‖v_j‖, if the norms of the values were passed
         # With so few queries, the sum of each key is one term, and float32 loses nothing.
         of_keys = at_least_float32(call.q.dtype) if n_queries <= FEW_QUERIES else torch.float64
         self.received, self.visible_queries = (zeros.new_zeros(b, h, n_keys, dtype=of_keys) for _ in range(2))
@@ -231,6 +237,7 @@ class Sums:
             sink_mass=sink_mass,
             mass={name: value.to(dtype) for name, value in self.mass.items()},
             own={s.name: s.finish(x, self.total).to(dtype) for s, x in self.user_statistics.items()},
+            row_sum=self.total.to(dtype),
         )
 
 

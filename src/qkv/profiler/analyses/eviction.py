@@ -12,11 +12,11 @@ Policies at a budget of B keys for each layer and key head:
 
 There are two estimates, which answer different questions:
 
-**From the profile.** ``mass_lost`` is the weight that a query of the model with a full cache puts on keys that the
-policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens. For
-``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received from
-all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle: at
-query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
+**From the profile.** ``mass_lost`` is the share of its row that a query of the model with a full cache puts on keys
+that the policy would have evicted, averaged over queries. It does not include the effect on later layers and tokens.
+For ``heavy`` and your own policies, keys are ranked by their worth at the *end* of the text, from the weight received
+from all queries of the model with a full cache, summed over the query heads that share a key head. This is an oracle:
+at query i a real cache only knows the weights up to then, of queries for which keys were already evicted.
 
 **By running.** ``delta_nats`` is the rise of the loss on the next token when every layer attends through the cache;
 ``heavy`` and your own policies then decide online.
@@ -47,6 +47,7 @@ from qkv.profiler.capture.inputs import batches, real_tokens, sequences_of
 from qkv.profiler.capture.models import load
 from qkv.profiler.capture.observe import ObservedCall
 from qkv.statistics.measure import row_state, sweep
+from qkv.statistics.shares import in_shares
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +66,7 @@ class Eviction:
     """
 
     mass: pd.DataFrame
-    """A row for each policy, budget, layer and head: ``mass_lost``, the mean weight of a query on evicted keys."""
+    """A row for each policy, budget, layer and head: ``mass_lost``, the mean share of a row on evicted keys."""
     loss: pd.DataFrame | None
     """A row for each policy and budget: ``nats``, the loss on the next token, and ``delta_nats``, its rise over the
     policy "full", which keeps all keys. None if the model was not run."""
@@ -205,15 +206,15 @@ def _add_lost(
 def mass_lost(
     observed: ObservedCall, settings: Sequence[tuple[Policy, int]]
 ) -> dict[tuple[Policy, int], Float[Tensor, "b h nq"]]:
-    """The weight of every query on keys that each policy, at a budget, would have evicted."""
+    """The share of every query's row on keys that each policy, at a budget, would have evicted."""
     names = {f"{policy.name} {budget}": (policy, budget) for policy, budget in settings}
     fixed = {name: ~policy.mask(budget) for name, (policy, budget) in names.items() if policy.mask is not None}
     rows = row_state(observed.call, observed.lse)
     found = sweep(observed.call, rows, mass=fixed)
-    masses = dict(found.mass)
+    masses = dict(in_shares(observed.call, found, mass=fixed).mass)
     ranked = {name: _evicted(found.received, observed, *names[name]) for name in names if name not in fixed}
     if ranked:
-        masses |= sweep(observed.call, rows, mass=ranked).mass
+        masses |= in_shares(observed.call, sweep(observed.call, rows, mass=ranked), mass=ranked).mass
     return {names[name]: mass for name, mass in masses.items()}
 
 

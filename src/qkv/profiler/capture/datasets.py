@@ -63,11 +63,14 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
     variables: dict[str, Any] = {}
     for name, about in (VARIABLES | {x.name: Variable.of(x) for x in statistics}).items():
         dims, found = about.dims, [_found(record, name) for record in records]
-        if dims == HEAD or not (about.always or all(x is not None for x in found)):
+        measured = [x is not None for x in found]
+        some = about.always or (name == "sink_mass" and any(measured))
+        if dims == HEAD or not (some or all(measured)):
             continue
         if dims == BIN and not (real_q.all() and real_k.all()):
             continue  # bins are of positions and would mix padding with real tokens
-        missing = torch.full_like(first.statistics.entropy, torch.nan)  # for a normalizer without a log-sum-exp
+        # Missing are the log-sum-exp of other normalizers, and the null key of layers that have none.
+        missing = torch.full_like(first.statistics.entropy, 0 if name == "sink_mass" else torch.nan)
         values = stack([missing if x is None else x for x in found], *[real[d] for d in dims if d in real])
         if cross and about.one_text:
             values = values * np.nan
@@ -78,7 +81,7 @@ def _dataset(records: list[Record], tokens: Tokens, local_window: int, statistic
     for x in statistics:
         values = variables[x.name][1]
         variables[x.name] = (*variables[x.name][:2], custom_attrs(x))
-        variables[x.name + BY_HEAD] = (TEXT, _by_head(x, values, real_q if x.over == "query" else real_k, causal), {
+        variables[x.name + BY_HEAD] = (TEXT, _by_head(x, values, real_q if x.over == "query" else real_k), {
             "units": x.unit, "definition": f"{x.definition}; of each head",
         })  # fmt: skip
     small = first.statistics.thumbnail if "map_max" in variables else None
@@ -119,10 +122,10 @@ def _found(record: Record, name: str) -> Tensor | None:
     return record.geometry[name] if name in record.geometry else statistics.named(name)
 
 
-def _by_head(statistic: Statistic, values: np.ndarray, real: np.ndarray, causal: bool) -> np.ndarray:
+def _by_head(statistic: Statistic, values: np.ndarray, real: np.ndarray) -> np.ndarray:
     """A custom statistic averaged for each head of each text by its own `by_head`: (text, layer, head)."""
     counted = np.arange(values.shape[-1]) < real.sum(1)[:, None]
-    if causal and statistic.from_second and statistic.over == "query":
+    if statistic.from_second and statistic.over == "query":
         counted[:, 0] = False
     means = statistic.by_head(values, counted)
     if not isinstance(means, np.ndarray) or means.shape != values.shape[:3]:

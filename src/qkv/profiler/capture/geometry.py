@@ -70,6 +70,12 @@ def geometry(
     return found
 
 
+def value_norms(call: Call, keys: Bool[Tensor, "b nk"] | None) -> Float[Tensor, "b h nk"]:
+    """Euclidean norms of the values, 0 at padding; `keys` is True at real keys."""
+    v = _without_padding(call.v.detach().to(at_least_float32(call.v.dtype)), keys)
+    return _of_query_heads(torch.linalg.vector_norm(v, dim=-1), call.q.shape[1] // call.v.shape[1])
+
+
 def _real(mask: Tensor | None, x: Tensor) -> Bool[Tensor, "b 1 n"]:
     if mask is None:
         return torch.ones(len(x), 1, x.shape[2], dtype=torch.bool, device=x.device)

@@ -35,7 +35,7 @@ from qkv.masks import And, Causal, Dense, Grid, Mask, Window
 from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
 from qkv.profiler.capture.checking import Checked, check_rows, compared, compared_weights
-from qkv.profiler.capture.geometry import geometry
+from qkv.profiler.capture.geometry import geometry, value_norms
 from qkv.profiler.capture.inputs import Sequences
 from qkv.profiler.capture.intercept import Intercept, unwatched
 from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
@@ -44,6 +44,7 @@ from qkv.profiler.data.variables import UNFUSED
 from qkv.ring import Shared
 from qkv.statistics import Local, Statistic, Streaming
 from qkv.statistics.measure import measured, row_state, sweep
+from qkv.statistics.shares import in_shares
 from qkv.statistics.sums import Statistics
 
 PREFIX = 64  # number of first tokens that have sink scores (Gu et al. 2025, arXiv:2410.10781, section 3)
@@ -431,10 +432,11 @@ class Observer:
             return result
         with unwatched():
             known = None if fused else compute()
-            result, statistics, weights = self._measured(
-                name, call, known, first=first, queries=queries, whole=not step
-            )
             no_vectors = step or self.sources[name] in WEIGHTS_ONLY
+            norms = None if no_vectors or call.values is not None else value_norms(call, keys)
+            result, statistics, weights = self._measured(
+                name, call, known, first=first, queries=queries, norms=norms, whole=not step
+            )
             vectors = {} if no_vectors else geometry(detached(call), first, queries, keys)
         self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
         if step:
@@ -450,6 +452,7 @@ class Observer:
         *,
         first: int | Tensor,
         queries: Tensor | None = None,
+        norms: Tensor | None = None,
         whole: bool,
     ) -> tuple[Result, Statistics, Tensor | None]:
         """Result, statistics, and the weights of a short call; some statistics need the `whole` call of a layer."""
@@ -462,15 +465,19 @@ class Observer:
             "first": first,
             "queries": queries,
             "prefix_keys": PREFIX if whole else None,
+        }
+        further: dict[str, Any] = {
             "bins": self.map_bins if whole and self.map_bins else None,
             "statistics": (*(UNFUSED if whole else ()), *self.statistics),
+            "value_norms": norms,
         }
         if result is None:
-            result, _, statistics = measured(call, output=True, **options)
+            result, _, statistics = measured(call, output=True, **options, **further)
             assert result is not None
         else:
             rows = row_state(call, None if result.lse is None else result.lse.detach())
-            statistics = sweep(call, rows, **options)
+            statistics = sweep(call, rows, **options, **further)
+        statistics = in_shares(call, statistics, **options)
         nan = statistics.received.isnan().any()
         nan = nan if result.lse is None else nan | result.lse.isnan().any()
         if nan:  # one synchronization with a GPU a layer

@@ -23,6 +23,7 @@ from qkv.profiler.capture.fingerprint import fingerprint
 from qkv.profiler.capture.inputs import batches, positions, vocabulary
 from qkv.profiler.capture.observe import ObservedCall, weights_of
 from qkv.profiler.data.variables import VARIABLES
+from qkv.statistics.shares import rows_in_shares
 
 TOKENS = 64  # length of a text (Gu et al. 2025, arXiv:2410.10781, section 3), or the longest that the model can read
 LEAST = 8  # shortest text that can be probed, in tokens
@@ -89,13 +90,14 @@ def _probed(
         return ordinary[torch.randint(len(ordinary), (rows, n), generator=generator)]
 
     def weights(tokens: Tensor) -> Iterable[tuple[Scores, Tensor, Call]]:
-        """The weights of every layer on these texts, and where to put the scores of its heads."""
+        """The shares of the rows of every layer on these texts, and where to put the scores of its heads."""
         texts = torch.cat([start.expand(len(tokens), -1), tokens, end.expand(len(tokens), -1)], 1)
         with torch.random.fork_rng(devices=[]):
             (batch,) = batches(model, texts, None, None)
             calls = calls_of(model, batch, layers=layers)
         for one in _self_attention(calls):
-            yield found.setdefault((one.module, one.layer), {}), weights_of(one.call), one.call
+            shares = rows_in_shares(weights_of(one.call), one.call.normalizer)
+            yield found.setdefault((one.module, one.layer), {}), shares, one.call
 
     found: Found = {}
     random, repeated = drawn(REPEATS, once), drawn(REPEATS, 1).expand(-1, once)
@@ -143,14 +145,14 @@ def _visible_queries(call: Call) -> Tensor:
 
 
 def _second_half(a: Float[Tensor, "b h n n"], start: int, once: int) -> Scores:
-    """Weights of the second occurrence: on the previous token, the first occurrence, and the token after that."""
+    """Shares of the rows of the second half on the previous token, the first occurrence, and the token after that."""
     query = torch.arange(start + once, start + 2 * once, device=a.device)
     offsets = {"previous": -1, "duplicate": -once, "induction": 1 - once}
     return {f"probe_{name}": a[:, :, query, query + by].mean((0, 2)) for name, by in offsets.items()}
 
 
 def _positional(text: Float[Tensor, "h n n"], shuffled: Float[Tensor, "b h n n"]) -> Float[Tensor, " h"]:
-    """1 − total variation between the weights. The first half of the queries has too few keys to differ."""
+    """1 − total variation between the rows. The first half of the queries has too few keys to differ."""
     half = text.shape[1] // 2
     total_variation = 0.5 * (shuffled[:, :, half:] - text[:, half:]).abs().sum(-1)
     return 1 - total_variation.mean((0, 2))

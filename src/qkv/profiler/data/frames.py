@@ -26,6 +26,7 @@ FRAMES = ("pandas", "polars")
 SCORE = " score"  # suffix of a head type's score column where the tables are joined
 SUFFIXES = (".parquet", ".csv", ".zarr")
 _SHARE = "share of the weight"
+_LATER = "mean over the queries after the first"
 
 # Unit and definition of every column of `Profile.heads`, `.sinks` and `.types`.
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -33,7 +34,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "head": ("1", "number of the head, from 0"),
     "module": ("1", "name of the module that attends"),
     "entropy_ratio": ("1", "mean over queries of entropy / ln(visible keys): 1 is uniform"),
-    "sink_share": ("1", "share of the queries after the first with more than the threshold on the first token"),
+    "sink_share": ("1", "part of the queries after the first with a share above the threshold on the first token"),
     "top_key": ("tokens", "position of the key that receives the most weight"),
     "top_key_token": ("1", "the token at that position"),
     "top_key_share": ("1", f"{_SHARE} of the head on that key"),
@@ -42,20 +43,28 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "goes_to": ("1", "the target and its share in words"),
     "type": ("1", "first of the roles whose score reaches its threshold"),
     "traits": ("1", "all traits whose score reaches its threshold"),
-    "alpha_first": ("1", "sink score α₁: weight on the first token, averaged over the first 64 queries"),
+    "weight_first": ("1", f"{_LATER}: the model's own weight on the first token, not divided by the sum of the row"),
+    "share_first": ("1", f"{_LATER}: share of the row on the first token"),
+    "even_share": ("1", f"{_LATER}: 1 / visible keys, the share that rows of even weights would give each key"),
+    "contribution_first": ("1", f"{_LATER}: {VARIABLES['first_contribution'].definition}"),
+    "alpha_first": ("1", "sink score α₁: share of the row on the first token, averaged over the first 64 queries"),
+    "alpha_even": ("1", "α₁ of rows of even weights: 1 / visible keys, averaged over the first 64 queries"),
     "alpha_random": ("1", "sink score α₁ on random tokens"),
     "alpha_repeated": ("1", "sink score α₁ on one token repeated"),
     "alpha_best": ("1", "the largest sink score of any token, over all queries that may attend to it"),
     "best_text": ("1", "number of the text with the token of the largest sink score"),
     "best_key": ("tokens", "position of that token"),
     "best_token": ("1", "that token"),
-    "learned_sink": ("1", "mean weight on the learned sink"),
+    "learned_sink": ("1", f"{_LATER}: {VARIABLES['sink_mass'].definition}"),
     "key_norm_first": ("1", "norm of the first token's key / mean norm of the others"),
     "key_norm_best": ("1", "norm of that token's key / mean norm of the others"),
     "value_norm_first": ("1", "norm of the first token's value / mean norm of the others"),
     "value_norm_best": ("1", "norm of that token's value / mean norm of the others"),
 }
-COLUMNS |= {name: (VARIABLES[name].units, f"mean over queries: {VARIABLES[name].definition}") for name in OF_HEADS}
+COLUMNS |= {
+    name: (about.units, f"{_LATER if about.from_second else 'mean over queries'}: {about.definition}")
+    for name, about in ((name, VARIABLES[name]) for name in OF_HEADS)
+}
 COLUMNS |= {
     name: (VARIABLES[name].units, VARIABLES[name].definition)
     for name in ("cosine_first", "cosine_others", "first_key_angle", "key_bias_cosine")

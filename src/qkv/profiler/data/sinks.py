@@ -1,4 +1,8 @@
-"""Tables of attention sinks: tokens that many queries attend to regardless of content (Gu et al. 2025)."""
+"""Tables of attention sinks: tokens that many queries attend to regardless of content (Gu et al. 2025).
+
+Thresholds act on shares of the row, so that all normalizers compare. Beside them stand the model's own weight, the
+weight on a null key, the first token's part of what the values add, and the share that even rows would give it.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +31,28 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         {"layer": np.repeat(data["layer"].values, heads), "head": np.tile(data["head"].values, layers)}
     )
     sink = data["sink"].values
-    later = tables.valid_queries(data) & (np.arange(data.sizes["query"]) >= 1)
     entries = np.where(np.isnan(sink), np.nan, sink > threshold)
     prefix, score = prefix_sink_scores(data), sink_scores(data)
     assert score is not None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, 0)
     columns = {
-        "sink_share": tables.over_texts(tables.mean_over_queries(entries, later)),
+        "sink_share": _mean(data, entries),
+        "weight_first": _mean(data, tables.raw_weights(data, "sink")),
+        "share_first": _mean(data, sink),
+        "even_share": _mean(data, even),
+        "contribution_first": _mean(data, _values(data, "first_contribution")),
+        "learned_sink": _mean(data, _values(data, "sink_mass")),
         "alpha_first": None if prefix is None else prefix[..., 0],
+        "alpha_even": None if prefix is None else _over_first(data, even, prefix.shape[-1]),
     }
+    if "sink_mass" not in data:
+        del columns["learned_sink"]
     columns |= {f"alpha_{kind}": _values(data, f"probe_sink_{kind}") for kind in ("random", "repeated")}
     best, text, key = _best(score)
     columns |= {"alpha_best": best, "best_text": text, "best_key": key}
     table = table.assign(**{name: _flat(x, layers * heads) for name, x in columns.items()})
     table.insert(table.columns.get_loc("best_key") + 1, "best_token", data["key_token"].values[text, key].ravel())
-    if "sink_mass" in data:
-        taken = tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data))
-        table["learned_sink"] = tables.over_texts(taken).ravel()
     for name in ("key", "value"):
         if f"{name}_norm" in data:
             ratio = relative_norm(data[f"{name}_norm"].values)
@@ -85,21 +95,30 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
 
 
 def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, float]:
-    """Sink scores of a whole group, each between 0 and 1; scores that were not measured are left out.
+    """Sink scores of a whole group; scores that were not measured are left out.
 
     ``entries`` is the share of pairs (head, query from the second) with more than the threshold on the first token.
     ``natural``, ``random`` and ``repeated`` are the shares of heads whose sink score α of the first token exceeds the
     threshold, on the first 64 tokens of the text, on random tokens, and on one token repeated. ``anywhere`` is the
-    share of heads with a sink at any token; ``learned`` is the mean weight on the learned sink.
+    share of heads with a sink at any token. ``even_alpha`` is the α of rows of even weights, on the text.
+
+    Means over heads, and over the queries after the first: ``share`` is the share of the row on the first token,
+    ``even`` the share that rows of even weights would give it, ``weight`` the model's own weight on it, ``learned`` the
+    weight on the learned sink, and ``contribution`` the first token's part of what the values add.
     """
     table = sink_table(data, threshold)
     found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
+    if table["alpha_even"].notna().any():
+        found["even_alpha"] = float(table["alpha_even"].mean())
     for name, column in (("natural", "first"), ("random", "random"), ("repeated", "repeated"), ("anywhere", "best")):
         alpha = table[f"alpha_{column}"].to_numpy()
         if not np.isnan(alpha).all():
             found[name] = float((alpha[~np.isnan(alpha)] > threshold).mean())
-    if "learned_sink" in table:
-        found["learned"] = float(table["learned_sink"].mean())
+    means = {"share": "share_first", "even": "even_share", "weight": "weight_first", "learned": "learned_sink",
+             "contribution": "contribution_first"}  # fmt: skip
+    for name, column in means.items():
+        if column in table and table[column].notna().any():
+            found[name] = float(table[column].mean())
     return found
 
 
@@ -128,6 +147,19 @@ def _best(score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     text, key = np.divmod(at, score.shape[-1])
     best = np.take_along_axis(flat, at[..., None], -1)[..., 0]
     return np.where(np.isnan(score).all((0, 3)), np.nan, best), text, key
+
+
+def _mean(data: xr.Dataset, values: np.ndarray | None) -> np.ndarray | None:
+    """The mean over the queries after the first of each text, then over texts: (layer, head)."""
+    if values is None:
+        return None
+    return tables.over_texts(tables.mean_over_queries(values, tables.later_queries(data)))
+
+
+def _over_first(data: xr.Dataset, values: np.ndarray, queries: int) -> np.ndarray:
+    """The mean over the first queries of each text, then over texts: (layer, head)."""
+    first = tables.valid_queries(data) & (np.arange(data.sizes["query"]) < queries)
+    return tables.over_texts(tables.mean_over_queries(values, first))
 
 
 def _values(data: xr.Dataset, name: str) -> np.ndarray | None:

@@ -48,8 +48,7 @@ def head_table(data: xr.Dataset) -> pd.DataFrame:
 
 def mean_of_heads(data: xr.Dataset, name: str) -> np.ndarray:
     """One column of `head_table` as (layer, head): the mean over the queries of each text, then over texts."""
-    valid = valid_queries(data)
-    later = valid & (np.arange(valid.shape[1]) >= 1)
+    valid, later = valid_queries(data), later_queries(data)
     if name == "entropy_ratio":
         seen = data["visible"].values
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -60,7 +59,7 @@ def mean_of_heads(data: xr.Dataset, name: str) -> np.ndarray:
         caught = np.where(np.isnan(sink), np.nan, sink > SINK_THRESHOLD)
         return over_texts(mean_over_queries(caught, later))
     statistic = OF_WEIGHTS[name]
-    chosen = later if statistic.from_second and data.attrs["causal"] else valid
+    chosen = later if statistic.from_second else valid
     return over_texts(statistic.by_head(data[name].values, chosen))
 
 
@@ -129,7 +128,7 @@ def _text_destinations(one: xr.Dataset, special: np.ndarray) -> dict[str, np.nda
         close = (away >= 2) & (away <= window)
         weights = one["weights"].values[..., :n_queries, :n_keys][..., special] if "weights" in one else None
         if weights is not None and np.isfinite(weights).all():
-            nearby -= (weights * close).sum(-1)
+            nearby -= (weights * close).sum(-1) / _divisors(one)[..., :n_queries]
         else:
             nearby[..., close.any(1)] = 0
         sums["nearby"] = np.maximum(nearby, 0).sum(-1)
@@ -143,6 +142,11 @@ def valid_queries(data: xr.Dataset) -> np.ndarray:
     return np.arange(data.sizes["query"]) < data["n_queries"].values[:, None]
 
 
+def later_queries(data: xr.Dataset) -> np.ndarray:
+    """True at the queries after the first of a text, which in a causal model attends only to itself: (text, query)."""
+    return valid_queries(data) & (np.arange(data.sizes["query"]) >= 1)
+
+
 def valid_keys(data: xr.Dataset) -> np.ndarray:
     """True at keys that belong to the text, False at padding: (text, key)."""
     return np.arange(data.sizes["key"]) < data["n_keys"].values[:, None]
@@ -153,6 +157,36 @@ def special_keys(data: xr.Dataset) -> np.ndarray:
     special = set(data.attrs["special_tokens"])
     tokens = data["key_token"].values
     return np.array([[token in special for token in row] for row in tokens], bool) & valid_keys(data)
+
+
+def raw_weights(data: xr.Dataset, name: str) -> np.ndarray:
+    """A variable that holds shares of the row as the model's own weights, which may add up to more or less than 1.
+
+    NaN in layers of a profile of an older qkv whose row sums are unknown.
+    """
+    return np.where(rows_known(data)[None, :, None, None], data[name].values * _divisors(data), np.nan)
+
+
+def rows_known(data: xr.Dataset) -> np.ndarray:
+    """True at layers whose rows are known to be shares: (layer).
+
+    A profile of an older qkv has no row sums, and its variables are the model's own weights. They are shares where the
+    weights are a softmax, which has a log-sum-exp.
+    """
+    softmax: np.ndarray = np.isfinite(data["lse"].values).any((0, 2, 3))
+    return softmax | ("row_sum" in data)
+
+
+def _divisors(data: xr.Dataset) -> np.ndarray:
+    """What the model's own weights were divided by to give shares of the row: (text, layer, head, query).
+
+    It is the sum of the row, in which a null key counts; 1 for rows that sum to 0, and for profiles without row sums.
+    """
+    if "row_sum" not in data:
+        return np.ones_like(data["entropy"].values)
+    total = data["row_sum"].values.astype(np.float64)
+    total = total + (data["sink_mass"].values if "sink_mass" in data else 0)
+    return np.where(total > 0, total, 1.0)
 
 
 def received_share(data: xr.Dataset) -> np.ndarray:

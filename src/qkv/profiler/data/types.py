@@ -44,7 +44,7 @@ def _first(data: xr.Dataset) -> np.ndarray | None:
 
 
 def sink_scores(data: xr.Dataset) -> np.ndarray | None:
-    """Weight on each key, averaged over the queries that may attend to it: (text, layer, head, key).
+    """Share of the row on each key, averaged over the queries that may attend to it: (text, layer, head, key).
 
     NaN at keys that are visible to fewer than eight queries or to less than an eighth of them, such as the last tokens
     of a causal text. If a short window leaves every key with fewer, the keys visible to the most queries count.
@@ -107,46 +107,55 @@ def _streaming(data: xr.Dataset) -> np.ndarray | None:
 
 
 def _retrieval(data: xr.Dataset) -> np.ndarray | None:
-    """Mass on keys that a streaming cache evicts, a learned sink excluded; None if the weights are not a softmax."""
+    """Share of the row on keys that a streaming cache evicts, a learned sink excluded; NaN if rows are not shares."""
     kept = _streaming(data)
-    if kept is None or np.isnan(data["lse"].values).all():
+    if kept is None:
         return None
     if "sink_mass" in data:
         kept = kept + over_texts(tables.mean_over_queries(data["sink_mass"].values, tables.valid_queries(data)))
-    return np.clip(1 - kept, 0, 1)
+    whole = (
+        1.0
+        if "row_sum" not in data
+        else over_texts(tables.mean_over_queries(data["row_sum"].values > 0, tables.valid_queries(data)))
+    )
+    return np.where(tables.rows_known(data)[:, None], np.clip(whole - kept, 0, 1), np.nan)
 
 
 ROLES = {  # the type of a head is the first role whose score reaches its threshold
     "induction": Kind(
-        "on random tokens that come twice, weight on the token after the first occurrence (Olsson et al. 2022)",
+        "on random tokens that come twice, share of the row on the token after the first occurrence "
+        "(Olsson et al. 2022)",
         0.3, _variable("probe_induction"),
     ),
     "duplicate token": Kind(
-        "on random tokens that come twice, weight on the first occurrence (Wang et al. 2023)",
+        "on random tokens that come twice, share of the row on the first occurrence (Wang et al. 2023)",
         0.3, _variable("probe_duplicate"),
     ),
-    "previous token": Kind("weight on the token before", 0.4, _column("previous")),
-    "self": Kind("weight on the query's own token", 0.4, _column("self")),
+    "previous token": Kind("share of the row on the token before", 0.4, _column("previous")),
+    "self": Kind("share of the row on the query's own token", 0.4, _column("self")),
     "first token": Kind("sink score α of the first token over the first 64 (Gu et al. 2025)", 0.3, _first),
     "other sink": Kind("the largest sink score α of any other token", 0.3, _other_sink),
     "delimiter": Kind(
-        "weight on punctuation, white space and special tokens except the first token, if at least twice their share "
-        "of the keys",
+        "share of the row on punctuation, white space and special tokens except the first token, if at least twice "
+        "their share of the keys",
         0.4, _delimiters,
     ),
-    "local": Kind("weight on the nearest tokens, if at least 1.5 times that of uniform attention", 0.5, _local),
+    "local": Kind(
+        "share of the row on the nearest tokens, if at least 1.5 times that of uniform attention", 0.5, _local
+    ),
     "uniform": Kind("entropy divided by that of uniform attention", 0.9, _column("entropy_ratio")),
 }  # fmt: skip
 TRAITS = {  # a head can have several traits
     "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("effective_keys"), below=True),
-    "streaming": Kind("weight on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
-    "retrieval": Kind("weight on the keys that a streaming cache evicts (after Xiao et al. 2024, DuoAttention)",
-                      0.3, _retrieval),
-    "positional": Kind("1 − total variation between the weights on random tokens and on the same shuffled", 0.8,
+    "streaming": Kind("share of the row on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
+    "retrieval": Kind(
+        "share of the row on the keys that a streaming cache evicts (after Xiao et al. 2024, DuoAttention)",
+        0.3, _retrieval,
+    ),
+    "positional": Kind("1 − total variation between the rows on random tokens and on the same shuffled", 0.8,
                        _variable("probe_positional")),
     "content": Kind(
-        "1 − total variation between the weights on random tokens and on the same shuffled; "
-        "low if weights follow tokens",
+        "1 − total variation between the rows on random tokens and on the same shuffled; low if they follow tokens",
         0.4, _variable("probe_positional"), below=True,
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ statistics of the user.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qkv.errors import InputError
@@ -42,11 +42,17 @@ class Variable:
 
     @classmethod
     def of(cls, statistic: Statistic, *, always: bool = False) -> Variable:
-        """The variable that stores a statistic."""
+        """The variable that stores a statistic, computed from weights."""
         return cls(
             QUERY if statistic.over == "query" else KEY, statistic.unit, statistic.definition, always, statistic.label,
             statistic.share, statistic.highest, statistic.logarithmic, statistic.one_text, statistic.from_second,
         )  # fmt: skip
+
+    @classmethod
+    def in_shares(cls, statistic: Statistic, *, always: bool = False) -> Variable:
+        """The variable that stores a statistic, computed from shares of the row (`qkv.statistics.shares`)."""
+        about = cls.of(statistic, always=always)
+        return replace(about, definition=f"{about.definition}, as a share of the row") if about.share else about
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -60,12 +66,28 @@ UNFUSED = tuple(s for s in BUILT_IN.values() if field_of(s.name) not in _MEASURE
 OF_WEIGHTS: dict[str, Statistic] = BUILT_IN | {s.name: s for s in (Local(), Streaming())}
 """All statistics of weights in a profile: those of `qkv.statistics`, and the masses `local` and `streaming_mass`."""
 _NOT_IN_FIRST = {"visible_queries", "streaming_mass", *(s.name for s in UNFUSED)}  # missing in the oldest files
-VARIABLES = {name: Variable.of(s, always=name not in _NOT_IN_FIRST) for name, s in OF_WEIGHTS.items()} | {
+VARIABLES = {name: Variable.in_shares(s, always=name not in _NOT_IN_FIRST) for name, s in OF_WEIGHTS.items()} | {
+    "received": Variable(
+        KEY, "queries", "sum of the weights that all queries put on the key, as shares of their rows", True, "Received",
+    ),
+    "row_sum": Variable(
+        QUERY, "1", "sum of the query's weights on all keys: 1 for softmax, less with a null key, any for sigmoid"
+    ),
+    "first_contribution": Variable(
+        QUERY, "1",
+        "‖a v‖ of the first token / Σ ‖a v‖ over all keys, a the weights and v the values before the output projection "
+        "(after Kobayashi et al. 2020, arXiv:2004.10102)",
+        share=True,
+    ),
     "lse": Variable(QUERY, "nats", "log-sum-exp of the query's scores, a learned sink included", True),
-    "sink_mass": Variable(QUERY, "1", "weight on the learned sink logit", label="Learned sink", share=True),
+    "sink_mass": Variable(
+        QUERY, "1", "weight on the null key: a sink logit, a learned key with value 0, or the 1 of softmax off by one",
+        label="Learned sink", share=True,
+    ),
     "prefix_sink_scores": Variable(
         ("text", "layer", "head", "prefix_key"), "1",
-        "sink score α_k: weight on the k-th token, averaged over those of the first 64 queries that may attend to it",
+        "sink score α_k: share of the row on the k-th token, averaged over those of the first 64 queries that may "
+        "attend to it",
         one_text=True,
     ),
     "map_max": Variable(BIN, "1", "the largest weight of a bin of `bin_queries` queries × `bin_keys` keys"),
@@ -81,15 +103,16 @@ VARIABLES = {name: Variable.of(s, always=name not in _NOT_IN_FIRST) for name, s 
     "key_directions": Variable((*TEXT, "direction"), "1", "share of the keys' variance in a principal direction"),
     "probe_sink_random": Variable(HEAD, "1", "sink score α of the first token on random tokens"),
     "probe_sink_repeated": Variable(HEAD, "1", "sink score α of the first token on one token repeated"),
-    "probe_previous": Variable(HEAD, "1", "weight on the previous token, in a repeated random sequence"),
+    "probe_previous": Variable(HEAD, "1", "share of the row on the previous token, in a repeated random sequence"),
     "probe_duplicate": Variable(
-        HEAD, "1", "weight on the earlier occurrence of the same token, in a repeated random sequence"
+        HEAD, "1", "share of the row on the earlier occurrence of the same token, in a repeated random sequence"
     ),
     "probe_induction": Variable(
-        HEAD, "1", "weight on the token after the earlier occurrence, in a repeated random sequence"
+        HEAD, "1", "share of the row on the token after the earlier occurrence, in a repeated random sequence"
     ),
     "probe_positional": Variable(
-        HEAD, "1", "1 − total variation distance between the weights on random tokens and on the same tokens shuffled"
+        HEAD, "1",
+        "1 − total variation distance between the shares of the row on random tokens and on the same tokens shuffled",
     ),
 }  # fmt: skip
 OF_HEADS = tuple(

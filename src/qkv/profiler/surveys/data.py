@@ -79,6 +79,9 @@ class Survey:
     def heads(self, group: str | None = None) -> pd.DataFrame:
         """One row per layer and head, over all counted queries of the corpus; NaN where a quantity is not defined.
 
+        Weights are shares of the row, as in profiles (docs/quantities.md); ``sink`` and ``previous`` leave out the
+        first query of every sequence.
+
         Columns: layer, head, module, queries; for each of `quantities`, in its unit, the mean
         under its name, and ``_std``, ``_min``, ``_max``, ``_p5``, ``_p50``, ``_p95`` (quantiles over queries, exact to
         a bin of the histogram), ``_text_p5``, ``_text_p50``, ``_text_p95`` (quantiles over the means of sequences, from

@@ -33,7 +33,7 @@ class Quantity:
     one_text: bool = False
     """True if it is defined only where queries and keys are the same text."""
     later: bool = False
-    """True if the first query of a causal text is left out, because it can attend only to itself."""
+    """True if the first query of a text is left out: in a causal model it can attend only to itself."""
     parameters: tuple[tuple[str, str], ...] | None = None
     """The settings of a custom statistic; None if the quantity is built in."""
 

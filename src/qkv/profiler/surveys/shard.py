@@ -25,6 +25,7 @@ from qkv.profiler.surveys.pieces import Batch, Piece, batches_of, pieces
 from qkv.profiler.surveys.quantities import Quantities, of_description
 from qkv.statistics import Local, Statistic
 from qkv.statistics.measure import row_state, sweep
+from qkv.statistics.shares import in_shares
 from qkv.statistics.sums import Statistics
 
 NAMED = 256
@@ -145,15 +146,14 @@ class Surveyor:
             )
         counts = None if bool(batch.counted.all()) else batch.counted
         local = Local(self.definition["local_window"])
-        statistics = sweep(
-            call,
-            rows,
-            mass={local.name: local.mask},
-            first=observed.first,
-            queries=counts,
-            prefix_keys=PREFIX,
-            statistics=(*(s for s in UNFUSED if s.name in self.quantities), *self.statistics),
-        )
+        options: dict[str, Any] = {
+            "mass": {local.name: local.mask},
+            "first": observed.first,
+            "queries": counts,
+            "prefix_keys": PREFIX,
+        }
+        further = (*(s for s in UNFUSED if s.name in self.quantities), *self.statistics)
+        statistics = in_shares(call, sweep(call, rows, statistics=further, **options), **options)
         layer = group.layers.get(observed.layer)
         if layer is None:
             layer = group.layers[observed.layer] = Layer(observed.module, call.q.shape[1], self.quantities)
@@ -192,7 +192,7 @@ def _values(
     """All quantities of all queries, and True where a value counts."""
     visible = statistics.visible
     base = counted[:, None].expand_as(visible)
-    later = base & (torch.arange(visible.shape[2], device=visible.device) > 0) if observed.causal else base
+    later = base & (torch.arange(visible.shape[2], device=visible.device) > 0)
     none = torch.zeros_like(base)
     values, valid = [], []
     for name, quantity in quantities.items():

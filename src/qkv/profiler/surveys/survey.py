@@ -287,6 +287,7 @@ def _definition(
         "overlap": overlap,
         "long": long,
         "local_window": local_window,
+        "shares_of_rows": True,  # missing in older surveys, which do not divide rows and count first queries
         "sink_score": {"queries": accumulators.PREFIX, "threshold": accumulators.SINK_THRESHOLD},
         "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
         "quantities": described(statistics),

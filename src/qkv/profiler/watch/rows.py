@@ -17,10 +17,11 @@ from qkv._engine.call import Call
 from qkv.kernels import eager
 from qkv.masks import Region
 from qkv.statistics import Streaming
+from qkv.statistics.shares import rows_in_shares
 
 SUMS = (
     "mass", "away", "away²", "distance", "sink", "self_", "previous", "next_", "local", "streaming_mass",
-    "entropy", "effective_keys", "visible", "lse", "sink_mass",
+    "entropy", "effective_keys", "visible", "lse", "sink_mass", "row_sum", "contributions", "first_contribution",
 )  # fmt: skip
 """Columns of `Rows.sums`: the first ten are sums of weights times a number of each pair."""
 
@@ -71,18 +72,24 @@ class Rows:
     received: Float[Tensor, "b h nk"]
     visible_queries: Float[Tensor, "#b #h nk"]
     weights: Float[Tensor, "b h nq nk"]
+    """As they are, not divided by the sum of their row."""
+    shares: Float[Tensor, "b h nq nk"]
     visible: Bool[Tensor, "#b #h nq nk"] | None
-    has_lse: bool
-    has_sink: bool
+    missing: frozenset[str]
+    """What was not measured, and is 0 in `sums`."""
 
 
-def rows_of(call: Call, places: Places) -> Rows:
-    """The statistics of every query of a call that has few scores; weights are formed."""
+def rows_of(call: Call, places: Places, value_norms: Float[Tensor, "b h nk"] | None) -> Rows:
+    """The statistics of every query of a call that has few scores; weights are formed.
+
+    The weights are shares of their row, as in a profile, except those of `row_sum`.
+    """
     if call.q.dtype.itemsize < 4:
         call = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
     found = eager.forward(call)
     assert found.weights is not None
-    weights = found.weights
+    row_sum = found.weights.sum(-1)
+    weights = rows_in_shares(found.weights, call.normalizer)
     b, h, n_queries, n_keys = weights.shape
     visible = None
     if call.mask is not None:
@@ -99,8 +106,18 @@ def rows_of(call: Call, places: Places) -> Rows:
         if call.sink is not None:
             empty = found.lse == -torch.inf
             sums[..., 14] = torch.exp(call.sink - found.lse.masked_fill(empty, 0)).masked_fill(empty, 0)
+    sums[..., 15] = row_sum
+    if value_norms is not None:
+        contributions = wide * value_norms[:, :, None]
+        sums[..., 16], sums[..., 17] = contributions.sum(-1), (contributions * columns[..., 4]).sum(-1)
     number = weights.new_full((1, 1, n_keys), n_queries) if visible is None else visible.sum(2).to(weights)
-    return Rows(sums, weights.sum(2), number, weights, visible, found.lse is not None, call.sink is not None)
+    missing = {
+        "lse": found.lse is None,
+        "sink_mass": found.lse is None or call.sink is None,
+        "first_contribution": value_norms is None,
+    }
+    names = frozenset(name for name, is_missing in missing.items() if is_missing)
+    return Rows(sums, weights.sum(2), number, found.weights, weights, visible, names)
 
 
 def by_query(sums: Float[Tensor, "b h nq sums"]) -> dict[str, Float[Tensor, "b h nq"]]:
@@ -110,8 +127,9 @@ def by_query(sums: Float[Tensor, "b h nq sums"]) -> dict[str, Float[Tensor, "b h
     some = mass > 0
     safe = torch.where(some, mass, 1.0)
     mean, mean2 = found.pop("away") / safe, found.pop("away²") / safe
-    squares = found["effective_keys"]
+    squares, contributions = found["effective_keys"], found.pop("contributions")
     return found | {
+        "first_contribution": found["first_contribution"] / torch.where(contributions > 0, contributions, 1.0),
         "distance": found["distance"] / safe,
         "spread": (mean2 - mean.square()).clamp(min=0).sqrt(),
         "entropy": torch.where(some, found["entropy"] / safe + safe.log(), 0.0).clamp(min=0),

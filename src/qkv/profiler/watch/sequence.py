@@ -14,10 +14,11 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv.errors import InputError
 from qkv.masks import Causal, Dense, Mask, Region
-from qkv.profiler.capture.geometry import geometry
+from qkv.profiler.capture.geometry import geometry, value_norms
 from qkv.profiler.capture.observe import PREFIX, WEIGHTS_ONLY, ObservedCall, Record, masses, weights_of
 from qkv.profiler.watch.rows import Places, Rows, by_query, rows_of
 from qkv.statistics.measure import measured
+from qkv.statistics.shares import in_shares
 from qkv.statistics.sums import Statistics
 
 TOGETHER, SCORES = 16, 2**18
@@ -26,7 +27,7 @@ FEW = 2**21
 """Queries with up to this many scores are measured from their weights, which one row of a long text has."""
 PER_QUERY = (
     "lse", "entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible",
-    "sink_mass",
+    "sink_mass", "row_sum", "first_contribution",
 )  # fmt: skip
 
 
@@ -40,8 +41,8 @@ class Piece:
     queries: Bool[Tensor, "b nq"] | None
     weights: Float[Tensor, "b h nq nk"] | None
     keys_at: Int[Tensor, "*b nk"] | None
-    has_lse: bool
-    has_sink: bool
+    names: frozenset[str]
+    """What was measured."""
 
     @property
     def count(self) -> int:
@@ -200,14 +201,14 @@ class Layer:
                 "token at a time, or a shorter text"
             )
         self.extras = {}
-        _, _, statistics = measured(
-            call,
-            mass=masses(self.local_window, observed.first, n_keys),
-            first=observed.first,
-            queries=observed.queries,
-            prefix_keys=PREFIX,
-            bins=64,
-        )
+        options: dict[str, Any] = {
+            "mass": masses(self.local_window, observed.first, n_keys),
+            "first": observed.first,
+            "queries": observed.queries,
+            "prefix_keys": PREFIX,
+        }
+        _, _, statistics = measured(call, **options, bins=64, value_norms=_norms(observed))
+        statistics = in_shares(call, statistics, **options)
         if not self.pieces:
             vectors = {} if observed.source in WEIGHTS_ONLY else geometry(
                 call, observed.first, observed.queries, observed.keys
@@ -220,15 +221,12 @@ class Layer:
         number = _early_queries(call, places, observed.queries)
         scores = statistics.prefix_sink_scores
         sums = Sums(statistics.received, statistics.visible_queries, scores * number, number)
-        keys_at = places.keys
-        piece = Piece(
-            int(places.queries[0]), values, observed.queries, weights, keys_at, "lse" in values, "sink_mass" in values
-        )
+        piece = Piece(int(places.queries[0]), values, observed.queries, weights, places.keys, frozenset(values))
         return piece, sums
 
     def _from_weights(self, observed: ObservedCall, places: Places) -> tuple[Piece, Sums]:
         self.extras = {}
-        rows = rows_of(observed.call, places)
+        rows = rows_of(observed.call, places, _norms(observed))
         h = rows.weights.shape[1]
         n = int(places.keys.max()) + 1
         at = places.of_heads(h).expand(len(rows.weights), h, -1)
@@ -240,7 +238,12 @@ class Layer:
             number = number.contiguous()
         weights = rows.weights if n <= self.map_tokens else None
         piece = Piece(
-            int(places.queries[0]), rows.sums, observed.queries, weights, places.keys, rows.has_lse, rows.has_sink
+            int(places.queries[0]),
+            rows.sums,
+            observed.queries,
+            weights,
+            places.keys,
+            frozenset(PER_QUERY) - rows.missing,
         )
         return piece, Sums(received, number, early, early_queries)
 
@@ -273,7 +276,7 @@ class Layer:
         n_keys = max(total, self.sums.received.shape[2]) if self.group != "cross" else self.sums.received.shape[2]
         where = torch.cat([torch.arange(p.start, p.start + p.count, device=device) for p in pieces])
         rows = [p.named() for p in pieces]
-        has_lse, has_sink = all(p.has_lse for p in pieces), all(p.has_sink for p in pieces)
+        names = frozenset.intersection(*(p.names for p in pieces))
 
         def joined(name: str) -> Tensor:
             found = torch.cat([values[name].float() for values in rows], 2)
@@ -288,11 +291,9 @@ class Layer:
             queries = torch.ones(batch, total, dtype=torch.bool, device=device)
             queries.index_copy_(1, where, torch.cat(parts, 1))
         whole = len(pieces) == 1 and len(where) == total
-        by_name: dict[str, Any] = {name: joined(name) for name in PER_QUERY if name not in ("lse", "sink_mass")}
+        by_name: dict[str, Any] = {name: joined(name) for name in PER_QUERY if name in names}
         statistics = Statistics(
-            **by_name,
-            lse=joined("lse") if has_lse else None,
-            sink_mass=joined("sink_mass") if has_sink else None,
+            **{"lse": None} | by_name,
             received=_padded(self.sums.received, n_keys),
             visible_queries=_padded(self.sums.visible_queries, n_keys),
             prefix_sink_scores=self.sums.early / self.sums.early_queries.clamp(min=1),
@@ -395,6 +396,13 @@ def in_order(
     return Places(queries, keys, first, local_window)
 
 
+def _norms(observed: ObservedCall) -> Float[Tensor, "b h nk"] | None:
+    """The norms of the values, if the call has them."""
+    if observed.source in WEIGHTS_ONLY or observed.call.values is not None:
+        return None
+    return value_norms(observed.call, observed.keys)
+
+
 def _is_step(observed: ObservedCall, places: Places) -> bool:
     """Whether a call is a step of generation over all keys of the text, so that it equals a row of causal attention."""
     call = observed.call
@@ -450,7 +458,7 @@ def _early(rows: Rows, places: Places, queries: Tensor | None) -> tuple[Tensor, 
     inside = ((at >= 0) & (at < PREFIX)).expand(b, h, n_keys)
     slots = at.expand(b, h, n_keys).clamp(0, PREFIX - 1)
     chosen = among[:, None, :, None].to(rows.weights)
-    weight = (rows.weights * chosen).sum(2) * inside
+    weight = (rows.shares * chosen).sum(2) * inside
     seen = chosen.expand(b, 1, n_queries, 1) if rows.visible is None else rows.visible.to(chosen) * chosen
     number = seen.sum(2).expand(b, h, n_keys) * inside
     return zeros.scatter_add(2, slots, weight), zeros.scatter_add(2, slots, number)

@@ -1,0 +1,295 @@
+"""Shares of the row: one standard for sinks and head types, whatever the normalizer, against float64 formulas."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkv
+from qkv import Profile
+from qkv.masks import Causal
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.normalizers import EluPlusOne, Normalizer, ReLU, Sigmoid, Softmax
+from qkv.statistics.shares import rows_in_shares, sums_to_one
+
+KINDS: dict[str, dict[str, object]] = {
+    "softmax": {},
+    "gated": {"gate": "head"},
+    "grouped heads": {"kv_heads": 1},
+    "window": {"window": 9, "normalizer": "sigmoid"},
+    "entmax": {"normalizer": "entmax"},
+    "off by one": {"normalizer": "off_by_one"},
+    "sink logit": {"sink": True},
+    "key bias": {"key_bias": True},
+    "sigmoid": {"normalizer": "sigmoid"},
+    "elu": {"normalizer": "elu"},
+    "relu": {"normalizer": "relu"},
+}
+UNNORMALISED = ("sigmoid", "elu", "relu")
+SHARES = ("sink", "sink_share", "self", "previous", "next", "local", "entropy_ratio", "top_key_share", "target_share")
+LENGTHS = (19, 83)
+
+
+def model(factor: float = 4.0, **changes: object) -> DecoderLM:
+    """A model with random parameters, scaled up so that the rows are uneven."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 50, "d_model": 24, "layers": 2, "heads": 3, "positions": "rotary", "context": 128}
+    made = DecoderLM(DecoderConfig(**(sizes | changes))).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(factor)
+    return made
+
+
+def texts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(50, (1, n), generator=generator) for n in LENGTHS]
+
+
+def profiled(kind: str, factor: float = 4.0) -> list[Profile]:
+    made = model(factor, **KINDS[kind])
+    return [qkv.profile(made, ids, progress=False) for ids in texts()]
+
+
+def divided(data: object) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The weights of a profile of one text (layer, head, query, key), their shares, and their row sums, in float64."""
+    weights = data["weights"].values[0].astype(np.float64)  # type: ignore[index]
+    sums = weights.sum(-1)
+    null = data["sink_mass"].values[0] if "sink_mass" in data else np.zeros_like(sums)  # type: ignore[operator, index]
+    whole = (sums + null)[..., None]
+    return weights, np.divide(weights, whole, out=np.zeros_like(weights), where=whole > 0), sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_are_shares_of_the_row(kind: str) -> None:
+    for profile in profiled(kind):
+        data = profile.data
+        weights, a, sums = divided(data)
+        n = a.shape[-1]
+        i, j = np.indices((n, n))
+        norms = data["value_norm"].values[0].astype(np.float64)[..., None, :]
+        products = weights * norms
+        rows, seen = min(64, n), KINDS[kind].get("window", n)
+        want = {
+            "row_sum": sums,
+            "sink": a[..., 0],
+            "self": (a * (i == j)).sum(-1),
+            "previous": (a * (j == i - 1)).sum(-1),
+            "local": (a * (abs(i - j) <= 8)).sum(-1),
+            "streaming_mass": (a * ((abs(i - j) < 64) | (j < 4))).sum(-1),
+            "received": a.sum(-2),
+            "prefix_sink_scores": a[..., :rows, :rows].sum(-2) / np.minimum(np.arange(rows, 0, -1), seen),
+            "first_contribution": products[..., 0] / np.maximum(products.sum(-1), 1e-30),
+        }
+        for name, x in want.items():
+            got = data[name].values[0][..., : x.shape[-1]]
+            np.testing.assert_allclose(got, x, rtol=2e-4, atol=2e-5, err_msg=name)
+        if kind in UNNORMALISED:
+            assert abs(sums - 1).max() > 0.1, "the rows of this case should not sum to 1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_share_of_a_head_exceeds_one(kind: str) -> None:
+    for profile in (*profiled(kind), *profiled(kind, factor=20.0)):
+        heads, scores, sinks = profile.heads(), profile.types(), profile.sinks()
+        for table, names in (
+            (heads, SHARES),
+            (scores, [name for name in scores if name not in ("layer", "head", "type", "traits", "sparse")]),
+            (sinks, [name for name in sinks if name.startswith("alpha") or name in FOUR]),
+        ):
+            for name in names:
+                if name == "weight_first":
+                    continue
+                found = table[name].dropna()
+                assert ((found >= -1e-5) & (found <= 1 + 1e-5)).all(), (name, found.max())
+        destinations = qkv.profiler.data.tables.destinations(profile.data)
+        total = np.sum(list(destinations.values()), 0)
+        assert (total <= 1 + 1e-5).all()
+        assert not heads[list(SHARES[:-1])].isna().any(axis=None)
+
+
+FOUR = ("weight_first", "share_first", "even_share", "contribution_first", "learned_sink")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_views_of_the_sink_stand_side_by_side(kind: str) -> None:
+    """Over the queries after the first: raw weight, share, weight on the null key, value-weighted contribution."""
+    for profile in profiled(kind):
+        data, table = profile.data, profile.sinks()
+        weights, a, _ = divided(data)
+        products = weights * data["value_norm"].values[0].astype(np.float64)[..., None, :]
+        n = a.shape[-1]
+        even = 1 / np.minimum(np.arange(1, n + 1), KINDS[kind].get("window", n))
+        want = {
+            "weight_first": weights[..., 1:, 0].mean(-1),
+            "share_first": a[..., 1:, 0].mean(-1),
+            "contribution_first": (products[..., 0] / np.maximum(products.sum(-1), 1e-30))[..., 1:].mean(-1),
+            "even_share": np.full(a.shape[:2], np.mean(even[1:])),
+            "alpha_even": np.full(a.shape[:2], np.mean(even[:64])),
+        }
+        if kind in ("off by one", "sink logit", "key bias"):
+            want["learned_sink"] = 1 - weights[..., 1:, :].sum(-1).mean(-1)
+        else:
+            assert "learned_sink" not in table
+        for name, x in want.items():
+            np.testing.assert_allclose(table[name], x.ravel(), rtol=2e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(table["share_first"], profile.heads()["sink"], rtol=1e-12)
+
+
+class Handmade(nn.Module):
+    """One layer of one head, whose scores are given."""
+
+    def __init__(self, scores: Tensor, normalizer: Normalizer) -> None:
+        super().__init__()
+        self.scores, self.normalizer = nn.Parameter(scores), normalizer
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        n = len(self.scores)
+        x = torch.eye(n)[None, None]
+        return qkv.attend(
+            self.scores[None, None], x, x, mask=Causal(), score=qkv.scores.Dot(1.0), normalizer=self.normalizer
+        )
+
+
+def handmade(scores: Tensor, normalizer: Normalizer) -> Profile:
+    ids = torch.arange(len(scores))[None]
+    return qkv.profile(Handmade(scores, normalizer), {"input_ids": ids}, progress=False, probe=False)
+
+
+def test_a_row_mostly_on_one_key_has_the_same_type_with_any_sum() -> None:
+    """Three quarters of every row on the query's own token: weights of 0.03 and 30 are typed like those of softmax."""
+    n = 40
+    own = torch.eye(n)
+    others = torch.tensor([0.25 / max(i, 1) for i in range(n)])[:, None]
+    shares = torch.where(own > 0, torch.where(torch.arange(n)[:, None] > 0, 0.75, 1.0), others)
+    found = {
+        "softmax": handmade(shares.log(), Softmax()),
+        "small": handmade(0.04 * shares, ReLU(divide=None)),
+        "large": handmade(40 * shares, ReLU(divide=None)),
+        "sigmoid": handmade((0.04 * shares).logit(), Sigmoid(bias=0.0)),
+    }
+    for name, profile in found.items():
+        heads = profile.heads().loc[0]
+        assert profile.types().loc[0, "type"] == "self", name
+        assert heads["goes_to"] == "self 76 %", name
+        assert heads["self"] == pytest.approx((0.75 * (n - 1) + 1) / n, abs=1e-4), name
+    sums = {name: float(profile.data["row_sum"].mean()) for name, profile in found.items()}
+    assert sums == pytest.approx({"softmax": 1, "small": 0.04, "large": 40, "sigmoid": 0.04}, rel=1e-4)
+
+
+def test_rows_that_sum_to_zero_give_no_key_a_share() -> None:
+    scores = torch.ones(12, 12)
+    scores[5:] = -1.0
+    profile = handmade(scores, ReLU())
+    assert not profile.data["row_sum"].values[..., 5:].any()
+    for name in ("sink", "self", "local", "first_contribution"):
+        values = profile.data[name].values
+        assert not np.isnan(values).any(), name
+        assert not values[..., 5:].any(), name
+    assert profile.heads()["sink"][0] == pytest.approx(sum(1 / i for i in range(2, 6)) / 11, rel=1e-5)
+    assert profile.data["received"].values.sum() == pytest.approx(5, rel=1e-5)
+
+
+def test_retrieval_counts_only_rows_with_attention() -> None:
+    """Half of the rows are empty; the others put all weight on keys that a streaming cache evicts."""
+    n = 400
+    scores = torch.full((n, n), -1.0)
+    scores[:, 100] = 1.0
+    scores[1::2] = -1.0
+    profile = handmade(scores, ReLU())
+    table = profile.types()
+    data = profile.data
+    far = np.arange(n) >= 272  # queries that see four times the kept keys
+    streaming = data["streaming_mass"].values[0, 0, 0][far].mean()
+    whole = (data["row_sum"].values[0, 0, 0] > 0).mean()
+    assert table["streaming"][0] == pytest.approx(streaming)
+    assert table["retrieval"][0] == pytest.approx(whole - streaming, abs=1e-6)
+    assert whole < 0.5
+
+
+@pytest.mark.parametrize("kind", UNNORMALISED)
+def test_probes_measure_shares(kind: str) -> None:
+    """At scores near 0 every row is even, whatever its sum: the probes see what they see of softmax."""
+    table = {}
+    for name in ("softmax", kind):
+        made = model(factor=0.01 if kind != "relu" else 1.0, **KINDS[name])
+        data = qkv.profile(made, texts()[1], progress=False).data
+        table[name] = {x: data[x].values for x in data if str(x).startswith("probe_")}
+        assert all((x >= 0).all() and (x <= 1 + 1e-6).all() for x in table[name].values())
+    if kind != "relu":  # half of its weights are 0
+        for name, x in table["softmax"].items():
+            np.testing.assert_allclose(table[kind][name], x, rtol=0.02, err_msg=str(name))
+
+
+def test_shares_of_a_matrix() -> None:
+    weights = torch.tensor([[0.0, 0.0], [3.0, 1.0]])
+    assert rows_in_shares(weights, EluPlusOne()).tolist() == [[0, 0], [0.75, 0.25]]
+    assert rows_in_shares(weights, Softmax()) is weights
+    assert sums_to_one(EluPlusOne(divide="sum"))
+    assert not sums_to_one(ReLU())
+
+
+def test_sink_and_previous_have_one_definition_for_causal_and_bidirectional_models() -> None:
+    """The mean over the queries after the first, so the same weights give the same numbers."""
+    n = 30
+    scores = torch.randn(n, n, generator=torch.Generator().manual_seed(3)).masked_fill(
+        torch.ones(n, n).triu(1) > 0, -99
+    )
+    both = {}
+    for name, mask in (("causal", Causal()), ("bidirectional", None)):
+        made = Handmade(scores, Softmax())
+        made.forward = lambda input_ids, made=made, mask=mask: qkv.attend(  # type: ignore[method-assign, misc]
+            made.scores[None, None], torch.eye(n)[None, None], torch.eye(n)[None, None], mask=mask,
+            score=qkv.scores.Dot(1.0),
+        )  # fmt: skip
+        both[name] = qkv.profile(made, {"input_ids": torch.arange(n)[None]}, progress=False, probe=False)
+        assert both[name].data.attrs["causal"] == (name == "causal")
+    for column in ("sink", "sink_share", "previous", "self", "top_key_share"):
+        a, b = (profile.heads()[column][0] for profile in both.values())
+        assert a == pytest.approx(b, rel=1e-6), column
+    a = both["causal"].data["weights"].values[0, 0, 0].astype(np.float64)
+    assert both["bidirectional"].heads()["sink"][0] == pytest.approx(a[1:, 0].mean(), rel=1e-5)
+    assert both["bidirectional"].heads()["previous"][0] == pytest.approx(np.diagonal(a, -1).mean(), rel=1e-5)
+
+
+def test_a_layer_without_a_null_key_puts_no_weight_on_it(tmp_path: Path) -> None:
+    """Some layers of a model have a sink logit and some have none: the variable exists, and is 0 in the others."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.sunk = (
+                Handmade(torch.zeros(9, 9), Softmax()),
+                Handmade(torch.zeros(9, 9), Softmax(sink=0.0)),
+            )
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.plain(input_ids) + self.sunk(input_ids)
+
+    profile = qkv.profile(Two(), {"input_ids": torch.arange(9)[None]}, progress=False, probe=False)
+    mass = profile.data["sink_mass"].values[0, :, 0]
+    np.testing.assert_allclose(mass, [np.zeros(9), 1 / np.arange(2, 11)], rtol=1e-6)
+    table = profile.sinks()
+    even = np.mean([1 / i for i in range(2, 10)])
+    np.testing.assert_allclose(table["weight_first"], [even, np.mean([1 / i for i in range(3, 11)])], rtol=1e-5)
+    np.testing.assert_allclose(table["even_share"], even, rtol=1e-6)
+
+
+def test_profiles_of_an_older_version_open_without_the_new_variables(tmp_path: Path) -> None:
+    """Of softmax the shares are the weights; of sigmoid it is not known by how much the rows were too large."""
+    for kind, known in (("softmax", True), ("sigmoid", False)):
+        profile = profiled(kind)[0]
+        old = Profile({"self": profile.data.drop_vars(["row_sum", "first_contribution"])})
+        path = old.save(tmp_path / f"{kind}.qkv.zip")
+        with nullcontext() if known else pytest.warns(UserWarning, match=r"older qkv.*blocks\.0\.attention"):
+            loaded = Profile.load(path)
+        table = loaded.sinks()
+        assert table["contribution_first"].isna().all()
+        assert table["weight_first"].notna().all() == known
+        assert len(loaded.heads()) == len(loaded.types()) == 6
+        loaded.report(tmp_path / "report.html")
