@@ -34,7 +34,7 @@ TESTS = {  # of a package, the files that test it; what finds most comes first
     "src/qkv/biases": ("attend", "gradients", "laws", "matrix", "own", "peers"),
     "src/qkv/normalizers": ("laws", "attend", "matrix", "gradients", "own", "peers", "measure"),
     "src/qkv/_engine": (*ATTENTION, *STATISTICS),
-    "src/qkv/kernels": ("fused", *ATTENTION, "linear", "masks", "alignment", "flex"),
+    "src/qkv/kernels": ("fused", *ATTENTION, "linear", "masks", "alignment", "flex", "flex_normalizers"),
     "src/qkv/statistics": STATISTICS,
     "src/qkv/cache": ("cache",),
     "src/qkv/partial.py": ("partial", *ATTENTION),
