@@ -227,9 +227,9 @@ def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> No
             return flex.unsupported_reason(replace(call, q=Elsewhere()))  # type: ignore[arg-type]
 
     assert why("mps") == "tensors are on mps; it is for CUDA, and for tests on CPU"
-    monkeypatch.setattr(flex, "_has_triton", lambda: False)
+    monkeypatch.setattr(flex, "has_triton", lambda: False)
     assert why("cuda") == "it needs Triton, which is not installed"
-    monkeypatch.setattr(flex, "_has_triton", lambda: True)
+    monkeypatch.setattr(flex, "has_triton", lambda: True)
     assert why("cuda") == "its kernels accumulate in float32, which is not precise enough for float64"
 
 

@@ -221,7 +221,7 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_learned_weights_are_refused_only_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "_TRAINS_ON", ("cpu",))
+    monkeypatch.setattr(flex, "GPUS", ("cpu",))
     normalizer = Learned()
     with pytest.raises(InputError, match="no gradients for tensors inside the weight of Learned"):
         qkv.attend(*triple(), normalizer=normalizer, kernel="flex")

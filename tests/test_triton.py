@@ -20,6 +20,7 @@ from torch import Tensor
 import qkv
 from qkv import biases, normalizers
 from qkv._engine.call import Call
+from qkv._engine.launches import Launches
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics.measure import measured
@@ -167,28 +168,6 @@ def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     torch.testing.assert_close(found[0][2].received, found[1][2].received)
 
 
-NO_LAUNCH = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "expand",
-    "view",
-    "unflatten",
-    "unbind",
-    "select",
-    "slice",
-    "as_strided",
-}
-
-
-def launches(run: Callable[[], object]) -> list[str]:
-    """The operations of torch that would launch a kernel on a card: all but those that only allocate or make a view."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    names = [event.name.removeprefix("aten::") for event in profile.events() or () if event.cpu_parent is None]
-    return [name for name in names if name not in NO_LAUNCH]
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], list[object]]]:
     """The grids and arguments of the kernels, which are not run."""
@@ -209,10 +188,11 @@ def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[o
     asked = Asked(case.mass, [0, 0], None, case.prefix_keys, case.bins, ())
     host.attend_and_measure(call, asked, output=True)  # small tensors of numbers are kept on the device
     recorded.clear()
-    of_torch = launches(lambda: host.attend_and_measure(call, asked, output=True))
+    with Launches() as of_torch:
+        host.attend_and_measure(call, asked, output=True)
     assert len(recorded) == 2
-    assert len(recorded) + len(of_torch) <= 12, of_torch
-    assert "stack" in of_torch  # operations are counted
+    assert len(recorded) + of_torch.count <= 12, of_torch.names
+    assert "stack" in of_torch.names  # operations are counted
 
 
 def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
@@ -256,10 +236,18 @@ COMPILE = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from qkv.kernels.fused.sink import merge_sink
 from qkv.statistics.triton import host, kernels
 OF = dict(lse="fp32", state="fp32", found="fp32", mass="fp32", sink="fp32", received="fp32", audience="fp32",
           prefix="fp32", pooled="fp32", firsts="i32", bands="i32", ids="i32", band_keys="i8", counted="i8", keys="i8",
           dense="i8", **dict.fromkeys(("q", "k", "v", "out"), "bf16"))
+for ones in ((), range(3, 15)):
+    names = [p.name for p in merge_sink.params]
+    constants = {15: 16, 16: 128} | dict.fromkeys(ones, 1)
+    types = dict(zip(names, ["*bf16", "*fp32", "*fp32", *["i32"] * 12, "constexpr", "constexpr"], strict=True))
+    types |= {names[n]: "constexpr" for n in ones}
+    source = ASTSource(merge_sink, types, {(n,): x for n, x in constants.items()})
+    compile(source, target=GPUTarget("cuda", 90, 32))
 options = host.launch_options(128, torch.bfloat16)
 tile = {"BM": options.pop("BM"), "BN": options.pop("BN")}
 flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SINK=True, HAS_COUNTED=True,

@@ -337,7 +337,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
     if given.normalizer.key is None:
-        return given.normalizer.sink_of(projected[..., 0].to(wide))
+        return given.normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
     key = given.normalizer.key
     if key.shape != (heads, given.k.shape[3]):
         raise InputError(

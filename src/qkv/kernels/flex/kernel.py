@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv._engine.card import GPUS, has_triton
 from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias, Dense
 from qkv.errors import InputError
@@ -34,13 +34,12 @@ from qkv.partial import Partial
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
 SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
 COMPOSITIONS = 256  # limit of compiled kernels; torch's default of 8 is meant for one function, not for a library
-_TRAINS_ON = ("cuda",)
 
 
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     device = call.q.device.type
-    if device not in ("cpu", "cuda"):
+    if device not in ("cpu", *GPUS):
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
     if not _has_lse():
         return f"the FlexAttention of torch {torch.__version__} cannot return the log-sum-exp"
@@ -57,9 +56,9 @@ def unsupported_reason(call: Call) -> str | None:
         return call.untracked
     if call.values is not None:
         return "it has no values that depend on the distance"
-    if device not in _TRAINS_ON and call.needs_grad:
+    if device not in GPUS and call.needs_grad:
         return "torch's FlexAttention has no backward on CPU"
-    if device == "cuda" and not _has_triton():
+    if device == "cuda" and not has_triton():
         return "it needs Triton, which is not installed"
     if device == "cuda" and call.q.dtype == torch.float64:
         return "its kernels accumulate in float32, which is not precise enough for float64"
@@ -74,11 +73,6 @@ def _has_lse() -> bool:
     except ImportError:
         return False
     return "lse" in AuxRequest._fields and hasattr(BlockMask, "from_kv_blocks")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def forward(call: Call) -> Result:

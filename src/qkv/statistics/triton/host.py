@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,22 +13,19 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call
+from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.kept import kept
 from qkv._engine.transforms import transformed
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.statistics.reduce import Asked
 from qkv.statistics.sums import Statistics, Thumbnail, bin_size
 
-GPUS = ("cuda",)
-LARGEST_HEAD = 256
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
 UNBOUNDED = 2**30
 OF_QUERIES = ("entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible")
 """The first numbers of `found` of `kernels.by_query`; the last is the weight on the sink logit."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs its kernels on CPU tensors, as in the tests; it reads this variable when it is imported."""
 
 
 @functools.cache
@@ -38,11 +33,6 @@ def _kernels() -> ModuleType:
     from qkv.statistics.triton import kernels
 
     return kernels
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -106,7 +96,7 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
         return f"tensors are on {device}; the Triton kernels are for CUDA"
-    if not _has_triton():
+    if not has_triton():
         return "they need Triton, which is not installed"
     if torch.version.hip:
         return "torch is built for AMD cards, on which the Triton kernels have not been tested"
