@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 NO_LAUNCH = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh",
-    "promote_types",
+    "promote_types", "_local_scalar_dense",
 }  # fmt: skip
+SEVERAL = {"constant_pad_nd": 2, "masked_fill": 2}  # operations that copy or fill, and then overwrite a part
 
 
 class Launches(TorchDispatchMode):
-    """Context that counts operations: all but those that only allocate or make a view. A few launch several kernels.
+    """Context that counts operations: all but those that only allocate, make a view or read a number.
 
     >>> import torch
     >>> with Launches() as found:
@@ -26,9 +29,10 @@ class Launches(TorchDispatchMode):
     ['ones', 'exp']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
+        """`device` is the type of the devices on which operations count; None for all."""
         super().__init__()
-        self.names: list[str] = []
+        self.device, self.names = device, list[str]()
 
     @property
     def count(self) -> int:
@@ -37,7 +41,8 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        if not (func.is_view or name in NO_LAUNCH):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        name, on = func.overloadpacket.__name__, {x.device.type for x in tree_leaves(found) if isinstance(x, Tensor)}
+        if not (func.is_view or name in NO_LAUNCH) and (self.device is None or self.device in on):
+            self.names += [name] * SEVERAL.get(name, 1)
+        return found

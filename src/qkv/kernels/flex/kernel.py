@@ -25,7 +25,7 @@ from qkv._engine.transforms import REASON, transformed
 from qkv.biases import Bias, Dense
 from qkv.errors import InputError
 from qkv.kernels.flex import log_space
-from qkv.kernels.flex.log_space import ScoreMod
+from qkv.kernels.flex.log_space import Attend, ScoreMod
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
 from qkv.normalizers import Pointwise
@@ -79,13 +79,18 @@ def forward(call: Call) -> Result:
     """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
     if not call.needs_grad:
         call = detached(call)  # FlexAttention on CPU rejects tensors that require gradients, even under no_grad
+    return from_attention(call, _attend)
+
+
+def from_attention(call: Call, attend: Attend) -> Result:
+    """The result of a call from one or several calls of FlexAttention, `attend`."""
     if isinstance(call.normalizer, Pointwise):
-        return Result(log_space.pointwise(call, _final_score(call), _attend), None)
+        return Result(log_space.pointwise(call, _final_score(call), attend), None)
     if not call.normalizer.has_lse:
-        return Result(log_space.sum_to_one(call, _final_score(call), _attend), None)
-    part = _attend(call, _final_score(call) if call.biases else None)
+        return Result(log_space.sum_to_one(call, _final_score(call), attend), None)
+    part = attend(call, _final_score(call) if call.biases else None)
     if call.sink is not None:
-        part = part.with_sink(call.sink)
+        part = part.with_sink(call.sink, in_place=not call.needs_grad)
     return Result(part.out, part.lse)
 
 
@@ -94,14 +99,9 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
     from torch.nn.attention.flex_attention import AuxRequest
 
     q, k, v = call.q, call.k, call.v
-    blocked = None
-    if call.mask is not None:
-        lay = (
-            _blocked_mask if call.mask.by_value or is_dataclass(call.mask) else _blocked_mask.__wrapped__
-        )  # what may change is not kept
-        blocked = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-        if blocked.masked_keys is not None:  # NaN in padding must not spread
-            k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
+    blocked = blocked_mask(call)
+    if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
+        k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
     d, dv = q.shape[3], v.shape[3]
     q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
     with _naming(call):
@@ -140,7 +140,7 @@ def _naming(call: Call) -> Iterator[None]:
 
 def _fit(x: Tensor, size: int) -> Tensor:
     """Pad heads with zeros to Triton's smallest head dimension."""
-    if x.device.type != "cuda":
+    if x.device.type not in GPUS:
         return x
     x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -232,6 +232,19 @@ class BlockedMask:
     """Fully masked queries; None if there are none."""
     masked_keys: Bool[Tensor, "b nk"] | None
     """Keys that are masked for all queries; None if there are none."""
+
+
+def blocked_mask(call: Call) -> BlockedMask | None:
+    """The mask of a call in the form that FlexAttention takes; None if there is no mask."""
+    if call.mask is None:
+        return None
+    lay = _blocked_mask if keeps_blocks(call.mask) else _blocked_mask.__wrapped__
+    return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+
+
+def keeps_blocks(mask: Mask) -> bool:
+    """Whether the blocks of a mask are kept for the next call: not if it may change unseen."""
+    return mask.by_value or is_dataclass(mask)
 
 
 @functools.lru_cache(maxsize=8)

@@ -63,8 +63,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 def forward(call: Call) -> Result:
     """Attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
-    d, dv = call.q.shape[3], call.v.shape[3]
-    size = -(-max(d, dv) // MULTIPLE) * MULTIPLE
+    dv, size = call.v.shape[3], padded_size(call)
     q, k, v = (_pad(x, size) for x in (call.q, call.k, call.v))
     scale = call.scale
     if scale <= 0:  # the kernels find the maximum of a row before they multiply by the scale
@@ -73,6 +72,11 @@ def forward(call: Call) -> Result:
     assert band is not None
     out, lse = _Fused.apply(q, k, v, call.sink, scale, band)
     return Result(out[..., :dv], lse)
+
+
+def padded_size(call: Call) -> int:
+    """The head dimension to which queries, keys and values are padded."""
+    return -(-max(call.q.shape[3], call.v.shape[3]) // MULTIPLE) * MULTIPLE
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
