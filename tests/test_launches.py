@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +153,28 @@ def test_on_cpu_there_are_none() -> None:
     x = torch.zeros(1, 2, 300, 16)
     assert qkv.plan(x, x, x).launches is None
     assert "launches" not in str(qkv.plan(x, x, x))
+
+
+@pytest.mark.slow
+def test_the_published_tables_are_up_to_date() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("make_launches", docs / "make_launches.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["make_launches"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for page, table in (("gpu", module.page_on_gpus()), ("scale", module.page_on_surveys(module.of_a_survey()))):
+        assert "\n".join(table) in (docs / f"{page}.md").read_text(), "run docs/make_launches.py"
+
+
+def test_bytes_that_operations_read_and_write() -> None:
+    x = torch.zeros(4, 6)
+    with Launches() as found:
+        x.exp()
+        x[:2].add_(torch.ones(6))
+        x[:1].expand(4, 6).sum()
+    assert found.names == ["exp", "ones", "add_", "sum"]
+    assert found.bytes == 4 * (24 + 24 + 6 + 12 + 6 + 12 + 6 + 1)
 
 
 # --- plans for devices that are not there, by torch's fake tensors ----------------------------------------------------

@@ -23,7 +23,7 @@ from qkv._engine.call import Call
 from qkv._engine.launches import Launches
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
-from qkv.statistics.measure import measured
+from qkv.statistics.measure import measured, sweep
 from qkv.statistics.reduce import Asked
 from qkv.statistics.triton import host
 
@@ -212,6 +212,18 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     assert result.out.shape == (2, 8, 300, 64)
     assert result.out.dtype == torch.bfloat16
     assert statistics.received.device.type == rows.level.device.type == "meta"  # type: ignore[union-attr]
+
+
+def test_surveys_which_know_the_log_sum_exp_use_the_kernels_too(
+    recorded: list[tuple[object, list[object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(host, "GPUS", ("meta",))
+    x = torch.empty(2, 8, 300, 64, device="meta", dtype=torch.bfloat16)
+    lse = torch.empty(2, 8, 300, device="meta")
+    statistics = sweep(Call.of(x, x, x, Causal()), lse, mass=FULL, prefix_keys=64)
+    assert len(recorded) == 2
+    assert statistics.received.shape == (2, 8, 300)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Counts the kernels that torch operations would launch on a card."""
+"""Counts the kernels that torch operations would launch on a card, and the memory that they would read and write."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Launches(TorchDispatchMode):
         """`device` is the type of the devices on which operations count; None for all."""
         super().__init__()
         self.device, self.names = device, list[str]()
+        self.bytes = 0
+        """Memory that the operations read and write, each tensor once for each operation."""
 
     @property
     def count(self) -> int:
@@ -42,7 +45,16 @@ class Launches(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        name, on = func.overloadpacket.__name__, {x.device.type for x in tree_leaves(found) if isinstance(x, Tensor)}
+        name, made = func.overloadpacket.__name__, [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        on = {x.device.type for x in made}
         if not (func.is_view or name in NO_LAUNCH) and (self.device is None or self.device in on):
             self.names += [name] * SEVERAL.get(name, 1)
+            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self.bytes += sum(map(_nbytes, read)) + sum(map(_nbytes, made))
         return found
+
+
+def _nbytes(x: Tensor) -> int:
+    """Bytes of the different elements of a tensor: expanded dimensions count once."""
+    sizes = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0)
+    return math.prod(sizes) * x.element_size()
