@@ -24,7 +24,7 @@ from qkv._engine.launches import Launches
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics.measure import measured, sweep
-from qkv.statistics.reduce import Asked
+from qkv.statistics.reduce import Request
 from qkv.statistics.triton import host
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -102,10 +102,10 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     assert host.unsupported_reason(call, case.mass, ()) is None
     options = case.options()
     first = options["first"]
-    asked = Asked(
-        **options | {"first": [first] * len(q) if isinstance(first, int) else first.tolist(), "statistics": ()}
-    )  # type: ignore[arg-type]
-    out, lse, got = host.attend_and_measure(call, asked, output=True)
+    firsts = [first] * len(q) if isinstance(first, int) else first.tolist()  # type: ignore[attr-defined]
+    rest = {name: x for name, x in options.items() if name != "first"}
+    request = Request(firsts=firsts, offset=call.grid.offset, **rest)  # type: ignore[arg-type]
+    out, lse, got = host.attend_and_measure(call, request, output=True)
     normalizer = Softmax(sink=case.normalizer().sink.double()) if case.sink else Softmax()  # type: ignore[attr-defined]
     settings = {"mask": case.mask, "normalizer": normalizer}
     q, k, v = q.double(), k.double(), v.double()
@@ -149,7 +149,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     k[:, :, :2, 0] = 200
     q = torch.zeros(1, 1, 1, 16, device=DEVICE)
     q[..., 0] = 1
-    _, _, got = host.attend_and_measure(Call.of(q, k, k), Asked({}, [0], None, None, None, ()), output=False)
+    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0], 0), output=False)
     assert got.spread.item() == pytest.approx(0.5, abs=1e-3)
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
@@ -160,7 +160,7 @@ def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     k[:, :, 64:], v[:, :, 64:] = math.nan, math.inf
     mask = Causal() & Padding([64])
     found = [
-        host.attend_and_measure(Call.of(q, *x, mask), Asked({}, [0], None, 8, 4, ()), output=True)
+        host.attend_and_measure(Call.of(q, *x, mask), Request({}, [0], 0, prefix_keys=8, bins=4), output=True)
         for x in ((k, v), clean)
     ]
     for got, want in zip(found[0][:2], found[1][:2], strict=True):
@@ -185,11 +185,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], lis
 def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
     case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
     call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
-    asked = Asked(case.mass, [0, 0], None, case.prefix_keys, case.bins, ())
-    host.attend_and_measure(call, asked, output=True)  # small tensors of numbers are kept on the device
+    request = Request(case.mass, [0, 0], 0, prefix_keys=case.prefix_keys, bins=case.bins)
+    host.attend_and_measure(call, request, output=True)  # small tensors of numbers are kept on the device
     recorded.clear()
     with Launches() as of_torch:
-        host.attend_and_measure(call, asked, output=True)
+        host.attend_and_measure(call, request, output=True)
     assert len(recorded) == 2
     assert len(recorded) + of_torch.count <= 12, of_torch.names
     assert "stack" in of_torch.names  # operations are counted

@@ -17,7 +17,7 @@ from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.kept import kept
 from qkv._engine.transforms import transformed
 from qkv.masks import Dense, Document, Grid, Mask
-from qkv.statistics.reduce import Asked
+from qkv.statistics.reduce import Request
 from qkv.statistics.sums import Statistics, Thumbnail, bin_size
 
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
@@ -130,16 +130,16 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
     return None
 
 
-def attend_and_measure(call: Call, asked: Asked, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
+def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
     grid, heads = call.grid, b * h
-    mass, queries, prefix_keys, bins = asked.mass, asked.queries, asked.prefix_keys, asked.bins
+    mass, queries, prefix_keys, bins = request.mass, request.queries, request.prefix_keys, request.bins
     block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
     visible = Visibility.of(call.mask, grid)
     assert visible is not None
-    firsts = _on_device(tuple(asked.first), device)
+    firsts = _on_device(tuple(request.firsts), device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -217,6 +217,7 @@ def _bounds(band: tuple[float, float]) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -231,6 +232,7 @@ def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _zeros(n: int, device: torch.device) -> Tensor:
     return torch.zeros(1, n, dtype=torch.int8, device=device)
 
