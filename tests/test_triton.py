@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ import qkv
 from qkv import biases, normalizers
 from qkv._engine.call import Call
 from qkv._engine.launches import Launches
+from qkv.biases import Bias
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
 from qkv.statistics.measure import measured, sweep
@@ -52,6 +54,8 @@ class Case:
     prefix_keys: int | None = None
     bins: int | None = None
     factor: float = 1.0
+    biases: tuple[Bias, ...] = ()
+    temperature: float = 1.0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         b, h, hkv = self.shape
@@ -70,7 +74,12 @@ class Case:
         }  # fmt: skip
 
     def normalizer(self) -> Normalizer:
-        return Softmax(sink=random(self.shape[1], seed=9)) if self.sink else Softmax()
+        return Softmax(self.temperature, random(self.shape[1], seed=9) if self.sink else None)
+
+
+def hidden(n: int, hide: int = 1000) -> Tensor:
+    """A bias by distance, −∞ at each multiple of `hide`."""
+    return random(1, n, seed=5).masked_fill((torch.arange(n) % hide == hide - 1).to(DEVICE), -math.inf)
 
 
 CASES = {
@@ -90,6 +99,20 @@ CASES = {
     "bfloat16": Case((2, 2, 1), 129, 129, d=32, mask=Causal(), dtype=torch.bfloat16, bins=4, prefix_keys=64),
     "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
     "large scores": Case((1, 2, 2), 129, 129, mask=Causal(), factor=300.0, bins=4),
+    "alibi": Case((2, 3, 3), 65, 65, mask=Causal(), biases=(biases.ALiBi(),), sink=True, temperature=0.7, bins=4),
+    "soft cap, then alibi": Case(
+        (1, 2, 1), 63, 129, biases=(biases.SoftCap(2.0), biases.ALiBi()), prefix_keys=20, temperature=1.3, mass=FULL
+    ),
+    "a bias by distance, then a soft cap": Case(
+        (2, 2, 2), 70, 63, mask=Padding([63, 41]), biases=(biases.ByDistance(hidden(132)), biases.SoftCap(1.5)),
+    ),
+    "t5, bfloat16": Case(
+        (1, 4, 2), 129, 129, mask=Window(40), biases=(biases.T5Bias(random(32, 4, seed=7)),), dtype=torch.bfloat16,
+    ),
+    "a bias that hides distances": Case((1, 1, 1), 40, 70, biases=(biases.ByDistance(hidden(109, hide=7)),), bins=8),
+    "a soft cap of large and small scores": Case(
+        (1, 2, 2), 65, 65, mask=Causal(), biases=(biases.SoftCap(30.0),), factor=8.0
+    ),
     "the largest head": Case((1, 1, 1), 40, 40, d=256, dv=200, mask=Causal()),
 }  # fmt: skip
 
@@ -98,7 +121,7 @@ CASES = {
 def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()
-    call = Call.of(q, k, v, case.mask, (), None, case.normalizer())
+    call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
     assert host.unsupported_reason(call, case.mass, ()) is None
     options = case.options()
     first = options["first"]
@@ -106,8 +129,9 @@ def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     rest = {name: x for name, x in options.items() if name != "first"}
     request = Request(firsts=firsts, offset=call.grid.offset, **rest)  # type: ignore[arg-type]
     out, lse, got = host.attend_and_measure(call, request, output=True)
-    normalizer = Softmax(sink=case.normalizer().sink.double()) if case.sink else Softmax()  # type: ignore[attr-defined]
-    settings = {"mask": case.mask, "normalizer": normalizer}
+    sink = case.normalizer().sink  # type: ignore[attr-defined]
+    normalizer = Softmax(case.temperature, sink.double() if case.sink else None)
+    settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
     q, k, v = q.double(), k.double(), v.double()
     whole = qkv.attend(q, k, v, **settings, return_lse=True)  # type: ignore[call-overload]
     want = qkv.measure(q, k, **settings, **options)  # type: ignore[arg-type]
@@ -230,21 +254,23 @@ def test_surveys_which_know_the_log_sum_exp_use_the_kernels_too(
     ("settings", "reason"),
     [
         ({"mask": Strided(4)}, "Strided"),
-        ({"biases": (biases.ALiBi(),)}, "ALiBi"),
+        ({"biases": (biases.Dense(torch.zeros(20, 20, device=DEVICE)),)}, "Dense"),
+        ({"biases": (biases.SoftCap(1.0), biases.ALiBi(), biases.SoftCap(2.0))}, "at most one .* SoftCap"),
         ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
         ({"dtype": torch.float64}, "float64"),
         ({"d": 257}, "257"),
     ],
-    ids=["mask", "bias", "normalizer", "dtype", "head"],
+    ids=["mask", "bias", "two caps", "normalizer", "dtype", "head"],
 )
 def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object], reason: str) -> None:
     dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
     x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)  # type: ignore[call-overload]
     call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))  # type: ignore[arg-type]
-    assert reason in str(host.unsupported_reason(call, {}, ()))
+    assert re.search(reason, str(host.unsupported_reason(call, {}, ())))
 
 
 COMPILE = """
+import itertools
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -252,7 +278,7 @@ from qkv.kernels.fused.sink import merge_sink
 from qkv.statistics.triton import host, kernels
 OF = dict(lse="fp32", state="fp32", found="fp32", mass="fp32", sink="fp32", received="fp32", audience="fp32",
           prefix="fp32", pooled="fp32", firsts="i32", bands="i32", ids="i32", band_keys="i8", counted="i8", keys="i8",
-          dense="i8", **dict.fromkeys(("q", "k", "v", "out"), "bf16"))
+          dense="i8", distances="fp32", **dict.fromkeys(("q", "k", "v", "out"), "bf16"))
 for ones in ((), range(3, 15)):
     names = [p.name for p in merge_sink.params]
     constants = {15: 16, 16: 128} | dict.fromkeys(ones, 1)
@@ -265,16 +291,18 @@ tile = {"BM": options.pop("BM"), "BN": options.pop("BN")}
 flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SINK=True, HAS_COUNTED=True,
              OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True, WIDEN=False,
              POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=128, DV=128, **tile)
-for kernel in (kernels.by_query, kernels.by_key):
+floats = ("scale", "unit", "cap")
+biased = [{"CAP": cap, "HAS_DISTANCE": distance} for cap in (0, 1, 2) for distance in (False, True)]
+for kernel, bias in itertools.product((kernels.by_query, kernels.by_key), (biased[0], biased[3], biased[5])):
     names = [p.name for p in kernel.params]
-    numbers = [n for n in names if n not in OF and n not in flags and n != "scale"]
-    for ones in ((), numbers):  # Triton compiles numbers that are 1 as constants
-        constants = {n: x for n, x in flags.items() if n in names} | dict.fromkeys(ones, 1)
-        types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    numbers = [n for n in names if n not in OF and n not in flags | bias and n not in floats]
+    for ones in ((), numbers) if bias["CAP"] == 2 else ((),):  # Triton compiles numbers that are 1 as constants
+        constants = {n: x for n, x in (flags | bias).items() if n in names} | dict.fromkeys(ones, 1)
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
         types |= {n: "*" + OF[n] for n in names if n in OF}
         source = ASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, made.metadata.shared)
+        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, bias, made.metadata.shared)
 """
 
 

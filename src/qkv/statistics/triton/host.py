@@ -15,7 +15,9 @@ from torch import Tensor
 from qkv._engine.call import Call
 from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.kept import kept
+from qkv._engine.tiles import LOG2_E
 from qkv._engine.transforms import transformed
+from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask
 from qkv.statistics.reduce import Request
 from qkv.statistics.sums import Statistics, Thumbnail, bin_size
@@ -91,6 +93,16 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
     return kept(mask, grid, "union", union)
 
 
+def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
+    """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
+    kinds = [type(bias) for bias in call.biases]
+    if len(set(kinds)) < len(kinds) or not set(kinds) <= {ByDistance, SoftCap}:
+        return None
+    distance = next((bias for bias in call.biases if isinstance(bias, ByDistance)), None)
+    cap = next((bias for bias in call.biases if isinstance(bias, SoftCap)), None)
+    return distance, cap, kinds[:1] == [SoftCap]
+
+
 def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
     """Why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
@@ -109,8 +121,9 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
         return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.pairwise is not None:
         return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.biases:
-        return f"the bias {type(call.given.biases[0]).__name__} is not a part of the Triton kernels"
+    if _bias_forms(call) is None:
+        names = ", ".join(type(bias).__name__ for bias in call.given.biases)
+        return f"bias is {names}; the Triton kernels have at most one bias by distance and one SoftCap"
     if call.values is not None or call.dropout_p or call.shift is not None:
         return "values that depend on the distance, dropout and shifts are not a part of the Triton kernels"
     if transformed(call):
@@ -152,10 +165,14 @@ def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[T
     inside = _inside([keys for _, keys in unions], grid)
     bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
-    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale)
+    biased, bias_flags = _bias_arguments(call, nothing)
+    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
     place, flags = _mask_arguments(visible, nothing)
-    flags |= {"HAS_COUNTED": counted is not None, "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16}
+    flags |= bias_flags | {
+        "HAS_COUNTED": counted is not None,
+        "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16,
+    }
     run, across = _kernels(), (heads,)
     run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
         q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
@@ -235,6 +252,20 @@ def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
 @torch.inference_mode(False)  # cached tensors must serve training too
 def _zeros(n: int, device: torch.device) -> Tensor:
     return torch.zeros(1, n, dtype=torch.int8, device=device)
+
+
+def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and flags of both kernels for the biases of a call."""
+    forms = _bias_forms(call)
+    assert forms is not None
+    distance, cap, first = forms
+    unit = LOG2_E / (call.normalizer.temperature if call.biases else 1.0)  # else `call.scale` includes the temperature
+    table, stride = nothing, 0
+    if distance is not None:
+        table = distance.tensor.to(call.q.device, torch.float32).contiguous()
+        stride = table.shape[1] if len(table) > 1 else 0
+    flags = {"CAP": 0 if cap is None else 1 if first else 2, "HAS_DISTANCE": distance is not None}
+    return (unit, 1.0 if cap is None else float(cap.cap), table, stride), flags
 
 
 def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
