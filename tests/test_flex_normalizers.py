@@ -160,6 +160,18 @@ def test_a_weight_without_a_level_is_reported() -> None:
         qkv.attend(*triple(), normalizer=Bounded(), kernel="flex")
 
 
+@pytest.mark.parametrize("n", [100, 5000])
+@pytest.mark.usefixtures("untraced")
+def test_the_search_for_a_level_takes_few_calls(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, attend = [], flex._reference_attention
+    monkeypatch.setattr(flex, "_reference_attention", lambda *q, **named: (calls.append(n), attend(*q, **named))[1])
+    q, k, v = (x.float() for x in triple(1, 2, 2, 7, n, 16, 16))
+    for normalizer in (SoftplusSquared(), SoftplusSquared(sink=2.0), Entmax(1.5), Entmax(2.0)):
+        calls.clear()
+        qkv.attend(q, k, v, normalizer=normalizer, kernel="flex")
+        assert 3 < len(calls) <= 20
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +239,25 @@ def test_learned_weights_are_refused_only_in_training(monkeypatch: pytest.Monkey
         qkv.attend(*triple(), normalizer=normalizer, kernel="flex")
     with torch.no_grad():
         same(*triple(), normalizer=normalizer)
+
+
+class Untraceable(Pointwise):
+    nonnegative = True
+
+    def weight(self, scores: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.exp(scores)
+
+
+@pytest.mark.usefixtures("as_on_a_card")
+def test_a_weight_that_cannot_be_compiled_is_named_with_the_kernel_that_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex, "GPUS", ("cpu",))
+    q, k, v = triple()
+    with pytest.raises(InputError, match=r"cannot compile weight of Untraceable, .* pass kernel='tiled'"):
+        qkv.attend(q, k, v, normalizer=Untraceable(), kernel="flex")
+    qkv.attend(q, k, v, normalizer=Untraceable(), kernel="tiled")
 
 
 def test_a_subclass_that_redefines_the_weight_is_not_declared_nonnegative() -> None:

@@ -23,6 +23,7 @@ PerRow = Float[Tensor, "*n"]
 STEPS = 200  # most steps of a search: bisection alone needs fewer
 GROUP = 8  # the initial guess samples two of this many adjacent keys
 FEW = 512  # with at most this many keys there is no initial guess from a sample
+TOLERANCE = 4  # of log Σ w, in eps
 JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a discontinuity, not a rounding error
 FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
@@ -67,7 +68,7 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
         kept[:] = [rows.weights(level)]
         return kept[0].sum(-1)
 
-    level, _, sure = root(total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
+    level, _, sure = root(total, start, fall, empty, TOLERANCE * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
         raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
     return level, kept[0]  # weights at the final level

@@ -124,7 +124,7 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
 @contextlib.contextmanager
 def _naming(call: Call) -> Iterator[None]:
     """If torch.compile rejects a normalizer's weight, name the normalizer and the kernel that serves it."""
-    if call.normalizer.has_lse or call.q.device.type != "cuda":
+    if call.normalizer.has_lse or call.q.device.type not in GPUS:
         yield
         return
     import torch._dynamo

@@ -21,7 +21,7 @@ from torch import Tensor
 from qkv._engine.call import Call, detached, user_defined
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
-from qkv.normalizers.level import raise_no_level, root
+from qkv.normalizers.level import TOLERANCE, raise_no_level, root
 from qkv.normalizers.tile import level_slopes
 from qkv.partial import Partial
 
@@ -29,9 +29,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Takes the score of a pair, and its batch item, head, query and key."""
 Attend = Callable[[Call, ScoreMod | None], Partial]
 """FlexAttention of a call's queries, keys, values and mask, with this score_mod."""
-
-TOLERANCE = 16
-"""Of ln Σ w at a level, in eps: four times that of a search on weights, because logarithms round once more."""
 
 
 def unsupported_reason(call: Call) -> str | None:
