@@ -81,7 +81,8 @@ bench-gpu:  ## measure on a CUDA card from the source tree, without installing: 
 	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m benchmarks.gpu
 
 test-gpu:  ## run the tests of the CUDA kernels from the source tree, without installing
-	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/test_fused.py tests/test_triton.py tests/test_flex.py
+	PYTHONPATH=src:.:.gpu $(GPU_PYTHON) -m pytest -o addopts= -q -p no:cacheprovider tests/test_fused.py tests/test_triton.py tests/test_flex.py \
+		tests/test_flex_normalizers.py tests/test_launches.py
 
 TRAINED := src/qkv/models/trained
 

@@ -110,6 +110,8 @@ class Bench:
             "sink": {"mask": Causal(), "normalizer": normalizers.Softmax(sink=torch.zeros(heads, device=self.device))},
             "ALiBi": {"mask": Causal(), "bias": biases.ALiBi()},
             "soft cap": {"mask": Causal(), "bias": biases.SoftCap(30.0)},
+            "sigmoid": {"mask": Causal(), "normalizer": normalizers.Sigmoid()},
+            "entmax": {"mask": Causal(), "normalizer": normalizers.Entmax()},
         }
         sdpa = torch.nn.functional.scaled_dot_product_attention
         found: dict[str, Any] = {}
@@ -147,15 +149,15 @@ class Bench:
 
         from qkv._engine.call import Call
         from qkv.masks import Causal, Window
-        from qkv.statistics.reduce import Asked
+        from qkv.statistics.reduce import Request
         from qkv.statistics.triton import host
 
         sdpa, found = torch.nn.functional.scaled_dot_product_attention, {}
         for n in self.size.measure:
             q, k, v = self.tensors(n)
             call = Call.of(q, k, v, Causal())
-            few = Asked({}, [0], None, None, None, ())
-            every = Asked({"near": Window(16)}, [0], None, 64, 128, ())
+            few = Request({}, [0], 0)
+            every = Request({"near": Window(16)}, [0], 0, prefix_keys=64, bins=128)
             jobs: dict[str, Callable[[], object]] = {
                 "SDPA": lambda q=q, k=k, v=v: sdpa(q, k, v, is_causal=True, enable_gqa=True),  # type: ignore[misc]
                 "statistics": lambda c=call, few=few: host.attend_and_measure(c, few, output=True),  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any
 
 import linear_error
 import make_coverage
+import make_launches
 import make_matrix
 import make_quantities
 import make_screenshots
@@ -174,7 +175,7 @@ def scale() -> None:
     survey, processes = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("survey", "survey_processes"))
     (ratio,) = (value for name, value in survey.items() if name.startswith("throughput"))
     (gain,) = (value for name, value in processes.items() if name.startswith("time"))
-    rate = survey["tokens a second"]
+    rate, costs = survey["tokens a second"], make_launches.of_a_survey()
     measured = [
         "| measured here | value |",
         "|---|---|",
@@ -188,7 +189,10 @@ def scale() -> None:
     plain = [FLOP / (use * PEAK) / 3600 for use in uses]
     rows = {
         f"plain forward, GPU-hours ({PEAK / 1e12:,.0f} Tflop/s)": plain,
-        "with the statistics at 0.16 ms per token": [hours + 1e9 * 0.16e-3 / 3600 for hours in plain],
+        **{
+            f"with the memory traffic of the {name}": [x + 1e6 * make_launches.milliseconds(cost) / 3600 for x in plain]
+            for name, cost in costs.items()
+        },
         f"with the ratio measured above (plain hours / {ratio:.3f})": [hours / ratio for hours in plain],
     }
     hours = [
@@ -197,6 +201,7 @@ def scale() -> None:
     ]
     hours += [f"| {name} | " + " | ".join(f"{x:,.0f}" for x in row) + " |" for name, row in rows.items()]
     _fill(DOCS / "scale.md", {"measured": measured, "hours": hours})
+    make_launches.fill(DOCS / "scale.md", "traffic", make_launches.page_on_surveys(costs))
 
 
 def viewer() -> None:
@@ -290,5 +295,6 @@ if __name__ == "__main__":
     (folder / "README.md").write_text(trained_models.page("../../../../docs/experiments/README.md"))
     (DOCS / "trained.md").write_text(trained_models.page("experiments/README.md"))
     benchmarks()
+    make_launches.fill(DOCS / "gpu.md", "launches", make_launches.page_on_gpus())
     scale()
     viewer()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from conftest import refused
 from qkv.bench import run, show
 from qkv.bench.contenders import MECHANISMS, Case
-from qkv.bench.timing import alternating, median_ratio
+from qkv.bench.timing import allocated, alternating, median_ratio
 from qkv.cli import main
 
 SAME = {"sdpa", "eager", "x-transformers"}
@@ -129,6 +132,46 @@ def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.
     assert "sink" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_everything_is_on_the_device_of_the_case(name: str) -> None:
+    """Meta tensors stand for those on a card: an operation of one with a CPU tensor raises an error."""
+    mechanism, small = MECHANISMS[name], dataclasses.replace(case(), device="meta")
+    q, k, v = small.tensors()
+    assert q.is_meta
+    if name != "favor":  # which copies its random features, drawn on the CPU, to the card in each call
+        parts = [
+            dataclasses.asdict(x) if dataclasses.is_dataclass(x) else x for x in mechanism.arguments(small).values()
+        ]  # type: ignore[arg-type]
+        assert all(x.is_meta for x in tree_leaves(parts) if isinstance(x, Tensor))
+    for rival, contender in mechanism.rivals.items():
+        job = contender(small, q, k, v)
+        if job is not None and rival != "plain":
+            assert job().is_meta, rival
+
+
+def test_times_wait_for_the_card_and_memory_is_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
+    run._repeat(lambda: events.append("job"), 2, "cuda")  # type: ignore[arg-type, return-value]
+    run._repeat(lambda: events.append("job"), 1, "cpu")  # type: ignore[arg-type, return-value]
+    assert events == ["job", "job", "wait", "job"]
+    events.clear()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5000)
+    assert allocated(lambda: events.append("job")) == 4000
+    assert events == ["wait", "reset", "job", "wait"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_bench_on_a_card(tmp_path: Path) -> None:
+    result = run.bench(
+        ["causal", "sink", "sigmoid"], [64, 512], seconds=0, memory=[512], device="cuda", path=tmp_path / "it.json"
+    )
+    assert result["machine"]["card"] in show.settings(result)
+    assert result["mechanisms"]["causal"]["memory"][512] >= 512 * 8 * 64 * 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -137,6 +180,7 @@ def test_command_writes_results_table_and_figure(tmp_path: Path, capsys: pytest.
         (["--threads", "0"], "are counts, expected at least 1"),
         (["--queries", "100", "--lengths", "64"], "queries is 100, expected at most 64"),
         (["statistics", "--backward"], "mechanism 'statistics', which has no backward"),
+        (["--device", "cuda"], "device is 'cuda', but torch"),
     ],
 )
 def test_command_rejects_bad_arguments(

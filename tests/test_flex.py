@@ -19,8 +19,9 @@ from conftest import MASKS, close, fits, rand, triple, unchecked
 from qkv import InputError, biases, masks
 from qkv._engine.call import Call, Result
 from qkv.biases import ALiBi, Dense, RelativePosition, SoftCap, T5Bias
-from qkv.kernels import eager, flex
-from qkv.normalizers import Sigmoid, Softmax
+from qkv.kernels import eager
+from qkv.kernels.flex import kernel as flex
+from qkv.normalizers import Softmax
 from qkv.scores import Additive, Dot
 
 B, H, HKV, NQ, NK, D = 2, 6, 2, 11, 13, 3
@@ -201,7 +202,6 @@ def rejected(reason: str, **asked: Any) -> None:
 
 
 def test_flex_rejects_unsupported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    rejected("its weights are a softmax, not Sigmoid", normalizer=Sigmoid())
     rejected("dropout acts on weights, which it never forms", dropout_p=0.1)
     additive = Additive(rand(4), rand(4, D), rand(4, D))
     rejected("the score Additive is not a product of query and key", score=additive)
@@ -227,9 +227,9 @@ def test_flex_rejects_unsupported_devices(monkeypatch: pytest.MonkeyPatch) -> No
             return flex.unsupported_reason(replace(call, q=Elsewhere()))  # type: ignore[arg-type]
 
     assert why("mps") == "tensors are on mps; it is for CUDA, and for tests on CPU"
-    monkeypatch.setattr(flex, "_has_triton", lambda: False)
+    monkeypatch.setattr(flex, "has_triton", lambda: False)
     assert why("cuda") == "it needs Triton, which is not installed"
-    monkeypatch.setattr(flex, "_has_triton", lambda: True)
+    monkeypatch.setattr(flex, "has_triton", lambda: True)
     assert why("cuda") == "its kernels accumulate in float32, which is not precise enough for float64"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import qkv
 from qkv import InputError, attend, biases, normalizers
+from qkv._engine.launches import Launches
 from qkv.kernels.fused import kernel as fused
 from qkv.kernels.fused.check import difference
 from qkv.masks import Causal, Padding, Window
@@ -85,9 +87,8 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
     made |= {"efficient": efficient, "efficient backward": efficient_backward}
     monkeypatch.setattr(fused, "_OPERATORS", made)
     monkeypatch.setattr(fused, "GPUS", ("cpu",))
-    fused._wrong.cache_clear()
-    yield made  # type: ignore[misc]
-    fused._wrong.cache_clear()
+    monkeypatch.setattr(fused, "_wrong", functools.cache(fused._wrong.__wrapped__))
+    return made  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -145,6 +146,59 @@ def test_output_lse_and_gradients_equal_the_eager_kernel(name: str) -> None:
     eps = 2e-5 if dtype == torch.float32 else 2e-2
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, atol=eps, rtol=eps)
+
+
+SINKS = {
+    "of heads": torch.tensor([0.3, -1.0, 40.0, -math.inf])[None, :, None],
+    "of queries": torch.randn(2, 4, 21, generator=torch.Generator().manual_seed(3)),
+    "one": torch.full((1, 4, 1), 200.0),
+}
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("name", SINKS)
+def test_a_sink_is_merged_in_place(name: str, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if triton:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(fused, "has_triton", lambda: triton)
+    generator = torch.Generator().manual_seed(2)
+    out = torch.randn(2, 21, 4, 20, generator=generator).transpose(1, 2)  # as FlashAttention returns it
+    lse = (10 * torch.randn(2, 4, 32, generator=generator))[..., :21]
+    lse[0, 0, 0], lse[1, 3, 5] = -math.inf, -math.inf
+    both = torch.logaddexp(lse.double(), SINKS[name].double())
+    share = torch.exp(lse.double() - both).nan_to_num(0.0)
+    want = out.double() * share[..., None]
+    got = fused._with_sink(out, lse, SINKS[name])
+    assert got.out.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(got.out.double(), want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(got.lse.double(), both, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("train", [False, True])
+def test_attention_with_a_sink_takes_two_launches(
+    dtype: torch.dtype, train: bool, operators: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    launched = []
+
+    def attention(q, *_, **named):  # type: ignore[no-untyped-def]
+        launched.append("attention")
+        return out, torch.empty(2, 4, 32), *[None] * 4
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
+            return lambda *args, **named: launched.append("sink")
+
+    out = torch.empty(2, 32, 4, 16, dtype=dtype)
+    operators["flash"] = operators["efficient"] = attention
+    monkeypatch.setattr(fused, "_wrong", lambda *_: None)
+    monkeypatch.setattr(fused, "_sink_kernel", Kernel)
+    x = torch.zeros(2, 4, 32, 16, dtype=dtype, requires_grad=train)
+    sink = normalizers.Softmax(sink=torch.zeros(4, requires_grad=train))
+    with Launches() as of_torch:
+        attend(x, x, x, mask=Causal(), normalizer=sink, kernel="fused")
+    assert (launched, of_torch.names) == (["attention", "sink"], [])
 
 
 @pytest.mark.parametrize(

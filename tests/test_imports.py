@@ -17,7 +17,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 ORDER = [
     "_lazy", "errors", "_contract", "_warnings", "_names", "_files", "_progress", "_registry",
     "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
-    "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_cost", "attention",
+    "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_launches", "_cost",
+    "attention",
     "testing", "cache", "nn", "course", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
     "figures", "page", "report", "profiler", "bench", "lab", "server", "cli",

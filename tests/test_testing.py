@@ -151,6 +151,13 @@ class NotZero(Pointwise):
         return torch.sigmoid(scores.clamp(min=-10))
 
 
+class NotPositive(Pointwise):
+    nonnegative = True
+
+    def weight(self, scores: Tensor) -> Tensor:
+        return torch.tanh(scores)
+
+
 class NotIdentity(Pointwise):
     is_identity = True
 
@@ -279,6 +286,7 @@ NORMALIZERS: list[tuple[Callable[[], Any], str, str]] = [
     (WrongLogarithm, "log_weight", "the logarithm of weight"),
     (WrongSlopeOfLog, "slope_of_log", "derivative of the logarithm"),
     (NotZero, "zero_at_minus_infinity", "weight at a score of −inf"),
+    (NotPositive, "nonnegative", "is True, but the weight at score -79.3 is -1"),
     (NotIdentity, "weight", "because is_identity is True"),
     (SaysLse, "has_lse", "expected False"),
     (HiddenHeads, "weight", "because by_head is False|expected"),

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,12 @@ from torch import Tensor
 import qkv
 from qkv import biases, normalizers
 from qkv._engine.call import Call
+from qkv._engine.launches import Launches
+from qkv.biases import Bias
 from qkv.masks import Causal, Dense, Document, Mask, Padding, Prefix, Strided, Window
 from qkv.normalizers import Normalizer, Softmax
-from qkv.statistics.measure import measured
-from qkv.statistics.reduce import Asked
+from qkv.statistics.measure import measured, sweep
+from qkv.statistics.reduce import Request
 from qkv.statistics.triton import host
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -51,6 +54,8 @@ class Case:
     prefix_keys: int | None = None
     bins: int | None = None
     factor: float = 1.0
+    biases: tuple[Bias, ...] = ()
+    temperature: float = 1.0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         b, h, hkv = self.shape
@@ -69,7 +74,12 @@ class Case:
         }  # fmt: skip
 
     def normalizer(self) -> Normalizer:
-        return Softmax(sink=random(self.shape[1], seed=9)) if self.sink else Softmax()
+        return Softmax(self.temperature, random(self.shape[1], seed=9) if self.sink else None)
+
+
+def hidden(n: int, hide: int = 1000) -> Tensor:
+    """A bias by distance, −∞ at each multiple of `hide`."""
+    return random(1, n, seed=5).masked_fill((torch.arange(n) % hide == hide - 1).to(DEVICE), -math.inf)
 
 
 CASES = {
@@ -89,6 +99,20 @@ CASES = {
     "bfloat16": Case((2, 2, 1), 129, 129, d=32, mask=Causal(), dtype=torch.bfloat16, bins=4, prefix_keys=64),
     "float16": Case((1, 2, 2), 65, 65, mask=Window(9, ahead=3), dtype=torch.float16),
     "large scores": Case((1, 2, 2), 129, 129, mask=Causal(), factor=300.0, bins=4),
+    "alibi": Case((2, 3, 3), 65, 65, mask=Causal(), biases=(biases.ALiBi(),), sink=True, temperature=0.7, bins=4),
+    "soft cap, then alibi": Case(
+        (1, 2, 1), 63, 129, biases=(biases.SoftCap(2.0), biases.ALiBi()), prefix_keys=20, temperature=1.3, mass=FULL
+    ),
+    "a bias by distance, then a soft cap": Case(
+        (2, 2, 2), 70, 63, mask=Padding([63, 41]), biases=(biases.ByDistance(hidden(132)), biases.SoftCap(1.5)),
+    ),
+    "t5, bfloat16": Case(
+        (1, 4, 2), 129, 129, mask=Window(40), biases=(biases.T5Bias(random(32, 4, seed=7)),), dtype=torch.bfloat16,
+    ),
+    "a bias that hides distances": Case((1, 1, 1), 40, 70, biases=(biases.ByDistance(hidden(109, hide=7)),), bins=8),
+    "a soft cap of large and small scores": Case(
+        (1, 2, 2), 65, 65, mask=Causal(), biases=(biases.SoftCap(30.0),), factor=8.0
+    ),
     "the largest head": Case((1, 1, 1), 40, 40, d=256, dv=200, mask=Causal()),
 }  # fmt: skip
 
@@ -97,16 +121,17 @@ CASES = {
 def test_output_and_statistics_equal_those_in_float64(name: str) -> None:
     case = CASES[name]
     q, k, v = case.tensors()
-    call = Call.of(q, k, v, case.mask, (), None, case.normalizer())
+    call = Call.of(q, k, v, case.mask, case.biases, None, case.normalizer())
     assert host.unsupported_reason(call, case.mass, ()) is None
     options = case.options()
     first = options["first"]
-    asked = Asked(
-        **options | {"first": [first] * len(q) if isinstance(first, int) else first.tolist(), "statistics": ()}
-    )  # type: ignore[arg-type]
-    out, lse, got = host.attend_and_measure(call, asked, output=True)
-    normalizer = Softmax(sink=case.normalizer().sink.double()) if case.sink else Softmax()  # type: ignore[attr-defined]
-    settings = {"mask": case.mask, "normalizer": normalizer}
+    firsts = [first] * len(q) if isinstance(first, int) else first.tolist()  # type: ignore[attr-defined]
+    rest = {name: x for name, x in options.items() if name != "first"}
+    request = Request(firsts=firsts, offset=call.grid.offset, **rest)  # type: ignore[arg-type]
+    out, lse, got = host.attend_and_measure(call, request, output=True)
+    sink = case.normalizer().sink  # type: ignore[attr-defined]
+    normalizer = Softmax(case.temperature, sink.double() if case.sink else None)
+    settings = {"mask": case.mask, "normalizer": normalizer, "bias": case.biases}
     q, k, v = q.double(), k.double(), v.double()
     whole = qkv.attend(q, k, v, **settings, return_lse=True)  # type: ignore[call-overload]
     want = qkv.measure(q, k, **settings, **options)  # type: ignore[arg-type]
@@ -150,7 +175,7 @@ def test_the_spread_of_a_head_that_attends_far_back_keeps_its_digits() -> None:
     k[:, :, :2, 0] = 200
     q = torch.zeros(1, 1, 1, 16, device=DEVICE)
     q[..., 0] = 1
-    _, _, got = host.attend_and_measure(Call.of(q, k, k), Asked({}, [0], None, None, None, ()), output=False)
+    _, _, got = host.attend_and_measure(Call.of(q, k, k), Request({}, [0], 0), output=False)
     assert got.spread.item() == pytest.approx(0.5, abs=1e-3)
     assert got.distance.item() == pytest.approx(n - 1.5, rel=1e-6)
 
@@ -161,34 +186,12 @@ def test_nan_and_infinity_in_padding_do_not_spread() -> None:
     k[:, :, 64:], v[:, :, 64:] = math.nan, math.inf
     mask = Causal() & Padding([64])
     found = [
-        host.attend_and_measure(Call.of(q, *x, mask), Asked({}, [0], None, 8, 4, ()), output=True)
+        host.attend_and_measure(Call.of(q, *x, mask), Request({}, [0], 0, prefix_keys=8, bins=4), output=True)
         for x in ((k, v), clean)
     ]
     for got, want in zip(found[0][:2], found[1][:2], strict=True):
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(found[0][2].received, found[1][2].received)
-
-
-NO_LAUNCH = {
-    "empty",
-    "empty_like",
-    "new_empty",
-    "expand",
-    "view",
-    "unflatten",
-    "unbind",
-    "select",
-    "slice",
-    "as_strided",
-}
-
-
-def launches(run: Callable[[], object]) -> list[str]:
-    """The operations of torch that would launch a kernel on a card: all but those that only allocate or make a view."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    names = [event.name.removeprefix("aten::") for event in profile.events() or () if event.cpu_parent is None]
-    return [name for name in names if name not in NO_LAUNCH]
 
 
 @pytest.fixture
@@ -230,13 +233,14 @@ def test_row_sums_and_contributions_equal_those_of_dense_weights(name: str) -> N
 def test_statistics_of_a_layer_take_at_most_12_launches(n: int, recorded: list[object]) -> None:
     case = Case((2, 32, 8), n, n, mask=Causal(), sink=True, mass=FULL, prefix_keys=64, bins=64)
     call = Call.of(*case.tensors(), case.mask, (), None, case.normalizer())
-    asked = Asked(case.mass, [0, 0], None, case.prefix_keys, case.bins, ())
-    host.attend_and_measure(call, asked, output=True)  # small tensors of numbers are kept on the device
+    request = Request(case.mass, [0, 0], 0, prefix_keys=case.prefix_keys, bins=case.bins)
+    host.attend_and_measure(call, request, output=True)  # small tensors of numbers are kept on the device
     recorded.clear()
-    of_torch = launches(lambda: host.attend_and_measure(call, asked, output=True))
+    with Launches() as of_torch:
+        host.attend_and_measure(call, request, output=True)
     assert len(recorded) == 2
-    assert len(recorded) + len(of_torch) <= 12, of_torch
-    assert "stack" in of_torch  # operations are counted
+    assert len(recorded) + of_torch.count <= 12, of_torch.names
+    assert "stack" in of_torch.names  # operations are counted
 
 
 def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
@@ -258,47 +262,71 @@ def test_a_call_on_a_gpu_makes_no_tensor_on_the_cpu_and_reads_no_number(
     assert statistics.received.device.type == rows.level.device.type == "meta"  # type: ignore[union-attr]
 
 
+def test_surveys_which_know_the_log_sum_exp_use_the_kernels_too(
+    recorded: list[tuple[object, list[object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(host, "GPUS", ("meta",))
+    x = torch.empty(2, 8, 300, 64, device="meta", dtype=torch.bfloat16)
+    lse = torch.empty(2, 8, 300, device="meta")
+    statistics = sweep(Call.of(x, x, x, Causal()), lse, mass=FULL, prefix_keys=64)
+    assert len(recorded) == 2
+    assert statistics.received.shape == (2, 8, 300)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"mask": Strided(4)}, "Strided"),
-        ({"biases": (biases.ALiBi(),)}, "ALiBi"),
+        ({"biases": (biases.Dense(torch.zeros(20, 20, device=DEVICE)),)}, "Dense"),
+        ({"biases": (biases.SoftCap(1.0), biases.ALiBi(), biases.SoftCap(2.0))}, "at most one .* SoftCap"),
         ({"normalizer": normalizers.Sigmoid()}, "Sigmoid"),
         ({"dtype": torch.float64}, "float64"),
         ({"d": 257}, "257"),
     ],
-    ids=["mask", "bias", "normalizer", "dtype", "head"],
+    ids=["mask", "bias", "two caps", "normalizer", "dtype", "head"],
 )
 def test_what_the_kernels_do_not_compute_has_a_reason(settings: dict[str, object], reason: str) -> None:
     dtype, d = settings.get("dtype", torch.float32), settings.get("d", 8)
     x = torch.zeros(1, 2, 20, d, dtype=dtype, device=DEVICE)  # type: ignore[call-overload]
     call = Call.of(x, x, x, settings.get("mask"), settings.get("biases", ()), None, settings.get("normalizer"))  # type: ignore[arg-type]
-    assert reason in str(host.unsupported_reason(call, {}, ()))
+    assert re.search(reason, str(host.unsupported_reason(call, {}, ())))
 
 
 COMPILE = """
+import itertools
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from qkv.kernels.fused.sink import merge_sink
 from qkv.statistics.triton import host, kernels
 OF = dict(lse="fp32", state="fp32", found="fp32", mass="fp32", sink="fp32", received="fp32", audience="fp32",
           prefix="fp32", pooled="fp32", firsts="i32", bands="i32", ids="i32", band_keys="i8", counted="i8", keys="i8",
-          dense="i8", **dict.fromkeys(("q", "k", "v", "out"), "bf16"))
+          dense="i8", distances="fp32", **dict.fromkeys(("q", "k", "v", "out"), "bf16"))
+for ones in ((), range(3, 15)):
+    names = [p.name for p in merge_sink.params]
+    constants = {15: 16, 16: 128} | dict.fromkeys(ones, 1)
+    types = dict(zip(names, ["*bf16", "*fp32", "*fp32", *["i32"] * 12, "constexpr", "constexpr"], strict=True))
+    types |= {names[n]: "constexpr" for n in ones}
+    source = ASTSource(merge_sink, types, {(n,): x for n, x in constants.items()})
+    compile(source, target=GPUTarget("cuda", 90, 32))
 options = host.launch_options(128, torch.bfloat16)
 tile = {"BM": options.pop("BM"), "BN": options.pop("BN")}
 flags = dict(HAS_BAND=True, HAS_KEYS=True, HAS_IDS=True, HAS_DENSE=True, HAS_SINK=True, HAS_COUNTED=True,
              OUTPUT=True, MASSES=2, MASS_COLUMNS=2, MASS_KEYS=True, HAS_PREFIX=True, POOLED=True, WIDEN=False,
              POOL_M=tile["BM"], POOL_N=tile["BN"] // 4, D=128, DV=128, **tile)
-for kernel in (kernels.by_query, kernels.by_key):
+floats = ("scale", "unit", "cap")
+biased = [{"CAP": cap, "HAS_DISTANCE": distance} for cap in (0, 1, 2) for distance in (False, True)]
+for kernel, bias in itertools.product((kernels.by_query, kernels.by_key), (biased[0], biased[3], biased[5])):
     names = [p.name for p in kernel.params]
-    numbers = [n for n in names if n not in OF and n not in flags and n != "scale"]
-    for ones in ((), numbers):  # Triton compiles numbers that are 1 as constants
-        constants = {n: x for n, x in flags.items() if n in names} | dict.fromkeys(ones, 1)
-        types = dict.fromkeys(names, "i32") | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    numbers = [n for n in names if n not in OF and n not in flags | bias and n not in floats]
+    for ones in ((), numbers) if bias["CAP"] == 2 else ((),):  # Triton compiles numbers that are 1 as constants
+        constants = {n: x for n, x in (flags | bias).items() if n in names} | dict.fromkeys(ones, 1)
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
         types |= {n: "*" + OF[n] for n in names if n in OF}
         source = ASTSource(kernel, types, {(names.index(n),): x for n, x in constants.items()})
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, made.metadata.shared)
+        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, bias, made.metadata.shared)
 """
 
 

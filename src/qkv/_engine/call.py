@@ -172,7 +172,7 @@ class Call:
     @cached_property
     def untracked(self) -> str | None:
         """Why only autograd through all scores finds every gradient: a learned tensor in a closure. Else None."""
-        if not torch.is_grad_enabled() or not any(map(_user_defined, (self.normalizer, self.pairwise, *self.biases))):
+        if not torch.is_grad_enabled() or not any(map(user_defined, (self.normalizer, self.pairwise, *self.biases))):
             return None
         like = torch.zeros(1, self.q.shape[1], 1, 1, dtype=at_least_float32(self.q.dtype), device=self.q.device)
         region = Region(
@@ -180,16 +180,16 @@ class Call:
         )
         found = None
         with torch.enable_grad():
-            if isinstance(self.normalizer, Pointwise) and _user_defined(self.normalizer):
+            if isinstance(self.normalizer, Pointwise) and user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like), self.normalizer.tensors())
-            elif isinstance(self.normalizer, SumToOne) and _user_defined(self.normalizer):
+            elif isinstance(self.normalizer, SumToOne) and user_defined(self.normalizer):
                 found = _closed_over(self.normalizer, self.normalizer.weight(like, like), self.normalizer.tensors())
-            if self.pairwise is not None and _user_defined(self.pairwise):
+            if self.pairwise is not None and user_defined(self.pairwise):
                 q, k = (x[:1, :, :1].detach().to(like) for x in (self.q, self.k))
                 k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
                 found = found or _closed_over(self.pairwise, self.pairwise.scores(q, k), self.pairwise.tensors())
             for bias in self.biases:
-                if _user_defined(bias):
+                if user_defined(bias):
                     found = found or _closed_over(bias, bias.apply(like, region), bias.tensors())
         return found
 
@@ -258,7 +258,7 @@ def _by_logarithms(normalizer: Normalizer) -> bool:
     )
 
 
-def _user_defined(thing: object) -> bool:
+def user_defined(thing: object) -> bool:
     """Whether an object's class is defined outside this package: its methods may use tensors that it does not list."""
     return thing is not None and not type(thing).__module__.startswith("qkv.")
 
@@ -337,7 +337,7 @@ def _sink(given: Given, projected: Tensor) -> Tensor | None:
         return None
     heads, wide = projected.shape[1], at_least_float32(projected.dtype)
     if given.normalizer.key is None:
-        return given.normalizer.sink_of(projected[..., 0].to(wide))
+        return given.normalizer.sink_of(projected.new_empty(projected.shape[:3], dtype=wide))
     key = given.normalizer.key
     if key.shape != (heads, given.k.shape[3]):
         raise InputError(

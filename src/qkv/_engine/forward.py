@@ -46,10 +46,17 @@ class ForwardState:
 
 def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     """Output and row state of a call; `training` also computes `mean`, for the backward."""
+    reducer = forward_reducer(call, training=training)
+    reduce_tiles(groups(call), reducer, call.q.device)
+    return finished(call, reducer)
+
+
+def forward_reducer(call: Call, *, training: bool = False) -> Forward:
+    """The reducer that computes the output and the row state of a call."""
     b, h, n_queries, _ = call.q.shape
     zeros = call.q.new_zeros(b, h, n_queries, dtype=torch.promote_types(call.q.dtype, torch.float32))
     normalizer = call.normalizer
-    reducer: type[_Softmax | _Pointwise | _Panels] = _Softmax
+    reducer: type[_Softmax] | type[_Pointwise] | type[_Panels] = _Softmax
     found = ForwardState(zeros[..., None].expand(-1, -1, -1, call.v.shape[3]).clone())
     if isinstance(normalizer, Pointwise):
         reducer, found.total = _Pointwise, torch.zeros_like(zeros) if normalizer.divide == "sum" else None
@@ -63,7 +70,12 @@ def forward_tiles(call: Call, *, training: bool = False) -> ForwardState:
     distance_mass = None
     if call.values is not None:
         distance_mass = ByQuery(zeros.new_zeros(b, h, n_queries, call.values.shape[1]), call.grid.offset)
-    reduce_tiles(groups(call), reducer(found, distance_mass), call.q.device)
+    return reducer(found, distance_mass)
+
+
+def finished(call: Call, reducer: Forward) -> ForwardState:
+    """Output and row state of a call after the last tile."""
+    found, distance_mass, normalizer = reducer.found, reducer.distance_mass, call.normalizer
     if distance_mass is not None:
         assert call.values is not None
         found.out += distance_mass.tensor @ call.values.to(distance_mass.tensor)
@@ -271,6 +283,10 @@ class _Panels(Reducer[None, _Panel]):
             table = tiles.of(tiles.call.values[None]) if tiles.call.values is not None else None
             assert table is not None
             self.found.mean[at] += mean.tensor @ table[0].to(mean.tensor)
+
+
+Forward = _Softmax | _Pointwise | _Panels
+"""The reducers of the forward pass."""
 
 
 def _normalized_level_slopes(

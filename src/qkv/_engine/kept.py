@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from cachetools import LRUCache
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from qkv._engine.launches import Launches
 from qkv._engine.transforms import transforming
 from qkv.masks import Grid, Mask
 
@@ -28,8 +30,7 @@ def kept(
     Only masks that compare by value are kept, as tensors and functions inside of a mask may change. Nothing is kept
     while decoding, where each step has another grid. `nbytes` is the memory of what was made.
     """
-    wrapped = transforming() or torch._C._len_torch_dispatch_stack() > 0  # then new tensors are fake, or wrapped
-    if grid.n_queries == 1 or wrapped or not mask.by_value:
+    if grid.n_queries == 1 or not mask.by_value or transforming() or _other_tensors():
         return make()
     place = mask, grid, key
     with _LOCK:
@@ -44,3 +45,10 @@ def kept(
         with _LOCK:
             _CACHE[place] = made, size
     return made
+
+
+def _other_tensors() -> bool:
+    """Whether a dispatch mode is active under which new tensors may be fake or wrapped."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return not all(isinstance(mode, Launches) for mode in _get_current_dispatch_mode_stack())

@@ -32,6 +32,7 @@ class Case:
     dim: int = 64
     queries: int | None = None
     """How many of the last tokens are queries; all if None, and 1 while decoding."""
+    device: str = "cpu"
 
     @property
     def n_queries(self) -> int:
@@ -41,10 +42,18 @@ class Case:
         """q, k and v, the same for every contender."""
         generator = torch.Generator().manual_seed(0)
         made = [
-            torch.randn(1, self.heads, rows, self.dim, generator=generator).to(self.dtype)
+            torch.randn(1, self.heads, rows, self.dim, generator=generator).to(self.device, self.dtype)
             for rows in (self.n_queries, self.n, self.n)
         ]
         return [x.requires_grad_(self.backward) for x in made]
+
+    def table(self, *shape: int) -> Tensor:
+        """Learned numbers of a mechanism."""
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(self.device) / 8
+
+    def visible(self, mask: masks.Mask) -> Tensor:
+        """A mask as a tensor."""
+        return mask.dense(self.n_queries, self.n).to(self.device)
 
     @property
     def scores(self) -> int:
@@ -107,7 +116,7 @@ def masked_sdpa(mask: Callable[[Case], masks.Mask]) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.n_queries * case.n * 4 > LARGEST:
             return None
-        visible = mask(case).dense(case.n_queries, case.n)
+        visible = case.visible(mask(case))
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
     return contender
@@ -119,12 +128,12 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
             return None
-        n, grid = case.n, masks.Grid.of(case.n_queries, case.n, 1, case.heads)
-        whole = masks.Region(slice(0, case.n_queries), slice(0, n), offset=grid.offset)
+        n, grid = case.n, masks.Grid(1, case.heads, case.n_queries, case.n, case.n - case.n_queries, q.device)
+        whole = masks.Region(slice(0, case.n_queries), slice(0, n), offset=grid.offset, device=q.device)
         bound = bias(case).bound(q.detach(), grid, 0.125)
         assert isinstance(bound, biases.Additive)
         added = bound.tile(whole).to(q.dtype)
-        added = added.masked_fill(~masks.Causal().dense(case.n_queries, n), -torch.inf)
+        added = added.masked_fill(~case.visible(masks.Causal()), -torch.inf)
         return lambda: scaled_dot_product_attention(q, k, v, attn_mask=added)
 
     return contender
@@ -133,16 +142,20 @@ def biased_sdpa(bias: Callable[[Case], biases.Bias]) -> Contender:
 def flex(
     mask: Callable[[Case], masks.Mask] | None = None, score: Callable[..., Any] | None = None, block: int = 128
 ) -> Contender:
-    """FlexAttention compiled for CPU, which has no backward; its block mask is built outside the timing."""
+    """Compiled FlexAttention, which has no backward on CPU; its block mask is built outside the timing."""
 
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
-        if case.backward or case.n < 4096 or case.queries is not None:  # every length is compiled again: slow
+        if case.n < 4096 or case.queries is not None:  # every length is compiled again: slow
+            return None
+        if case.backward and case.device == "cpu":
             return None
         from torch.nn.attention.flex_attention import flex_attention
 
         torch._dynamo.reset()
         compiled = torch.compile(flex_attention, dynamic=False)
-        blocks = None if mask is None else masks.to_flex(mask(case), case.n, case.n, block_size=block)
+        blocks = (
+            None if mask is None else masks.to_flex(mask(case), case.n, case.n, device=case.device, block_size=block)
+        )
         return lambda: compiled(q, k, v, block_mask=blocks, score_mod=score)
 
     return contender
@@ -154,7 +167,7 @@ def eager(weigh: Callable[[Tensor], Tensor]) -> Contender:
     def contender(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
         if case.scores > LARGEST:
             return None
-        masked = ~masks.Causal().dense(case.n_queries, case.n)
+        masked = ~case.visible(masks.Causal())
 
         def run() -> Tensor:
             s = q @ k.transpose(-1, -2) * case.dim**-0.5
@@ -189,8 +202,8 @@ def eager_statistics(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Run | None:
     """Plain torch operations: the weights of all heads, and the statistics of `qkv.measure` from them."""
     if case.scores > LARGEST or case.backward:
         return None
-    masked = ~masks.Causal().dense(case.n_queries, case.n)
-    positions = torch.arange(case.n)
+    masked = ~case.visible(masks.Causal())
+    positions = torch.arange(case.n, device=case.device)
     offset = case.n - case.n_queries
     back = positions[offset:, None] - positions
 
@@ -256,10 +269,6 @@ def _sparse(mask: masks.Mask, what: str, block: int = 128) -> Mechanism:
     )
 
 
-def _table(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) / 8
-
-
 MECHANISMS: dict[str, Mechanism] = {
     "causal": Mechanism(
         "softmax, causal",
@@ -282,7 +291,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "sink": Mechanism(
         "a learned sink logit for each head",
-        lambda case: {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=_table(case.heads))},
+        lambda case: {"mask": masks.Causal(), "normalizer": normalizers.Softmax(sink=case.table(case.heads))},
         {"plain": plain},
         (Goal("plain", 1.10),),
     ),
@@ -296,7 +305,7 @@ MECHANISMS: dict[str, Mechanism] = {
         "a learned key with value 0",
         lambda case: {
             "mask": masks.Causal(),
-            "normalizer": normalizers.Softmax(key=_table(case.heads, case.dim).to(case.dtype)),
+            "normalizer": normalizers.Softmax(key=case.table(case.heads, case.dim).to(case.dtype)),
         },
         {"plain": plain},
         (Goal("plain", 1.10),),
@@ -313,14 +322,17 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "t5": Mechanism(
         "T5's relative position buckets",
-        lambda case: {"mask": masks.Causal(), "bias": biases.T5Bias(_table(32, case.heads), bidirectional=False)},
-        {"plain": plain, "sdpa": biased_sdpa(lambda case: biases.T5Bias(_table(32, case.heads), bidirectional=False))},
+        lambda case: {"mask": masks.Causal(), "bias": biases.T5Bias(case.table(32, case.heads), bidirectional=False)},
+        {
+            "plain": plain,
+            "sdpa": biased_sdpa(lambda case: biases.T5Bias(case.table(32, case.heads), bidirectional=False)),
+        },
     ),
     "shaw": Mechanism(
         "Shaw's relative keys and values",
         lambda case: {
             "mask": masks.Causal(),
-            "bias": biases.RelativePosition(_table(33, case.dim), _table(33, case.dim)),
+            "bias": biases.RelativePosition(case.table(33, case.dim), case.table(33, case.dim)),
         },
     ),
     "soft-cap": Mechanism(
@@ -352,7 +364,9 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda case: {
             "mask": masks.Causal(),
             "score": scores.Additive(
-                _table(16).to(case.dtype), _table(16, case.dim).to(case.dtype), _table(16, case.dim).to(case.dtype)
+                case.table(16).to(case.dtype),
+                case.table(16, case.dim).to(case.dtype),
+                case.table(16, case.dim).to(case.dtype),
             ),
         },
     ),
@@ -373,7 +387,7 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "linformer": Mechanism(
         "Linformer, 256 rows",
-        lambda case: {"e": _table(case.n, 256).to(case.dtype)},
+        lambda case: {"e": case.table(case.n, 256).to(case.dtype)},
         {"sdpa": lambda case, q, k, v: lambda: scaled_dot_product_attention(q, k, v)},
         call=qkv.linformer,
     ),

@@ -1,4 +1,4 @@
-"""Run the benchmarks of `qkv bench`: times of all contenders in turn, memory of qkv in fresh processes."""
+"""Run the benchmarks of `qkv bench`: times of all contenders in turn, memory of qkv alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from qkv._files import write_atomically
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
-from qkv.bench.timing import alone, alternating, machine, timed
+from qkv.bench.timing import allocated, alone, alternating, machine, timed, wait
 from qkv.errors import InputError
 
 ONCE = 5.0  # a contender whose first run takes more seconds than this is not repeated
 LEAST, MOST = 3, 15  # repeats
+DEVICES = ("cpu", "cuda")
 SAMPLE = 0.002  # seconds: shorter jobs run several times for one measurement
 
 
@@ -34,15 +35,17 @@ def bench(
     threads: int = 2,
     seconds: float = 2.0,
     memory: Sequence[int] = (),
+    device: str = "cpu",
     on_cell: Callable[[str], None] = lambda what: None,
     path: Path | None = None,
 ) -> dict[str, Any]:
     """Median times of each mechanism and its rivals at each length, with ratios, exponents and goals.
 
     `queries` is the number of queries, of the last tokens: 1 for a step of decoding, None for all. A cell takes about
-    `seconds`, or three rounds if that is longer. `memory` holds the lengths at which the memory of qkv is measured,
-    each in a fresh process. With `path` the results are saved after each mechanism, together with those that the file
-    already has from the same machine and settings, so that an interrupted run can be resumed.
+    `seconds`, or three rounds if that is longer. `memory` holds the lengths at which the memory of qkv is measured: on
+    CPU in fresh processes, on CUDA as the peak of torch's allocator. With `path` the results are saved after each
+    mechanism, together with those that the file already has from the same machine and settings, so that an interrupted
+    run can be resumed.
     """
     unknown = [name for name in mechanisms if name not in MECHANISMS]
     if unknown:
@@ -52,9 +55,16 @@ def bench(
     untrained = [name for name in mechanisms if not MECHANISMS[name].trains]
     if backward and untrained:
         raise InputError(f"backward is True with mechanism {untrained[0]!r}, which has no backward; expected False")
+    if device not in DEVICES:
+        raise InputError(f"device is {device!r}, expected one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"device is 'cuda', but torch {torch.__version__} finds no CUDA card; expected 'cpu', or a machine with one"
+        )
     torch.set_num_threads(threads)
     result: dict[str, Any] = {
-        "machine": machine(threads),
+        "machine": machine(threads, device),
+        "device": device,
         "heads": heads,
         "head_dim": 64,
         "dtype": str(dtype).removeprefix("torch."),
@@ -63,17 +73,17 @@ def bench(
         "queries": queries,
     }
     rows = {} if path is None else _done(path, result)
-    limit = _sgemm()
+    limit = _sgemm(device=device)
     for name in mechanisms:
         mechanism, cells = MECHANISMS[name], {}
         for n in lengths:
             on_cell(f"{name}, {n:,} tokens")
-            case = Case(n, heads, dtype, backward, queries=queries)
+            case = Case(n, heads, dtype, backward, queries=queries, device=device)
             cells[n] = _cell(mechanism, case, seconds)
         grown = {}
         for n in memory:
             on_cell(f"{name}, memory at {n:,} tokens")
-            grown[n] = alone("qkv.bench.one", name, n, heads, result["dtype"], int(backward), queries or 0)["grown"]
+            grown[n] = _memory(name, Case(n, heads, dtype, backward, queries=queries, device=device))
         ours = {n: cell["seconds"]["qkv"] for n, cell in cells.items() if n >= 2048}
         rows[name] = {
             "what": mechanism.what,
@@ -98,6 +108,19 @@ def bench(
         if path is not None:
             save(result, path)
     return result
+
+
+def _memory(name: str, case: Case) -> int:
+    """Bytes that a mechanism needs besides its inputs: growth of a fresh process, or the peak on a card."""
+    if case.device == "cpu":
+        dtype = str(case.dtype).removeprefix("torch.")
+        found = alone("qkv.bench.one", name, case.n, case.heads, dtype, int(case.backward), case.queries or 0)
+        return int(found["grown"])
+    q, k, v = case.tensors()
+    job = MECHANISMS[name].ours(case, q, k, v)
+    job = _with_backward(job, (q, k, v)) if case.backward else job
+    job()  # the first call compiles kernels and fills caches
+    return max(1, allocated(job))
 
 
 def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +148,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Read a file written by `save`."""
     result: dict[str, Any] = json.loads(path.read_text())
+    result.setdefault("device", "cpu")
     for row in result["mechanisms"].values():
         row["cells"] = {int(n): cell for n, cell in row["cells"].items()}
     return result
@@ -139,9 +163,10 @@ def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
             jobs[rival] = job
     if case.backward:
         jobs = {name: _with_backward(job, (q, k, v)) for name, job in jobs.items()}
-    jobs["qkv"]()
-    number = max(1, round(SAMPLE / timed(jobs["qkv"])))
-    repeated = {name: functools.partial(_repeat, job, number) for name, job in jobs.items()}
+    once = functools.partial(_repeat, jobs["qkv"], 1, case.device)
+    once()
+    number = max(1, round(SAMPLE / timed(once)))
+    repeated = {name: functools.partial(_repeat, job, number, case.device) for name, job in jobs.items()}
     found = alternating(repeated, LEAST, most=MOST, seconds=seconds, once=ONCE)
     times = {name: [x / number for x in of] for name, of in found.items()}
     medians = {name: statistics.median(x) for name, x in times.items()}
@@ -157,9 +182,10 @@ def _cell(mechanism: Mechanism, case: Case, seconds: float) -> dict[str, Any]:
     }
 
 
-def _repeat(job: Run, number: int) -> None:
+def _repeat(job: Run, number: int, device: str) -> None:
     for _ in range(number):
         job()
+    wait(device)
 
 
 def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
@@ -173,11 +199,12 @@ def _with_backward(job: Run, inputs: Iterable[Tensor]) -> Run:
     return run
 
 
-def _sgemm(size: int = 2048) -> float:
-    """FLOP/s of one large float32 matrix product, by the faster of the two libraries that torch uses."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
+def _sgemm(size: int = 2048, device: str = "cpu") -> float:
+    """FLOP/s of one large float32 matrix product, by the faster of the two libraries that torch uses on CPU."""
+    a, b = torch.randn(2, size, size, device=device)
     products: tuple[Run, ...] = (lambda: a @ b, lambda: torch.nn.functional.linear(a, b))
-    return 2 * size**3 / min(timed(product) for product in products for _ in range(5))
+    wait(device)
+    return 2 * size**3 / min(timed(functools.partial(_repeat, x, 1, device)) for x in products for _ in range(5))
 
 
 def slope(values: Mapping[int, float]) -> float | None:

@@ -106,6 +106,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
         ax.set_visible(False)
     legends = [ax.get_legend_handles_labels() for ax in axes.flat]
     handles = {label: line for lines, labels in legends for line, label in zip(lines, labels, strict=True)}
+    threads = "" if result.get("device") == "cuda" else f", {result['machine']['threads']} threads"
     height = fig.get_size_inches()[1]
     fig.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
     fig.legend(
@@ -114,7 +115,7 @@ def figure(result: dict[str, Any], path: Path) -> None:
     )  # fmt: skip
     fig.text(
         0.01, 1 - 0.1 / height,
-        f"Milliseconds against tokens: {settings(result)}, {result['machine']['threads']} threads",
+        f"Milliseconds against tokens: {settings(result)}{threads}",
         va="top", fontsize=10, color=INK,
     )  # fmt: skip
     fig.savefig(path, dpi=140)
@@ -122,10 +123,11 @@ def figure(result: dict[str, Any], path: Path) -> None:
 
 
 def settings(result: dict[str, Any]) -> str:
-    """The pass, dtype, heads and queries of a result."""
+    """The pass, dtype, heads, queries and card of a result."""
     queries = result.get("queries")
     some = "" if queries is None else f", {queries:,} {'query' if queries == 1 else 'queries'}"
-    return f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}{some}"
+    card = f", {result['machine']['card']}" if result.get("device") == "cuda" else ""
+    return f"{result['pass']}, {result['dtype']}, {result['heads']} heads × {result['head_dim']}{some}{card}"
 
 
 def _lengths(result: dict[str, Any]) -> list[Any]:

@@ -53,6 +53,22 @@ def timed(job: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def wait(device: str) -> None:
+    """Wait until a card has computed what was launched on it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(job: Callable[[], object]) -> int:
+    """Peak of the memory on a CUDA card during `job`, in bytes, without what was allocated before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    job()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def median_ratio(seconds: Mapping[str, list[float]], job: str, base: str) -> float:
     """Median over rounds of the time of `job` divided by that of `base` in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[job], seconds[base], strict=True))
@@ -77,14 +93,15 @@ def resident(which: str = "VmHWM") -> int:
     return int(line.split()[1]) * 1024
 
 
-def machine(threads: int) -> dict[str, str]:
+def machine(threads: int, device: str = "cpu") -> dict[str, str]:
     """The hardware and software of this measurement, for the results file."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [x.split(":", 1)[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = names[0] if names else model
-    return {
+    card = {"card": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)} if device == "cuda" else {}
+    return card | {
         "cpu": model,
         "threads": str(threads),
         "torch": torch.__version__,

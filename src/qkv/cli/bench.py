@@ -24,6 +24,7 @@ def bench(
     backward: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     queries: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     memory: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N …", help_behavior_hint="")] = (),
+    device: Literal["cpu", "cuda"] = "cpu",
     threads: Annotated[int, tyro.conf.arg(metavar="N")] = 2,
     seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 2.0,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-bench"),
@@ -44,6 +45,8 @@ def bench(
 
     qkv bench causal window --queries 1 --lengths 100000    (one step of decoding)
 
+    qkv bench --device cuda --dtype bfloat16       (on a CUDA card)
+
     Args:
         mechanisms: Mechanisms to time, such as causal, statistics, sink, alibi, window, bigbird, sigmoid, entmax or
             linear; all by default.
@@ -52,11 +55,12 @@ def bench(
         dtype: Number format of queries, keys and values.
         backward: Time the forward and the backward pass together.
         queries: How many of the last tokens are queries, 1 for a step of decoding; all tokens by default.
-        memory: Also measure the peak memory at these lengths, each in its own process (Linux only).
+        memory: Also measure the peak memory at these lengths, on CPU each in its own process (Linux only).
+        device: Where to run: cpu, or cuda for the first CUDA card.
         threads: Number of threads that torch uses.
         seconds: Seconds for each cell of the table; every candidate runs at least three times.
         out: Folder for the results. It is created if it does not exist.
-        name: Name of the files, without the ending; by default it states the dtype, the heads and the pass.
+        name: Name of the files, without the ending; by default it states the dtype, the heads, the pass and the card.
     """
     from rich.console import Console
 
@@ -72,6 +76,7 @@ def bench(
     with folder(out):
         stem = name or f"{dtype}-{heads}-{'both' if backward else 'forward'}"
         stem += "" if queries is None or name else f"-{queries}-queries"
+        stem += "" if device == "cpu" or name else f"-{device}"
         with bar("timing") as step:
             result = run.bench(
                 chosen,
@@ -83,6 +88,7 @@ def bench(
                 threads=threads,
                 seconds=seconds,
                 memory=sorted(set(memory)),
+                device=device,
                 on_cell=lambda cell: step(0, note=cell),
                 path=out / f"{stem}.json",
             )

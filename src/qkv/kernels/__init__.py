@@ -19,8 +19,9 @@ import torch
 from qkv._engine.call import Call, Result
 from qkv._engine.sizes import sizes
 from qkv.errors import InputError
-from qkv.kernels import eager, flex, linear, loops, ring, tiled
+from qkv.kernels import eager, linear, loops, ring, tiled
 from qkv.kernels.flash import kernel as flash
+from qkv.kernels.flex import kernel as flex
 from qkv.kernels.fused import kernel as fused
 from qkv.ring import Shared
 
@@ -46,7 +47,7 @@ PREFERENCE = {  # in order of preference, with the reason that `plan` shows
     "linear": "the weights are products of features: time and memory linear in the sequence",
     "flash": "torch's fused kernel, run on the visible blocks: linear memory, the fastest on CPU",
     "fused": "torch's FlashAttention or memory-efficient kernel, one launch: linear memory, the fastest on CUDA",
-    "flex": "FlexAttention, compiled for this composition: linear memory, any mask and bias on CUDA",
+    "flex": "FlexAttention, compiled for this composition: linear memory, almost any mask, bias and normalizer on CUDA",
     "tiled": "any composition in linear memory: tiles of plain tensor operations",
     "eager": "forms the weights: quadratic memory, every derivative by autograd",
 }
@@ -195,8 +196,8 @@ def _block_kernel(kernel: str, call: Call, wanted: set[str]) -> ModuleType:
         fits = name != "flash" or wanted <= {"q", "k", "v"}
         if (
             fits
-            and _unsupported_reason(name, call, weights=False) is None
             and (kernel == name or not _only_for_tests(name, call))
+            and _unsupported_reason(name, call, weights=False) is None
         ):
             return KERNELS[name]
     raise AssertionError("tiled serves every block, and a kernel requested by name was checked for the whole call")
@@ -206,7 +207,7 @@ def pick(call: Call, kernel: str, *, weights: bool = False) -> str:
     """The same kernel as `choose`, without checking all kernels."""
     if kernel == "auto":
         for name in _preferred(call):
-            if _unsupported_reason(name, call, weights=weights) is None and not _only_for_tests(name, call):
+            if not _only_for_tests(name, call) and _unsupported_reason(name, call, weights=weights) is None:
                 return name
     return choose(call, kernel, weights=weights)[0]
 

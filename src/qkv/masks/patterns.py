@@ -222,6 +222,7 @@ class Global(Mask):
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _chosen(indices: tuple[int, ...], n_keys: int) -> Tensor:
     """True at the chosen keys."""
     chosen = torch.zeros(n_keys, dtype=torch.bool)
@@ -286,6 +287,7 @@ DRAW_ROWS = 1024  # rows per chunk when some keys are excluded, which needs all 
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _draw(size: int, seed: int, besides: Mask | None, n_keys: int) -> Tensor:
     """Random keys of every position, (n_keys positions, size); −1 where there are too few keys."""
     generator = torch.Generator().manual_seed(seed)

@@ -90,7 +90,7 @@ class Pointwise(Normalizer):
 
     definitions: ClassVar = {
         "weight": (
-            "weight_", "slope_from_weights", "log_weight", "slope_of_log", "is_identity", "by_head",
+            "weight_", "slope_from_weights", "log_weight", "slope_of_log", "is_identity", "nonnegative", "by_head",
             "zero_at_minus_infinity", "tensors",
         )
     }  # fmt: skip
@@ -99,6 +99,8 @@ class Pointwise(Normalizer):
     zero_at_minus_infinity = False
     is_identity = False
     """Whether the weights are the scores themselves: linear attention."""
+    nonnegative = False
+    """Whether no weight is ever negative. FlexAttention, on CUDA, then computes them by their logarithms."""
 
     def weight(self, scores: Float[Tensor, "b h nq nk"]) -> Float[Tensor, "b h nq nk"]:
         """Weights of scores, before any division, by torch operations that act elementwise.

@@ -23,6 +23,7 @@ PerRow = Float[Tensor, "*n"]
 STEPS = 200  # most steps of a search: bisection alone needs fewer
 GROUP = 8  # the initial guess samples two of this many adjacent keys
 FEW = 512  # with at most this many keys there is no initial guess from a sample
+TOLERANCE = 4  # of log Σ w, in eps
 JUMP = 0.01  # tolerance of log Σ w at a fully converged level: more is a discontinuity, not a rounding error
 FARTHEST = 1e12  # largest distance of the level from the largest score, in units of 1 + |score|
 
@@ -59,7 +60,7 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
             largest, other = sampled.weights(level).unflatten(-1, (2, -1)).unbind(-2)
             return largest.sum(-1) + (GROUP - 1) * other.sum(-1)
 
-        found, slope, sure = _root(estimate, start, fall, best == -torch.inf, 1e-2)
+        found, slope, sure = root(estimate, start, fall, best == -torch.inf, 1e-2)
         start, fall = torch.where(sure, found, start), torch.where(sure, slope, fall)
     kept: list[Tensor] = []
 
@@ -67,9 +68,9 @@ def solve(normalizer: SumToOne, scores: Scores) -> tuple[PerRow, Scores]:
         kept[:] = [rows.weights(level)]
         return kept[0].sum(-1)
 
-    level, _, sure = _root(total, start, fall, empty, 4 * torch.finfo(scores.dtype).eps)
+    level, _, sure = root(total, start, fall, empty, TOLERANCE * torch.finfo(scores.dtype).eps)
     if not bool(sure.all()):
-        _raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
+        raise_no_level(normalizer, top, level, kept[0].sum(-1), sure)
     return level, kept[0]  # weights at the final level
 
 
@@ -106,7 +107,7 @@ def _sample(scores: Scores) -> Float[Tensor, "*n sample"]:
     return torch.cat([largest, torch.where(groups[..., 0] == largest, groups[..., 1], groups[..., 0])], -1)
 
 
-def _root(
+def root(
     total: Callable[[Tensor], Tensor], start: PerRow, fall: PerRow, empty: Bool[Tensor, "*n"], tolerance: float
 ) -> tuple[PerRow, PerRow, Bool[Tensor, "*n"]]:
     """Root of log `total` to within a tolerance, the negative slope there, and a flag for rows that converged.
@@ -148,7 +149,7 @@ def _root(
     return x, fall, near | (done & (y.abs() <= JUMP))
 
 
-def _raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
+def raise_no_level(normalizer: SumToOne, top: PerRow, level: PerRow, total: PerRow, sure: Bool[Tensor, "*n"]) -> None:
     """Raise `InputError` for rows without a level at which the weights sum to one."""
     name = type(normalizer).__name__
     small, large = ~sure & (total < 1 - JUMP), ~sure & (total > 1 + JUMP)

@@ -30,6 +30,7 @@ class Sigmoid(Pointwise):
     bias: Float[Tensor, " heads"] | float | None = None
     by_head = False
     zero_at_minus_infinity = True
+    nonnegative = True
 
     def __post_init__(self) -> None:
         if isinstance(self.bias, Tensor):
@@ -79,6 +80,7 @@ class EluPlusOne(Pointwise):
     divide: str | None = None
     by_head = False
     zero_at_minus_infinity = True
+    nonnegative = True
 
     def __post_init__(self) -> None:
         self.check(0)
@@ -116,6 +118,7 @@ class ReLU(Pointwise):
     divide: str | None = "keys"
     by_head = False
     zero_at_minus_infinity = True
+    nonnegative = True
 
     def __post_init__(self) -> None:
         self.check(0)

@@ -32,7 +32,7 @@ from qkv.scores import Score
 from qkv.statistics import at_once, one_pass
 from qkv.statistics.base import Statistic, validated
 from qkv.statistics.gradients import with_gradients
-from qkv.statistics.reduce import Asked, Request, add_statistics
+from qkv.statistics.reduce import Request, add_statistics
 from qkv.statistics.sums import Statistics, Sums
 from qkv.statistics.triton import host as triton
 
@@ -179,15 +179,11 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     `options` are those of `sweep`, without `shared`.
     """
     call = detached(call)
-    asked = _checked(call, call.grid, **options)
-    if call.q.device.type != "cpu" and triton.unsupported_reason(call, asked.mass, asked.statistics) is None:
-        out, lse, statistics = triton.attend_and_measure(call, asked, output=output)
-        statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
-        if asked.value_norms is not None:
-            contributions = _contributions(call, asked.value_norms)
-            statistics = _with_contribution(statistics, contributions, asked.value_norms, asked.first)
+    request = _checked(call, call.grid, **options)
+    if _on_triton(call, request):
+        out, lse, statistics = _by_triton(call, request, output=output)
         return None if out is None else Result(out, lse), RowState(lse), statistics
-    request, sums = asked.request(call.grid), asked.sums(call)
+    sums = request.sums(call)
     if one_pass.supports(call, sums):
         way = at_once if at_once.supports(call, request) else one_pass
         out, lse = way.attend_and_add(call, request, sums, output=output)
@@ -211,8 +207,10 @@ def sweep(
     call = detached(call)
     rows = rows if isinstance(rows, RowState) else RowState(rows)
     grid = call.grid if shared is None else shared.grid
-    asked = _checked(call, grid, shared=shared, **options)
-    request, sums = asked.request(grid), asked.sums(call)
+    request = _checked(call, grid, shared=shared, **options)
+    if shared is None and _on_triton(call, request):  # one pass, which computes the log-sum-exp again
+        return _by_triton(call, request, output=False)[-1]
+    sums = request.sums(call)
     known = _counted(call, rows, request)
     if request.queries is not None:
         call = replace(call, q=call.q.masked_fill(~request.queries[:, None, :, None], 0))  # padding may hold NaN
@@ -221,6 +219,21 @@ def sweep(
     else:
         _add_shared(shared, call, known, request, sums)
     return _finished(call, rows, request, sums)
+
+
+def _on_triton(call: Call, request: Request) -> bool:
+    """Whether the Triton kernels compute the statistics; on CPU they are only run by tests."""
+    return call.q.device.type != "cpu" and triton.unsupported_reason(call, request.mass, request.statistics) is None
+
+
+def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
+    """The output if it is wanted, the log-sum-exp and the statistics, by the Triton kernels."""
+    out, lse, statistics = triton.attend_and_measure(call, request, output=output)
+    statistics = replace(statistics, row_sum=_softmax_row_sum(statistics))
+    if request.value_norms is not None:
+        contributions = _contributions(call, request.value_norms)
+        statistics = _with_contribution(statistics, contributions, request.value_norms, request.firsts)
+    return out, lse, statistics
 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
@@ -279,7 +292,7 @@ def _checked(
     statistics: Sequence[Statistic] = (),
     value_norms: Float[Tensor, "b h nk"] | None = None,
     shared: Shared | None = None,
-) -> Asked:
+) -> Request:
     """The options of `measure`, checked."""
     mass = dict(mass or {})
     b = len(call.q)
@@ -306,7 +319,7 @@ def _checked(
         raise InputError(
             f"first is {first}, expected a key from 0 to {grid.n_keys - 1}, or one for each of {b} batch items"
         )
-    return Asked(mass, firsts, queries, prefix_keys, bins, statistics, value_norms)
+    return Request(mass, firsts, grid.offset, queries, prefix_keys, bins, statistics, value_norms)
 
 
 def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, sums: Sums) -> None:
@@ -323,12 +336,12 @@ def _add_shared(shared: Shared, call: Call, rows: RowState, request: Request, su
             add_statistics(
                 piece.local_call(call, k, k),
                 RowState(rows.level[:, :, here]),
-                Request(
-                    {name: piece.local_mask(mask) for name, mask in request.mass.items()},
-                    [first - first_key for first in request.firsts],
-                    request.prefix_keys,
-                    None if request.queries is None else request.queries[:, here],
-                    piece.ahead,
+                replace(
+                    request,
+                    mass={name: piece.local_mask(mask) for name, mask in request.mass.items()},
+                    firsts=[first - first_key for first in request.firsts],
+                    offset=piece.ahead,
+                    queries=None if request.queries is None else request.queries[:, here],
                 ),
                 sums.of(here, piece.keys, received, visible_queries),
             )

@@ -20,7 +20,7 @@ from qkv._engine.tiles import MASKED_SCORE
 from qkv._engine.weight_tiles import WeightTiles
 from qkv._engine.workspace import Workspace
 from qkv.errors import InputError
-from qkv.masks import EMPTY, FULL, PARTIAL, Grid, Mask
+from qkv.masks import EMPTY, FULL, PARTIAL, Mask
 from qkv.masks.base import band_counts
 from qkv.statistics.base import Statistic, WeightTile
 from qkv.statistics.patterns import Patterns
@@ -34,33 +34,15 @@ class Request:
     mass: Mapping[str, Mask]
     firsts: Sequence[int]
     """The first key of the text of each batch item; with a group it may lie outside this call's keys."""
-    prefix_keys: int
-    queries: Tensor | None
     offset: int
     """Position of the first query, counted from the first key."""
+    queries: Tensor | None = None
+    prefix_keys: int | None = None
+    bins: int | None = None
+    statistics: Sequence[Statistic] = ()
     value_norms: Tensor | None = None
     """The norm of each value (b, h, nk), for `Statistics.first_contribution`."""
-    patterns: Patterns = field(default_factory=Patterns)
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """The statistics that a caller of `measure` asked for, by the names of its arguments."""
-
-    mass: Mapping[str, Mask]
-    first: Sequence[int]
-    """The first key of the text of each batch item."""
-    queries: Tensor | None
-    prefix_keys: int | None
-    bins: int | None
-    statistics: Sequence[Statistic]
-    value_norms: Tensor | None = None
-    """The norm of each value (b, h, nk)."""
-
-    def request(self, grid: Grid) -> Request:
-        return Request(
-            self.mass, self.first, self.prefix_keys or 0, self.queries, grid.offset, value_norms=self.value_norms
-        )
+    patterns: Patterns = field(default_factory=Patterns, init=False)
 
     def sums(self, call: Call) -> Sums:
         """The sums of the call, empty."""
@@ -85,9 +67,10 @@ class _Heads:
     def __init__(self, group: Group, request: Request) -> None:
         tiles = group.tiles
         mask, grid, first = tiles.call.mask, tiles.call.grid, request.firsts[tiles.batch.start]
+        prefix_keys = request.prefix_keys or 0
         self.group, self.first = group, first
-        self.prefix_columns = slice(max(0, first), min(first + request.prefix_keys, grid.n_keys))
-        self.prefix_rows = slice(max(0, first - request.offset), max(0, first + request.prefix_keys - request.offset))
+        self.prefix_columns = slice(max(0, first), min(first + prefix_keys, grid.n_keys))
+        self.prefix_rows = slice(max(0, first - request.offset), max(0, first + prefix_keys - request.offset))
         self.uncounted = None if request.queries is None else ~request.queries[tiles.batch, None]
         rows, columns = (max(x.stop - x.start for x in spans) for spans in (group.rows, group.columns))
         self.mass_status = {name: tiles.block_status(part, rows, columns) for name, part in request.mass.items()}

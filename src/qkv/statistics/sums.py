@@ -45,6 +45,7 @@ class Thumbnail:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _pairs_of_bins(
     n_queries: int, n_keys: int, query_bin: int, key_bin: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -254,6 +255,7 @@ def _sink_mass(call: Call, rows: RowState) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _powers(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Ones, offsets of a cell's columns from its middle, their squares, and zeros: products with four rows are fast."""
     place = torch.arange(size, dtype=dtype, device=device) - size // 2

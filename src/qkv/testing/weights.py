@@ -198,13 +198,19 @@ def check_shortcuts(normalizer: Pointwise | SumToOne, heads: int, slope: Tensor)
 
 
 def check_pointwise(normalizer: Pointwise, heads: int, slope: Tensor) -> None:
-    """The shortcuts that only `Pointwise` has: `is_identity`, `log_weight`, `slope_of_log` and `shift`."""
+    """What only `Pointwise` has: `is_identity`, `nonnegative`, `log_weight`, `slope_of_log` and `shift`."""
     if normalizer.has_lse:
         fail(normalizer, "has_lse", "is True, but the weights of a Pointwise have no log-sum-exp, expected False")
     scores, _ = points(normalizer, heads)
     weights = weigh(normalizer, scores).detach()
     if normalizer.is_identity:
         compare(normalizer, "weight", weights, scores, scores, None, "the score itself, because is_identity is True")
+    if normalizer.nonnegative and bool((weights < 0).any()):
+        place = first(weights < 0)
+        fail(
+            normalizer, "nonnegative", f"is True, but the weight at {at(scores, None, place)} is "
+            f"{number(weights[place].item())}"
+        )  # fmt: skip
     if overrides(normalizer, Pointwise, "log_weight") and bool((weights < 0).any()):
         place = first(weights < 0)
         fail(

@@ -153,6 +153,7 @@ def _band_blocks(
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _band_pattern(low: int, high: int, queries: int, keys: int, dtype: torch.dtype) -> Float[Tensor, "1 1 q k"]:
     """0 where low ≤ q − k ≤ high and −inf elsewhere; the first query stands `high` keys after the first key."""
     back = high + torch.arange(queries)[:, None] - torch.arange(keys)

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call, Result
+from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.transforms import REASON, kernel_once_differentiable, transformed
 from qkv.kernels.fused.check import difference
 from qkv.partial import Partial, sink_gradient
 
-GPUS = ("cuda",)
-LARGEST_HEAD = 256
 MULTIPLE = 8  # head dimensions are padded to a multiple of it
 CAUSAL_FROM_BOTTOM_RIGHT = 2  # torch's number for it in `_efficient_attention_forward`
 EVERYTHING = (-math.inf, math.inf)
@@ -64,8 +63,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 def forward(call: Call) -> Result:
     """Attention in linear memory, differentiable in q, k, v and the sink, and through the lse."""
-    d, dv = call.q.shape[3], call.v.shape[3]
-    size = -(-max(d, dv) // MULTIPLE) * MULTIPLE
+    dv, size = call.v.shape[3], padded_size(call)
     q, k, v = (_pad(x, size) for x in (call.q, call.k, call.v))
     scale = call.scale
     if scale <= 0:  # the kernels find the maximum of a row before they multiply by the scale
@@ -74,6 +72,11 @@ def forward(call: Call) -> Result:
     assert band is not None
     out, lse = _Fused.apply(q, k, v, call.sink, scale, band)
     return Result(out[..., :dv], lse)
+
+
+def padded_size(call: Call) -> int:
+    """The head dimension to which queries, keys and values are padded."""
+    return -(-max(call.q.shape[3], call.v.shape[3]) // MULTIPLE) * MULTIPLE
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -89,9 +92,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, band: tuple[float, float]
     ) -> tuple[Tensor, Tensor]:
         out, lse, *ctx.random = _attend(q, k, v, scale, band)
-        part = Partial(out, lse)
-        if sink is not None:
-            part = part.with_sink(sink)
+        part = Partial(out, lse) if sink is None else _with_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, part.out, part.lse)
         ctx.scale, ctx.band = scale, band
         ctx.set_materialize_grads(False)
@@ -115,6 +116,29 @@ class _Fused(torch.autograd.Function):
             given = (*(g[..., :d].to(q.dtype) for g in grads), grad_sink)
         known = [x for x in (q, k, v, sink, grad, grad_lse) if x is not None]
         return *kernel_once_differentiable("fused", given, known), None, None
+
+
+SINK_ROWS = 16  # queries for each program of the kernel that merges a sink
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
+    """The result with a sink merged into it, in place: one launch if Triton is there."""
+    if not (has_triton() and (out.is_cuda or INTERPRETED)):
+        return Partial(out, lse).with_sink(sink, in_place=True)
+    b, h, n_queries, d = out.shape
+    logits = sink.expand(b, h, n_queries)
+    _sink_kernel()[(-(-n_queries // SINK_ROWS), b * h)](
+        out, lse, logits, h, n_queries, d, *out.stride()[:3], *lse.stride(), *logits.stride(),
+        ROWS=SINK_ROWS, D=1 << (d - 1).bit_length(),
+    )  # fmt: skip
+    return Partial(out, lse)
+
+
+@functools.cache
+def _sink_kernel() -> Any:
+    from qkv.kernels.fused.sink import merge_sink
+
+    return merge_sink
 
 
 # --- torch's private operators, with (b, n, h, d) as they take it -----------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,22 +13,21 @@ import torch
 from torch import Tensor
 
 from qkv._engine.call import Call
+from qkv._engine.card import GPUS, INTERPRETED, LARGEST_HEAD, has_triton
 from qkv._engine.kept import kept
+from qkv._engine.tiles import LOG2_E
 from qkv._engine.transforms import transformed
+from qkv.biases import ByDistance, SoftCap
 from qkv.masks import Dense, Document, Grid, Mask
-from qkv.statistics.reduce import Asked
+from qkv.statistics.reduce import Request
 from qkv.statistics.sums import Statistics, Thumbnail, bin_size
 
-GPUS = ("cuda",)
-LARGEST_HEAD = 256
 SMALLEST_DOT = 16  # smallest dimension of Triton's matrix product
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_CARD = (8, 0)  # compute capability, from which Triton has bfloat16 products
 UNBOUNDED = 2**30
 OF_QUERIES = ("entropy", "sink", "self_", "previous", "next_", "distance", "spread", "effective_keys", "visible")
 """The first numbers of `found` of `kernels.by_query`; the last is the weight on the sink logit."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs its kernels on CPU tensors, as in the tests; it reads this variable when it is imported."""
 
 
 @functools.cache
@@ -38,11 +35,6 @@ def _kernels() -> ModuleType:
     from qkv.statistics.triton import kernels
 
     return kernels
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -101,12 +93,22 @@ def _union(mask: Mask, grid: Grid) -> tuple[tuple[float, float], Tensor | None] 
     return kept(mask, grid, "union", union)
 
 
+def _bias_forms(call: Call) -> tuple[ByDistance | None, SoftCap | None, bool] | None:
+    """The bias by distance and the soft cap of a call, and whether the cap comes first; None if there are others."""
+    kinds = [type(bias) for bias in call.biases]
+    if len(set(kinds)) < len(kinds) or not set(kinds) <= {ByDistance, SoftCap}:
+        return None
+    distance = next((bias for bias in call.biases if isinstance(bias, ByDistance)), None)
+    cap = next((bias for bias in call.biases if isinstance(bias, SoftCap)), None)
+    return distance, cap, kinds[:1] == [SoftCap]
+
+
 def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequence[object]) -> str | None:
     """Why the kernels cannot compute the statistics of this call, or None if they can."""
     device = call.q.device.type
     if device not in GPUS and not (device == "cpu" and INTERPRETED):
         return f"tensors are on {device}; the Triton kernels are for CUDA"
-    if not _has_triton():
+    if not has_triton():
         return "they need Triton, which is not installed"
     if torch.version.hip:
         return "torch is built for AMD cards, on which the Triton kernels have not been tested"
@@ -119,8 +121,9 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
         return f"the weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.pairwise is not None:
         return f"the score {type(call.pairwise).__name__} is not a product of query and key"
-    if call.biases:
-        return f"the bias {type(call.given.biases[0]).__name__} is not a part of the Triton kernels"
+    if _bias_forms(call) is None:
+        names = ", ".join(type(bias).__name__ for bias in call.given.biases)
+        return f"bias is {names}; the Triton kernels have at most one bias by distance and one SoftCap"
     if call.values is not None or call.dropout_p or call.shift is not None:
         return "values that depend on the distance, dropout and shifts are not a part of the Triton kernels"
     if transformed(call):
@@ -140,16 +143,16 @@ def unsupported_reason(call: Call, mass: Mapping[str, Mask], statistics: Sequenc
     return None
 
 
-def attend_and_measure(call: Call, asked: Asked, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
+def attend_and_measure(call: Call, request: Request, *, output: bool) -> tuple[Tensor | None, Tensor, Statistics]:
     """The output if it is wanted, the log-sum-exp of all queries, and the statistics of those that count."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     (b, h, n_queries, d), (_, key_heads, n_keys, dv), device = q.shape, v.shape, q.device
     grid, heads = call.grid, b * h
-    mass, queries, prefix_keys, bins = asked.mass, asked.queries, asked.prefix_keys, asked.bins
+    mass, queries, prefix_keys, bins = request.mass, request.queries, request.prefix_keys, request.bins
     block = launch_options(max(d, dv), q.dtype) | {"D": _power_of_two(d)}
     visible = Visibility.of(call.mask, grid)
     assert visible is not None
-    firsts = _on_device(tuple(asked.first), device)
+    firsts = _on_device(tuple(request.firsts), device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -162,10 +165,14 @@ def attend_and_measure(call: Call, asked: Asked, *, output: bool) -> tuple[Tenso
     inside = _inside([keys for _, keys in unions], grid)
     bands = _on_device(tuple(bound for band, _ in unions for bound in _bounds(band)) or (0, 0), device)
     sink = None if call.sink is None else call.sink.expand(b, h, n_queries)
-    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale)
+    biased, bias_flags = _bias_arguments(call, nothing)
+    shared = (h, h // key_heads, n_queries, n_keys, grid.offset, call.scale, *biased)
     counted = None if queries is None else queries.contiguous().view(torch.int8)
     place, flags = _mask_arguments(visible, nothing)
-    flags |= {"HAS_COUNTED": counted is not None, "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16}
+    flags |= bias_flags | {
+        "HAS_COUNTED": counted is not None,
+        "WIDEN": device.type == "cpu" and q.dtype == torch.bfloat16,
+    }
     run, across = _kernels(), (heads,)
     run.by_query[(_cdiv(n_queries, block["BM"]), *across)](
         q, k, v, lse if out is None else out, lse, state, found, masses, nothing if sink is None else sink, firsts,
@@ -227,6 +234,7 @@ def _bounds(band: tuple[float, float]) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers as a tensor on a device; the same in every layer and call, they are copied there once."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -241,8 +249,23 @@ def _inside(keys: Sequence[Tensor | None], grid: Grid) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # cached tensors must serve training too
 def _zeros(n: int, device: torch.device) -> Tensor:
     return torch.zeros(1, n, dtype=torch.int8, device=device)
+
+
+def _bias_arguments(call: Call, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and flags of both kernels for the biases of a call."""
+    forms = _bias_forms(call)
+    assert forms is not None
+    distance, cap, first = forms
+    unit = LOG2_E / (call.normalizer.temperature if call.biases else 1.0)  # else `call.scale` includes the temperature
+    table, stride = nothing, 0
+    if distance is not None:
+        table = distance.tensor.to(call.q.device, torch.float32).contiguous()
+        stride = table.shape[1] if len(table) > 1 else 0
+    flags = {"CAP": 0 if cap is None else 1 if first else 2, "HAS_DISTANCE": distance is not None}
+    return (unit, 1.0 if cap is None else float(cap.cap), table, stride), flags
 
 
 def _mask_arguments(visible: Visibility, nothing: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:

@@ -25,6 +25,39 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, cap):
+    """cap · tanh(score / cap). Below 0.1 the odd powers: 1 − 2 / (e^2x + 1) would lose digits there."""
+    x = scores / cap
+    square = x * x
+    small = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
+    large = 1.0 - 2.0 / (tl.exp2(tl.minimum(2.0 * LOG2_E * x, 100.0)) + 1.0)
+    return cap * tl.where(tl.abs(x) < 0.1, small, large)
+
+
+@triton.jit
+def _final(
+    products, rows, columns, h, n_queries, n_keys, scale, unit, cap, distances, stride_distance,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Final scores in base 2 of q·k: with a soft cap before (CAP 1) or after (CAP 2) a bias by distance.
+
+    `unit` is log2(e) divided by the temperature.
+    """
+    if CAP == 0 and not HAS_DISTANCE:
+        return products * (scale * unit)
+    scores = products * scale
+    if CAP == 1:
+        scores = _capped(scores, cap)
+    if HAS_DISTANCE:
+        back = rows[:, None] - columns[None, :] + (n_keys - 1)
+        exists = (rows[:, None] < n_queries) & (columns[None, :] < n_keys)
+        scores += tl.load(distances + h.to(tl.int64) * stride_distance + back, mask=exists, other=0.0)
+    if CAP == 2:
+        scores = _capped(scores, cap)
+    return scores * unit
+
+
+@triton.jit
 def _visible(
     rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
     stride_kb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
@@ -57,9 +90,10 @@ def by_query(
     q, k, v, out, lse, state, found, mass, sink, firsts, bands, band_keys, counted,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_sb, stride_sh, stride_sn,
-    heads, share, n_queries, n_keys, offset, scale, d, dv,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d, dv,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_SINK: tl.constexpr, HAS_COUNTED: tl.constexpr,
     OUTPUT: tl.constexpr, MASSES: tl.constexpr, MASS_COLUMNS: tl.constexpr, MASS_KEYS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDEN: tl.constexpr,
@@ -111,7 +145,10 @@ def by_query(
             at_k + columns[:, None].to(tl.int64) * stride_kn + of_d[None, :],
             mask=(columns[:, None] < n_keys) & (of_d[None, :] < d), other=0.0,
         )  # fmt: skip
-        scores = _dot(queries, tl.trans(here), WIDEN) * (scale * LOG2_E)
+        scores = _final(
+            _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
+            stride_distance, CAP, HAS_DISTANCE,
+        )  # fmt: skip
         seen = _visible(
             rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
             stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,
@@ -119,7 +156,7 @@ def by_query(
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         p = tl.exp2(scores - new[:, None])
-        above = tl.where(seen, scores - new[:, None], 0.0)
+        above = tl.where(p > 0.0, scores - new[:, None], 0.0)  # a bias may be −∞
         shrink = tl.exp2(maximum - new)
         shrink64, drop = shrink.to(tl.float64), tl.where(total > 0, (maximum - new).to(tl.float64), 0.0)
         of_tile = tl.sum(p, 1).to(tl.float64)
@@ -227,10 +264,11 @@ def by_query(
 def by_key(
     q, k, state, received, audience, prefix, pooled, firsts, counted,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
-    heads, share, n_queries, n_keys, offset, scale, d,
+    heads, share, n_queries, n_keys, offset, scale, unit, cap, distances, stride_distance, d,
     low, high, keys, ids, dense, stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk,
     prefix_keys, query_bin, pooled_rows, pooled_columns,
     HAS_BAND: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_IDS: tl.constexpr, HAS_DENSE: tl.constexpr,
+    CAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_COUNTED: tl.constexpr, HAS_PREFIX: tl.constexpr,
     POOLED: tl.constexpr, POOL_M: tl.constexpr, POOL_N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr,
@@ -275,7 +313,10 @@ def by_key(
         )  # fmt: skip
         maximum = tl.load(state + of_head + rows, mask=rows < n_queries, other=0.0)
         factor = tl.load(state + size + of_head + rows, mask=rows < n_queries, other=0.0)
-        scores = _dot(queries, tl.trans(here), WIDEN) * (scale * LOG2_E)
+        scores = _final(
+            _dot(queries, tl.trans(here), WIDEN), rows, columns, h, n_queries, n_keys, scale, unit, cap, distances,
+            stride_distance, CAP, HAS_DISTANCE,
+        )  # fmt: skip
         seen = _visible(
             rows, columns, batch, h, n_queries, n_keys, offset, low, high, keys, ids, dense,
             stride_kmb, stride_ib, stride_db, stride_dh, stride_dq, stride_dk, HAS_BAND, HAS_KEYS, HAS_IDS, HAS_DENSE,

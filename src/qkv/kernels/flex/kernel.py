@@ -1,4 +1,4 @@
-"""The flex kernel: torch's FlexAttention, with the mask as a BlockMask and the biases as a score_mod.
+"""FlexAttention with the mask as a BlockMask, and the biases, and weights other than softmax, as a score_mod.
 
 On CUDA each composition is compiled into one Triton kernel, with linear memory and gradients. On CPU it runs torch's
 eager implementation, which forms all scores and has no backward: enough to test the translation of masks and biases.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,10 +20,15 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call, Result, at_least_float32, detached
+from qkv._engine.card import GPUS, has_triton
 from qkv._engine.transforms import REASON, transformed
-from qkv.biases import Bias
+from qkv.biases import Bias, Dense
+from qkv.errors import InputError
+from qkv.kernels.flex import log_space
+from qkv.kernels.flex.log_space import Attend, ScoreMod
 from qkv.masks import Grid, Mask
 from qkv.masks.convert import block_mask, block_visibility
+from qkv.normalizers import Pointwise
 from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
@@ -35,12 +39,10 @@ COMPOSITIONS = 256  # limit of compiled kernels; torch's default of 8 is meant f
 def unsupported_reason(call: Call) -> str | None:
     """Why this kernel cannot serve the call, or None if it can."""
     device = call.q.device.type
-    if device not in ("cpu", "cuda"):
+    if device not in ("cpu", *GPUS):
         return f"tensors are on {device}; it is for CUDA, and for tests on CPU"
     if not _has_lse():
         return f"the FlexAttention of torch {torch.__version__} cannot return the log-sum-exp"
-    if not call.normalizer.has_lse:
-        return f"its weights are a softmax, not {type(call.given.normalizer).__name__}"
     if call.dropout_p:
         return "dropout acts on weights, which it never forms"
     if call.pairwise is not None:
@@ -54,13 +56,13 @@ def unsupported_reason(call: Call) -> str | None:
         return call.untracked
     if call.values is not None:
         return "it has no values that depend on the distance"
-    if device == "cpu":
-        return "torch's FlexAttention has no backward on CPU" if call.needs_grad else None
-    if not _has_triton():
+    if device not in GPUS and call.needs_grad:
+        return "torch's FlexAttention has no backward on CPU"
+    if device == "cuda" and not has_triton():
         return "it needs Triton, which is not installed"
-    if call.q.dtype == torch.float64:
+    if device == "cuda" and call.q.dtype == torch.float64:
         return "its kernels accumulate in float32, which is not precise enough for float64"
-    return None
+    return None if call.normalizer.has_lse else log_space.unsupported_reason(call)
 
 
 @functools.cache
@@ -73,50 +75,72 @@ def _has_lse() -> bool:
     return "lse" in AuxRequest._fields and hasattr(BlockMask, "from_kv_blocks")
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def forward(call: Call) -> Result:
     """Attention, differentiable on CUDA in q, k, v, biases and the sink, and through the lse."""
-    from torch.nn.attention.flex_attention import AuxRequest
-
     if not call.needs_grad:
         call = detached(call)  # FlexAttention on CPU rejects tensors that require gradients, even under no_grad
+    return from_attention(call, _attend)
+
+
+def from_attention(call: Call, attend: Attend) -> Result:
+    """The result of a call from one or several calls of FlexAttention, `attend`."""
+    if isinstance(call.normalizer, Pointwise):
+        return Result(log_space.pointwise(call, _final_score(call), attend), None)
+    if not call.normalizer.has_lse:
+        return Result(log_space.sum_to_one(call, _final_score(call), attend), None)
+    part = attend(call, _final_score(call) if call.biases else None)
+    if call.sink is not None:
+        part = part.with_sink(call.sink, in_place=not call.needs_grad)
+    return Result(part.out, part.lse)
+
+
+def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
+    """FlexAttention of a call's queries, keys, values and mask, with a score_mod for `call.scale` · q·k."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     q, k, v = call.q, call.k, call.v
-    blocked = None
-    if call.mask is not None:
-        lay = (
-            _blocked_mask if call.mask.by_value or is_dataclass(call.mask) else _blocked_mask.__wrapped__
-        )  # what may change is not kept
-        blocked = lay(call.mask, call.grid, _versions(call.mask), BLOCK)
-        if blocked.masked_keys is not None:  # NaN in padding must not spread
-            k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
+    blocked = blocked_mask(call)
+    if blocked is not None and blocked.masked_keys is not None:  # NaN in padding must not spread
+        k, v = (x.masked_fill(blocked.masked_keys[:, None, :, None], 0) for x in (k, v))
     d, dv = q.shape[3], v.shape[3]
     q, k, v = _fit(q, d), _fit(k, d), _fit(v, dv)
-    out, aux = _attention(q.device.type)(
-        q,
-        k,
-        v,
-        score_mod=_score_mod(call),
-        block_mask=None if blocked is None else blocked.blocks,
-        scale=call.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    with _naming(call):
+        out, aux = _attention(q.device.type)(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=None if blocked is None else blocked.blocks,
+            scale=call.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
     out, lse = out[..., :dv], aux.lse.to(at_least_float32(call.q.dtype))
     if blocked is not None and blocked.empty_rows is not None:
         out, lse = out.masked_fill(blocked.empty_rows[..., None], 0), lse.masked_fill(blocked.empty_rows, -torch.inf)
-    part = Partial(out, lse)
-    if call.sink is not None:
-        part = part.with_sink(call.sink)
-    return Result(part.out, part.lse)
+    return Partial(out, lse)
+
+
+@contextlib.contextmanager
+def _naming(call: Call) -> Iterator[None]:
+    """If torch.compile rejects a normalizer's weight, name the normalizer and the kernel that serves it."""
+    if call.normalizer.has_lse or call.q.device.type not in GPUS:
+        yield
+        return
+    import torch._dynamo
+
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise InputError(
+            f"kernel 'flex' cannot compile weight of {type(call.normalizer).__name__}, expected elementwise torch "
+            "operations that torch.compile accepts; pass kernel='tiled'"
+        ) from error
 
 
 def _fit(x: Tensor, size: int) -> Tensor:
     """Pad heads with zeros to Triton's smallest head dimension."""
-    if x.device.type != "cuda":
+    if x.device.type not in GPUS:
         return x
     x = torch.nn.functional.pad(x, (0, SMALLEST_HEAD - size)) if size < SMALLEST_HEAD else x
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -157,23 +181,26 @@ def _reference_attention(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress two warnings: that scores are formed, which is intended on CPU, and one of torch.compile about .grad."""
+    """Suppress torch's warnings that scores are formed, which is intended on CPU, and about its own use of .grad and
+    torch.jit when it compiles."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"flex_attention called without torch\.compile")
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.script")
         yield
 
 
-def _score_mod(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """FlexAttention's score_mod: final score of a pair from factor · q·k. None if `call.scale` alone gives it."""
-    if not call.biases:
-        return None
+def _final_score(call: Call) -> ScoreMod:
+    """FlexAttention's score_mod for softmax: the final score of a pair from `call.scale` · q·k."""
     biases, temperature = [_ready(bias, call) for bias in call.biases], call.normalizer.temperature
+    temperature = temperature if call.biases else 1.0  # else `call.scale` includes it
+    shift = None if call.shift is None else _ready(Dense(call.shift[..., None]), call)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         for bias in biases:
             score = bias.at(score, b, h, q, k)
-        return score / temperature
+        score = score / temperature
+        return score if shift is None else shift.at(score, b, h, q, k)
 
     return score_mod
 
@@ -205,6 +232,19 @@ class BlockedMask:
     """Fully masked queries; None if there are none."""
     masked_keys: Bool[Tensor, "b nk"] | None
     """Keys that are masked for all queries; None if there are none."""
+
+
+def blocked_mask(call: Call) -> BlockedMask | None:
+    """The mask of a call in the form that FlexAttention takes; None if there is no mask."""
+    if call.mask is None:
+        return None
+    lay = _blocked_mask if keeps_blocks(call.mask) else _blocked_mask.__wrapped__
+    return lay(call.mask, call.grid, _versions(call.mask), BLOCK)
+
+
+def keeps_blocks(mask: Mask) -> bool:
+    """Whether the blocks of a mask are kept for the next call: not if it may change unseen."""
+    return mask.by_value or is_dataclass(mask)
 
 
 @functools.lru_cache(maxsize=8)

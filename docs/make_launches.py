@@ -1,0 +1,176 @@
+"""Counts kernel launches and memory traffic for docs/gpu.md and docs/scale.md, without a card.
+
+.venv/bin/python docs/make_launches.py   writes both tables, in about 20 seconds
+
+Operations of torch are counted while they run on the CPU, with the tile sizes of CUDA. The Triton kernels are recorded,
+not run: their traffic is that of their arguments, each read or written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from qkv import _launches, biases, masks, normalizers
+from qkv._engine.call import Call
+from qkv._engine.launches import Launches
+from qkv._engine.sizes import BY_DEVICE
+from qkv.kernels.flex import kernel as flex
+from qkv.kernels.fused import kernel as fused
+from qkv.statistics.measure import measured, row_state, sweep
+from qkv.statistics.triton import host
+
+HEADS, KEY_HEADS, D = 8, 2, 128
+LENGTHS = (2048, 4096)
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal": ("fused", {}),
+    "causal, a sink": ("fused", {"normalizer": normalizers.Softmax(sink=0.0)}),
+    "causal, ALiBi": ("flex", {"biases": (biases.ALiBi(),)}),
+    "causal, `Sigmoid()`": ("flex", {"normalizer": normalizers.Sigmoid()}),
+    "causal, dropout": ("tiled", {"dropout_p": 0.1}),
+    "causal, `Identity()`": ("tiled", {"normalizer": normalizers.Identity()}),
+}
+SURVEY: dict[str, Any] = {"mass": {"local_mass": masks.Window(17, ahead=16)}, "prefix_keys": 64}
+STREAMING = masks.Window(1020) | masks.Prefix(4)
+PROFILE: dict[str, Any] = {"mass": SURVEY["mass"] | {"streaming": STREAMING}, "prefix_keys": 64, "bins": 128}
+PAIRS, BANDWIDTH = 64 * 80 * 4096 // 2, 4e12  # pairs for each token in the estimate of docs/scale.md; bytes a second
+
+
+@dataclass(frozen=True)
+class Cost:
+    launches: int
+    bytes: int
+
+
+@contextmanager
+def like_a_card() -> Iterator[None]:
+    """The CPU counts as a card, with the tile sizes of CUDA, on one thread."""
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)
+        stack.enter_context(mock.patch.dict(BY_DEVICE, cpu=BY_DEVICE["cuda"]))
+        for module in (_launches, fused, flex):
+            stack.enter_context(mock.patch.object(module, "GPUS", ("cpu",)))
+        stack.enter_context(mock.patch.object(_launches, "has_triton", return_value=True))
+        yield
+
+
+def tensors(n: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, n, D) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def attention(kernel: str, settings: dict[str, Any], n: int) -> int:
+    """Expected launches of a causal call."""
+    with like_a_card():
+        found = _launches.expected_launches(kernel, Call.of(*tensors(n), masks.Causal(), **settings))
+    assert found is not None
+    return found
+
+
+def by_tiles(settings: dict[str, Any], n: int, *, output: bool) -> Cost:
+    """Statistics by tiles of torch operations; of the second call, because the first one keeps patterns of masks."""
+    call = Call.of(*tensors(n), masks.Causal())
+    rows = row_state(call)
+    with like_a_card():
+        for _ in range(2):
+            with Launches() as found:
+                measured(call, output=True, **settings) if output else sweep(call, rows, **settings)
+    return Cost(found.count, found.bytes)
+
+
+def by_triton(settings: dict[str, Any], n: int, *, output: bool) -> Cost:
+    """Statistics by the Triton kernels, and the output if wanted."""
+    call, traffic, number = Call.of(*tensors(n, "meta"), masks.Causal()), 0, 0
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.launch
+
+        def launch(self, *arguments: object, **named: object) -> None:
+            nonlocal traffic, number
+            number += 1
+            traffic += sum({id(x): x.nbytes for x in arguments if isinstance(x, Tensor)}.values())
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(host, "GPUS", ("meta",)))
+        stack.enter_context(mock.patch.object(host, "_capability", return_value=(9, 0)))
+        stack.enter_context(
+            mock.patch.object(host, "_kernels", return_value=SimpleNamespace(by_query=Kernel(), by_key=Kernel()))
+        )
+        for _ in range(2):
+            traffic = number = 0
+            with Launches() as found:
+                if output:
+                    measured(call, output=True, **settings)
+                else:
+                    sweep(call, torch.empty(call.q.shape[:3], device="meta"), **settings)
+    return Cost(found.count + number, found.bytes + traffic)
+
+
+def page_on_gpus() -> list[str]:
+    """The table of docs/gpu.md: expected launches by composition and length."""
+    lines = ["| causal, 8 heads | computed by | " + " | ".join(f"{n:,} tokens" for n in LENGTHS) + " |"]
+    lines.append("|---|---|" + "---:|" * len(LENGTHS))
+    rows = {(name, f"`{kernel}`"): [attention(kernel, settings, n) for n in LENGTHS]
+            for name, (kernel, settings) in CALLS.items()}  # fmt: skip
+    for name, settings in (("output and statistics", {}), ("the same with map and masses", PROFILE)):
+        rows[name, "Triton kernels"] = [by_triton(settings, n, output=True).launches for n in LENGTHS]
+    rows[name, "tiles of torch operations"] = [by_tiles(PROFILE, n, output=True).launches for n in LENGTHS]
+    for names, numbers in rows.items():
+        lines.append(f"| {' | '.join(names)} | " + " | ".join(f"{x:,}" for x in numbers) + " |")
+    return lines
+
+
+def of_a_survey() -> dict[str, Cost]:
+    """Costs of the statistics of a survey, given the log-sum-exp."""
+    n = LENGTHS[-1]
+    return {
+        "Triton kernels": by_triton(SURVEY, n, output=False),
+        "tiles of torch operations": by_tiles(SURVEY, n, output=False),
+    }
+
+
+def bytes_per_pair(cost: Cost) -> float:
+    """Bytes for each visible pair of query and key of a head."""
+    return cost.bytes / (HEADS * LENGTHS[-1] * (LENGTHS[-1] + 1) / 2)
+
+
+def milliseconds(cost: Cost) -> float:
+    """Time of the memory traffic for one token of the estimate in docs/scale.md."""
+    return 1e3 * bytes_per_pair(cost) * PAIRS / BANDWIDTH
+
+
+def page_on_surveys(costs: dict[str, Cost]) -> list[str]:
+    """The table of docs/scale.md: launches and traffic of the statistics."""
+    lines = [
+        f"| statistics of a layer: {HEADS} heads × {D}, {LENGTHS[-1]:,} tokens, causal, bfloat16 | launches "
+        "| bytes for each pair | ms for each token of the estimate |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, cost in costs.items():
+        lines.append(f"| {name} | {cost.launches:,} | {bytes_per_pair(cost):.3g} | {milliseconds(cost):.2g} |")
+    return lines
+
+
+def fill(page: Path, name: str, lines: list[str]) -> None:
+    """Write a table at the comment with its name."""
+    text, begin = page.read_text(), f"<!-- {name}: docs/make_launches.py -->\n"
+    before, rest = text.split(begin)
+    page.write_text(before + begin + "\n".join(["", *lines, "", ""]) + rest[rest.index("<!-- end -->") :])
+
+
+if __name__ == "__main__":
+    docs = Path(__file__).parent
+    fill(docs / "gpu.md", "launches", page_on_gpus())
+    fill(docs / "scale.md", "traffic", page_on_surveys(of_a_survey()))
