@@ -209,7 +209,7 @@ class Learned(Square):
         (Identity(), "takes logarithms of weights, and Identity does not declare that its weights are nonnegative"),
         (Hard(), "Hard takes the value of one key"),
         (OfHeads(), "weight of OfHeads has parameters for each head"),
-        (Branching(), "weight of Branching does not take single scores: RuntimeError"),
+        (Branching(), "weight of Branching does not take single scores, traced: RuntimeError"),
     ],
     ids=["sign", "one key", "heads", "branch"],
 )
@@ -250,14 +250,27 @@ class Untraceable(Pointwise):
 
 
 @pytest.mark.usefixtures("as_on_a_card")
-def test_a_weight_that_cannot_be_compiled_is_named_with_the_kernel_that_serves_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flex, "GPUS", ("cpu",))
-    q, k, v = triple()
-    with pytest.raises(InputError, match=r"cannot compile weight of Untraceable, .* pass kernel='tiled'"):
-        qkv.attend(q, k, v, normalizer=Untraceable(), kernel="flex")
-    qkv.attend(q, k, v, normalizer=Untraceable(), kernel="tiled")
+def test_a_weight_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tracing it, where the kernel is compiled; if FlexAttention alone cannot compile it, by an error."""
+    with pytest.raises(InputError, match=r"torch.compile rejects weight of Untraceable .* pass kernel='tiled'"):
+        qkv.attend(*triple(), normalizer=Untraceable(), kernel="flex")
+    monkeypatch.setattr(log_space, "GPUS", ("cpu",))
+    call = Call.of(*triple(), normalizer=Untraceable())
+    assert "weight of Untraceable does not take single scores, traced: Unsupported" in str(
+        flex.unsupported_reason(call)
+    )
+    for normalizer in (SoftplusSquared(), Square()):
+        assert flex.unsupported_reason(Call.of(*triple(), normalizer=normalizer)) is None
+    for count in range(12):  # more than torch's limit for one function
+
+        class Another(Square):
+            nonnegative = True
+            power = count
+
+            def weight(self, scores: Tensor) -> Tensor:
+                return scores.abs() ** self.power
+
+        assert flex.unsupported_reason(Call.of(*triple(), normalizer=Another())) is None
 
 
 def test_a_subclass_that_redefines_the_weight_is_not_declared_nonnegative() -> None:

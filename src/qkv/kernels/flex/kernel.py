@@ -33,7 +33,6 @@ from qkv.partial import Partial
 
 BLOCK = 128  # queries and keys per block of the mask, for which FlexAttention's kernels are tuned
 SMALLEST_HEAD = 16  # smallest head dimension of Triton's matrix product
-COMPOSITIONS = 256  # limit of compiled kernels; torch's default of 8 is meant for one function, not for a library
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -123,18 +122,18 @@ def _attend(call: Call, score_mod: ScoreMod | None) -> Partial:
 
 @contextlib.contextmanager
 def _naming(call: Call) -> Iterator[None]:
-    """If torch.compile rejects a normalizer's weight, name the normalizer and the kernel that serves it."""
-    if call.normalizer.has_lse or call.q.device.type not in GPUS:
+    """If torch.compile rejects a normalizer's weight inside of FlexAttention, name it and the kernel that serves it."""
+    if call.normalizer.has_lse:
         yield
         return
-    import torch._dynamo
-
     try:
         yield
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("torch._"):  # those of the compiler
+            raise
         raise InputError(
-            f"kernel 'flex' cannot compile weight of {type(call.normalizer).__name__}, expected elementwise torch "
-            "operations that torch.compile accepts; pass kernel='tiled'"
+            f"kernel='flex' cannot serve this call: torch.compile rejects weight of {type(call.normalizer).__name__} "
+            f"({type(error).__name__}), expected elementwise torch operations; pass kernel='tiled'"
         ) from error
 
 
@@ -163,12 +162,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _compiled_attention(*args: Any, **kwargs: Any) -> Any:
-    import torch._dynamo
-
-    with (
-        _quiet(),
-        torch._dynamo.config.patch(recompile_limit=COMPOSITIONS, accumulated_recompile_limit=4 * COMPOSITIONS),
-    ):
+    with _quiet(), log_space.recompiling():
         return _compiled()(*args, **kwargs)
 
 

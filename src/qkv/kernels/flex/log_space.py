@@ -11,20 +11,23 @@ whose lse is ln Σ w. The level enters the last call as a constant. By the impli
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from qkv._engine.call import Call, detached, user_defined
+from qkv._engine.card import GPUS
 from qkv.normalizers import Normalizer, Pointwise, SumToOne
 from qkv.normalizers.base import weights_of
 from qkv.normalizers.level import TOLERANCE, raise_no_level, root
 from qkv.normalizers.tile import level_slopes
 from qkv.partial import Partial
 
+COMPOSITIONS = 256  # limit of compiled kernels
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Takes the score of a pair, and its batch item, head, query and key."""
 Attend = Callable[[Call, ScoreMod | None], Partial]
@@ -54,15 +57,27 @@ def _not_elementwise(call: Call) -> str | None:
         made: Tensor = torch.func.jvp(lambda at: weight(score, at), (level,), (torch.ones_like(level),))[0]
         return made
 
-    name = type(normalizer).__name__
+    name, probe = type(normalizer).__name__, falls if call.needs_grad else weight
     try:
-        shape = torch.func.vmap(falls if call.needs_grad else weight)(ones, ones).shape
-    except Exception as error:  # whatever a user's function raises
-        line = (str(error).splitlines() or [""])[0]
-        return f"weight of {name} does not take single scores: {type(error).__name__}: {line}"
+        shape = torch.func.vmap(probe)(ones, ones).shape
+        if shape == ones.shape and call.q.device.type in GPUS:
+            with recompiling():
+                torch.compile(probe, backend="eager", fullgraph=True)(ones[0], ones[0])
+    except Exception as error:  # whatever a user's function, or the tracing of it, raises
+        line = (str(error).strip().splitlines() or [""])[0]
+        return f"weight of {name} does not take single scores, traced: {type(error).__name__}: {line}"
     if shape != ones.shape:
         return f"weight of {name} has parameters for each head, and a score_mod takes single scores"
     return None
+
+
+@contextlib.contextmanager
+def recompiling() -> Iterator[None]:
+    """Raise torch's limit of 8 compiled variants, which is meant for one function, not for a library."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(recompile_limit=COMPOSITIONS, accumulated_recompile_limit=4 * COMPOSITIONS):
+        yield
 
 
 def pointwise(call: Call, final: ScoreMod, attend: Attend) -> Float[Tensor, "b h nq dv"]:
