@@ -364,7 +364,7 @@ def test_everything_is_restored_after_an_exception(llama: Any) -> None:
     assert mapping == AttentionInterface._global_mapping
     assert hooks_of(llama) == hooks
     assert "crop" not in vars(cache)
-    found, _ = watched(llama, lambda: llama(IDS).logits.detach())
+    found, _ = watched(llama, lambda: llama(IDS).logits.data)
     assert len(found.sequences) == 1
 
 

@@ -1,8 +1,14 @@
-"""Run Hugging Face models on qkv's kernels. Importing this package has no side effects and loads no transformers."""
+"""Run Hugging Face models on qkv's kernels. Importing this package has no side effects and loads no transformers.
 
+`AttentionCallback`, for transformers' `Trainer`, is that of `qkv.tracking`.
+"""
+
+from qkv._lazy import lazy
 from qkv.huggingface.client import register, use
 
-__all__ = ["register", "use"]
+__all__ = ["AttentionCallback", "register", "use"]
+
+__getattr__ = lazy(__name__, {"qkv.tracking.trainer": ("AttentionCallback",)})
 
 
 def __dir__() -> list[str]:

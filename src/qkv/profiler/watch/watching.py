@@ -120,6 +120,9 @@ class Watched:
         """A forward begins: find the sequence that it continues, and decide whether to record it."""
         if self._forward is not None:
             return
+        if torch._C._current_graph_task_id() >= 0:  # gradient checkpointing computes a layer again in the backward
+            observer.restart(paused=True)
+            return
         self._forward, self._calls = owner, {}
         known = next((s for f, s in self._followed if f.cache() is cache), None) if cache is not None else None
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
@@ -303,7 +306,7 @@ def watch(
     observer.on_begin = lambda module, args, named: _begun(watched, observer, module, args, named)
     observer.on_end = lambda module, output: watched.ends(observer, module, output)
     try:
-        with observe(observer), _steps(model, observer, watched):
+        with observe(observer), _methods(model, observer, watched):
             _WATCHED.add(model)
             yield watched
     finally:
@@ -321,24 +324,28 @@ def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[
 
 
 @contextmanager
-def _steps(model: nn.Module, observer: Observer, watched: Watched) -> Iterator[None]:
-    """Inside, a step of generation of one of qkv's models counts as a forward."""
-    own: Callable[..., Any] | None = getattr(model, "step", None)
-    if own is None or not hasattr(model, "start"):
-        yield
-        return
-
-    def step(tokens: Tensor, state: Any) -> Any:
-        watched.begins(observer, step, {"tokens": tokens}, state)
-        output = None
-        try:
-            output = own(tokens, state)
-            return output
-        finally:
-            watched.ends(observer, step, output)
-
-    vars(model)["step"] = step
+def _methods(model: nn.Module, observer: Observer, watched: Watched) -> Iterator[None]:
+    """Inside, methods of qkv's models that read tokens without `forward` count as forwards: a step of generation, and
+    the hidden states of which a loss is computed."""
+    names = [name for name in ("step", "hidden") if hasattr(model, name) and hasattr(model, "start")]
+    for name in names:
+        vars(model)[name] = _counted(getattr(model, name), observer, watched)
     try:
         yield
     finally:
-        vars(model).pop("step", None)
+        for name in names:
+            vars(model).pop(name, None)
+
+
+def _counted(own: Callable[..., Any], observer: Observer, watched: Watched) -> Callable[..., Any]:
+    """A method that reads tokens, and counts as a forward."""
+
+    def method(tokens: Tensor, *state: Any, **named: Any) -> Any:
+        cache = next(iter((*state, *named.values())), None)
+        watched.begins(observer, method, {"tokens": tokens}, cache)
+        try:
+            return own(tokens, *state, **named)
+        finally:
+            watched.ends(observer, method, None)
+
+    return method

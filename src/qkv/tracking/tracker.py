@@ -1,0 +1,143 @@
+"""`Tracker` measures the attention of single steps of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qkv.errors import InputError
+from qkv.profiler.capture.intercept import unwatched
+from qkv.profiler.capture.residual import MASSIVE, TIMES_MEDIAN, attention_modules, observe_residual
+from qkv.profiler.profiles import Profile
+from qkv.profiler.watch.watching import Watched, watch
+from qkv.tracking.writers import Writer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SINK, DEAD, UNIFORM = 0.3, 0.9, 0.9
+NUMBERS = {
+    "sink_rate": "share of heads with a sink score α₁ > 0.3 on the first token (Gu et al. 2025, arXiv:2410.10781)",
+    "first_share": "mean share of the row on the first token, over heads and queries from the second on",
+    "entropy_ratio": "mean of entropy / ln(visible keys); 1 is uniform",
+    "dead_heads": "share of heads with more than 0.9 of the row on the first token or a null key, which move almost "
+    "no information between tokens",
+    "uniform_heads": "share of heads with an entropy of more than 0.9 of that of uniform attention",
+    "largest_activation": "largest magnitude in the hidden states between layers",
+    "massive_layers": "share of layers with an activation above 100 and above 1,000 times the median (Sun et al. 2024, "
+    "arXiv:2402.17762, §2)",
+}
+
+
+class Tracker:
+    """Measures the attention of some steps of a training and writes a few numbers about it.
+
+    The model computes by its own functions, so losses, gradients and random numbers do not change; a step that is not
+    measured is not touched at all. Of a measured step the first forward counts.
+
+    Args:
+        model: as in `qkv.watch`.
+        every: measure each step whose number is a multiple of this.
+        writers: get the numbers of each measured step.
+        layers: which attention layers to measure, counted from 0; all if None.
+
+    Raises:
+        InputError: if `every` is less than 1.
+
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))
+    >>> tracker = Tracker(model, every=2)
+    >>> for step in range(4):
+    ...     tracker.begin(step)
+    ...     model.loss(torch.randint(50, (2, 16))).backward()
+    ...     _ = tracker.end(step)
+    >>> [row["step"] for row in tracker.rows], 0 <= tracker.rows[0]["sink_rate"] <= 1
+    ([0, 2], True)
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int = 100, writers: Sequence[Writer] = (), layers: Collection[int] | None = None
+    ) -> None:
+        if every < 1:
+            raise InputError(f"every is {every}, expected at least 1 step")
+        self.model, self.every, self.writers, self.layers = model, every, list(writers), layers
+        self.rows: list[dict[str, float]] = []
+        """The numbers of each measured step, with its number as ``step``."""
+        self.profile: Profile | None = None
+        """The profile of the last measured step."""
+        self._open: ExitStack | None = None
+        self._watched: Watched | None = None
+        self._largest: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def begin(self, step: int) -> None:
+        """Call before the forward of a step."""
+        self.abandon()
+        if step % self.every:
+            return
+        self._largest = {}
+        self._open = ExitStack()
+        self._watched = self._open.enter_context(watch(self.model, every=2**62, layers=self.layers, map_tokens=0))
+        modules = attention_modules(self.model)
+        self._open.enter_context(observe_residual(self.model, modules, self._hidden))
+
+    def end(self, step: int) -> dict[str, float] | None:
+        """Call after the step; returns its numbers if it was measured."""
+        watched = self._watched
+        if watched is None:
+            return None
+        self.abandon()
+        self.profile = watched.profile()
+        row = {"step": step, **numbers(self.profile, self._largest)}
+        self.rows.append(row)
+        for writer in self.writers:
+            writer.write(step, {name: x for name, x in row.items() if name != "step"})
+        return row
+
+    def abandon(self) -> None:
+        """Stop measuring a step that did not end, such as one that raised an error."""
+        if self._open is not None:
+            self._open.close()
+        self._open = self._watched = None
+
+    def close(self) -> None:
+        """Call after the training."""
+        self.abandon()
+        for writer in self.writers:
+            writer.close()
+
+    @torch.no_grad()
+    def _hidden(self, stack: str, depth: int, hidden: Tensor) -> None:
+        if (stack, depth) in self._largest:  # a further forward, or one that is computed again for the gradients
+            return
+        with unwatched():
+            size = hidden.detach().abs().flatten().float()
+            self._largest[stack, depth] = float(size.max()), float(size.median())
+
+
+def numbers(profile: Profile, largest: Mapping[tuple[str, int], tuple[float, float]]) -> dict[str, float]:
+    """The numbers of `NUMBERS`, from the profile of a step and the largest and median activation of each depth."""
+    tables = [profile.sinks(group=group) for group in profile.groups if group.partition("-")[0] != "cross"]
+    heads = [profile.heads(group=group) for group in profile.groups if group.partition("-")[0] != "cross"]
+
+    def column(frames: Sequence[pd.DataFrame], name: str) -> np.ndarray:
+        return np.concatenate([f[name].to_numpy(float) for f in frames if name in f])
+
+    first, ratio = column(tables, "share_first"), column(heads, "entropy_ratio")
+    null = np.concatenate([f.get("learned_sink", 0 * f["share_first"]).to_numpy(float) for f in tables])
+    found = {
+        "sink_rate": float((column(tables, "alpha_first") > SINK).mean()),
+        "first_share": float(np.nanmean(first)),
+        "entropy_ratio": float(np.nanmean(ratio)),
+        "dead_heads": float((first + np.nan_to_num(null) > DEAD).mean()),
+        "uniform_heads": float((ratio > UNIFORM).mean()),
+    }
+    if largest:
+        massive = [x > MASSIVE and x >= TIMES_MEDIAN * median for (_, depth), (x, median) in largest.items() if depth]
+        found["largest_activation"] = max(x for x, _ in largest.values())
+        found["massive_layers"] = float(np.mean(massive)) if massive else 0.0
+    return found

@@ -1,0 +1,205 @@
+"""Attention numbers of training steps, in a loop of one's own, in transformers' Trainer and in Lightning."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import qkv
+from conftest import refused
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.tracking import (
+    AttentionCallback,
+    CSVWriter,
+    TensorBoardWriter,
+    Tracker,
+    TrackioWriter,
+    WandbWriter,
+    Writer,
+    writers,
+)
+from qkv.tracking import tracker as tracking
+from qkv.tracking import trainer as trainers
+
+TEXTS = [{"input_ids": ids, "labels": ids} for ids in torch.randint(97, (16, 12))]
+
+
+def llama(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, **settings,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trained(folder: Path, *callbacks: Any, **settings: Any) -> dict[str, Tensor]:
+    options: dict[str, Any] = {
+        "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    model = llama(attention_dropout=0.2)
+    arguments = TrainingArguments(output_dir=str(folder), **options | settings)
+    Trainer(model=model, args=arguments, train_dataset=TEXTS, callbacks=list(callbacks)).train()  # type: ignore[arg-type]
+    return model.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_learns_the_same_weights_and_writes_a_row_for_each_measured_step(
+    checkpointing: bool, tmp_path: Path
+) -> None:
+    want = trained(tmp_path, gradient_checkpointing=checkpointing)
+    callback = AttentionCallback(every=2)
+    got = trained(tmp_path, callback, gradient_checkpointing=checkpointing)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    with (tmp_path / "attention.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [0, 2, 4]
+    assert set(rows[0]) == {"step", *tracking.NUMBERS}
+    assert [float(row["entropy_ratio"]) for row in rows] == [row["entropy_ratio"] for row in callback.rows]
+    assert callback.tracker is not None
+    assert callback.tracker.profile is not None
+    assert callback.tracker.profile.data.sizes["text"] == 2  # of the first of the accumulated forwards
+
+
+def test_numbers_are_those_of_a_profile_and_hidden_states() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4))
+    for p in model.parameters():
+        p.data.mul_(4)
+    ids = torch.randint(50, (2, 20))
+    tracker = Tracker(model)
+    tracker.begin(0)
+    model(ids)
+    row = tracker.end(0)
+    assert row is not None
+    want = qkv.profile(model, ids, progress=False, probe=False)
+    sinks, heads = want.sinks(), want.heads()
+    assert row["sink_rate"] == pytest.approx((sinks["alpha_first"] > 0.3).mean())
+    assert row["first_share"] == pytest.approx(sinks["share_first"].mean(), rel=1e-5)
+    assert row["entropy_ratio"] == pytest.approx(heads["entropy_ratio"].mean(), rel=1e-5)
+    (states,) = want.residual.values()
+    assert row["largest_activation"] == pytest.approx(states["largest"].values.max(), rel=1e-5)
+
+
+def test_dead_and_uniform_heads_are_told_apart() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=1, heads=4, normalizer="off_by_one"))
+    tracker = Tracker(model, every=1)
+    tracker.begin(0)
+    with torch.no_grad():
+        model(torch.randint(50, (1, 30)))
+    row = tracker.end(0)
+    assert row is not None
+    assert (row["uniform_heads"], row["dead_heads"]) == (1.0, 0.0)
+
+
+class Failing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.inner(ids)
+        raise RuntimeError("lost")
+
+
+def test_a_step_that_fails_leaves_no_hooks() -> None:
+    model = Failing(DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=1, heads=4)))
+    tracker = Tracker(model)
+    tracker.begin(0)
+    with pytest.raises(RuntimeError, match="lost"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    tracker.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# --- writers ----------------------------------------------------------------------------------------------------------
+
+
+def test_csv_of_a_resumed_training_continues(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "attention.csv"
+    for steps in ([0, 10, 20], [10, 20, 30]):
+        writer = CSVWriter(file)
+        for step in steps:
+            writer.write(step, {"sink_rate": step / 100 + len(steps)})
+    with file.open() as lines:
+        assert [int(row["step"]) for row in csv.DictReader(lines)] == [0, 10, 20, 30]
+    file.write_text("a,b\n1,2\n")
+    with refused("file"):
+        CSVWriter(file).write(0, {})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(3, {"sink_rate": 0.25})
+    writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(x.step, x.value) for x in events.Scalars("attention/sink_rate")] == [(3, 0.25)]
+
+
+@pytest.mark.parametrize(("kind", "package"), [(WandbWriter, "wandb"), (TrackioWriter, "trackio")])
+def test_runs_of_other_libraries_get_the_numbers(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with refused(kind.__name__, match=f"pip install {package}"):
+        kind()
+    logged: list[Any] = []
+    module = ModuleType(package)
+    module.log = lambda numbers, step: logged.append((numbers, step))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, module)
+    kind().write(7, {"dead_heads": 0.5})
+    assert logged == [({"attention/dead_heads": 0.5}, 7)]
+
+
+def test_lightning_callback_measures_batches_or_names_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stand-in for Lightning, which calls the same methods in the same order."""
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "qkv.tracking.lightning", raising=False)
+    with refused("LightningAttentionCallback", match="pip install lightning"):
+        importlib.import_module("qkv.tracking.lightning")
+    module = ModuleType("pytorch_lightning")
+    module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", module)
+    callback = importlib.import_module("qkv.tracking.lightning").LightningAttentionCallback(every=2)
+    monkeypatch.delitem(sys.modules, "qkv.tracking.lightning")
+    trainer: Any = ModuleType("trainer")
+    trainer.log_dir, trainer.is_global_zero = str(tmp_path), True
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=1, heads=4))
+    callback.on_train_start(trainer, model)
+    for batch in range(3):
+        callback.on_train_batch_start(trainer, model, None, batch)
+        model.loss(torch.randint(50, (2, 9))).backward()
+        callback.on_train_batch_end(trainer, model, None, None, batch)
+    callback.on_train_end(trainer, model)
+    assert [row["step"] for row in callback.tracker.rows] == [0, 2]
+    assert (tmp_path / "attention.csv").exists()
+
+
+def test_bad_settings_are_refused() -> None:
+    for kind in (lambda: Tracker(nn.Linear(1, 1), every=0), lambda: AttentionCallback(every=0)):
+        with refused("every"):
+            kind()
+    with pytest.raises(NotImplementedError):
+        Writer().write(0, {})
+
+
+@pytest.mark.parametrize("module", [tracking, trainers, writers])
+def test_examples_run(module: ModuleType) -> None:
+    assert doctest.testmod(module).failed == 0
