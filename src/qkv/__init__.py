@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         biases,
         cache,
         course,
+        edits,
         features,
         huggingface,
         kernels,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from qkv.choice import Choice, choose_keys
     from qkv.linear import LinearState, linear_attend, linformer
     from qkv.partial import Partial, merge
+    from qkv.profiler.editing import edit, head_outputs
     from qkv.profiler.pretrained import load
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
@@ -61,7 +63,10 @@ __all__ = [
     "cache",
     "choose_keys",
     "course",
+    "edit",
+    "edits",
     "features",
+    "head_outputs",
     "huggingface",
     "kernels",
     "lab",
@@ -88,14 +93,15 @@ __all__ = [
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
-    "biases", "cache", "course", "features", "huggingface", "kernels", "lab", "masks", "models", "nn", "normalizers",
-    "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
+    "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
+    "normalizers", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),
     "qkv.choice": ("Choice", "choose_keys"),
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),
     "qkv.partial": ("Partial", "merge"),
+    "qkv.profiler.editing": ("edit", "head_outputs"),
     "qkv.profiler.pretrained": ("load",),
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),

@@ -59,6 +59,16 @@ def batches(
         yield _prepared(model, batch)
 
 
+def arguments_of(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward by name, those of ``**kwargs`` among them."""
+    signature = inspect.signature(module.forward)
+    found = dict(signature.bind_partial(*args, **named).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
 def sequences_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Sequences:
     """The sequences in a batch: by Hugging Face's argument names, else in the order of the forward's parameters."""
     if "input_ids" in batch or "decoder_input_ids" in batch:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qkv._engine.call import Call, Result
+from qkv._engine.call import Result
 from qkv.profiler.capture.torch_calls import as_scores, of_multi_head, of_scores, of_sdpa
 
 SDPA, MULTI_HEAD = nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward
@@ -27,7 +27,9 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_head
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _SOFTMAX = re.compile("softmax", re.IGNORECASE)
 
-OnCall = Callable[[str, str, Call], Result]  # module, source ("sdpa" or "softmax") and call; returns its result
+OnCall = Callable[..., Result]
+"""Module, source ("sdpa" or "softmax"), call, the output that the model has computed or None, and by name whether it
+can be edited; returns the result of the call."""
 
 OnOutput = Callable[[str, Callable[[], Tensor], Result], None]  # module, function that computes torch's output, result
 
@@ -105,8 +107,10 @@ class Intercept(TorchFunctionMode):
             elif module is not None:
                 call, shape = of_sdpa(self._heads(module), *args, **kwargs)
                 if self.beside:
-                    self.on_call(self.names[id(module)], "sdpa", call)
-                    return func(*args, **kwargs)
+                    out = func(*args, **kwargs)
+                    mine = out.reshape(*call.q.shape[:3], call.v.shape[3])
+                    made = self.on_call(self.names[id(module)], "sdpa", call, mine)
+                    return out if made.out is mine else made.out.reshape(out.shape)
                 result = self.on_call(self.names[id(module)], "sdpa", call)
                 self.check(self.names[id(module)], lambda: func(*args, **kwargs).reshape(result.out.shape), result)
                 return result.out.reshape(shape)
@@ -117,7 +121,8 @@ class Intercept(TorchFunctionMode):
                 if multi_head is None:
                     self.unreadable[self.names[id(module)]] = "its keys or values are projected outside of it"
                 else:
-                    self.on_call(self.names[id(module)], "sdpa", multi_head)
+                    nothing = multi_head.v[:, :, :0] if self.beside else None
+                    self.on_call(self.names[id(module)], "sdpa", multi_head, nothing, editable=False)
         elif func in SOFTMAX:
             self._softmax(*args, **kwargs)
         return func(*args, **kwargs)
@@ -161,7 +166,8 @@ class Intercept(TorchFunctionMode):
         elif isinstance(scores, str):
             self.unreadable[self.names[id(module)]] = scores
         else:
-            self.on_call(self.names[id(module)], "softmax", of_scores(scores))
+            call = of_scores(scores)
+            self.on_call(self.names[id(module)], "softmax", call, call.v[:, :, :0] if self.beside else None)
 
     def _module(self) -> nn.Module | None:
         """The innermost running module of the model; None inside qkv's kernels and in modules that are `expected`."""

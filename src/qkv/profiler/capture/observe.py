@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from qkv import ring
 from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.row_state import RowState
+from qkv.edits.active import ACTIVE, applied, with_head
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, routes
 from qkv.huggingface.functions import EAGER_NAMES, Own, eager_of, function_of, is_known, name_of, wrapped
@@ -36,7 +37,7 @@ from qkv.nn.composition import Composition
 from qkv.profiler.capture import groups
 from qkv.profiler.capture.checking import Checked, check_rows, compared, compared_weights
 from qkv.profiler.capture.geometry import geometry, value_norms
-from qkv.profiler.capture.inputs import Sequences
+from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
 from qkv.profiler.capture.intercept import Intercept, unwatched
 from qkv.profiler.capture.outputs import RecordedInputs, recorded_inputs, returned
 from qkv.profiler.capture.torch_calls import of_scores, of_weights
@@ -108,6 +109,7 @@ class Observer:
     sources: dict[str, str] = field(default_factory=dict)  # by module: see `qkv.profile`
     partial: bool = False  # list modules whose attention cannot be read instead of raising an error
     beside: bool = False  # the model computes by its own functions, in any mode, and `collect` receives the calls
+    for_edits: bool = False  # the observer only applies edits, and `collect` does not use the calls
     on_begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None  # of an outermost forward
     on_end: Callable[[nn.Module, Any], None] | None = None
 
@@ -157,7 +159,7 @@ class Observer:
         self, module: nn.Module, name: str, call: Call, out: Tensor, attention_mask: Any, arguments: dict[str, Any]
     ) -> None:
         """Compare some rows of the model's first call with the model's own function, once for every model."""
-        if self.checks:
+        if self.checks or ACTIVE.get(self.model):
             return
         function = self._functions.get(id(module))
         known = _CHECKED.setdefault(self.model, {})
@@ -198,26 +200,25 @@ class Observer:
                 )
             named = named | {"dropout": 0.0}
             checked_once = ""
+        mine = out.transpose(1, 2)
+        own_result = Result(mine, None)
         for query, key, value, mask, others in _readings(module, function, *args, **named):
             try:
-                with torch.no_grad(), unwatched():
-                    call, keys = call_of(module, name, query, key, value, mask, **others)
-                    call = detached(call)
-                    if checked_once == "" or (self.beside and (where, checked_once) in compared_before):
-                        result = Result(out.detach().transpose(1, 2), None)
-                    else:
-                        result = _served(call)
+                call, keys = call_of(module, name, query, key, value, mask, **others)
+                if checked_once != "" and not (self.beside and (where, checked_once) in compared_before):
+                    with torch.no_grad(), unwatched():
+                        result = _served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf
-                        found = compared(name, where, out.detach().transpose(1, 2), result.out, counted)
-                        self.checks.append(found)
-                        if is_known(function) or mask is not None:
-                            compared_before[where, checked_once] = found
+                        found = compared(name, where, mine.detach(), result.out, counted)
+                    self.checks.append(found)
+                    if is_known(function) or mask is not None:
+                        compared_before[where, checked_once] = found
             except InputError as error:
                 reason = reason or error
                 continue
             self.sources[name] = "interface"
-            self._record(name, call, lambda found=result: found, group, _is_causal(call.mask), keys, fused=False)  # type: ignore[misc]
-            return returned
+            made = self._record(name, call, lambda: own_result, group, _is_causal(call.mask), keys, fused=False)
+            return returned if made is own_result else (made.out.transpose(1, 2).contiguous(), *returned[1:])
         assert reason is not None
         if isinstance(weights, Tensor) and weights.ndim == 4:
             try:
@@ -245,17 +246,23 @@ class Observer:
         if self.beside:
             result, name = compute(), self._running[-1]
             self.sources[name] = "qkv"
-            call = replace(detached(call), dropout_p=0.0)
+            call = replace(call, dropout_p=0.0)
             causal = _is_causal(call.mask)
-            self._record(name, call, lambda: result, self._group(name, call, causal), causal, None, fused=False)
-            return result
+            return self._record(name, call, lambda: result, self._group(name, call, causal), causal, None, fused=False)
         name = self._running[-1]
         self.sources[name] = "qkv"
         causal = _is_causal(call.mask)
         return self._record_step_wise(name, call, compute, causal, fused=fused)
 
     def _record_step_wise(
-        self, name: str, call: Call, compute: Callable[[], Result], causal: bool, *, fused: bool
+        self,
+        name: str,
+        call: Call,
+        compute: Callable[[], Result],
+        causal: bool,
+        *,
+        fused: bool,
+        editable: bool = True,
     ) -> Result:
         """Record a call of a model that may attend step by step, each time with one query over the same keys."""
         step = call.q.shape[2] == 1 and not causal and self.collect is None
@@ -274,7 +281,7 @@ class Observer:
                     before.add(*self._measured(name, call, result, first=before.first, whole=False)[1:])
             return result
         group = self._group(name, call, causal)
-        return self._record(name, call, compute, group, causal, None, step=step, fused=fused)
+        return self._record(name, call, compute, group, causal, None, step=step, fused=fused, editable=editable)
 
     def _observe_shared(self, shared: Shared, result: Result) -> None:
         """Record a call whose sequence several processes share: each records the statistics of the whole sequence."""
@@ -328,18 +335,23 @@ class Observer:
                 known[SDPA] = compared(name, SDPA, own(), result.out, result.lse > -torch.inf)
         self.checks.append(known[SDPA])
 
-    def _intercepted(self, name: str, source: str, call: Call) -> Result:
+    def _intercepted(
+        self, name: str, source: str, call: Call, own: Tensor | None = None, *, editable: bool = True
+    ) -> Result:
+        """Record a call; `own` is the output that the model has computed already."""
         self.sources[name] = source
         if self.beside:
-            call = replace(detached(call), dropout_p=0.0)
+            call = replace(call, dropout_p=0.0)
         mask, real = call.mask, self.query_masks.get(call.q.shape[2])
         if isinstance(mask, Dense) and real is not None and len(real) == len(mask.tensor):
             mask = Dense(mask.tensor & real[:, None, :, None])  # so that padding queries cannot make it non-causal
         causal = _is_causal(mask)
-        compute = partial(_served, call)
+        known = None if own is None else Result(own, None)
+        compute = partial(_served, call) if known is None else lambda: known
         if not type(self.model).__module__.startswith("transformers."):
-            return self._record_step_wise(name, call, compute, causal, fused=True)
-        return self._record(name, call, compute, groups.of_transformers(name, self.model), causal, None)
+            return self._record_step_wise(name, call, compute, causal, fused=True, editable=editable)
+        group = groups.of_transformers(name, self.model)
+        return self._record(name, call, compute, group, causal, None, editable=editable)
 
     def record_returned(self, recorded: RecordedInputs) -> None:
         """For modules whose calls could not be read, record the weights that the model itself returns, if it does."""
@@ -407,8 +419,12 @@ class Observer:
         *,
         step: bool = False,
         fused: bool = True,
+        editable: bool = True,
     ) -> Result:
-        """Record a call and return its result; if `fused`, the statistics may be computed together with it."""
+        """Record a call and return its result after the edits of `qkv.edit`.
+
+        If `fused`, the statistics may be computed together with the result.
+        """
         self._note(name, call)
         layer = self._calls.get(group, 0)
         self._calls[group] = layer + 1
@@ -422,10 +438,19 @@ class Observer:
         self._steps.pop(name, None)
         if step:
             self._steps[name] = _Steps(self, call.k.detach(), first, len(self.records) if kept else None)
+        edit = partial(
+            applied, self.model, name, group, layer, call, queries=queries, first=first,
+            editable=editable and not step and self.sources[name] not in WEIGHTS_ONLY,
+        )  # fmt: skip
         if not kept:
-            return compute()
+            return edit(compute())[0]
         if self.collect is not None:
-            result = Result(call.v[:, :, :0], None) if self.beside else compute()
+            result, changed = edit(compute())
+            if changed and not self.for_edits:
+                raise InputError(
+                    f"edits changes the weights of single heads in {name}, which only qkv.profile records; expected "
+                    "edits of outputs, such as 'zero', or no edits here"
+                )
             lse = None if result.lse is None else result.lse.detach()
             source = self.sources[name]
             self.collect(ObservedCall(name, group, layer, detached(call), lse, queries, keys, first, causal, source))
@@ -438,6 +463,14 @@ class Observer:
                 name, call, known, first=first, queries=queries, norms=norms, whole=not step
             )
             vectors = {} if no_vectors else geometry(detached(call), first, queries, keys)
+            result, changed = edit(result)
+            for head, one in changed.items():
+                _, its, of_head = self._measured(
+                    name, one, None, first=first, queries=queries, norms=norms, whole=not step
+                )
+                statistics = with_head(statistics, its, head)
+                if weights is not None and of_head is not None:
+                    weights[:, head] = of_head[:, head]
         self.records.append(Record(name, group, layer, statistics, vectors, weights, queries, keys, causal))
         if step:
             self._steps[name].add(statistics, weights)
@@ -624,6 +657,29 @@ def observe(observer: Observer) -> Iterator[Observer]:
     models every call is a layer. With `Observer.beside` the model is neither put into evaluation mode nor detached from
     autograd: its own functions compute, and the calls are collected beside them.
     """
+    model = observer.model
+    OBSERVERS[model] = OBSERVERS.get(model, 0) + 1
+    try:
+        with _observed(observer):
+            yield observer
+    finally:
+        OBSERVERS[model] -= 1
+
+
+OBSERVERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many contexts observe a model."""
+
+
+def prepare(observer: Observer, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Before another forward: forget the calls so far, and find the real tokens among its arguments."""
+    batch = {name: x for name, x in arguments_of(module, args, named).items() if isinstance(x, Tensor)}
+    observer.sequences = sequences_of(module, batch)
+    observer.key_masks, observer.query_masks = real_tokens(module, batch, observer.sequences)
+    observer.restart(paused=False)
+
+
+@contextmanager
+def _observed(observer: Observer) -> Iterator[Observer]:
     model = observer.model
     if observer.beside:
         with _alone(model), _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):

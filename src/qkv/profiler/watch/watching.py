@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from qkv.cache.base import attending
 from qkv.errors import InputError
 from qkv.profiler.capture.datasets import datasets
-from qkv.profiler.capture.inputs import Sequences, real_tokens, sequences_of
+from qkv.profiler.capture.inputs import Sequences, arguments_of, real_tokens, sequences_of
 from qkv.profiler.capture.observe import ObservedCall, Observer, observe
 from qkv.profiler.profiles import Profile
 from qkv.profiler.run import name_of_model, versions
@@ -30,7 +29,16 @@ KEEP_KEYS = ("DynamicCache", "StaticCache", "EncoderDecoderCache", "Full")
 
 
 class Watched:
-    """What was recorded inside `watch`."""
+    """What was recorded inside `watch`.
+
+    >>> import torch, qkv
+    >>> from qkv.models import DecoderConfig, DecoderLM
+    >>> model = DecoderLM(DecoderConfig(d_model=32, layers=2, heads=4))
+    >>> with qkv.watch(model) as watched, torch.no_grad():
+    ...     _ = model(torch.tensor([[5, 6, 7]]))
+    >>> watched
+    Watched(1 sequences, 1 forwards)
+    """
 
     def __init__(
         self, model: nn.Module, every: int, layers: Collection[int] | None, tokenizer: Any, local_window: int,
@@ -315,11 +323,7 @@ def watch(
 
 
 def _begun(watched: Watched, observer: Observer, module: nn.Module, args: tuple[Any, ...], named: Any) -> None:
-    bound = inspect.signature(module.forward).bind_partial(*args, **named)
-    batch = dict(bound.arguments)
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            batch |= batch.pop(name, {})
+    batch = arguments_of(module, args, named)
     watched.begins(observer, module, batch, batch.get("past_key_values"))
 
 

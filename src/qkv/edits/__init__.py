@@ -1,0 +1,13 @@
+"""Interventions on single heads, for `qkv.edit`: each changes the output of a head, or the weights that it has.
+
+Your own edit inherits from `Edit` and defines `apply`.
+"""
+
+from qkv.edits.base import Edit, Head
+from qkv.edits.built_in import HideFirst, Mask, Mean, Normalizer, Patch, Scale, Steer, Temperature, Zero
+
+__all__ = ["Edit", "Head", "HideFirst", "Mask", "Mean", "Normalizer", "Patch", "Scale", "Steer", "Temperature", "Zero"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,291 @@
+"""`qkv.edit`: edits of single heads equal the same done by hand with hooks, and leave everything else as it is."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+import hf_models as hf
+import qkv
+from conftest import refused
+from qkv import edits
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler import editing
+
+OUTPUT = {  # the output projection of an attention module, whose input is the heads' outputs side by side
+    "llama": "o_proj", "gpt2": "c_proj", "bert": "dense", "mistral": "o_proj", "gemma2": "o_proj", "gpt_oss": "o_proj",
+    "qwen2": "o_proj", "gpt_neox": "dense", "opt": "out_proj", "phi": "dense", "distilbert": "out_lin", "vit": "o_proj",
+    "olmo2": "o_proj", "falcon": "dense", "bart": "out_proj", "t5": "o", "whisper": "out_proj", "roberta": "dense",
+    "starcoder2": "o_proj", "stablelm": "o_proj", "cohere": "o_proj", "granite": "o_proj",
+}  # fmt: skip
+HEAD = 2
+
+
+def main_output(outputs: Any) -> Tensor:
+    out: Tensor = outputs[0]
+    return out
+
+
+def projection(model: nn.Module, module: str, name: str) -> nn.Module:
+    """The output projection of an attention module: inside it, or beside it as in BERT."""
+    for root in (module, module.rpartition(".")[0]):
+        found = [m for n, m in model.get_submodule(root).named_modules() if n.rpartition(".")[2] == name]
+        if found:
+            return found[0]
+    raise AssertionError(f"{module} has no {name}")
+
+
+@contextmanager
+def by_hand(layer: nn.Module, heads: int, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the input of an output projection is changed for one head."""
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].clone()
+        width = x.shape[-1] // heads
+        x[..., HEAD * width : (HEAD + 1) * width] = change(x[..., HEAD * width : (HEAD + 1) * width])
+        return (x, *args[1:])
+
+    handle = layer.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+ARCHITECTURES = [name for name in OUTPUT if name in hf.ROUTED]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_edits_equal_hooks_on_the_output_projection(name: str) -> None:
+    model, inputs = hf.build(name), hf.inputs(name)
+    plain = main_output(model(**inputs))
+    data = next(iter(qkv.profile(model, inputs, probe=False, progress=False).groups.items()))
+    group, layer = data[0], data[1].sizes["layer"] - 1
+    module, heads = str(data[1]["module"].values[layer]), data[1].sizes["head"]
+    target = projection(model, module, OUTPUT[name])
+    key = (group, layer, HEAD)
+    vector = torch.linspace(-1, 1, target.weight.shape[-1 if name != "gpt2" else 0] // heads)  # type: ignore[index]
+    changes: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+        "zero": ("zero", torch.zeros_like),
+        "mean": ("mean", lambda x: x.mean(1, keepdim=True).expand_as(x)),
+        "scale": (edits.Scale(-2.0), lambda x: -2 * x),
+        "steer": (edits.Steer(vector), lambda x: x + vector),
+    }
+    for what, (edit, change) in changes.items():
+        with qkv.edit(model, {key: edit}):
+            got = main_output(model(**inputs))
+        with by_hand(target, heads, change):
+            want = main_output(model(**inputs))
+        assert not torch.allclose(want, plain, atol=1e-4), what
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5, msg=f"{name}: {what}")
+    with qkv.edit(model, {(module, HEAD): edits.Scale(1.0)}):
+        assert torch.equal(main_output(model(**inputs)), plain), "heads that are not edited changed"
+    assert torch.equal(main_output(model(**inputs)), plain)
+
+
+def test_the_list_covers_12_architectures() -> None:
+    assert len(ARCHITECTURES) >= 12
+
+
+@pytest.fixture
+def llama() -> Any:
+    return hf.build("llama", "eager")
+
+
+def off_by_one(s: Tensor) -> Tensor:
+    return s.exp() / (1 + s.exp().sum(-1, keepdim=True))
+
+
+WEIGHTS: dict[str, tuple[edits.Edit, Callable[[Tensor], Tensor]]] = {
+    "temperature": (edits.Temperature(2.0), lambda s: (s / 2).softmax(-1)),
+    "window": (edits.Mask(qkv.masks.Window(5)), lambda s: s.masked_fill(far(s.shape[-1]), -torch.inf).softmax(-1)),
+    "no first token": (edits.HideFirst(), lambda s: s.masked_fill(first(s.shape[-1]), -torch.inf).softmax(-1)),
+    "sigmoid": (edits.Normalizer(qkv.normalizers.Sigmoid(bias=0.0)), torch.sigmoid),
+    "off by one": (edits.Normalizer(qkv.normalizers.Softmax(sink=0.0)), off_by_one),
+}
+
+
+def far(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril(-5)
+
+
+def first(n: int) -> Tensor:
+    hidden = torch.zeros(n, n, dtype=torch.bool)
+    hidden[1:, 0] = True
+    return hidden
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_edits_of_weights_equal_an_eager_function_with_these_weights(name: str, llama: Any) -> None:
+    edit, formula = WEIGHTS[name]
+    inputs = hf.inputs("llama")
+    of_layer: list[Tensor] = []
+
+    def eager(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        group = q.shape[1] // k.shape[1]
+        scores = q @ k.repeat_interleave(group, 1).mT * scaling
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(-1)
+        if module.layer_idx == 1:
+            weights[:, HEAD] = formula(scores[:, HEAD])
+            of_layer.append(weights)
+        return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), weights
+
+    with qkv.edit(llama, {(1, HEAD): edit}):
+        got = main_output(llama(**inputs))
+        profile = qkv.profile(llama, inputs, probe=False, progress=False)
+    before = AttentionInterface._global_mapping.copy()
+    AttentionInterface.register("by_hand", eager)
+    twin = hf.build("llama", "by_hand")
+    want = main_output(twin(**inputs))
+    AttentionInterface._global_mapping.clear()
+    AttentionInterface._global_mapping.update(before)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    weights = profile.data["weights"].values[:, 1]
+    np.testing.assert_allclose(weights, of_layer[0].numpy(), atol=1e-5)
+    total = of_layer[0].sum(-1, keepdim=True)
+    shares = of_layer[0] if name == "off by one" else of_layer[0] / total
+    np.testing.assert_allclose(profile.data["received"].values[:, 1], shares.sum(2).numpy(), atol=1e-4)
+
+
+@torch.no_grad()
+def test_profile_and_watch_inside_and_outside_record_the_edited_model(llama: Any) -> None:
+    inputs = hf.inputs("llama")
+    plain = qkv.profile(llama, inputs, probe=False, progress=False).data["entropy"].values
+    with qkv.edit(llama, {(0, HEAD): "zero"}):
+        inside = qkv.profile(llama, inputs, probe=False, progress=False).data["entropy"].values
+        with qkv.watch(llama) as watched:
+            out = main_output(llama(**inputs))
+    with qkv.watch(llama) as around, qkv.edit(llama, {(0, HEAD): "zero"}):
+        again = main_output(llama(**inputs))
+    assert torch.equal(out, again)
+    np.testing.assert_array_equal(inside[:, 0], plain[:, 0])
+    assert np.abs(inside[:, 1] - plain[:, 1]).max() > 1e-3
+    for found in (watched, around):
+        np.testing.assert_allclose(found.profile().data["entropy"].values, inside, atol=2e-5)
+    with refused("edits", match=r"only qkv\.profile"), qkv.watch(llama), qkv.edit(llama, {(0, 1): edits.HideFirst()}):
+        llama(**inputs)
+
+
+def test_padding_does_not_count_in_means(llama: Any) -> None:
+    inputs = hf.inputs("llama", "left")
+    bare = {"input_ids": inputs["input_ids"][1:, hf.PADDED :]}
+    with qkv.edit(llama, {(0, 0): "mean", (1, 3): edits.HideFirst()}), torch.no_grad():
+        got, want = main_output(llama(**inputs))[1:, hf.PADDED :], main_output(llama(**bare))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_flow_through_edits(llama: Any) -> None:
+    inputs = hf.inputs("llama")
+    factor = torch.ones((), requires_grad=True)
+    with qkv.edit(llama, {(0, HEAD): edits.Scale(factor), (1, 1): edits.Temperature(1.5)}):
+        loss = main_output(llama(**inputs)).square().sum()
+    loss.backward()
+    step = 1e-2
+    found = []
+    for value in (1 + step, 1 - step):
+        with qkv.edit(llama, {(0, HEAD): edits.Scale(value), (1, 1): edits.Temperature(1.5)}), torch.no_grad():
+            found.append(main_output(llama(**inputs)).square().sum().item())
+    assert factor.grad is not None
+    assert factor.grad.item() == pytest.approx((found[0] - found[1]) / (2 * step), rel=2e-2)
+
+
+@torch.no_grad()
+def test_patching_every_head_of_a_layer_carries_over_the_other_run() -> None:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4, positions="learned")).eval()
+    a, b = torch.randint(50, (2, 1, 9))
+    keys = [(1, head) for head in range(4)]
+    patches = {key: edits.Patch(x) for key, x in qkv.head_outputs(model, a, keys).items()}
+    with qkv.edit(model, patches):
+        got = model(b)
+    states: list[Tensor] = []
+    handle = model.blocks[1].attention.out_proj.register_forward_hook(lambda _, __, out: states.append(out))
+    model(a)
+    handle.remove()
+    handle = model.blocks[1].attention.out_proj.register_forward_hook(lambda *_: states[0])
+    torch.testing.assert_close(got, model(b))
+    handle.remove()
+
+
+@torch.no_grad()
+def test_edits_hold_in_every_step_of_generation() -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0, eos_token_id=None)).eval()
+    hf.enliven(model)
+    ids = torch.randint(1, 97, (1, 8))
+    with qkv.edit(model, {(1, 0): "zero", (0, 3): edits.HideFirst()}):
+        out = model.generate(ids, max_new_tokens=6, do_sample=False)
+        whole = model(out[:, :-1]).logits.argmax(-1)
+    assert torch.equal(whole[:, 7:], out[:, 8:])
+    with refused("edit", match="without a cache"), qkv.edit(model, {(0, 0): "mean"}):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+class Halve(edits.Edit):
+    def apply(self, head: edits.Head) -> Tensor:
+        return head.output / 2
+
+
+class Wrong(edits.Edit):
+    def apply(self, head: edits.Head) -> Tensor:
+        return head.output[:, :1, :1]
+
+
+@torch.no_grad()
+def test_an_edit_of_ones_own_is_applied_and_checked(llama: Any) -> None:
+    inputs = hf.inputs("llama")
+    with qkv.edit(llama, {(0, 0): Halve()}):
+        mine = main_output(llama(**inputs))
+    with qkv.edit(llama, {(0, 0): edits.Scale(0.5)}):
+        assert torch.equal(mine, main_output(llama(**inputs)))
+    with refused("apply", match="Wrong: apply returned"), qkv.edit(llama, {(0, 0): Wrong()}):
+        llama(**inputs)
+
+
+BAD: dict[str, Any] = {
+    "a head that does not exist": {(0, 9): "zero"},
+    "a layer that does not exist": {(7, 0): "zero"},
+    "a module that does not exist": {("layers.7", 0): "zero"},
+    "no edit": {(0, 0): "remove"},
+    "not an edit": {(0, 0): 3},
+    "a bad key": {0: "zero"},
+    "nothing": {},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BAD)
+def test_bad_edits_are_refused_and_the_model_restored(name: str, llama: Any) -> None:
+    inputs = hf.inputs("llama")
+    plain, mapping = main_output(llama(**inputs)), dict(AttentionInterface._global_mapping)
+    with refused("edits"), qkv.edit(llama, BAD[name]):
+        llama(**inputs)
+    assert mapping == AttentionInterface._global_mapping
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
+    assert torch.equal(main_output(llama(**inputs)), plain)
+
+
+def test_attention_that_forms_its_own_weights_is_refused() -> None:
+    layer = qkv.nn.EinsumAttention(32, 4)
+    with refused("edits", match="forms its weights itself"), qkv.edit(layer, {(0, 0): "zero"}):
+        layer(torch.randn(1, 5, 32))
+    with refused("model"), qkv.edit("llama", {(0, 0): "zero"}):  # type: ignore[arg-type]
+        pass
+
+
+def test_examples_run() -> None:
+    assert doctest.testmod(editing).failed == 0
