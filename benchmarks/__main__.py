@@ -22,6 +22,7 @@ from benchmarks import (
     training_speed,
     viewer,
     viewer_page,
+    watch_cost,
 )
 from benchmarks.timing import save
 
@@ -44,6 +45,7 @@ ALL: dict[str, Callable[[], dict[str, Any]]] = {
     "map": map_speed.maps,
     "viewer": viewer.viewer,
     "viewer_page": viewer_page.viewer_page,
+    "watch": watch_cost.watched,
     "survey": survey_speed.against_plain,
     "survey_processes": survey_speed.of_processes,
 }

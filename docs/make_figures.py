@@ -55,11 +55,21 @@ def pictures() -> None:
 
 
 def of_mini() -> None:
-    """The figures of `qkv map`, `qkv flow` and `qkv evict` for the bundled model."""
+    """The figures of `qkv map`, `qkv flow`, `qkv evict` and `qkv ablate` for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
-        for command in ("map --layer 1 --head 2 --out map.png", "flow --out flow", "evict --out evict"):
+        for command in (
+            "map --layer 1 --head 2 --out map.png",
+            "flow --out flow",
+            "evict --out evict",
+            "ablate --out ablate",
+        ):
             subprocess.run([sys.executable, "-m", "qkv.cli", *command.split()], cwd=folder, check=True)
-        drawn = {"map": "map.png", "flow": "flow/flow-from-320.png", "eviction": "evict/eviction.png"}
+        drawn = {
+            "map": "map.png",
+            "flow": "flow/flow-from-320.png",
+            "eviction": "evict/eviction.png",
+            "ablation": "ablate/ablation.png",
+        }
         for name, file in drawn.items():
             shutil.copy(Path(folder) / file, DOCS / "figures" / f"{name}.png")
 

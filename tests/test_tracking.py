@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import doctest
-import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from qkv.models import DecoderConfig, DecoderLM
 from qkv.tracking import (
     AttentionCallback,
     CSVWriter,
+    LightningAttentionCallback,
     TensorBoardWriter,
     Tracker,
     TrackioWriter,
@@ -171,14 +171,13 @@ def test_lightning_callback_measures_batches_or_names_the_package(
     """With a stand-in for Lightning, which calls the same methods in the same order."""
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "qkv.tracking.lightning", raising=False)
     with refused("LightningAttentionCallback", match="pip install lightning"):
-        importlib.import_module("qkv.tracking.lightning")
+        LightningAttentionCallback()
     module = ModuleType("pytorch_lightning")
     module.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pytorch_lightning", module)
-    callback = importlib.import_module("qkv.tracking.lightning").LightningAttentionCallback(every=2)
-    monkeypatch.delitem(sys.modules, "qkv.tracking.lightning")
+    callback = LightningAttentionCallback(every=2)
+    assert isinstance(callback, module.Callback)
     trainer: Any = ModuleType("trainer")
     trainer.log_dir, trainer.is_global_zero = str(tmp_path), True
     model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=1, heads=4))

@@ -139,7 +139,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("--help") == 0
     said = capsys.readouterr().out
     assert set(COMMANDS) == {
-        "profile", "view", "survey", "evict", "flow", "map", "generate", "bench", "train", "experiment",
+        "profile", "view", "survey", "evict", "ablate", "flow", "map", "generate", "bench", "train", "experiment",
     }  # fmt: skip
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in COMMANDS)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         scores,
         statistics,
         testing,
+        tracking,
     )
     from qkv.attention import Attention, Plan, attend, plan
     from qkv.choice import Choice, choose_keys
@@ -88,13 +89,14 @@ __all__ = [
     "scores",
     "statistics",
     "testing",
+    "tracking",
     "watch",
 ]
 
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
-    "normalizers", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing",
+    "normalizers", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
-from qkv.cli import bench, evict, experiment, flow, generate, maps, profile, survey, train, view
+from qkv.cli import ablate, bench, evict, experiment, flow, generate, maps, profile, survey, train, view
 from qkv.cli.files import discard_output
 from qkv.errors import InputError
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
     "survey": survey.survey,
     "evict": evict.evict,
+    "ablate": ablate.ablate,
     "flow": flow.flow,
     "map": maps.head_map,
     "view": view.view,

@@ -138,9 +138,15 @@ def layer_by_head(
         if np.isfinite(value):
             axes.text(
                 head, layer, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
-                color="white" if norm(value) > 0.55 else INK,
+                color="white" if _is_dark(colours(norm(value))) else INK,
             )  # fmt: skip
     return image
+
+
+def _is_dark(colour: tuple[float, float, float, float]) -> bool:
+    """Whether white is easier to read on a colour than black, by its relative luminance."""
+    red, green, blue, _ = colour
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52
 
 
 def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: bool = True, what: str = "") -> None:

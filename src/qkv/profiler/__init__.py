@@ -1,5 +1,6 @@
 """Profile models: observe their attention, compute exact statistics, and save, plot and report them."""
 
+from qkv.profiler.ablation_run import Ablation, ablation
 from qkv.profiler.analyses.edits import Edit, edited, everywhere
 from qkv.profiler.analyses.eviction import Eviction, eviction
 from qkv.profiler.analyses.flow import flow_to, rollout
@@ -14,6 +15,7 @@ from qkv.profiler.surveys.survey import survey
 from qkv.profiler.texts import default_text
 
 __all__ = [
+    "Ablation",
     "AttentionMap",
     "Comparison",
     "Edit",
@@ -21,6 +23,7 @@ __all__ = [
     "Explorer",
     "Profile",
     "Survey",
+    "ablation",
     "attention_map",
     "compare",
     "default_text",

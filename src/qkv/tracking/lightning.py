@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qkv.errors import InputError
 from qkv.tracking.tracker import Tracker
@@ -24,14 +24,10 @@ def _callback_class() -> type[Any]:
     raise InputError("LightningAttentionCallback needs lightning, which is not installed: pip install lightning")
 
 
-if TYPE_CHECKING:
-    Base = object
-else:
-    Base = _callback_class()
-
-
-class LightningAttentionCallback(Base):
-    """Follows sinks, entropy, dead and uniform heads and massive activations in a run of Lightning.
+def LightningAttentionCallback(  # noqa: N802 (it makes an object of a class whose base is Lightning's)
+    every: int = 100, writers: Sequence[Writer] | None = None, layers: Collection[int] | None = None
+) -> Any:
+    """A callback that follows sinks, entropy, dead and uniform heads and massive activations in a run of Lightning.
 
     Args:
         every: measure each batch whose number is a multiple of this.
@@ -39,8 +35,16 @@ class LightningAttentionCallback(Base):
         layers: which attention layers to measure, counted from 0; all if None.
 
     Raises:
-        InputError: if `every` is less than 1.
+        InputError: if `every` is less than 1, or Lightning is not installed.
+
+    >>> callback = LightningAttentionCallback(every=50)  # doctest: +SKIP
     """
+    kind = type("LightningAttentionCallback", (_Hooks, _callback_class()), {})
+    return kind(every, writers, layers)
+
+
+class _Hooks:
+    """The methods that Lightning's trainer calls."""
 
     def __init__(
         self, every: int = 100, writers: Sequence[Writer] | None = None, layers: Collection[int] | None = None

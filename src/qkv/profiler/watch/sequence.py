@@ -110,11 +110,21 @@ class Layer:
     """Queries of the newest steps, which are measured together with the keys of the last of them."""
     newest: tuple[ObservedCall, Places] | None = None
     """The last of these steps."""
+    whole: bool = True
+    """Whether the newest call is of a forward without a cache."""
     extras: dict[str, Any] = field(default_factory=dict)
     """What only a whole forward has: pooled map and vectors."""
 
-    def add(self, observed: ObservedCall, places: Places, *, keeps_keys: bool = False) -> None:
-        """Add the queries of a call; a cache that `keeps_keys` lets steps of generation wait for later ones."""
+    def add(self, observed: ObservedCall, places: Places, *, keeps_keys: bool = False, whole: bool = True) -> None:
+        """Add the queries of a call.
+
+        Args:
+            observed: the call.
+            places: the positions of its queries and keys.
+            keeps_keys: the cache keeps all keys as they are, so steps of generation can wait for later ones.
+            whole: the forward has no cache, so no further queries will follow.
+        """
+        self.whole = whole
         self.causal &= observed.causal or observed.call.q.shape[2] == 1
         self.keys = observed.keys
         if keeps_keys and _is_step(observed, places):
@@ -207,9 +217,9 @@ class Layer:
             "queries": observed.queries,
             "prefix_keys": PREFIX,
         }
-        _, _, statistics = measured(call, **options, bins=64, value_norms=_norms(observed))
+        _, _, statistics = measured(call, **options, bins=64 if self.whole else None, value_norms=_norms(observed))
         statistics = in_shares(call, statistics, **options)
-        if not self.pieces:
+        if not self.pieces and self.whole:
             vectors = {} if observed.source in WEIGHTS_ONLY else geometry(
                 call, observed.first, observed.queries, observed.keys
             )  # fmt: skip

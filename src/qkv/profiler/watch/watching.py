@@ -56,6 +56,7 @@ class Watched:
         self._forward: Any = None  # what began the forward that runs: a module, or a method
         self._sequence: Sequence | None = None  # None while a forward is not recorded
         self._calls: dict[tuple[str, str], int] = {}
+        self._cache: Any = None
         self._keeps_keys = False  # whether the cache of the forward that runs neither evicts nor rounds keys
         self._new: tuple[Sequence, int, int] | None = None  # sequence, tokens before this forward, and its tokens
         self._reads = 0  # forwards without a cache
@@ -158,6 +159,7 @@ class Watched:
         sequence.forwards += recorded
         sequence.reads += 1
         observer.restart(paused=not recorded)
+        self._cache = cache
         self._keeps_keys = type(getattr(cache, "caches", [cache])[0]).__name__ in KEEP_KEYS
         if known is None and cache is not None:
             self._follow(cache, sequence)
@@ -177,7 +179,7 @@ class Watched:
             self.sequences.append(sequence)
         sequence.sources |= observer.sources
         sequence.checks = sequence.checks or list(observer.checks)
-        self._forward = self._sequence = self._new = None
+        self._forward = self._sequence = self._new = self._cache = None
 
     def _follow(self, cache: Any, sequence: Sequence) -> None:
         try:
@@ -207,7 +209,8 @@ class Watched:
             if observed.group not in ("cross", "encoder") and attending() is None and read < observed.call.k.shape[2]:
                 observed = without_unused(observed, read)
             with torch.no_grad():
-                layer.add(observed, self._at(observed, sequence, start), keeps_keys=self._keeps_keys)
+                places = self._at(observed, sequence, start)
+                layer.add(observed, places, keeps_keys=self._keeps_keys, whole=self._cache is None)
             for followed, of in self._followed:
                 if of is sequence:
                     followed.batch = len(observed.call.q)

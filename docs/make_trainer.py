@@ -1,0 +1,65 @@
+"""Draws docs/figures/trainer.png: sinks that form while transformers' Trainer trains a small Llama on Bigram-Backcopy.
+
+.venv/bin/python docs/make_trainer.py    (about 2 minutes on 2 cores)
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from qkv.lab.tasks.backcopy import Backcopy
+from qkv.tracking import AttentionCallback
+
+STEPS, BATCH, EVERY = 1500, 32, 25
+PANELS = {
+    "sink_rate": "heads with a sink (α₁ > 0.3)",
+    "first_share": "share of the row on the first token",
+    "entropy_ratio": "entropy / ln(visible keys)",
+    "uniform_heads": "heads with an entropy above 0.9 of uniform",
+}
+
+
+def trained() -> list[dict[str, float]]:
+    """The numbers of each measured step."""
+    torch.manual_seed(0)
+    task = Backcopy()
+    config = LlamaConfig(
+        vocab_size=task.symbols + 1, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=task.length, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    rows = torch.cat([task.batch(step, BATCH, 0)["ids"] for step in range(STEPS)])
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
+    callback = AttentionCallback(every=EVERY)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3,
+            warmup_steps=100, weight_decay=0.1, report_to=[], save_strategy="no", use_cpu=True,
+            dataloader_pin_memory=False, seed=0,
+        )  # fmt: skip
+        Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data, callbacks=[callback]).train()
+    return callback.rows
+
+
+def main() -> None:
+    rows = trained()
+    steps = [row["step"] for row in rows]
+    figure, axes = plt.subplots(1, 4, figsize=(11, 2.7), constrained_layout=True)
+    for ax, (name, title) in zip(axes, PANELS.items(), strict=True):
+        ax.plot(steps, [row[name] for row in rows], color="#26748f", lw=1.8)
+        ax.set_title(title, loc="left", fontsize=9)
+        ax.set_xlabel("step", fontsize=8)
+        ax.tick_params(labelsize=7)
+        ax.set_ylim(-0.02, 1.02)
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    figure.savefig(Path(__file__).parent / "figures" / "trainer.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

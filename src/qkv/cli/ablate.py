@@ -1,0 +1,90 @@
+"""`qkv ablate`: which heads a language model needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from qkv.cli.files import folder
+from qkv.cli.inputs import load_inputs, numbers, text_of
+
+if TYPE_CHECKING:
+    from qkv.profiler.ablation_run import Ablation
+
+DEFAULT_TOKENS = 256
+MOST = 10
+
+
+def ablate(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "qkv-mini",
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TEXT]", help_behavior_hint="")] = None,
+    /,
+    *,
+    what: Literal["heads", "means", "sinks"] = "heads",
+    layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
+    file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-ablate"),
+) -> None:
+    """Remove each head of a language model, or each head's sink, and measure how much its loss rises.
+
+    The model runs once for each head. The command prints the heads that matter most, and writes a table (CSV, JSON) and
+    a figure to DIR. An interrupted run resumes with the same command.
+
+    qkv ablate                              (the small model that comes with qkv, on 256 tokens)
+
+    qkv ablate --what sinks                 (hide the first token from one head after the other)
+
+    qkv ablate gpt2 --layers 4-6            (a model from the Hugging Face hub)
+
+    Args:
+        model: A causal language model: a folder, a name on the Hugging Face hub, or a built-in model (see qkv profile
+            --help).
+        text: Text to run the model on; Python's standard library if you give none.
+        what: heads sets the output of a head to 0, means replaces it by its mean over the tokens, sinks hides the first
+            token from the queries of a head.
+        layers: Layers whose heads are removed; all by default.
+        file: Read the text from this UTF-8 file instead; - means standard input.
+        tokens: Run on this many tokens from the start of the text.
+        dtype: Number format of the weights.
+        out: Folder for the results. It is created if it does not exist.
+    """
+    from qkv.figures.ablation import ablation_figure
+    from qkv.figures.save import save_figure
+    from qkv.profiler.ablation_run import ablation
+
+    if tokens is None and text is None and file is None:
+        tokens = DEFAULT_TOKENS
+    chosen = None if layers is None else numbers(layers)
+    passage = text_of(model, text, file, tokens, least=2)
+    with folder(out):
+        loaded, inputs = load_inputs(model, passage, tokens, dtype, head=True)
+        found = ablation(
+            loaded.model, inputs, what=what, layers=chosen, tokenizer=loaded.tokenizer, folder=out, name=loaded.name
+        )
+        _show(found)
+        files = found.save(out)
+        files.append(out / "ablation.png")
+        save_figure(ablation_figure(found), files[-1])
+        print("\n".join(map(str, files)))
+
+
+def _show(found: Ablation) -> None:
+    """Print the heads that matter most."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    attrs = found.attrs
+    head = f"{attrs['model']} · {attrs['tokens']:,} tokens · loss {found.nats:.3f} nats a token"
+    console.print(head, style="bold", highlight=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("layer", "head", "loss, nats", "increase"):
+        table.add_column(column, justify="right")
+    for row in found.table.sort_values("delta_nats", ascending=False, kind="stable").head(MOST).itertuples():
+        table.add_row(str(row.layer), str(row.head), f"{row.nats:.3f}", f"{row.delta_nats:+.3f}")
+    console.print(table)

@@ -1,0 +1,110 @@
+"""The loss of a language model without each head, from Python and from the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_models as hf
+import qkv
+from conftest import refused
+from qkv import cli
+from qkv.models import DecoderConfig, DecoderLM
+from qkv.profiler import ablation
+from qkv.profiler import ablation_run as analysis
+
+
+def small() -> DecoderLM:
+    torch.manual_seed(0)
+    model = DecoderLM(DecoderConfig(vocab_size=50, d_model=32, layers=2, heads=4)).eval()
+    hf.enliven(model)
+    return model
+
+
+IDS = torch.randint(50, (1, 30), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_loss_without_a_head_is_that_with_its_rows_of_the_output_projection_at_zero() -> None:
+    model = small()
+    found = ablation(model, IDS, progress=False)
+    assert found.table[["layer", "head"]].to_numpy().tolist() == [[a, b] for a in range(2) for b in range(4)]
+    weight: Any = model.blocks[1].attention.out_proj.weight
+    weight[:, 16:24] = 0  # head 2
+    logits = model(IDS)
+    want = torch.nn.functional.cross_entropy(logits[0, :-1].double(), IDS[0, 1:]).item()
+    row = found.table[(found.table["layer"] == 1) & (found.table["head"] == 2)].iloc[0]
+    assert row["nats"] == pytest.approx(want, abs=1e-6)
+    assert row["delta_nats"] == pytest.approx(want - found.nats, abs=1e-6)
+
+
+def test_hugging_face_model_and_sinks(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(hf.build("llama").config).eval()
+    hf.enliven(model)
+    ids = torch.randint(hf.VOCABULARY, (1, 20))
+    found = ablation(model, ids, what="sinks", layers=[1], progress=False)
+    assert set(found.table["layer"]) == {1}
+    with qkv.edit(model, {(1, 3): qkv.edits.HideFirst()}), torch.no_grad():
+        logits = model(ids).logits
+    want = torch.nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:]).item()
+    assert found.table["nats"].iloc[3] == pytest.approx(want, abs=1e-6)
+    with refused("model", match="no loss on the next token"):
+        ablation(hf.build("bert"), ids, progress=False)
+
+
+def test_interrupted_run_resumes_and_another_model_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, computed, own = small(), [], analysis.next_token_loss
+
+    def counted(*args: Any) -> float:
+        computed.append(1)
+        if len(computed) == 4:
+            raise KeyboardInterrupt
+        return own(*args)
+
+    monkeypatch.setattr(analysis, "next_token_loss", counted)
+    with pytest.raises(KeyboardInterrupt):
+        ablation(model, IDS, folder=tmp_path, progress=False)
+    computed.clear()
+    monkeypatch.setattr(analysis, "next_token_loss", lambda *args: (computed.append(1), own(*args))[1])
+    resumed = ablation(model, IDS, folder=tmp_path, progress=False)
+    assert len(computed) == 1 + 8 - 2  # the whole model, and the heads that were not finished
+    assert resumed.table.equals(ablation(model, IDS, progress=False).table)
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += 1
+    computed.clear()
+    ablation(model, IDS, folder=tmp_path, progress=False)
+    assert len(computed) == 9
+    (tmp_path / analysis.PROGRESS).write_text("no table")
+    with refused("folder"):
+        ablation(model, IDS, folder=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("ids", [IDS[:, :1], IDS.expand(2, -1)])
+def test_other_shapes_are_refused(ids: torch.Tensor) -> None:
+    with refused("inputs"):
+        ablation(small(), ids, progress=False)
+    with refused("what"):
+        ablation(small(), IDS, what="tails", progress=False)
+
+
+def test_command_prints_a_table_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["ablate", "qkv-mini", "import os, sys, re", "--layers", "0", "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "increase" in shown
+    with (tmp_path / "out" / "ablation.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6
+    assert json.loads((tmp_path / "out" / "ablation.json").read_text())["what"] == "heads"
+    assert (tmp_path / "out" / "ablation.png").stat().st_size > 5000
+    assert cli.main(["ablate", "minilm", "a text", "--out", str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
+    assert "next token" in capsys.readouterr().err
