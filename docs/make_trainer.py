@@ -1,4 +1,4 @@
-"""Draws docs/figures/trainer.png: the sink that forms while transformers' Trainer trains a small GPT-2 on Bigram-Backcopy.
+"""Draws docs/figures/trainer.png: a sink that forms while transformers' Trainer trains a GPT-2 on Bigram-Backcopy.
 
 .venv/bin/python docs/make_trainer.py    (about 2 minutes on 2 cores)
 """

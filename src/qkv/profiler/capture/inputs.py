@@ -115,8 +115,21 @@ def _prepared(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     _check_ids(model, sequences)
     if "logits_to_keep" in _parameters(model):
         batch["logits_to_keep"] = 1  # type: ignore[assignment]  # the logits are not used, so compute as few as possible
-    weight = next(model.parameters(), None)
-    return {k: v.to(weight.device) if isinstance(v, Tensor) and weight is not None else v for k, v in batch.items()}
+    device = device_of(model)
+    return {k: v.to(device) if isinstance(v, Tensor) and device is not None else v for k, v in batch.items()}
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The device on which a model takes its inputs; None for a model without parameters.
+
+    Weights that accelerate offloads are on the meta device until they are used; then its hook says where that is.
+    """
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    found = next((d for hook in hooks if (d := getattr(hook, "execution_device", None)) is not None), None)
+    if found is not None:
+        return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+    devices = [x.device for x in model.parameters()]
+    return next((d for d in devices if d.type != "meta"), devices[0] if devices else None)
 
 
 def _named(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
