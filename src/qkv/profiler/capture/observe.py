@@ -114,6 +114,7 @@ class Observer:
     on_end: Callable[[nn.Module, Any], None] | None = None
 
     def __post_init__(self) -> None:
+        _refuse_split_heads(self.model)
         root = type(self.model).__name__
         self.names = {id(module): name or root for name, module in self.model.named_modules()}
         self.expected = [self.names[id(module)] for module in self.model.modules() if routes(module)]
@@ -518,6 +519,22 @@ class Observer:
             raise InputError(f"model computes {what} that are NaN in {name}: its parameters or its inputs contain NaN")
         short = max(call.q.shape[2], call.k.shape[2]) <= self.map_tokens
         return result, statistics, weights_of(call) if short else None
+
+
+def _refuse_split_heads(model: nn.Module) -> None:
+    """Raise `InputError` for tensor parallelism, in which each process computes some of the heads only."""
+    parts = getattr(model, "_tp_size", None)
+    of_torch = sys.modules.get("torch.distributed.tensor")
+    whole = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)  # gathered to be used
+    if of_torch is not None and not whole:
+        for p in model.parameters():
+            if isinstance(p, of_torch.DTensor) and any(placement.is_shard() for placement in p.placements):
+                parts = p.device_mesh.size()
+    if isinstance(parts, int) and parts > 1:
+        raise InputError(
+            f"model is split over {parts} processes by tensor parallelism, where each has some of the heads only; "
+            "expected all heads in one process, as with DDP or FSDP"
+        )
 
 
 def masses(local_window: int, first: int | Tensor, n_keys: int) -> dict[str, Mask]:

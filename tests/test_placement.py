@@ -1,0 +1,89 @@
+"""Models whose weights are offloaded, or that several processes share, are profiled, watched and edited, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from torch import nn
+
+import hf_models as hf
+import qkv
+from conftest import refused
+
+WAYS: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "cpu": lambda model, folder: cpu_offload(model, execution_device=torch.device("cpu")),
+    "disk": lambda model, folder: disk_offload(model, str(folder), execution_device=torch.device("cpu")),
+    "device map": lambda model, folder: dispatch_model(
+        model,
+        {"embed_tokens": "cpu", "layers.0": "disk", "layers.1": "cpu", "norm": "cpu", "rotary_emb": "cpu"},
+        main_device="cpu", offload_dir=str(folder), force_hooks=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offloaded_weights_give_the_same_profile(way: str, tmp_path: Path) -> None:
+    model, inputs = hf.build("llama"), hf.inputs("llama")
+    want = qkv.profile(model, inputs, probe=False, progress=False)
+    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
+        edited = model(**inputs)[0]
+    WAYS[way](model, tmp_path)
+    if way != "device map":
+        assert next(model.parameters()).is_meta
+    got = qkv.profile(model, inputs, progress=False)
+    np.testing.assert_array_equal(got.data["entropy"].values, want.data["entropy"].values)
+    assert got.attrs["parameters"] == want.attrs["parameters"]
+    assert got.attrs["probes"] == "run"
+    with qkv.watch(model) as watched, torch.no_grad():
+        model(**inputs)
+    np.testing.assert_allclose(watched.profile().data["entropy"].values, want.data["entropy"].values, atol=2e-5)
+    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
+        assert torch.equal(model(**inputs)[0], edited)
+
+
+def test_tensor_parallel_models_are_refused_because_each_process_has_some_heads_only() -> None:
+    model = hf.build("llama")
+    model._tp_size = 2
+    for run in (lambda: qkv.profile(model, hf.inputs("llama")), lambda: qkv.watch(model).__enter__()):
+        with refused("model", match="tensor parallelism"):
+            run()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_data_parallel_models_are_profiled_watched_and_edited(kind: str, tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    model, inputs = hf.build("llama"), hf.inputs("llama")
+    want = qkv.profile(model, inputs, probe=False, progress=False).data["entropy"].values
+    with qkv.edit(model, {(0, 1): "zero"}), torch.no_grad():
+        edited = model(**inputs)[0]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        parallel: Any = nn.parallel.DistributedDataParallel(model) if kind == "DDP" else sharded(model)
+        got = qkv.profile(parallel, inputs, probe=False, progress=False).data["entropy"].values
+        np.testing.assert_array_equal(got, want)
+        with qkv.watch(parallel) as watched, torch.no_grad():
+            parallel(**inputs)
+        np.testing.assert_allclose(watched.profile().data["entropy"].values, want, atol=2e-5)
+        with qkv.edit(parallel, {(0, 1): "zero"}), torch.no_grad():
+            torch.testing.assert_close(parallel(**inputs)[0], edited)
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    found: nn.Module = fully_shard(model, mesh=mesh)
+    return found
