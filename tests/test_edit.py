@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ import hf_models as hf
 import qkv
 from conftest import refused
 from qkv import edits
+from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import editing
 
@@ -177,6 +179,29 @@ def test_profile_and_watch_inside_and_outside_record_the_edited_model(llama: Any
         np.testing.assert_allclose(found.profile().data["entropy"].values, inside, atol=2e-5)
     with refused("edits", match=r"only qkv\.profile"), qkv.watch(llama), qkv.edit(llama, {(0, 1): edits.HideFirst()}):
         llama(**inputs)
+
+
+@torch.no_grad()
+def test_edits_hold_in_forwards_that_watch_leaves_out_and_not_in_other_threads(llama: Any) -> None:
+    inputs = hf.inputs("llama")
+    with qkv.edit(llama, {(0, HEAD): "zero"}):
+        want = main_output(llama(**inputs))
+        with qkv.watch(llama, every=3) as watched:
+            outs = [main_output(llama(**inputs, use_cache=False)) for _ in range(3)]
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                llama(**inputs)
+            except InputError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert all(torch.equal(out, want) for out in outs)
+    assert len([s for s in watched.sequences if s.layers]) == 1
+    assert len(errors) == 1
 
 
 def test_padding_does_not_count_in_means(llama: Any) -> None:

@@ -138,6 +138,10 @@ class Observer:
         """True in a thread other than the one that observes."""
         return threading.get_ident() != self._thread
 
+    def _skips(self) -> bool:
+        """Whether a call is neither recorded nor edited."""
+        return self.foreign() or (self._paused and not ACTIVE.get(self.model))
+
     def deepest(self) -> int:
         """The highest layer number of any group."""
         return max(self._calls.values(), default=0) - 1
@@ -179,41 +183,41 @@ class Observer:
     def attend_own(
         self, module: nn.Module, function: Callable[..., Any], own: Own, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        """Run an attention function that is neither transformers' nor qkv's, and record what it computes.
+        """Run the model's own attention function, and record what it computes.
 
-        Its output is compared with that of standard attention with the same arguments. If they differ, the weights
-        that it returns are recorded, if their product with the values is its output.
+        Its output is compared with that of standard attention with the same arguments: once for a function of
+        transformers or qkv, otherwise in every module. If they differ, the weights that it returns are recorded, if
+        their product with the values is its output.
         """
         returned = own()
-        if self._paused or self.foreign():
+        if self._skips():
             return returned
         out, weights = returned[0], returned[1] if len(returned) > 1 else None
         name, where = self.names[id(module)], name_of(function)
         group = groups.of_transformers(name, self.model)
         reason: InputError | None = None
-        compared_before = _CHECKED.setdefault(self.model, {})
-        checked_once = name if not is_known(function) else None  # each module of an unknown function
+        before, place = _CHECKED.setdefault(self.model, {}), (where, None if is_known(function) else name)
+        with_dropout = False
         if self.beside and named.get("dropout"):
             if not is_known(function):
                 raise InputError(
                     f"model applies dropout {named['dropout']} in {name} by {where}, whose output cannot be compared "
                     "with standard attention then; expected evaluation mode or a dropout of 0"
                 )
-            named = named | {"dropout": 0.0}
-            checked_once = ""
+            named, with_dropout = named | {"dropout": 0.0}, True
         mine = out.transpose(1, 2)
         own_result = Result(mine, None)
         for query, key, value, mask, others in _readings(module, function, *args, **named):
             try:
                 call, keys = call_of(module, name, query, key, value, mask, **others)
-                if checked_once != "" and not (self.beside and (where, checked_once) in compared_before):
+                if not with_dropout and not (self.beside and place in before):
                     with torch.no_grad(), unwatched():
                         result = _served(detached(call))
                         counted = None if result.lse is None else result.lse > -torch.inf
                         found = compared(name, where, mine.detach(), result.out, counted)
                     self.checks.append(found)
                     if is_known(function) or mask is not None:
-                        compared_before[where, checked_once] = found
+                        before[place] = found
             except InputError as error:
                 reason = reason or error
                 continue
@@ -238,7 +242,7 @@ class Observer:
 
         `fused` allows to compute the result together with the statistics. Calls outside of the model are not recorded.
         """
-        if not self._running or self._paused:
+        if not self._running or self._skips():
             return compute()
         if isinstance(call, Shared):
             result = compute()
@@ -371,12 +375,17 @@ class Observer:
     def enter(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Called at the start of a module's forward."""
         if self.foreign():
+            if ACTIVE.get(self.model):
+                raise InputError(
+                    f"model {type(self.model).__name__} runs in another thread than the one that entered qkv.edit; "
+                    "expected the same thread, in which the edits hold"
+                )
             return
         if not self._running:
             if self.on_begin is not None:
                 self.on_begin(module, args, named)
             known = bool(self.fired) and not {"sdpa", "softmax"} & set(self.sources.values())
-            if self.beside and not known and not self._paused:  # reading every torch function takes time
+            if self.beside and not known and not self._skips():  # reading every torch function takes time
                 self._interception = self.intercept()
                 self._interception.__enter__()
         self._running.append(self.names[id(module)])
