@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 import hf_models as hf
 import qkv
 from conftest import largest_tensor, refused
+from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.models.generation import generate
 from qkv.profiler.watch import watching
@@ -405,6 +406,22 @@ def test_one_model_profiled_by_several_threads_gives_each_the_right_profile(llam
         thread.join()
     for i in range(4):
         same(found[i], want[i], but=set())
+
+
+def test_a_model_that_another_thread_watches_is_refused(llama: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            whole(llama, IDS)
+        except InputError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    with qkv.watch(llama):
+        thread.start()
+        thread.join()
+    assert [error.argument for error in errors] == ["model"]  # type: ignore[attr-defined]
 
 
 def test_example_runs() -> None:

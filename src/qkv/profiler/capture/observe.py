@@ -708,13 +708,13 @@ def prepare(observer: Observer, module: nn.Module, args: tuple[Any, ...], named:
 def _observed(observer: Observer) -> Iterator[Observer]:
     model = observer.model
     if observer.beside:
-        with _alone(model), _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):
+        with _alone(observer), _uncompiled(), _routed(observer), _hooked(observer), serving(observer.observe_call):
             yield observer
         return
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
-        with _alone(model), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
+        with _alone(observer), _uncompiled(), recorded_inputs(model) as recorded, _routed(observer), _hooked(observer):
             with torch.no_grad(), observer.intercept(), serving(observer.observe_call):
                 yield observer
             observer.finish()
@@ -724,12 +724,31 @@ def _observed(observer: Observer) -> Iterator[Observer]:
             module.training = True
 
 
-_OBSERVED: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_BESIDE: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many contexts watch or edit a model: they last as long as the user likes."""
 
 
-def _alone(model: nn.Module) -> AbstractContextManager[object]:
-    """A model is observed by one thread at a time, because its hooks are called in all of them."""
-    return _OBSERVED.setdefault(model, threading.RLock())
+@contextmanager
+def _alone(observer: Observer) -> Iterator[None]:
+    """A model is observed by one thread at a time, because its hooks are called in all of them.
+
+    Raises:
+        InputError: if another thread watches or edits the model; the end of a profile is waited for.
+    """
+    model = observer.model
+    lock = _LOCKS.setdefault(model, threading.RLock())
+    while not lock.acquire(timeout=0.05):
+        if _BESIDE.get(model, 0):
+            raise InputError(
+                f"model {type(model).__name__} is watched or edited by another thread; expected one thread at a time"
+            )
+    _BESIDE[model] = _BESIDE.get(model, 0) + observer.beside
+    try:
+        yield
+    finally:
+        _BESIDE[model] -= observer.beside
+        lock.release()
 
 
 def _uncompiled() -> AbstractContextManager[object]:
