@@ -22,6 +22,7 @@ from qkv import edits
 from qkv.errors import InputError
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import editing
+from qkv.testing import CheckFailed, check_edit
 
 OUTPUT = {  # the output projection of an attention module, whose input is the heads' outputs side by side
     "llama": "o_proj", "gpt2": "c_proj", "bert": "dense", "mistral": "o_proj", "gemma2": "o_proj", "gpt_oss": "o_proj",
@@ -279,6 +280,29 @@ def test_an_edit_of_ones_own_is_applied_and_checked(llama: Any) -> None:
         assert torch.equal(mine, main_output(llama(**inputs)))
     with refused("apply", match="Wrong: apply returned"), qkv.edit(llama, {(0, 0): Wrong()}):
         llama(**inputs)
+
+
+class Noisy(edits.Edit):
+    def apply(self, head: edits.Head) -> Tensor:
+        return head.output + torch.rand(())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        edits.Zero(), edits.Mean(), edits.Scale(2.0), edits.Steer(torch.ones(6)), edits.Temperature(0.5),
+        edits.Mask(qkv.masks.Window(3)), edits.HideFirst(), edits.Normalizer(qkv.normalizers.Sigmoid()), Halve(),
+    ],
+    ids=lambda edit: type(edit).__name__,
+)  # fmt: skip
+def test_every_edit_fulfils_its_contract(edit: edits.Edit) -> None:
+    check_edit(edit)
+
+
+@pytest.mark.parametrize(("edit", "what"), [(Wrong(), "apply returned"), (Noisy(), "second time")])
+def test_check_edit_names_what_is_wrong(edit: edits.Edit, what: str) -> None:
+    with pytest.raises(CheckFailed, match=what):
+        check_edit(edit)
 
 
 BAD: dict[str, Any] = {

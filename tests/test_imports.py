@@ -19,7 +19,7 @@ ORDER = [
     "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_launches", "_cost",
     "attention",
-    "testing", "cache", "nn", "course", "models", "huggingface", "edits",
+    "edits", "testing", "cache", "nn", "course", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
     "figures", "page", "report", "profiler", "tracking", "bench", "lab", "server", "cli",
 ]  # fmt: skip

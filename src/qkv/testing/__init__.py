@@ -1,4 +1,4 @@
-"""Checks of user-defined masks, scores, biases, normalizers and statistics, to call in your own tests.
+"""Checks of user-defined masks, scores, biases, normalizers, statistics and edits, to call in your own tests.
 
 They test the contract of the base classes, on which the kernels rely, as scikit-learn's ``check_estimator`` does. Each
 function returns None, or raises `CheckFailed`, an `AssertionError` whose message names the class, the method, the
@@ -16,13 +16,22 @@ Even.sees: returned torch.int64 of shape (9,), expected a boolean tensor, True w
 """
 
 from qkv.testing.biases import check_bias
+from qkv.testing.edits import check_edit
 from qkv.testing.masks import check_mask
 from qkv.testing.normalizers import check_normalizer
 from qkv.testing.report import CheckFailed
 from qkv.testing.scores import check_score
 from qkv.testing.statistics import check_statistic
 
-__all__ = ["CheckFailed", "check_bias", "check_mask", "check_normalizer", "check_score", "check_statistic"]
+__all__ = [
+    "CheckFailed",
+    "check_bias",
+    "check_edit",
+    "check_mask",
+    "check_normalizer",
+    "check_score",
+    "check_statistic",
+]
 
 
 def __dir__() -> list[str]:
