@@ -18,7 +18,7 @@ import profile_fixture as made
 from conftest import refused
 from qkv.errors import InputError
 from qkv.figures import style
-from qkv.figures.findings import findings, headline
+from qkv.figures.findings import Findings
 from qkv.profiler import Profile
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
@@ -52,7 +52,6 @@ FIGURES = {
     "one statistic": lambda p: p.plot.overview("entropy_ratio"),
     "received": lambda p: p.plot.received(),
     "entropy": lambda p: p.plot.entropy(),
-    "sink": lambda p: p.plot.sink(),
     "head": lambda p: p.plot.head(1, 1),
 }
 
@@ -126,8 +125,6 @@ def test_overview_of_cross_attention_leaves_out_undefined_statistics() -> None:
 
 def test_titles_state_the_finding() -> None:
     profile = made.gpt()
-    title = " ".join(text.get_text() for text in profile.plot.sink().texts)
-    assert "3 of 15 heads put more than 30 % of their weight on the first token" in title.replace("\n", " ")
     title = " ".join(text.get_text() for text in profile.plot.received().texts)
     assert "“Once” at position 0 receives 23 % of all attention" in title
     assert profile.plot.head(0, 1).texts[0].get_text() == "Layer 0, head 1: previous 100 %"
@@ -136,14 +133,12 @@ def test_titles_state_the_finding() -> None:
 def test_texts_about_a_single_head_are_in_the_singular() -> None:
     data = made.dataset_from_weights([np.eye(6)[None, None]], [["a", "b", "c", "d", "e", "f"]], causal=True)
     profile = Profile({"self": data}, {"model": "one"})
-    heads = tables.head_table(data)
-    assert headline(data, heads).endswith("; 1 of 1 head attends most to the token itself.")
-    details = [finding.detail for finding in findings(data, heads)]
-    assert any(detail.endswith("0 of 1 head put more than 30 %") for detail in details)
-    assert any(detail.endswith("as if one key had all the weight") for detail in details)
+    found = Findings(data)
+    assert found.headline == "1 head: 1 attends to the token itself."
+    assert any("1 of 1 head has one clear type" in str(finding) for finding in found.all)
+    assert any(finding.detail.endswith("as if one key had all the weight.") for finding in found.all)
     assert repr(profile) == "Profile('one', self: 1 layer × 1 head, 6 tokens)"
     assert profile.plot.entropy().texts[1].get_text() == "one · 1 layer × 1 head · 6 tokens"
-    assert profile.plot.sink().texts[0].get_text().startswith("0 of 1 head put more than 30 %")
 
 
 def test_the_head_figure_stacks_the_destinations() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qkv._files import write_atomically
 from qkv.cli.files import read
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
     from qkv.statistics import Statistic
+
+SHORT_TEXT = 160  # characters of a text that is repeated in commands
 
 
 def numbers(text: str) -> list[int]:
@@ -45,6 +48,32 @@ def text_of(model: str, text: str | None, file: Path | None, tokens: int | None,
     if text is not None:
         return text
     return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
+
+
+def arguments_of(
+    model: str,
+    passage: str,
+    out: Path,
+    *,
+    text: str | None,
+    file: Path | None,
+    tokens: int | None,
+    target: str | None,
+    dtype: str,
+) -> dict[str, Any]:
+    """The model and text of a command, from which `qkv.figures.steps` writes the next commands.
+
+    A text that came from standard input, or that is long, is written to text.txt in the folder `out`.
+    """
+    given: dict[str, Any] = {"model": model, "tokens": tokens, "target": target}
+    if dtype != "float32":
+        given["dtype"] = dtype
+    if str(file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
+        given["file"] = str(out / "text.txt")
+        write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
+    else:
+        given |= {"text": text, "file": None if file is None else str(file)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def load_inputs(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:

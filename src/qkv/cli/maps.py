@@ -29,6 +29,7 @@ def head_map(
     cols: Annotated[str, tyro.conf.arg(metavar="A:B")] = ":",
     pool: Literal["max", "mean", "both"] = "both",
     size: Annotated[int, tyro.conf.arg(metavar="N")] = 1024,
+    text: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
@@ -47,6 +48,8 @@ def head_map(
 
     qkv map minilm story.txt --layer 2 --head 5          (a head of a trained BERT on your own text)
 
+    qkv map minilm --text "The cat sat." --layer 2
+
     qkv map ./my-model book.txt --layer 7 --rows 40000:41000 --cols 0:1000 --out start.png
 
     qkv map random-gpt2 --tokens 100000 --layer 0        (time and memory of a map of a long context)
@@ -60,6 +63,7 @@ def head_map(
         cols: Keys to draw, in the same form.
         pool: Draw the maximum of each bin, its mean, or both side by side.
         size: Largest number of pixels per side.
+        text: The text itself, instead of a file.
         tokens: Run on this many tokens from the start of the file. If you give no file, they are taken from Python's
             standard library.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
@@ -83,7 +87,9 @@ def head_map(
         raise InputError(f"--size is {size}, expected at least 1 pixel")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise InputError(f"--out is {out}, expected a file name that ends in .png")
-    passage = text_of(model, None if file is None else read(file, "FILE"), None, tokens)
+    if text is not None and file is not None:
+        raise InputError(f"--text and FILE ({file}) are both given, expected one of them")
+    passage = text_of(model, text if file is None else read(file, "FILE"), None, tokens)
     with folder(out.parent):
         loaded, inputs = load_inputs(model, passage, tokens, dtype)
         with spinner(f"running {loaded.name}"):

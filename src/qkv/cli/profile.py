@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,11 +11,14 @@ import tyro
 
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
-from qkv.cli.inputs import load_inputs, numbers, statistics_of, text_of
+from qkv.cli.inputs import arguments_of, load_inputs, numbers, statistics_of, text_of
 from qkv.cli.terminal import Stopwatch, no_garbage_collection, print_line
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qkv.figures.findings import Findings
     from qkv.profiler.profiles import Profile
 
 FIGURES = ("overview", "received", "entropy", "sink", "sinks", "types")
@@ -107,7 +109,7 @@ def profile(
             statistics=own,
             partial=partial,
             name=loaded.name,
-            command=" ".join(["qkv", *sys.argv[1:]]),
+            command=shlex.join(["qkv", *sys.argv[1:]]),
         )
 
     with folder(out):
@@ -115,6 +117,9 @@ def profile(
         loaded, inputs = load_inputs(model, passage, tokens, dtype)
         clock.lap("loading the model")
         result = profiled(loaded, inputs)
+        result.attrs["arguments"] = arguments_of(
+            model, passage, out, text=text, file=file, tokens=tokens, target=target, dtype=dtype
+        )
         comparison = None
         if against is not None:
             comparison = (other or profiled(*load_inputs(against, passage, tokens, dtype))).compare(result)
@@ -161,21 +166,29 @@ def _write(result: Profile, out: Path, files: list[Path]) -> None:
 
 
 def _show(result: Profile) -> None:
-    """Print a summary of every group: its heads, its tokens, its sinks."""
+    """Print a summary of every group: its findings with their next steps, its heads by type, and its tokens."""
     from rich.console import Console
-    from rich.markup import escape
 
-    from qkv.figures.findings import headline
+    from qkv.figures.findings import Findings
 
-    console = Console()
+    console = Console(highlight=False)
     for group, data in result.groups.items():
-        heads = result.heads(group)
-        console.print(f"\n[bold]{_title(result, group)}[/bold]", highlight=False)
-        console.print(headline(data, heads), highlight=False, markup=False)
-        console.print(_head_table(heads))
+        found = Findings(data, result.attrs, group)
+        console.print(f"\n[bold]{_title(result, group)}[/bold]")
+        console.print(found.headline, markup=False)
+        console.print(_findings_table(found))
+        console.print(_type_table(found))
         console.print(_token_table(result, group))
-        for label, sentence in _sinks_and_types(result, group).items():
-            console.print(f"[bold]{label}[/bold]  {escape(sentence)}", highlight=False)
+        if group == result.main:
+            _show_states(console, result)
+
+
+def _show_states(console: Console, result: Profile) -> None:
+    """One line for each stack of layers: its massive activations."""
+    for stack, data in result.residual.items():
+        ratio, count = data["ratio"].max(("text", "depth")).item(), int(data["massive"].sum().item())
+        massive = f"{count or 'no'} massive activation{'' if count == 1 else 's'}"
+        console.print(f"States of {stack}: {massive}; the largest is {ratio:,.0f} × the median", markup=False)
 
 
 def _title(result: Profile, group: str) -> str:
@@ -190,68 +203,34 @@ def _title(result: Profile, group: str) -> str:
     return " · ".join(parts)
 
 
-def _sinks_and_types(result: Profile, group: str) -> dict[str, str]:
-    """One line each on attention sinks, head types and massive activations."""
-    from qkv.profiler.data.sinks import sink_summary
-    from qkv.profiler.data.types import MIXED
-
-    found = sink_summary(result.groups[group])
-    texts = {
-        "natural": "on this text", "random": "on random tokens", "repeated": "on one token repeated",
-        "anywhere": "at any token, over all queries",
-    }  # fmt: skip
-    parts = [f"{found[name]:.0%} of heads {words}" for name, words in texts.items() if name in found]
-    even = f" (even rows: α = {found['even_alpha']:.2f})" if "even_alpha" in found else ""
-    lines = {"Sinks": f"α > 0.3 at the first token{even}: {', '.join(parts)}"}
-    if "share" in found:
-        lines["First token"] = _first_token(found)
-    kinds = result.types(group)["type"].value_counts()
-    lines["Heads"] = (
-        ", ".join(f"{n} {kind}" for kind, n in kinds.items() if kind != MIXED) or "no head has a clear type"
-    )
-    if group == result.main:
-        for stack, data in result.residual.items():
-            ratio = data["ratio"].max(("text", "depth")).item()
-            count = int(data["massive"].sum().item())
-            lines[f"States of {stack}"] = (
-                f"{count or 'no'} massive activation{'' if count == 1 else 's'}; "
-                f"the largest is {ratio:,.0f} × the median"
-            )
-    return lines
-
-
-def _first_token(found: Mapping[str, float]) -> str:
-    """The four measures of the first token's sink, and the floor: see `qkv.profiler.data.sinks.sink_summary`."""
-    parts = [f"{found['share']:.1%} of a row, {found['even']:.1%} if rows were even"]
-    if abs(found.get("weight", found["share"]) - found["share"]) >= 0.001:
-        parts.append(f"weight {found['weight']:.3g} before rows are divided by their sums")
-    if "contribution" in found:
-        parts.append(f"{found['contribution']:.1%} of what the values add")
-    if "learned" in found:
-        parts.append(f"the learned sink takes {found['learned']:.1%}")
-    return "; ".join(parts)
-
-
-def _head_table(heads: Any, each: int = 3, most: int = 15) -> Any:
-    """Up to `each` heads of every target, those that put most of their weight on it first."""
-    from rich import box
+def _findings_table(found: Findings) -> Any:
+    """A row for each finding: its number, its meaning with a detail, and the commands that look closer."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most specialised heads", title_justify="left")
-    table.add_column("head", no_wrap=True)
-    table.add_column("attends to", no_wrap=True)
-    for name in ("sink share", "entropy", "of uniform", "distance", "effective keys"):
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
-    clear = heads[heads["target"] != "spread"].sort_values("target_share", ascending=False)
-    specialised = clear.groupby("target", sort=False).head(each).head(most)
-    spread = heads[heads["target"] == "spread"].sort_values("effective_keys", ascending=False).head(each)
-    for rows in (specialised, spread):
-        for row in rows.sort_values("target", kind="stable").itertuples():
-            table.add_row(
-                f"{row.layer}.{row.head}", Text(row.goes_to), f"{row.sink_share:.0%}", f"{row.entropy:.2f}",
-                f"{row.entropy_ratio:.0%}", _number(row.distance), _number(row.effective_keys),
-            )  # fmt: skip
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", justify="right", no_wrap=True)
+    table.add_column()
+    for one in found.all:
+        lines = [Text(f"{one.label}."), Text(one.detail, "dim")]
+        lines += [Text.assemble((f"  {step.purpose}: ", "dim"), (step.command, "cyan")) for step in one.steps]
+        table.add_row(Text(one.value), Text("\n").join(lines))
+    return table
+
+
+def _type_table(found: Findings) -> Any:
+    """A row for each type of head, with its strongest heads."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Heads by type", title_justify="left")
+    table.add_column("type", no_wrap=True)
+    table.add_column("heads", justify="right")
+    table.add_column("if its score is", style="dim")
+    table.add_column("strongest: layer.head (score)")
+    for kind, number, threshold, best in found.by_type():
+        strongest = " · ".join(f"{head} ({score:.2f})" for head, score in best)
+        table.add_row(kind, f"{number:,}", threshold, strongest)
     return table
 
 
@@ -260,14 +239,12 @@ def _token_table(result: Profile, group: str, most: int = 8) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from qkv.figures.style import percent
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
     for name in ("token", "of all attention", "× its share of the text", "count"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for row in result.tokens(most, group).itertuples():
         token = row.token if row.token.strip() and row.token.isprintable() else repr(row.token)
-        table.add_row(Text(token), f"{row.share:.1%}", f"{row.lift:.1f}", str(row.count))
+        table.add_row(Text(token), percent(row.share), f"{row.lift:.1f}", str(row.count))
     return table
-
-
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -1,109 +1,321 @@
-"""Computed sentences about a profile, for the headline of reports and the titles of figures."""
+"""The sentences about a profile: its headline and findings, which the terminal, reports, the viewer and figures share.
+
+All of them judge heads by one taxonomy (`Profile.types`), and sinks by one score: α, the mean share of the row on the
+first token (Gu et al. 2025), over the first 64 queries and over the whole text.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from qkv.figures.steps import Step, steps_of
 from qkv.figures.style import percent, written
-from qkv.profiler.data import tables
+from qkv.profiler.data import sinks, tables
+from qkv.profiler.data.types import MIXED, ROLES, sink_scores, type_table
 from qkv.profiler.data.words import counted
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-
-_TARGETS = {
-    "self": "the token itself",
-    "previous": "the previous token",
-    "next": "the next token",
-    "first token": "the first token",
-    "learned sink": "the learned sink",
+_DOES = {  # predicates of "one head …" and of "many heads …"
+    "induction": ("is an induction head", "are induction heads"),
+    "duplicate token": ("attends to an earlier copy of the token", "attend to an earlier copy of the token"),
+    "previous token": ("attends to the previous token", "attend to the previous token"),
+    "self": ("attends to the token itself", "attend to the token itself"),
+    "first token": ("has its sink at the first token", "have their sink at the first token"),
+    "other sink": ("has a sink at another token", "have a sink at another token"),
+    "delimiter": ("attends to delimiters", "attend to delimiters"),
+    "local": ("attends to the nearest tokens", "attend to the nearest tokens"),
+    "uniform": ("spreads its weight evenly", "spread their weight evenly"),
+    MIXED: ("has no single type", "have no single type"),
 }
+FADES = 0.9  # a trend is said to fall or rise if its last value differs from the first by more than this factor
 
 
 class Finding(NamedTuple):
-    """One tile of a report: a number, its meaning, and a detail to compare it with."""
+    """One finding about a profile: a number, its meaning, a detail to compare it with, and what to do next."""
 
     value: str
     label: str
     detail: str
+    steps: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.label}. {self.detail}"
 
 
-def headline(data: xr.Dataset, heads: pd.DataFrame) -> str:
-    """One sentence: the tokens that receive most attention, and the most common targets of heads."""
-    shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
-    parts = [f"{percent(shares['first'])} of all attention goes to {first_token(data)}"]
-    if shares["special"] >= 0.02:
-        parts.append(f"{percent(shares['special'])} to other special tokens")
-    if shares["sink_logit"] >= 0.02:
-        parts.append(f"{percent(shares['sink_logit'])} to the learned sink")
-    (kind, count), *others = kinds(heads).items()
-    second = [f"{number:,} {_does(other, number)}" for other, number in others[:1] if number >= 0.1 * len(heads)]
-    first = f"{count:,} of {counted(len(heads), 'head')} {_does(kind, count)}"
-    return f"{listed(parts)}; {listed([first, *second])}."
+class TypeRow(NamedTuple):
+    """A type of heads: how many there are, the threshold of its score, and the heads of the largest scores."""
+
+    type: str
+    heads: int
+    threshold: str
+    strongest: tuple[tuple[str, float], ...]
 
 
-def findings(data: xr.Dataset, heads: pd.DataFrame) -> list[Finding]:
-    """The tiles of a group (or of one of its texts)."""
-    shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
-    n_keys, n_sinks = float(data["n_keys"].mean()), int((heads["sink"] > tables.SINK_THRESHOLD).sum())
-    tiles = [
-        Finding(
-            percent(shares["first"]),
-            f"of all attention lands on {first_token(data)}",
-            f"uniform attention would put {percent(_uniform_first(data))} there; "
-            f"{n_sinks:,} of {counted(len(heads), 'head')} {'puts' if n_sinks == 1 else 'put'} more than 30 %",
+class Findings:
+    """The sentences about one group of a profile, or about one of its texts.
+
+    Args:
+        data: the data set of the group.
+        attrs: the attributes of the profile, from which the commands of next steps are made.
+        group: the name of the group.
+
+    >>> import qkv
+    >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
+    >>> found = Findings(profile.data, profile.attrs)
+    >>> found.all[0].label
+    'heads have an attention sink at the first token in this text of 7 tokens'
+    """
+
+    def __init__(self, data: xr.Dataset, attrs: Mapping[str, Any] | None = None, group: str = "self") -> None:
+        self._data = data
+        self._attrs = attrs or {}
+        self._group = group
+        self._longest = int(data["n_queries"].max())
+
+    @cached_property
+    def types(self) -> pd.DataFrame:
+        """The type of each head: see `Profile.types`."""
+        return type_table(self._data)
+
+    @cached_property
+    def _heads(self) -> pd.DataFrame:
+        return tables.head_table(self._data)
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """The number of heads of each type: sinks of the first token first, then the most common, mixed heads last."""
+        counts = self.types["type"].value_counts(sort=False)
+        order = sorted(counts.index, key=lambda kind: (kind == MIXED, kind != "first token", -counts[kind]))
+        return {str(kind): int(counts[kind]) for kind in order}
+
+    @cached_property
+    def headline(self) -> str:
+        """One sentence: the heads with a sink at the first token, and the most common types of the others."""
+        total = len(self.types)
+        others = [(kind, n) for kind, n in self.kinds.items() if kind != "first token"][:3]
+        if MIXED in self.kinds and MIXED not in dict(others):
+            others[-1] = (MIXED, self.kinds[MIXED])
+        rest = listed([f"{n:,} {_does(kind, n)}" for kind, n in others]) if others else ""
+        if self._sink_counts is None:
+            return f"{counted(total, 'head')}{': ' if rest else ''}{rest}."
+        return f"{self._sink_clause(*self._sink_counts, total)}{'; ' if rest else ''}{rest}."
+
+    def _sink_clause(self, prefix: int, whole: int, total: int) -> str:
+        where = f"at {first_token(self._data)}"
+        if not prefix and not whole:
+            return f"None of {counted(total, 'head')} has an attention sink {where}"
+        first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self._window}"
+        return first + self.whole_clause
+
+    @property
+    def whole_clause(self) -> str:
+        """ " (none over all 321 tokens)": the heads with a sink over the whole text; "" for a short text."""
+        if self._sink_counts is None or not self._is_long:
+            return ""
+        return f" ({self._sink_counts[1] or 'none'} over {self._whole})"
+
+    @property
+    def _is_long(self) -> bool:
+        return self._longest > self._prefix
+
+    @property
+    def _prefix(self) -> int:
+        """The number of queries over which the sink score of the first token is a mean: 64, or all of a short text."""
+        return int(self._data.sizes.get("prefix_key", 64))
+
+    @property
+    def _window(self) -> str:
+        if self._is_long:
+            return f"the first {self._prefix} {self._nouns}"
+        several = self._data.sizes["text"] > 1
+        return "these texts" if several else f"this text of {counted(self._longest, 'token')}"
+
+    @property
+    def _whole(self) -> str:
+        several = self._data.sizes["text"] > 1
+        return "the whole texts" if several else f"all {self._longest:,} {self._nouns}"
+
+    @property
+    def _nouns(self) -> str:
+        """ "tokens", or "queries" if these are the tokens of another text than the keys."""
+        return "queries" if self._group == "cross" else "tokens"
+
+    @cached_property
+    def _sink_table(self) -> pd.DataFrame | None:
+        return sinks.sink_table(self._data) if "visible_queries" in self._data else None
+
+    @cached_property
+    def _sink_counts(self) -> tuple[int, int] | None:
+        """The number of heads with a sink at the first token: over the first 64 queries, and over the whole text."""
+        if self._sink_table is None or self._sink_table["alpha_first"].isna().all():
+            return None
+        prefix, whole = (int((self._sink_table[f"alpha_{name}"] > sinks.EPSILON).sum()) for name in ("first", "whole"))
+        return prefix, whole
+
+    @cached_property
+    def sinks(self) -> Finding | None:
+        """Attention sinks at the first token, and their trend by length; None if they were not measured."""
+        table, found, data = self._sink_table, self._sink_counts, self._data
+        if table is None or found is None:
+            return None
+        prefix, whole = found
+        total, even = len(table), table["alpha_even"].mean()
+        details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2f}"]
+        if self._is_long:
+            several = f"{whole:,} {'head' if whole == 1 else 'heads'} {_has(whole)}" if whole else "no head has"
+            details.append(f"Over {self._whole}, {several} a sink")
+            if trend := self._trend():
+                details.append(trend)
+        controls = [
+            f"{int((table[f'alpha_{column}'] > sinks.EPSILON).sum())} on {words}"
+            for column, words in (("random", "random tokens"), ("repeated", "one token repeated"))
+            if table[f"alpha_{column}"].notna().any()
+        ]
+        if controls:
+            details.append(f"On other texts: {listed(controls)}")
+        label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self._window}"
+        strongest = _row(table, "alpha_first")
+        kind = "sinks" if prefix or whole else "map"
+        return Finding(f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest))
+
+    def _steps(self, kind: str, head: pd.Series) -> tuple[Step, ...]:
+        return steps_of(kind, self._data, self._attrs, self._group, head)
+
+    def _trend(self) -> str:
+        """How the weight on the first token changes with the position of the query; "" if there is no such order."""
+        trend = sinks.sink_trend(self._data)
+        if not self._data.attrs["causal"] or len(trend) < 2 or trend["share"].isna().any():
+            return ""
+        first, last = float(trend["share"].iloc[0]), float(trend["share"].iloc[-1])
+        verb = "falls" if last < FADES * first else "rises" if FADES * last > first else "stays near"
+        if verb == "stays near":
+            return f"The mean weight of all heads on it stays near {percent(first)}"
+        rows = list(trend.itertuples())
+        if len(rows) > 4:
+            rows = [rows[0], rows[len(rows) // 2], rows[-1]]
+        shares = [f"{percent(row.share)} ({row.first:,}–{row.last:,})" for row in rows]
+        return (
+            f"By position of the query, the mean weight of all heads on it {verb} from {shares[0]} to "
+            f"{listed(shares[1:])}"
         )
-    ]
-    if shares["sink_logit"] > 0:
-        tiles.append(Finding(percent(shares["sink_logit"]), "goes to the learned sink", "mass that no token receives"))
-    special = tables.special_keys(data)
-    special[:, 0] = False
-    if special.any():
-        names = sorted(set(data["key_token"].values[special]))
-        tiles.append(
+
+    @cached_property
+    def all(self) -> list[Finding]:
+        """All findings, the most important first."""
+        data, heads = self._data, self._heads
+        shares = {name: float(np.nanmean(share)) for name, share in tables.destinations(data).items()}
+        found = [self.sinks, self._other_sinks(), self._first_share(shares["first"])]
+        if shares["sink_logit"] > 0:
+            meaning = "of all attention goes to the learned sink"
+            found.append(Finding(percent(shares["sink_logit"]), meaning, "No token receives this weight."))
+        found += [self._special(shares["special"]), self._typed()]
+        entropy = heads["entropy"].median()
+        found.append(
             Finding(
-                percent(shares["special"]),
-                "lands on other special tokens",
-                f"{listed(names[:4])}: {special.sum(1).mean():.0f} of {n_keys:,.0f} keys",
+                written(heads["entropy_ratio"].median(), "ratio"),
+                "of the largest possible entropy, in the median head",
+                f"The entropy is {written(entropy, 'nats')}, {shared_by(entropy)}.",
             )
         )
-    counts = kinds(heads)
-    named = {kind: count for kind, count in counts.items() if kind != "spread"}
-    tiles.append(
-        Finding(
-            f"{sum(named.values()):,} of {len(heads):,}",
-            "head has one clear target" if len(heads) == 1 else "heads have one clear target",
-            " · ".join(f"{count} × {kind}" for kind, count in list(named.items())[:5]) or "all are spread",
+        found.append(self._distance())
+        return [one for one in found if one is not None]
+
+    def _first_share(self, share: float) -> Finding:
+        detail = f"Even rows would put {percent(_uniform_first(self._data))} there"
+        if self._sink_table is not None and self._sink_table["contribution_first"].notna().any():
+            added = float(self._sink_table["contribution_first"].mean())
+            detail += f"; of what the values add, {percent(added)} comes from it"
+        return Finding(percent(share), f"of all attention goes to {first_token(self._data)}", f"{detail}.")
+
+    def _other_sinks(self) -> Finding | None:
+        """Sinks at other tokens than the first."""
+        if self._sink_table is None:
+            return None
+        table = sinks.sink_tokens(self._data)
+        table = table[table["position"] > 0]
+        if table.empty:
+            return None
+        scores = sink_scores(self._data)
+        assert scores is not None
+        with np.errstate(invalid="ignore"):
+            number = int((scores[..., 1:] > sinks.EPSILON).any((0, 3)).sum())
+        names = [f"“{tables.readable(row.token)}” (position {row.position:,})" for row in table.head(3).itertuples()]
+        more = f" and {len(table) - 3:,} more" if len(table) > 3 else ""
+        best = scores[..., 1:]
+        strongest = np.nan_to_num(best, nan=-1.0).max((0, 3)).argmax()
+        return Finding(
+            f"{number:,} of {len(self.types):,}",
+            f"{_noun(len(self.types), number)} a sink at another token, over {self._whole}",
+            f"The tokens: {', '.join(names)}{more}.",
+            self._steps("map", self.types.iloc[int(strongest)]),
         )
-    )
-    ratio, entropy = heads["entropy_ratio"].median(), heads["entropy"].median()
-    tiles.append(
-        Finding(
-            written(ratio, "ratio"),
-            "of the largest possible entropy, in the median head",
-            f"{written(entropy, 'nats')}, {shared_by(entropy)}",
+
+    def _special(self, share: float) -> Finding | None:
+        special = tables.special_keys(self._data)
+        special[:, 0] = False
+        if not special.any():
+            return None
+        names, n_keys = sorted(set(self._data["key_token"].values[special])), float(self._data["n_keys"].mean())
+        return Finding(
+            percent(share),
+            "of all attention goes to other special tokens",
+            f"{listed(names[:4])}: {special.sum(1).mean():.0f} of {n_keys:,.0f} keys.",
         )
-    )
-    if heads["distance"].notna().any():
+
+    def _typed(self) -> Finding:
+        total, named = len(self.types), {kind: n for kind, n in self.kinds.items() if kind != MIXED}
+        detail = " · ".join(f"{n:,} {kind}" for kind, n in named.items()) or "No score reaches its threshold"
+        found, steps = self._sink_counts, tuple[Step, ...]()
+        if found is not None and found[0] != self.kinds.get("first token", 0):
+            earlier = found[0] - self.kinds.get("first token", 0)
+            detail += f"; {earlier:,} more {_has(earlier)} a sink at the first token and another type, which goes first"
+        chosen = [kind for kind in ("induction", "previous token", "local", "delimiter", "self") if kind in named]
+        if chosen:
+            rows = self.types[self.types["type"] == chosen[0]]
+            steps = self._steps("map", _row(rows, chosen[0]))
+        return Finding(
+            f"{sum(named.values()):,} of {total:,}",
+            "head has one clear type" if total == 1 else "heads have one clear type",
+            f"{detail}.",
+            steps,
+        )
+
+    def _distance(self) -> Finding | None:
+        heads = self._heads
+        if not heads["distance"].notna().any():
+            return None
         near, far = heads.loc[heads["distance"].idxmin()], heads.loc[heads["distance"].idxmax()]
-        tiles.append(
-            Finding(
-                written(heads["distance"].median(), "tokens"),
-                "between query and key, in the median head",
-                f"from {written(near['distance'], 'tokens')} ({head_name(near)}) "
-                f"to {written(far['distance'], 'tokens')} ({head_name(far)})",
-            )
+        return Finding(
+            written(heads["distance"].median(), "tokens"),
+            "between query and key, in the median head",
+            f"From {written(near['distance'], 'tokens')} ({head_name(near)}) "
+            f"to {written(far['distance'], 'tokens')} ({head_name(far)}).",
+            self._steps("distance", far),
         )
-    return tiles
+
+    def by_type(self) -> list[TypeRow]:
+        """The types of heads that occur, with the strongest heads of each."""
+        rows: list[TypeRow] = []
+        for kind, number in self.kinds.items():
+            if kind == MIXED:
+                rows.append(TypeRow(kind, number, "", ()))
+                continue
+            of = self.types[self.types["type"] == kind].sort_values(kind, ascending=False, kind="stable").head(3)
+            best = tuple((f"{row['layer']}.{row['head']}", float(row[kind])) for _, row in of.iterrows())
+            rows.append(TypeRow(kind, number, f"≥ {ROLES[kind].threshold:g}", best))
+        return rows
 
 
-def kinds(heads: pd.DataFrame) -> dict[str, int]:
-    """The number of heads with each target, most common first."""
-    return {str(kind): int(count) for kind, count in heads["target"].value_counts().items()}
+def headline(data: xr.Dataset) -> str:
+    """One sentence about a group of a profile: see `Findings.headline`."""
+    return Findings(data).headline
 
 
 def head_name(row: pd.Series) -> str:
@@ -116,7 +328,7 @@ def first_token(data: xr.Dataset) -> str:
     names = set(data["key_token"].values[:, 0])
     name = names.pop()
     known = not names and name in data.attrs["special_tokens"]
-    return f"the first token, {name}" if known else "the first token"
+    return f"the first token ({name})" if known else "the first token"
 
 
 def listed(parts: list[str]) -> str:
@@ -131,13 +343,27 @@ def shared_by(entropy: float) -> str:
 
 
 def _does(kind: str, count: int) -> str:
-    """The predicate of a sentence about `count` heads with a target."""
-    one = count == 1
-    if kind == "spread":
-        return "spreads its weight over many keys" if one else "spread their weight over many keys"
-    if kind.startswith("local"):
-        return f"{'stays' if one else 'stay'} within {kind.removeprefix('local ')} tokens"
-    return f"{'attends' if one else 'attend'} most to {_TARGETS.get(kind, kind)}"
+    """The predicate of a sentence about `count` heads of a type."""
+    return _DOES[kind][count != 1]
+
+
+def _has(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _noun(total: int, count: int) -> str:
+    """ "heads have", or "head has" of a model with one head."""
+    return f"{'head' if total == 1 else 'heads'} {_has(1 if total == 1 else count)}"
+
+
+def _sentences(parts: list[str]) -> str:
+    return ". ".join(parts) + "."
+
+
+def _row(table: pd.DataFrame, column: str) -> pd.Series:
+    """The row with the largest value of a column."""
+    values = table[column].fillna(-np.inf)
+    return table.loc[values.idxmax()]
 
 
 def _uniform_first(data: xr.Dataset) -> float:

@@ -41,7 +41,7 @@ def overview_figure(name: str, data: xr.Dataset, heads: pd.DataFrame, names: tup
     down = -(-len(names) // across)
     cell = min(0.5, 9 / columns, 9 / layers) if across == 1 else min(0.3, 3.6 / columns, 4.6 / layers)
     wide, tall = cell * columns, cell * layers
-    left, top, gap_x, gap_y = 0.62, 1.2, 0.85, 0.62
+    left, top, gap_x, gap_y = 0.62, 1.45, 0.85, 0.62
     width = max(left + across * (wide + gap_x), 7.2)
     figure = Drawing(figsize=(width, top + down * (tall + gap_y)))
     titled(figure, sentence(data, heads, names), subtitle_of(name, data))
@@ -120,7 +120,7 @@ def by_layer_figure(
 
 def sentence(data: xr.Dataset, heads: pd.DataFrame, names: tuple[str, ...]) -> str:
     if len(names) > 1:
-        return headline(data, heads).removesuffix(".")
+        return headline(data).removesuffix(".")
     label, unit = columns_of(data)[names[0]][:2]
     values = heads[names[0]]
     if values.isna().all():

@@ -10,10 +10,9 @@ from matplotlib.figure import Figure
 
 from qkv.errors import InputError
 from qkv.figures.alignment import AFTER, alignment_figure
-from qkv.figures.findings import first_token, shared_by
+from qkv.figures.findings import shared_by
 from qkv.figures.head import head_figure, position, received_figure, weights_figure
 from qkv.figures.layout import (
-    PERCENT,
     note,
 )
 from qkv.figures.overview import by_layer_figure, overview_figure, subtitle_of
@@ -22,7 +21,6 @@ from qkv.figures.style import (
     columns_of,
 )
 from qkv.profiler.data import tables
-from qkv.profiler.data.words import counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -92,18 +90,10 @@ class Plots:
         return figure
 
     def sink(self, text: int | None = None, group: str | None = None) -> Figure:
-        """Weight on the first token of every head by layer, with the 30 % threshold of an attention sink."""
-        data = self._data(group, text)
-        heads = tables.head_table(data)
-        count = int((heads["sink"] > tables.SINK_THRESHOLD).sum())
-        whose = "puts more than 30 % of its weight" if count == 1 else "put more than 30 % of their weight"
-        title = f"{count} of {counted(len(heads), 'head')} {whose} on {first_token(data)}"
-        figure, axes = by_layer_figure(self._name(), data, heads, "sink", title)
-        axes.axhline(tables.SINK_THRESHOLD, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-        note(axes, tables.SINK_THRESHOLD, "sink\nthreshold")
-        axes.set_ylim(0, max(0.4, 1.06 * float(heads["sink"].max())))
-        axes.yaxis.set_major_formatter(PERCENT)
-        return figure
+        """The sink score of the first token: every head by layer, and its weight along the text."""
+        from qkv.figures.sink import sink_figure
+
+        return sink_figure(self._name(), self._data(group, text))
 
     def sinks(self, group: str | None = None) -> Figure:
         """Sink scores of every head on three kinds of text, norms of sink values, and the tokens that are sinks."""

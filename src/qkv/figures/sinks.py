@@ -9,9 +9,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from qkv.figures.findings import Findings
 from qkv.figures.layout import Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
-from qkv.profiler.data.sinks import EPSILON, sink_summary, sink_table, sink_tokens
+from qkv.profiler.data.sinks import EPSILON, sink_table, sink_tokens
 from qkv.profiler.data.tables import readable
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def sinks_figure(name: str, data: xr.Dataset) -> Figure:
 
 
 def _floor(data: xr.Dataset) -> str:
-    even = sink_summary(data).get("even_alpha")
-    return "" if even is None else f" (even rows: {percent(even)})"
+    even = sink_table(data)["alpha_even"].mean()
+    return "" if np.isnan(even) else f" (even rows: {percent(even)})"
 
 
 def _map(axes: Axes, table: pd.DataFrame, column: str, label: str) -> AxesImage:
@@ -126,14 +127,10 @@ def _tokens(axes: Axes, tokens: pd.DataFrame, heads: int) -> None:
 
 
 def _sentence(data: xr.Dataset) -> str:
-    summary = sink_summary(data)
-    parts = (
-        [f"{percent(summary['natural'])} of the heads have a sink at the first token"] if "natural" in summary else []
-    )
-    if "random" in summary:
-        parts.append(f"{percent(summary['random'])} on random tokens")
-    if summary.get("learned", 0) >= 0.01:
-        parts.append(f"the learned sink takes {percent(summary['learned'])}")
-    if not parts and "entries" in summary:
-        parts = [f"{percent(summary['entries'])} of the weights on the first token are above {EPSILON:g}"]
-    return ", ".join(parts) or "A text of one token has no sink score"
+    found = Findings(data)
+    if found.sinks is None:
+        return "A text of one token has no sink score"
+    parts = [f"{found.sinks.value} {found.sinks.label}{found.whole_clause}"]
+    if "sink_mass" in data and (learned := float(np.nanmean(data["sink_mass"].values))) >= 0.01:
+        parts.append(f"the learned sink takes {percent(learned)}")
+    return ", ".join(parts)

@@ -4,6 +4,7 @@ import { mostSimilarHead } from "./similar.js";
 import { choice, legend } from "./charts.js";
 import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
+import { findingTiles } from "./findings.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, sizeWords, statisticsOf } from "./heads.js";
 import { integer, short } from "./numbers.js";
@@ -106,8 +107,8 @@ class Overview {
     this.#head.replaceChildren(
       h("p", { class: "overview-headline" }, tied(view.headline)),
       h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
-      h("ul", { class: "overview-tiles" }, view.findings.map(({ value, label, detail }) =>
-        h("li", {}, h("strong", {}, tied(value)), h("span", {}, label), h("small", {}, tied(detail))))));
+      h("ul", { class: "overview-tiles" }, findingTiles(view.findings, (layer, head) =>
+        this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }))));
   }
 
   // ---- every head ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostSpecialisedHead } from "./heads.js";
 import { h, replace } from "./dom.js";
+import { findingTiles } from "./findings.js";
 import { sinkFigures } from "./sinks.js";
 
 const $ = (id) => document.getElementById(id);
@@ -81,8 +82,11 @@ function switches() {
 }
 
 function tiles() {
-  $("tiles").replaceChildren(...view().findings.map(({ value: figure, label, detail }) =>
-    h("li", {}, h("strong", {}, figure), h("span", {}, label), h("small", {}, detail.replaceAll(" %", "\u00a0%").replaceAll(" × ", "\u00a0×\u00a0")))));
+  const { layers, heads } = group();
+  $("tiles").replaceChildren(...findingTiles(view().findings, async (layer, head) => {
+    await select(layers.indexOf(layer), heads.indexOf(head));
+    $("card").scrollIntoView({ block: "center" });
+  }));
 }
 
 // ---- every head -----------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Weight on the first token", note: "share of the row, mean over the queries after the first · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Sink score α of the first token, over the first 64 queries", note: "mean share of the row · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Sink score α of the first token, over the whole text", note: "mean share of the row · dashed: 30 %", values: scores("alpha_whole"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "What the first token’s value adds", note: "‖a v‖ of the first token, as a share of the sum over all keys", values: scores("contribution_first"), unit: "%" }),
     byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),
@@ -60,19 +61,13 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   ].filter(Boolean);
 }
 
-/** One or two sentences: the number of heads with a sink at the first token, and the norm of its value. */
+/** The finding about sinks, and the norm of the first token's value in the heads that have one. */
 function sinkSentence(group) {
   const { alpha_first: scores, value_norm_first: values } = group.sinks ?? {};
-  const weights = scores ?? firstTokenWeight(group), sinks = [];
-  weights.forEach((x, at) => { if (x !== null && x > SINK_THRESHOLD) sinks.push(at); });
-  const measure = scores ? `a sink at the first token (α > ${SINK_THRESHOLD})` : "more than 30 % of the weight on the first token";
-  const even = (scores ? group.sinks.alpha_even : group.sinks?.even_share)?.filter((x) => x !== null) ?? [];
-  const floor = even.length ? ` Rows of even weights would give it ${percent(even.reduce((sum, x) => sum + x, 0) / even.length)}.` : "";
-  const first = `${integer(sinks.length)} of ${integer(weights.length)} ${weights.length === 1 ? "head" : "heads"} ${sinks.length === 1 ? (scores ? "has" : "puts") : scores ? "have" : "put"} ${measure}.${floor}`;
-  const lengths = sinks.map((at) => values?.[at] ?? null).filter((x) => x !== null).sort((a, b) => a - b);
-  if (!lengths.length) return first;
+  const lengths = (scores ?? []).map((x, at) => (x !== null && x > SINK_THRESHOLD ? values?.[at] ?? null : null)).filter((x) => x !== null).sort((a, b) => a - b);
+  if (!lengths.length) return group.sink_sentence;
   const middle = lengths[Math.floor(lengths.length / 2)];
-  return `${first} In the median of these heads, the norm of its value is ${times(middle)} the mean of the other tokens${middle < 0.7 ? ", so the weight on it adds little to the output" : ""}.`;
+  return `${group.sink_sentence} In the median of these heads, the norm of its value is ${times(middle)} the mean of the other tokens${middle < 0.7 ? ", so the weight on it adds little to the output" : ""}.`;
 }
 
 const titleOf = (group, at) => headTitle(group, Math.floor(at / group.heads.length), at % group.heads.length);

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
 
+    from qkv.figures.findings import Finding
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
     from qkv.report.notebook import View
@@ -133,7 +134,8 @@ class Profile:
         Further columns: layer, head; sink_share (part of the queries from the second with a share of more than
         `threshold` on the first token); alpha_first (sink score α₁ of Gu et al. 2025, arXiv:2410.10781: share of the
         row on the first token, averaged over the first 64 queries), alpha_even (the same of rows of even weights),
-        alpha_random and alpha_repeated (the same on random tokens and on one token repeated); alpha_best (the largest
+        alpha_whole (the same over all queries of the text that may attend to the first token); alpha_random and
+        alpha_repeated (as alpha_first, on random tokens and on one token repeated); alpha_best (the largest
         α of any token, over all queries that may attend to it), with best_text, best_key and best_token;
         key_norm_first, value_norm_first, key_norm_best and value_norm_best (norm of that token's vector divided by
         the mean of the others); cosine_first, cosine_others (mean cosine of the queries to the first key, and to the
@@ -144,6 +146,42 @@ class Profile:
             InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
         """
         return frames.described(sinks.sink_table(self.group(group), threshold))
+
+    def sink_trend(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
+        """The weight on the first token by position of the query: whether sinks last over a long text.
+
+        One row per range of positions: 0 to 63, 64 to 127, 128 to 255 and so on. Columns: first and last (the range);
+        share (of the row on the first token, mean over the queries of the range, the texts and the heads); even (the
+        share that rows of even weights would give it); heads (the number of heads whose own mean is above `threshold`).
+        In a causal model without a window, the heads of the first range are those with alpha_first above it.
+
+        Raises:
+            InputError: if the threshold is not between 0 and 1, or the profile lacks the statistics that are needed.
+
+        >>> import qkv
+        >>> profile = qkv.profile("qkv-mini", progress=False)
+        >>> list(profile.sink_trend()["last"])
+        [63, 127, 255, 320]
+        """
+        return sinks.sink_trend(self.group(group), threshold)
+
+    def findings(self, group: str | None = None) -> list[Finding]:
+        """What the profile says, most important first: the sentences of reports, the viewer and the command line.
+
+        Each finding has a value, a label, a detail to compare it with, and steps: commands or lines of Python that look
+        closer at the head in question.
+
+        >>> import qkv
+        >>> profile = qkv.profile("qkv-mini", progress=False)
+        >>> found = profile.findings()[0]
+        >>> print(found.value, found.label)
+        7 of 24 heads have an attention sink at the first token, <s>, in the first 64 tokens
+        >>> print(found.steps[0].command)
+        profile.plot.map(2, 4)
+        """
+        from qkv.figures.findings import Findings
+
+        return Findings(self.group(group), self.attrs, group or self.main).all
 
     def sink_tokens(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
         """Tokens that are an attention sink of at least one head; sinks of the most heads come first.

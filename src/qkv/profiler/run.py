@@ -29,6 +29,7 @@ from qkv.profiler.data.frames import COLUMNS
 from qkv.profiler.data.types import ROLES, TRAITS
 from qkv.profiler.data.variables import checked_custom
 from qkv.profiler.profiles import Profile
+from qkv.profiler.texts import default_text
 from qkv.statistics import Statistic
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: nn.Module | str,
-    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
+    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor] | None = None,
     *,
     tokenizer: Any = None,
     target: str | None = None,
@@ -69,7 +70,7 @@ def profile(
             ``"random-gpt2"``.
         inputs: a text; several texts, each run separately; token ids (length,) or (batch, length); or the arguments of
             the model's forward, as a mapping of tensors. An attention mask and ``model.config.pad`` are honoured:
-            padding counts neither as query nor as key.
+            padding counts neither as query nor as key. If `model` is a name, the default is `profiler.default_text`.
         tokenizer: converts text to ids, and ids to the names of tokens; if `model` is a name, its tokenizer is loaded.
         target: the text that the decoder of an encoder-decoder reads; the input text if None.
         layers: which attention layers to keep, counted from 0 in each group; all if None.
@@ -113,9 +114,12 @@ def profile(
     (6, 12)
     """
     if isinstance(model, str):
+        inputs = default_text(model) if inputs is None else inputs
         texts = [inputs] if isinstance(inputs, str) else inputs if isinstance(inputs, Sequence) else []
         loaded = load(model, dtype=dtype, tokens=max((len(str(t).encode()) for t in texts), default=None))
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
+    if inputs is None:
+        raise InputError("inputs is missing, expected a text, token ids or the arguments of the model's forward")
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     name = name or name_of_model(model)
     _check_settings(local_window, map_tokens, map_bins, layers)

@@ -58,7 +58,7 @@ def card(profile: Profile) -> str:
         'font-family:system-ui,sans-serif;font-size:13px;line-height:1.45">'
         '<div style="flex:1 1 300px;max-width:560px">'
         f"<div {FAINT}><bdi>{text(profile.attrs.get('model', 'unnamed model'))}</bdi> · attention profile</div>"
-        f'<div style="font-size:17px;line-height:1.3;margin:2px 0 8px"><bdi>{text(headline(data, heads))}</bdi></div>'
+        f'<div style="font-size:17px;line-height:1.3;margin:2px 0 8px"><bdi>{text(headline(data))}</bdi></div>'
         f'{sizes}<div style="margin-top:8px;opacity:.75">{hints}</div></div>'
         f"{_grid(data, heads, statistic)}</div>"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv.figures import style
-from qkv.figures.findings import findings, headline
+from qkv.figures.findings import Findings
 from qkv.profiler.data import sinks, tables
 from qkv.profiler.data.types import MIXED, ROLES, type_table
 
@@ -43,7 +43,7 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
         for text in range(data.sizes["text"]):
             place = f"{len(groups)}-{text}"
             one = trimmed(data, text)
-            view, curves = _view(one, views)
+            view, curves = _view(one, views, Findings(one, profile.attrs, name))
             blobs[f"curves-{place}"] = curves
             maps = one["weights"] if "weights" in one and np.isfinite(one["weights"].values).all() else None
             view["maps"] = "none" if maps is None else "left out" if maps.size > maps_left else "kept"
@@ -61,6 +61,7 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
                 "modules": data["module"].values.tolist(),
                 "texts": texts,
                 **_of_heads(data),
+                "sink_sentence": str(Findings(data, profile.attrs, name).sinks or ""),
                 **_residual(profile, name),
             }
         )
@@ -123,7 +124,7 @@ def _piece(token: str) -> str:
     return token if token in CLOSING else f" {token}"
 
 
-def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
+def _view(one: xr.Dataset, views: int, found: Findings) -> tuple[dict[str, Any], str]:
     """The data of one text of one group, and its packed curves."""
     heads = tables.head_table(one)
     n_heads = len(heads)
@@ -148,8 +149,8 @@ def _view(one: xr.Dataset, views: int) -> tuple[dict[str, Any], str]:
     view = {
         "n_queries": n_queries,
         "n_keys": n_keys,
-        "headline": headline(one, heads),
-        "findings": [finding._asdict() for finding in findings(one, heads)],
+        "headline": found.headline,
+        "findings": [f._asdict() | {"steps": [step._asdict() for step in f.steps]} for f in found.all],
         "heads": {name: _plain(heads[name].tolist()) for name in heads if name not in NOT_COLUMNS},
         "shares": {name: _plain(part[0].ravel().tolist()) for name, part in tables.destinations(one).items()},
         "keys": keys,

@@ -23,13 +23,27 @@ class Array(BaseModel):
     step: float
 
 
+class NextStep(BaseModel):
+    purpose: str
+    command: str = Field(description="A command, or a line of Python for a profile that no command made.")
+    layer: int | None
+    head: int | None
+
+
+class Finding(BaseModel):
+    value: str
+    label: str
+    detail: str
+    steps: list[NextStep]
+
+
 class PageText(BaseModel):
     """The data of one text for a group of heads. Columns about heads list them layer by layer."""
 
     n_queries: int
     n_keys: int
     headline: str
-    findings: list[dict[str, str]]
+    findings: list[Finding]
     heads: dict[str, Column] = Field(description="One column per statistic: see `Profile.heads`.")
     shares: dict[str, Column] = Field(description="The share of the weight on each destination, one column each.")
     keys: list[str] = Field(
@@ -52,6 +66,7 @@ class Group(BaseModel):
     heads: list[int] = Field(description="Head numbers, likewise.")
     modules: list[str]
     texts: list[PageText]
+    sink_sentence: str = Field(description="The sinks at the first token over all texts; empty if not measured.")
     types: dict[str, Column] = Field(description="The type of each head, and its scores: see `Profile.types`.")
 
 

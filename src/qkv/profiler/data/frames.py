@@ -49,6 +49,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "contribution_first": ("1", f"{_LATER}: {VARIABLES['first_contribution'].definition}"),
     "alpha_first": ("1", "sink score α₁: share of the row on the first token, averaged over the first 64 queries"),
     "alpha_even": ("1", "α₁ of rows of even weights: 1 / visible keys, averaged over the first 64 queries"),
+    "alpha_whole": ("1", "sink score α₁ over all queries of the text that may attend to the first token"),
     "alpha_random": ("1", "sink score α₁ on random tokens"),
     "alpha_repeated": ("1", "sink score α₁ on one token repeated"),
     "alpha_best": ("1", "the largest sink score of any token, over all queries that may attend to it"),

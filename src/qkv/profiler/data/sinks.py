@@ -6,7 +6,8 @@ weight on a null key, the first token's part of what the values add, and the sha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -18,6 +19,7 @@ from qkv.profiler.data.types import prefix_sink_scores, sink_scores
 if TYPE_CHECKING:
     import pandas as pd
 
+PREFIX = 64  # queries of the first range of a trend, those of the sink score α
 EPSILON = 0.3  # a head has a sink where α is larger (Gu et al. 2025, arXiv:2410.10781, section 3)
 
 
@@ -45,6 +47,7 @@ def sink_table(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
         "learned_sink": _mean(data, _values(data, "sink_mass")),
         "alpha_first": None if prefix is None else prefix[..., 0],
         "alpha_even": None if prefix is None else _over_first(data, even, prefix.shape[-1]),
+        "alpha_whole": tables.over_texts(score[..., 0]),
     }
     if "sink_mass" not in data:
         del columns["learned_sink"]
@@ -94,32 +97,58 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
 
 
-def sink_summary(data: xr.Dataset, threshold: float = EPSILON) -> dict[str, float]:
-    """Sink scores of a whole group; scores that were not measured are left out.
+class Trend(NamedTuple):
+    """Weight on the first token by range of query positions."""
 
-    ``entries`` is the share of pairs (head, query from the second) with more than the threshold on the first token.
-    ``natural``, ``random`` and ``repeated`` are the shares of heads whose sink score α of the first token exceeds the
-    threshold, on the first 64 tokens of the text, on random tokens, and on one token repeated. ``anywhere`` is the
-    share of heads with a sink at any token. ``even_alpha`` is the α of rows of even weights, on the text.
+    ranges: list[tuple[int, int]]
+    """First position of each range, and the position after its last."""
+    share: np.ndarray
+    """Mean share of the row on the first token: (range, layer, head)."""
+    even: np.ndarray
+    """The share that rows of even weights would give it: (range, layer, head)."""
 
-    Means over heads, and over the queries after the first: ``share`` is the share of the row on the first token,
-    ``even`` the share that rows of even weights would give it, ``weight`` the model's own weight on it, ``learned`` the
-    weight on the learned sink, and ``contribution`` the first token's part of what the values add.
-    """
-    table = sink_table(data, threshold)
-    found = {} if table["sink_share"].isna().all() else {"entries": float(table["sink_share"].mean())}
-    if table["alpha_even"].notna().any():
-        found["even_alpha"] = float(table["alpha_even"].mean())
-    for name, column in (("natural", "first"), ("random", "random"), ("repeated", "repeated"), ("anywhere", "best")):
-        alpha = table[f"alpha_{column}"].to_numpy()
-        if not np.isnan(alpha).all():
-            found[name] = float((alpha[~np.isnan(alpha)] > threshold).mean())
-    means = {"share": "share_first", "even": "even_share", "weight": "weight_first", "learned": "learned_sink",
-             "contribution": "contribution_first"}  # fmt: skip
-    for name, column in means.items():
-        if column in table and table[column].notna().any():
-            found[name] = float(table[column].mean())
-    return found
+
+def trend_by_head(data: xr.Dataset) -> Trend:
+    """The weight of each head on the first token, by range of query positions; means over queries, then over texts."""
+    sink, positions = data["sink"].values, np.arange(data.sizes["query"])
+    with np.errstate(divide="ignore"):
+        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, np.nan)
+    ranges = _ranges_of_positions(data.sizes["query"])
+    chosen = [tables.valid_queries(data) & (positions >= first) & (positions < stop) for first, stop in ranges]
+    share, floor = (
+        np.stack([tables.over_texts(tables.mean_over_queries(x, queries)) for queries in chosen]) for x in (sink, even)
+    )
+    return Trend(ranges, share, floor)
+
+
+def sink_trend(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
+    """One row per range of query positions; `Profile.sink_trend` documents the columns."""
+    import pandas as pd
+
+    _check(data, threshold)
+    ranges, share, even = trend_by_head(data)
+    with np.errstate(invalid="ignore"):
+        heads = (share > threshold).sum((1, 2))
+    columns = {"share": map(_overall, share), "even": map(_overall, even), "heads": heads.tolist()}
+    table = pd.DataFrame([(first, stop - 1) for first, stop in ranges], columns=["first", "last"])
+    return table.assign(**{name: list(values) for name, values in columns.items()})
+
+
+def _ranges_of_positions(length: int) -> list[tuple[int, int]]:
+    """Ranges 0–63, 64–127, 128–255 and so on, each as long as all before it; a last one of few queries is joined."""
+    edges = [0, PREFIX]
+    while edges[-1] < length:
+        edges.append(2 * edges[-1])
+    edges[-1] = length
+    if len(edges) > 2 and edges[-1] - edges[-2] < PREFIX // 4:
+        del edges[-2]
+    return list(itertools.pairwise(edges))
+
+
+def _overall(values: np.ndarray) -> float:
+    """The mean over heads where the value is known; NaN, without a warning, if it is known of none."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def relative_norm(norm: np.ndarray) -> np.ndarray:

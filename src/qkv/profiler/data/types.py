@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+UNIFORM = 0.9  # a head is uniform if its entropy reaches this share of that of uniform attention
+
+
 class Kind(NamedTuple):
     """A head type: `score` gives an array (layer, head), and a head has the type if its score reaches `threshold`."""
 
@@ -107,7 +110,10 @@ def _streaming(data: xr.Dataset) -> np.ndarray | None:
 
 
 def _retrieval(data: xr.Dataset) -> np.ndarray | None:
-    """Share of the row on keys that a streaming cache evicts, a learned sink excluded; NaN if rows are not shares."""
+    """Share of the row on keys that a streaming cache evicts, a learned sink excluded; NaN if rows are not shares.
+
+    0 for a uniform head, which retrieves no key in particular.
+    """
     kept = _streaming(data)
     if kept is None:
         return None
@@ -118,7 +124,10 @@ def _retrieval(data: xr.Dataset) -> np.ndarray | None:
         if "row_sum" not in data
         else over_texts(tables.mean_over_queries(data["row_sum"].values > 0, tables.valid_queries(data)))
     )
-    return np.where(tables.rows_known(data)[:, None], np.clip(whole - kept, 0, 1), np.nan)
+    with np.errstate(invalid="ignore"):
+        uniform = tables.mean_of_heads(data, "entropy_ratio") >= UNIFORM
+    evicted = np.where(uniform, 0, np.clip(whole - kept, 0, 1))
+    return np.where(tables.rows_known(data)[:, None], evicted, np.nan)
 
 
 ROLES = {  # the type of a head is the first role whose score reaches its threshold
@@ -143,13 +152,14 @@ ROLES = {  # the type of a head is the first role whose score reaches its thresh
     "local": Kind(
         "share of the row on the nearest tokens, if at least 1.5 times that of uniform attention", 0.5, _local
     ),
-    "uniform": Kind("entropy divided by that of uniform attention", 0.9, _column("entropy_ratio")),
+    "uniform": Kind("entropy divided by that of uniform attention", UNIFORM, _column("entropy_ratio")),
 }  # fmt: skip
 TRAITS = {  # a head can have several traits
     "sparse": Kind("effective number of keys, 1 / Σ a²", 3.0, _column("effective_keys"), below=True),
     "streaming": Kind("share of the row on the first and last keys, which a streaming cache keeps", 0.95, _streaming),
     "retrieval": Kind(
-        "share of the row on the keys that a streaming cache evicts (after Xiao et al. 2024, DuoAttention)",
+        "share of the row on the keys that a streaming cache evicts, 0 for uniform heads (after Xiao et al. 2024, "
+        "DuoAttention)",
         0.3, _retrieval,
     ),
     "positional": Kind("1 − total variation between the rows on random tokens and on the same shuffled", 0.8,

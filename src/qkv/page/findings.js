@@ -1,0 +1,35 @@
+// The main findings, each with its number, its meaning, and the commands that look closer.
+
+import { h } from "./dom.js";
+
+const joined = (text) => text.replaceAll(" %", "\u00a0%").replaceAll(" × ", "\u00a0×\u00a0");
+
+/** One list item for each finding. `open(layer, head)` shows a head; layers and heads are given by their numbers. */
+export function findingTiles(findings, open) {
+  return findings.map(({ value, label, detail, steps }) =>
+    h("li", {},
+      h("strong", {}, joined(value)), h("span", {}, label), h("small", {}, joined(detail)),
+      steps.length ? h("ul", { class: "next-steps" }, steps.map((step) => h("li", {}, purposeOf(step, open), commandOf(step)))) : null));
+}
+
+function purposeOf({ purpose, layer, head }, open) {
+  if (layer === null) return h("em", {}, purpose);
+  return h("button", { type: "button", class: "step-open", onclick: () => open(layer, head) }, purpose);
+}
+
+/** The command, which a click selects, and a button that copies it. */
+function commandOf({ command }) {
+  const code = h("code", {}, command.split(" ").flatMap((word, at) => [at ? " " : "", h("span", {}, word)])); // no line break after a hyphen
+  const copy = h("button", { type: "button", class: "step-copy", title: "Copy", "aria-label": `Copy: ${command}` }, "copy");
+  copy.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(command);
+      copy.textContent = "copied";
+    } catch { // the browser does not allow it, for example in a sandboxed frame
+      getSelection().selectAllChildren(code);
+      copy.textContent = "press Ctrl+C";
+    }
+    setTimeout(() => { copy.textContent = "copy"; }, 2000);
+  });
+  return h("div", { class: "step-command" }, code, copy);
+}
