@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkv._names import OTHER_NAMES
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 
 A = TypeVar("A", Tensor, np.ndarray)
 T = TypeVar("T")
@@ -27,7 +27,9 @@ def refuse_unknown(function: str, unknown: Mapping[str, object], known: tuple[st
     for name in unknown:
         if name in OTHER_NAMES:
             raise InputError(f"{function}: {name} is not an argument; pass {OTHER_NAMES[name]}")
-        raise InputError(f"{function}: {name} is not an argument, expected one of {', '.join(known)}")
+        raise InputError(
+            f"{function}: {name} is not an argument, expected one of {', '.join(known)}{nearest(name, known)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from qkv._files import write_atomically
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import allocated, alone, alternating, machine, timed, wait
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 
 ONCE = 5.0  # a contender whose first run takes more seconds than this is not repeated
 LEAST, MOST = 3, 15  # repeats
@@ -49,7 +49,9 @@ def bench(
     """
     unknown = [name for name in mechanisms if name not in MECHANISMS]
     if unknown:
-        raise InputError(f"mechanism is {unknown[0]!r}, expected one of {', '.join(MECHANISMS)}")
+        raise InputError(
+            f"mechanism is {unknown[0]!r}, expected one of {', '.join(MECHANISMS)}{nearest(unknown[0], MECHANISMS)}"
+        )
     if queries is not None and queries > min((*lengths, *memory)):
         raise InputError(f"queries is {queries}, expected at most {min((*lengths, *memory))}, the smallest length")
     untrained = [name for name in mechanisms if not MECHANISMS[name].trains]

@@ -14,7 +14,8 @@ import tyro
 import qkv
 from qkv.cli import ablate, bench, evict, experiment, flow, generate, maps, profile, survey, train, view
 from qkv.cli.files import discard_output
-from qkv.errors import InputError
+from qkv.cli.menu import show_menu
+from qkv.errors import InputError, nearest
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
@@ -34,21 +35,21 @@ COMMANDS: dict[str, Callable[..., None]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `qkv`. For bad input it prints one sentence to standard error and returns exit code 2."""
     if arguments is None:  # the process ends with the command
-        atexit.register(gc.freeze)  # else Python would search all libraries for garbage at exit, for almost a second
+        atexit.register(_freeze)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:
         print(f"qkv {qkv.__version__}")
         return 0
     if arguments in ([], ["-h"], ["--help"]):
-        _list_commands()
+        show_menu()
         return 0
     try:
         if arguments[:1] == ["train"]:  # its flags depend on the task, which is its first argument
             train.train(*arguments[1:])
         else:
-            for command in COMMANDS.values():
-                _join_lines(command)
-            tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="qkv", args=arguments)
+            command = _command(arguments[0])
+            _join_lines(command)
+            tyro.cli(command, prog=f"qkv {arguments[0]}", args=arguments[1:])
     except InputError as error:
         print(f"qkv: {error}", file=sys.stderr)
         return 2
@@ -61,20 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _list_commands() -> None:
-    """Print every command with the first sentence of its docstring."""
-    from rich.console import Console
-    from rich.table import Table
+def _command(name: str) -> Callable[..., None]:
+    if name not in COMMANDS:
+        raise InputError(f"command is {name!r}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
+    return COMMANDS[name]
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    for name, command in COMMANDS.items():
-        table.add_row(name, (command.__doc__ or "").partition("\n")[0])
-    console = Console(highlight=False)
-    console.print("usage: qkv COMMAND [OPTIONS]\n\nCompose, measure and explain attention.\n", markup=False)
-    console.print(table)
-    console.print("\nqkv COMMAND --help     the options of a command, with examples", markup=False)
-    console.print("qkv --version          the version of qkv", markup=False)
+
+def _freeze() -> None:
+    """Keep Python from searching all libraries for garbage at exit, which takes almost a second.
+
+    Triton's bindings report what is not collected as leaks, so it is left alone.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _join_lines(command: Callable[..., None]) -> None:

@@ -111,18 +111,18 @@ class Findings:
         where = f"at {first_token(self._data)}"
         if not prefix and not whole:
             return f"None of {counted(total, 'head')} has an attention sink {where}"
-        first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self._window}"
+        first = f"{prefix:,} of {counted(total, 'head')} {_has(prefix)} an attention sink {where} in {self.window}"
         return first + self.whole_clause
 
     @property
     def whole_clause(self) -> str:
         """ " (none over all 321 tokens)": the heads with a sink over the whole text; "" for a short text."""
-        if self._sink_counts is None or not self._is_long:
+        if self._sink_counts is None or not self.is_long:
             return ""
         return f" ({self._sink_counts[1] or 'none'} over {self._whole})"
 
     @property
-    def _is_long(self) -> bool:
+    def is_long(self) -> bool:
         return self._longest > self._prefix
 
     @property
@@ -131,8 +131,8 @@ class Findings:
         return int(self._data.sizes.get("prefix_key", 64))
 
     @property
-    def _window(self) -> str:
-        if self._is_long:
+    def window(self) -> str:
+        if self.is_long:
             return f"the first {self._prefix} {self._nouns}"
         several = self._data.sizes["text"] > 1
         return "these texts" if several else f"this text of {counted(self._longest, 'token')}"
@@ -168,7 +168,7 @@ class Findings:
         prefix, whole = found
         total, even = len(table), table["alpha_even"].mean()
         details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2f}"]
-        if self._is_long:
+        if self.is_long:
             several = f"{whole:,} {'head' if whole == 1 else 'heads'} {_has(whole)}" if whole else "no head has"
             details.append(f"Over {self._whole}, {several} a sink")
             if trend := self._trend():
@@ -180,7 +180,7 @@ class Findings:
         ]
         if controls:
             details.append(f"On other texts: {listed(controls)}")
-        label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self._window}"
+        label = f"{_noun(total, prefix)} an attention sink at {first_token(data)} in {self.window}"
         strongest = _row(table, "alpha_first")
         kind = "sinks" if prefix or whole else "map"
         return Finding(f"{prefix:,} of {total:,}", label, _sentences(details), self._steps(kind, strongest))

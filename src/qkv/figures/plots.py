@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.figures.alignment import AFTER, alignment_figure
 from qkv.figures.findings import shared_by
 from qkv.figures.head import head_figure, position, received_figure, weights_figure
@@ -63,7 +63,9 @@ class Plots:
         data = self._data(group, text)
         known = columns_of(data)
         if statistic not in known:
-            raise InputError(f"statistic: got {statistic!r}; expected one of {', '.join(known)}")
+            raise InputError(
+                f"statistic: got {statistic!r}; expected one of {', '.join(known)}{nearest(statistic, known)}"
+            )
         return overview_figure(self._name(), data, tables.head_table(data), (statistic,))
 
     def received(self, text: int = 0, group: str | None = None) -> Figure:

@@ -10,7 +10,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.figures.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, WARM, percent
 from qkv.profiler.surveys.accumulators import SINK_THRESHOLD
@@ -156,7 +156,9 @@ def _title(survey: Survey, name: str) -> str:
 
 def _quantity(survey: Survey, name: str) -> Quantity:
     if name not in survey.quantities:
-        raise InputError(f"quantity: got {name!r}; expected one of {', '.join(survey.quantities)}")
+        raise InputError(
+            f"quantity: got {name!r}; expected one of {', '.join(survey.quantities)}{nearest(name, survey.quantities)}"
+        )
     return survey.quantities[name]
 
 

@@ -104,9 +104,13 @@ def from_toml(path: Path) -> tuple[Task, Training]:
     found = read_toml(path)
     name = found.get("task")
     if not isinstance(name, str):
-        raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}")
+        raise InputError(
+            f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(str(name), names())}"
+        )
     if name not in names():
-        raise InputError(f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(name, names())}")
+        raise InputError(
+            f"task is {name!r} in {path}, expected one of {', '.join(names())}{nearest(str(name), names())}"
+        )
     cls = task_class(name)
     for key in found:
         if key not in ("task", name, "training"):

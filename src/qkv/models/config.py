@@ -16,7 +16,8 @@ C = TypeVar("C")
 def one_of(name: str, value: object, expected: Collection[str]) -> None:
     """Raise `InputError` unless `value` is in `expected`."""
     if value not in expected:
-        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}")
+        hint = nearest(value, expected) if isinstance(value, str) else ""
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, expected))}{hint}")
 
 
 def to_dict(config: Any) -> dict[str, Any]:

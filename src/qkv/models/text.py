@@ -12,14 +12,21 @@ from typing import Any
 
 import torch
 
-from qkv.errors import InputError
-from qkv.models import bundled, checkpoint, pretrained
+from qkv.errors import InputError, nearest
+from qkv.models import bundled, checkpoint, hub, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderLM
 from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "tokenizer.model"]
+WITHOUT_TEXT = {
+    "minilm": "an encoder, which cannot generate text",
+    "random-gpt2": "whose weights are random",
+    "qkv-reversal": "a classifier, which cannot generate text",
+    "qkv-translation": "which translates: see qkv.models and docs/trained.md",
+    "qkv-caption": "which describes pictures: see qkv.models and docs/trained.md",
+}  # built-in models of other commands
 CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded with the new ones, which is enough context
 
 
@@ -95,7 +102,7 @@ def load_text_model(name: str, *, dtype: str = "float32") -> TextModel:
     ([72, 105, 33], ())
     """
     if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
     folder = bundled.folder_of(name) or Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():
@@ -194,21 +201,28 @@ def _of_hub(name: str) -> Path:
     """Download a model from the hub; its configuration comes first, so that no other kind is ever downloaded."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(f"model: no folder {name}, and the Hugging Face hub needs pip install 'qkv[hf]'")
+    if name in WITHOUT_TEXT:
+        raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()
     disable_progress_bars()
+    cached = hub.only_cached(name, ("qkv-mini",))
     try:
-        config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG)
+        config = huggingface_hub.hf_hub_download(name, checkpoint.CONFIG, local_files_only=cached)
         _known(checkpoint.read_config(Path(config).parent), name)
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns="*/*"))
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=HUB_FILES, ignore_patterns="*/*", local_files_only=cached
+            )
+        )
     except InputError:
         raise
     except Exception as error:  # the HTTP library raises its own exceptions
         raise InputError(
             f"model: cannot load {name!r} ({_first_line(error)}); expected a folder with a model, or the name of a "
-            "GPT-2 or Llama on the Hugging Face hub that is reachable or cached"
+            "GPT-2 or Llama on the Hugging Face hub"
         ) from error
 
 

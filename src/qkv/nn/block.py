@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.masks import Mask
 from qkv.nn.multi_head import KeysValues, MultiHeadAttention
 
@@ -21,7 +21,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnor
 def make_norm(kind: str, d_model: int, eps: float, *, bias: bool = True) -> nn.Module:
     """LayerNorm (Ba et al. 2016, arXiv:1607.06450) or RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) by name."""
     if kind not in NORMS:
-        raise InputError(f"norm is {kind!r}, expected one of {', '.join(map(repr, NORMS))}")
+        raise InputError(f"norm is {kind!r}, expected one of {', '.join(map(repr, NORMS))}{nearest(kind, NORMS)}")
     return nn.LayerNorm(d_model, eps=eps, bias=bias) if kind == "layernorm" else nn.RMSNorm(d_model, eps=eps)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv.edits import Edit, HideFirst, Mean, Zero
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
 from qkv.profiler.capture.calls import calls_of
 from qkv.profiler.capture.inputs import batches
@@ -92,7 +92,7 @@ def ablation(
     import pandas as pd
 
     if what not in REMOVED:
-        raise InputError(f"what is {what!r}, expected one of {', '.join(map(repr, REMOVED))}")
+        raise InputError(f"what is {what!r}, expected one of {', '.join(map(repr, REMOVED))}{nearest(what, REMOVED)}")
     (batch,) = batches(model, inputs, tokenizer, None)
     ids = next((x for x in batch.values() if isinstance(x, Tensor) and x.ndim == 2), None)
     if ids is None or ids.shape[0] != 1 or ids.shape[1] < 2:

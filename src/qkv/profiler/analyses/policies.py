@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkv.cache import Cache, Evicting, HeavyHitters, Sinks, Sliding
 from qkv.cache.registry import POLICIES
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.masks import Mask, Prefix, Window
 
 BUILT_IN = ("window", "sinks", "heavy")
@@ -75,7 +75,7 @@ def _ranked(policy: str | type[Evicting], built_in: dict[str, Policy]) -> Policy
     if isinstance(policy, str):
         known = [*built_in, *(name for name in POLICIES.names() if name not in POLICIES.built_in)]
         if policy not in known:
-            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}")
+            raise InputError(f"policies has {policy!r}, expected some of {', '.join(known)}{nearest(policy, known)}")
         made = POLICIES.load(policy)
     elif isinstance(policy, type) and issubclass(policy, Evicting):
         made = policy

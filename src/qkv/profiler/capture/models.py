@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qkv.errors import InputError
-from qkv.models import bundled, checkpoint
+from qkv.errors import InputError, nearest
+from qkv.models import bundled, checkpoint, hub
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
@@ -52,7 +52,7 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
         InputError: if there is no such model, or transformers is not installed.
     """
     if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}{nearest(dtype, DTYPES)}")
     if not os.path.exists(name) and (len(name) > LONGEST or any(map(str.isspace, name))):
         short = f"{name[:40]}…" if len(name) > 40 else name
         raise InputError(f"model is {short!r}, expected a folder or a model's name; a text comes after the model")
@@ -83,18 +83,20 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise InputError(f"model: no folder {path}, expected one with a model, a name on the hub or a built-in model")
+    known = ("qkv-mini", *BUILT_IN)
+    options = UNTRUSTING | {"local_files_only": not Path(path).is_dir() and hub.only_cached(path, known)}
     try:
-        AutoConfig.from_pretrained(path, **UNTRUSTING)
+        AutoConfig.from_pretrained(path, **options)
         kind = AutoModelForCausalLM if head else AutoModel
-        model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **UNTRUSTING)
+        model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise InputError(
-            f"model: cannot load {path!r} ({reason}); expected 'qkv-mini', {' or '.join(map(repr, BUILT_IN))}, a "
-            "folder with a Hugging Face model, or a name on the Hugging Face hub that is reachable or cached"
+            f"model: cannot load {path!r} ({reason}); expected {', '.join(map(repr, known))}, a folder with a Hugging "
+            f"Face model, or a name on the Hugging Face hub{nearest(path, known)}"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **UNTRUSTING)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):

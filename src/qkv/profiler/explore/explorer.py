@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qkv._engine.call import Call
 from qkv._engine.row_state import RowState
 from qkv.biases import Dense as DenseBias
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 from qkv.masks import Dense, Region
 from qkv.normalizers import Identity
 from qkv.profiler.capture.calls import calls_of, without_values
@@ -259,7 +259,9 @@ class Explorer:
                     self._run(run, (group, wanted), stopped)
         groups = self._groups[run]
         if group not in groups:
-            raise InputError(f"group is {group!r}, expected one of {', '.join(map(repr, groups))}")
+            raise InputError(
+                f"group is {group!r}, expected one of {', '.join(map(repr, groups))}{nearest(group, groups)}"
+            )
         return groups[group]
 
     def _cached_call(self, run: int, layer: _Layer, stopped: Stopped) -> _CachedCall:
