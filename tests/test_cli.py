@@ -84,11 +84,11 @@ def test_help_lists_commands_and_options(command: list[str], capsys: pytest.Capt
 
 
 BAD = {
-    "unknown model": (["no-such-model", "hi"], "cannot load 'no-such-model'"),
+    "unknown model": (["no-such-model", "hi"], "model is 'no-such-model', which is not in the cache"),
     "no such folder": (["./nowhere", "hi"], "no folder ./nowhere"),
     "empty text": (["minilm", ""], "the text is empty"),
     "blank text": (["minilm", "  \n "], "the text is empty"),
-    "longer than the model": (["minilm", "--tokens", "513"], "513 tokens, but BertModel has 512 positions"),
+    "longer than the model": (["minilm", "--tokens", "513"], "513 tokens, expected at most 512"),
     "no tokens": (["minilm", "--tokens", "0"], "--tokens is 0, expected at least 1"),
     "fewer tokens than asked": (["minilm", "hi", "--tokens", "99"], "--tokens is 99, but the text has 3"),
     "layers beyond": (["minilm", "hi", "--layers", "6"], r"layers is \[6\], but the model has attention layers 0..5"),

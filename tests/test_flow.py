@@ -284,5 +284,5 @@ def test_command_writes_figures_and_data(tmp_path: Path, capsys: pytest.CaptureF
     np.testing.assert_allclose(back.groupby("depth").flow.sum(), 1)
     assert "comes from" in capsys.readouterr().out
     assert main(["flow", "qkv-mini", "x", "--from", "99", "--out", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("qkv: queries holds 99, expected positions in a text of 2 tokens")
+    assert capsys.readouterr().err.startswith("qkv: --from holds 99, expected positions in a text of 2 tokens")
     assert not (tmp_path / "none").exists()

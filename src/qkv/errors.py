@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 _HEAD = re.compile(r"(?:(?P<of>[\w.]+(?:\[[^]]*\])?): )?(?P<word>-{0,2}[A-Za-z_][\w.-]*)?")
 _NO_NAMES = {"a", "an", "all", "cannot", "each", "expected", "got", "it", "no", "not", "one", "the", "these", "this"}
@@ -31,6 +32,25 @@ class InputError(ValueError):
         assert found is not None
         of, word = found["of"], found["word"]
         return of if of is not None and (word is None or word in _NO_NAMES) else word or ""
+
+
+@contextmanager
+def renamed(**options: str) -> Iterator[None]:
+    """Errors about these arguments name an option of the command line instead.
+
+    >>> with renamed(size="--window"):
+    ...     raise InputError("size is 0, expected at least 1")
+    Traceback (most recent call last):
+    qkv.errors.InputError: --window is 0, expected at least 1
+    """
+    try:
+        yield
+    except InputError as error:
+        if error.argument not in options:
+            raise
+        words = str(error)
+        at = words.index(error.argument)
+        raise InputError(f"{options[error.argument]}{words[at + len(error.argument) :]}") from error
 
 
 def at_least_one(of: str = "", **sizes: object) -> None:

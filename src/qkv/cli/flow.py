@@ -11,6 +11,7 @@ import tyro
 from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, text_of
 from qkv.cli.terminal import print_line
+from qkv.errors import renamed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +78,8 @@ def flow(
         for chosen, trace, direction in ((backward, rollout, "from"), (forward, flow_to, "to")):
             if not chosen:
                 continue
-            with bar(f"tracing {direction}", "layers") as step:
+            options = {"queries": "--from", "keys": "--to", "group": "--group", "target": "--target"}
+            with renamed(**options), bar(f"tracing {direction}", "layers") as step:
                 found = trace(
                     loaded.model, inputs, chosen, tokenizer=loaded.tokenizer, target=target, group=group,
                     residual=residual, name=loaded.name, on_layer=functools.partial(step, 1),

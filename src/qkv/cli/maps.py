@@ -11,7 +11,7 @@ import tyro
 from qkv.cli.files import folder, read
 from qkv.cli.inputs import load_inputs, text_of
 from qkv.cli.terminal import print_line
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from qkv.profiler.explore.attention_map import AttentionMap
@@ -92,7 +92,8 @@ def head_map(
     passage = text_of(model, text if file is None else read(file, "FILE"), None, tokens)
     with folder(out.parent):
         loaded, inputs = load_inputs(model, passage, tokens, dtype)
-        with spinner(f"running {loaded.name}"):
+        options = {"layers": "--layer", "head": "--head", "group": "--group", "target": "--target"}
+        with renamed(**options), spinner(f"running {loaded.name}"):
             found = maps.attention_map(
                 loaded.model, inputs, layer=layer, head=head, tokenizer=loaded.tokenizer, target=target, group=group,
                 name=loaded.name,

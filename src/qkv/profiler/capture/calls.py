@@ -61,10 +61,10 @@ def calls_of(
     missing = sorted((wanted or set()) - {s.layer for s in found})
     if not found or missing:
         of_kind = f" of the kind {group!r}" if group else ""
-        name, limits = type(model).__name__, f"it has layers 0..{observer.deepest()}"
+        name, last = type(model).__name__, observer.deepest()
         if missing:
-            raise InputError(f"layers {missing}{of_kind} are not in {name}; {limits}")
-        raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; {limits}")
+            raise InputError(f"layers has {missing[0]}{of_kind}, expected 0 to {last}, the attention layers of {name}")
+        raise InputError(f"model {name} has no attention{of_kind} that qkv can observe; it has layers 0 to {last}")
     return found
 
 

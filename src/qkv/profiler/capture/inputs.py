@@ -180,8 +180,8 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
             raise InputError(f"{argument} has no tokens, expected at least one")
         if limit and x.shape[1] > limit:
             raise InputError(
-                f"{argument} has {x.shape[1]:,} tokens, but {type(model).__name__} has {limit:,} positions; expected "
-                "fewer tokens"
+                f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, the positions of "
+                    f"{type(model).__name__}; on the command line, --tokens {limit} takes the first of them"
             )
         size = vocabulary(model, target=argument == "target")
         if size is None:
