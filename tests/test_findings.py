@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.test_plots import all_text_is_on_the_page
 
 import qkv
 from qkv import cli
 from qkv.figures.findings import Findings
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.report.payload import payload
+from test_plots import all_text_is_on_the_page
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from qkv.profiler.data import tables
 from qkv.profiler.data.types import MIXED, ROLES
 from qkv.report import html as report
 from qkv.report.payload import binned, display, payload
+from qkv.report.pools import pooled_maps
 from viewer_fixture import PATIENCE
 
 if TYPE_CHECKING:
@@ -241,9 +242,28 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: object)
     state, dom = opened(page, profile.report(tmp_path / "report.html"))
     assert state == {"ready": "1"}
     heads = profile.heads()
-    assert dom.count('role="gridcell"') == len(heads)
+    has_maps = "weights" in profile.data
+    assert dom.count('role="gridcell"') == len(heads) * (1 + has_maps)
     assert "Most attended tokens" in dom
     assert 'class="curve"' in dom
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_pooled_maps_in_a_report_are_those_of_the_profile(average: bool) -> None:
+    profile = qkv.profile("qkv-mini", "x = [1, 2]\n" * 60, map_tokens=0, probe=False, progress=False)
+    found = pooled_maps(profile.data, average=average)
+    assert found is not None
+    about, packed = found
+    names = ["map_max", "map_mean"][: 1 + average]
+    for at, blob in enumerate(json.loads(packed)):
+        codes = np.frombuffer(zlib.decompress(base64.b64decode(blob)), np.uint8)
+        codes = codes.reshape(len(names), about["rows"], about["columns"]).astype(np.float64)
+        got = np.where(codes, about["low"] * (about["high"] / about["low"]) ** ((codes - 1) / 254), 0)
+        head = divmod(at, profile.data.sizes["head"])
+        want = np.stack([profile.data[name].values[0][head] for name in names])
+        large = want >= about["low"]
+        np.testing.assert_allclose(got[large], want[large], rtol=0.024)
+        assert (got[~large] == 0).all()
 
 
 def test_hostile_tokens_are_not_executed(page: Page, tmp_path: Path) -> None:
@@ -260,21 +280,24 @@ DRIVER = """
   const settle = () => new Promise((resolve) => setTimeout(resolve, 150));
   const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
   const title = () => document.querySelector("#card h3").textContent;
-  document.querySelector('[data-layer="1"][data-head="3"]').click(); await settle();
+  document.querySelector('#grid-box [data-layer="1"][data-head="3"]').click(); await settle();
   said.clicked = title();
-  document.querySelector('[data-layer="1"][data-head="3"]').focus();
+  document.querySelector('#grid-box [data-layer="1"][data-head="3"]').focus();
   press("ArrowDown"); press("ArrowLeft"); await settle();
   said.arrows = title();
   said.focused = document.activeElement.getAttribute("aria-label");
+  document.querySelector('#wall [data-layer="0"][data-head="4"]').click(); await settle();
+  said.wall = [document.querySelector("#big-map h3").textContent, title()];
+  document.querySelector('#grid-box [data-layer="2"][data-head="2"]').click(); await settle();
   document.querySelector('[data-key="on"]').focus();
   document.querySelector('[data-key="on"]').click(); await settle();
   said.stepped = title();
   said.kept = document.activeElement.dataset.key;
   const choose = document.querySelector("#statistic");
   choose.value = "distance"; choose.dispatchEvent(new Event("change"));
-  said.cell = document.querySelector('[data-layer="0"][data-head="0"]').getAttribute("aria-label");
+  said.cell = document.querySelector('#grid-box [data-layer="0"][data-head="0"]').getAttribute("aria-label");
   choose.value = "type"; choose.dispatchEvent(new Event("change"));
-  said.kind = document.querySelector('[data-layer="1"][data-head="3"]').dataset.tip;
+  said.kind = document.querySelector('#grid-box [data-layer="1"][data-head="3"]').dataset.tip;
   document.querySelector('[data-key="choice-Shade by attention received from-head"]').click(); await settle();
   document.querySelector('[data-at="9"]').click(); await settle();
   said.asked = document.querySelector("#reading .readout").textContent;
@@ -303,6 +326,7 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path, monkey
     assert said["clicked"] == "Layer 1, head 3"
     assert said["arrows"] == "Layer 2, head 2"
     assert said["focused"].startswith("Layer 2, head 2: ")
+    assert said["wall"] == ["Layer 0, head 4"] * 2
     assert said["stepped"] == "Layer 2, head 3"
     assert said["kept"] == "on"
     assert said["cell"] == f"Layer 0, head 0: Distance {heads['distance'][0]:.1f} tokens; first token 99 %"

@@ -36,7 +36,7 @@ def profile(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-profile"),
     local_window: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
-    map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256,
+    map_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 384,
     statistics: Annotated[str | None, tyro.conf.arg(metavar="NAME,…", help_behavior_hint="")] = None,
     against: Annotated[str | None, tyro.conf.arg(metavar="MODEL|FILE", help_behavior_hint="")] = None,
     perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,

@@ -101,6 +101,8 @@ def columns_of(data: xr.Dataset) -> dict[str, Column]:
 def percent(share: float) -> str:
     """A share as a percentage with up to two significant digits: "0.4 %", "7 %", "62 %"."""
     value = 100 * share
+    if 0 < value < 0.05:
+        return "< 0.1 %"
     return f"{value:.1f} %" if 0 < value < 0.95 else f"{value:.0f} %"
 
 

@@ -3,6 +3,7 @@
 import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, named, percent, written } from "./numbers.js";
+import { isMasked, levelOf } from "./pools.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
@@ -214,6 +215,30 @@ export function denseMap({ bytes, queries, keys, label }) {
     h("figcaption", {}, h("span", {}, "Attention map", h("small", {}, " · rows are queries, columns are keys")), legend({ low: "0", high: percent(top / 255), note: "colour ∝ √weight" })),
     box, h("div", { class: "readout" }, readout),
   );
+}
+
+/**
+ * The pooled map of a head of a long text, with a crosshair and a readout of its bin. `pool`: "largest" or "average"
+ * weight of a bin; `onpool(pool)` is called for the other.
+ */
+export function binnedMap({ bins, queries, keys, causal, label, pool, onpool }) {
+  const { rows, columns } = bins, values = bins[pool], high = values.reduce((most, x) => Math.max(most, x), 1e-9);
+  const masked = isMasked(bins, causal, queries.length, keys.length);
+  const canvas = h("canvas", {});
+  paint(canvas, rows, columns, (row, column) => (masked(row, column) ? 0 : levelOf(values[row * columns + column], high)));
+  const readout = h("output", { "aria-live": "polite" }, "Point at a bin, or focus the map and use the arrow keys.");
+  const span = (bin, size, n) => { const from = bin * size, to = Math.min(from + size, n) - 1; return from === to ? integer(from) : `${integer(from)}–${integer(to)}`; };
+  const onmove = (row, column) => {
+    markCell(box, [row, column], rows, columns);
+    const at = row * columns + column;
+    readout.replaceChildren("queries ", h("b", {}, span(row, bins.bin_queries, queries.length)), " → keys ", h("b", {}, span(column, bins.bin_keys, keys.length)),
+      masked(row, column) ? " · masked" : ` · largest weight ${percent(bins.largest[at])}, average ${percent(bins.average[at])}`);
+  };
+  const box = cellMap({ canvas, rows, columns, label, onmove });
+  return h("figure", { class: "dense" },
+    h("figcaption", {}, choice("Show the", [["largest", "largest weight"], ["average", "average"]], pool, onpool),
+      legend({ low: percent(high / 1000), high: percent(high), note: "logarithmic" })),
+    box, h("div", { class: "readout" }, readout));
 }
 
 /** A colour bar with labels at both ends. */

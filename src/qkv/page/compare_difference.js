@@ -5,7 +5,7 @@ import { colourOf } from "./export.js";
 
 /** A diverging colour from that of A (−1) over the background (0) to that of B (1), as [r, g, b]. */
 export function signedColour(x) {
-  const from = rgbOf(colourOf("--paper")), to = rgbOf(colourOf(x < 0 ? "--accent" : "--warm"));
+  const from = rgbOf(colourOf("--paper")), to = rgbOf(colourOf(x < 0 ? "--accent" : "--second"));
   return from.map((channel, i) => Math.round(channel + (to[i] - channel) * Math.min(Math.abs(x), 1)));
 }
 

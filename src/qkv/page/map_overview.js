@@ -45,7 +45,7 @@ export class MapOverview {
     const { origin, frame, scale } = this.map.layout, ratio = devicePixelRatio || 1;
     const x = (frame.x - origin.x) / scale / pyramid.keys * width, y = (frame.y - origin.y) / scale / pyramid.queries * height;
     const w = Math.max(frame.w / scale / pyramid.keys * width, 5 * ratio), k = Math.max(frame.h / scale / pyramid.queries * height, 5 * ratio);
-    context.strokeStyle = colours.warm;
+    context.strokeStyle = colours.ink;
     context.lineWidth = 2 * ratio;
     context.strokeRect(Math.min(x, width - w), Math.min(y, height - k), w, k);
   }

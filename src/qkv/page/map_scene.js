@@ -188,20 +188,20 @@ export function crosshair(layout, pair, bin, tokens, colours, pinned = false) {
   const x = cell.x + cell.w / 2, y = cell.y + cell.h / 2, shapes = [];
   const inside = { x: x >= frame.x && x <= frame.x + frame.w, y: y >= frame.y && y <= frame.y + frame.h };
   const gap = Math.max(cell.w, cell.h, 9) / 2 + 1, dash = pinned ? [4, 3] : null;
-  const line = (x1, y1, x2, y2) => { if (x2 > x1 || y2 > y1) shapes.push({ line: [x1, y1, x2, y2], stroke: colours.warm, dash }); };
+  const line = (x1, y1, x2, y2) => { if (x2 > x1 || y2 > y1) shapes.push({ line: [x1, y1, x2, y2], stroke: colours.ink, dash }); };
   const sharp = (at) => Math.round(at) + 0.5, right = frame.x + frame.w + margin.right - 8, bottom = frame.y + frame.h + margin.bottom - 8;
   if (inside.y) line(frame.x, sharp(y), Math.min(x - gap, frame.x + frame.w), sharp(y)), line(Math.max(x + gap, frame.x), sharp(y), right, sharp(y));
   if (inside.x) line(sharp(x), frame.y, sharp(x), Math.min(y - gap, frame.y + frame.h)), line(sharp(x), Math.max(y + gap, frame.y), sharp(x), bottom);
   if (inside.x && inside.y) {
     const side = (length) => Math.max(length, 7);
-    shapes.push({ rect: [x - side(cell.w) / 2 - 0.5, y - side(cell.h) / 2 - 0.5, side(cell.w) + 1, side(cell.h) + 1], stroke: colours.warm, width: 2 });
+    shapes.push({ rect: [x - side(cell.w) / 2 - 0.5, y - side(cell.h) / 2 - 0.5, side(cell.w) + 1, side(cell.h) + 1], stroke: colours.ink, width: 2 });
   }
   // Tags cover the axis labels behind them.
   if (pinned) return shapes;
   const size = 12, labelled = scale >= LABELLED;
   const say = (at, names, room) => (labelled ? fitting(named(names[at]), room, size, true) : integer(at));
-  if (inside.y) shapes.push({ tag: say(pair.query, tokens.queries, margin.left - 18), x: frame.x - 4, y, anchor: "end", size, fill: colours.paper, back: colours.warm });
-  if (inside.x) shapes.push({ tag: say(pair.key, tokens.keys, margin.top - 28), x, y: frame.y - 4, turn: labelled, anchor: "middle", size, fill: colours.paper, back: colours.warm });
+  if (inside.y) shapes.push({ tag: say(pair.query, tokens.queries, margin.left - 18), x: frame.x - 4, y, anchor: "end", size, fill: colours.paper, back: colours.ink });
+  if (inside.x) shapes.push({ tag: say(pair.key, tokens.keys, margin.top - 28), x, y: frame.y - 4, turn: labelled, anchor: "middle", size, fill: colours.paper, back: colours.ink });
   return shapes;
 }
 

@@ -317,7 +317,7 @@ class Compare {
     if (!shown?.left.curves || !shown.right.curves) return;
     const width = Math.floor(this.#curves.getBoundingClientRect().width);
     if (width <= 0) return;
-    const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--warm"})`, label: LABEL[side.name] })).filter((one) => one.values);
+    const series = (values) => [shown.left, shown.right].map((side) => ({ ...values(side), colour: `var(${side.name === "left" ? "--accent" : "--second"})`, label: LABEL[side.name] })).filter((one) => one.values);
     const parts = [
       overlay({ title: "Received by each key", unit: "%", width, log: true, series: series((side) => ({ values: binPeaks(curveOf(side, "received"), Math.floor(width / 2)), n: side.view.n_keys })) }),
       overlay({ title: "Entropy of each query, nats", unit: "nats", width, series: series((side) => ({ values: curveOf(side, "entropy"), n: side.view.n_queries })) }),

@@ -202,7 +202,7 @@ class MapPage {
   // ---- colours and controls ----
 
   recolour() {
-    const style = getComputedStyle(document.documentElement), names = ["paper", "ink", "soft", "line", "accent", "area", "warm"];
+    const style = getComputedStyle(document.documentElement), names = ["paper", "ink", "soft", "line", "accent", "area"];
     this.colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     this.colours.empty = this.colours.paper; // masked pairs look like a weight of zero
     this.hues?.forget();

@@ -100,7 +100,7 @@ function pictureOf(figures, { name, other }) {
   return svgPicture({
     width: across * (wide + FIGURE_GAP) - FIGURE_GAP, height: above + Math.ceil(charts.length / across) * (tall + FIGURE_GAP / 2),
     title: `Attention sinks of ${name}${other ? ` and ${other.name}` : ""}`, note: [...figures.querySelectorAll(".sink-lead p")].map((p) => p.textContent).join(" "),
-    parts: other?.overlaid ? [svgKey(0, 10, [[name, "var(--accent)"], [other.name, "var(--warm)"]]), parts] : parts,
+    parts: other?.overlaid ? [svgKey(0, 10, [[name, "var(--accent)"], [other.name, "var(--second)"]]), parts] : parts,
   });
 }
 

@@ -1,19 +1,21 @@
 // The report: its state, and one function per part of the page. All data is in the HTML file.
 
 import { binPeaks, binStart, integer, named, percent, short, visible, written } from "./numbers.js";
-import { choice, denseMap, legend, paint } from "./charts.js";
+import { binnedMap, choice, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostSpecialisedHead } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostSpecialisedHead } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { findingTiles } from "./findings.js";
+import { pooledMap } from "./pools.js";
 import { sinkFigures } from "./sinks.js";
+import { wall } from "./wall.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);
 useLooks(PAGE);
 
-const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, source: "all", from: 0, query: null, sort: "target_share", descending: true, all: false };
+const state = { group: PAGE.main, text: 0, statistic: "sink", layer: 0, head: 0, source: "all", wall: "layer", pool: "largest", from: 0, query: null, sort: "target_share", descending: true, all: false };
 const WINDOW = 600; // tokens of a long text that are shown at a time
 const cache = new Map(); // element id → decoded arrays or maps
 const group = () => PAGE.groups[state.group];
@@ -28,11 +30,12 @@ async function arrays() {
   return cache.get(id);
 }
 
-async function map() {
+/** All weights of a head, as bytes; null if the report does not have them. */
+async function map(at = row()) {
   if (view().maps !== "kept") return null;
-  const id = `maps-${place()}`, key = `${id}-${row()}`;
+  const id = `maps-${place()}`, key = `${id}-${at}`;
   if (!cache.has(id)) cache.set(id, JSON.parse($(id).textContent));
-  if (!cache.has(key)) cache.set(key, await inflated(cache.get(id)[row()]));
+  if (!cache.has(key)) cache.set(key, inflated(cache.get(id)[at]));
   return cache.get(key);
 }
 
@@ -112,42 +115,81 @@ function overview() {
 function select(layer, head) {
   Object.assign(state, { layer, head, query: null });
   markHead($("grid-box").querySelector(".grid"), layer, head);
-  return Promise.all([card(), reading()]);
+  if ($("wall").firstChild) markHead($("wall").firstChild, layer, head);
+  return Promise.all([card(), bigMap(), reading()]);
 }
 
 async function card() {
   const v = view(), g = group(), at = row(), wanted = `${place()}/${at}`;
   card.wanted = wanted;
-  const [curves, bytes] = await Promise.all([arrays(), map()]);
+  const curves = await arrays();
   if (card.wanted !== wanted) return; // another head was selected meanwhile
   const step = (by) => {
     const total = g.layers.length * g.heads.length, next = (at + by + total) % total;
     select(Math.floor(next / g.heads.length), next % g.heads.length);
   };
   replace($("card"), headCard({ group: g, view: v, layer: state.layer, head: state.head, step }));
-  detail(curves, bytes);
+  detail(curves);
 }
 
-/** The dense map of the head, if there is one, and its curves along the text. */
-function detail(curves, bytes) {
-  const v = view(), g = group(), queries = tokensOf("query");
+/** The curves of the selected head along the text. */
+function detail(curves) {
   const box = h("div", { class: "curves" });
-  $("detail").classList.toggle("mapped", Boolean(bytes));
-  replace(
-    $("detail"),
-    bytes ? denseMap({ bytes, queries, keys: v.keys, label: `Attention map of layer ${g.layers[state.layer]}, head ${g.heads[state.head]}` }) : null,
-    box,
-    bytes ? null : mapNote(v),
-  );
+  replace($("detail"), h("h3", {}, `${headTitle(group(), state.layer, state.head)} along the text`), box);
   const columns = getComputedStyle(box).gridTemplateColumns.split(" ");
   const width = Math.max(Math.floor(parseFloat(columns[0])) || 0, 240); // before the first layout there are no columns
-  box.replaceChildren(...headCurves({ group: g, view: v, curves, layer: state.layer, head: state.head, width }));
+  box.replaceChildren(...headCurves({ group: group(), view: view(), curves, layer: state.layer, head: state.head, width }));
 }
 
-function mapNote(v) {
-  return h("p", { class: "note" }, v.maps === "none"
-    ? "No dense map: this text is longer than map_tokens, the limit up to which the profiler stores maps. All other numbers are exact nevertheless."
-    : "The dense maps of this text are in the profile but too large for this page: use profile.plot.map(layer, head).");
+// ---- maps -----------------------------------------------------------------------------------------------
+
+/** The pooled map of a head; all its weights if the profile has no pooled maps; null if it has neither. */
+async function pooled(layer, head) {
+  const about = view().pooled, id = `pools-${place()}`, at = rowOf(group(), layer, head), key = `${id}-${at}`;
+  if (!about) {
+    const bytes = await map(at);
+    return bytes && { rows: tokensOf("query").length, columns: view().n_keys, largest: Float32Array.from(bytes, (byte) => byte / 255) };
+  }
+  if (!cache.has(id)) cache.set(id, JSON.parse($(id).textContent));
+  if (!cache.has(key)) cache.set(key, inflated(cache.get(id)[at]).then((codes) => pooledMap(about, codes)));
+  return cache.get(key);
+}
+
+function maps() {
+  const g = group(), v = view(), { layer, head } = state;
+  $("maps").hidden = !v.pooled && v.maps !== "kept";
+  if ($("maps").hidden) return;
+  const high = v.pooled?.high ?? 1, binned = v.pooled && (v.pooled.bin_queries > 1 || v.pooled.bin_keys > 1);
+  const sections = state.wall === "layer" ? null : kindsOf(PAGE, g).map(({ name, count }) => ({
+    title: `${name} · ${integer(count)}`,
+    rows: g.types.type.map((_, at) => at).filter((at) => g.types.type[at] === name).sort((a, b) => (g.types[name]?.[b] ?? 0) - (g.types[name]?.[a] ?? 0)),
+  }));
+  replace($("wall-controls"),
+    choice("Order by", [["layer", "Layer × head"], ["type", "Type of head"]], state.wall, (order) => { state.wall = order; maps(); }),
+    legend({ low: percent(high / 1000), high: percent(high), note: `${binned ? "largest weight of a bin" : "weight"}, logarithmic` }),
+    h("p", { class: "meaning" }, `Rows are queries, columns are keys${binned ? `, in bins of ${integer(v.pooled.bin_queries)} × ${integer(v.pooled.bin_keys)} tokens` : ""}. Select a map to enlarge it.`));
+  replace($("wall"), wall({
+    group: g, high, sections, layer, head, load: pooled, select,
+    tip: (l, k) => `${g.types.type[rowOf(g, l, k)]}\n${v.heads.goes_to[rowOf(g, l, k)]}`,
+  }));
+}
+
+/** The map of the selected head: all weights if the report has them, else its pooled map. */
+async function bigMap() {
+  const v = view(), g = group(), wanted = `${place()}/${row()}/${state.pool}`;
+  bigMap.wanted = wanted;
+  const [bytes, bins] = await Promise.all([map(), pooled(state.layer, state.head)]);
+  if (bigMap.wanted !== wanted || !bins) return;
+  const queries = tokensOf("query"), title = headTitle(g, state.layer, state.head), label = `Attention map of ${title}`;
+  replace($("big-map"),
+    h("h3", {}, title),
+    h("p", { class: "goes" }, v.heads.goes_to[row()], g.types.type[row()] !== "mixed" ? h("span", { class: "kind" }, ` · ${g.types.type[row()]} head`) : null),
+    bytes
+      ? denseMap({ bytes, queries, keys: v.keys, label })
+      : binnedMap({ bins, queries, keys: v.keys, causal: g.causal, label, pool: state.pool, onpool: (pool) => { state.pool = pool; bigMap(); } }),
+    bytes ? null : h("p", { class: "note" }, v.maps === "none"
+      ? "This text is longer than map_tokens, the limit up to which the profiler keeps every weight. For any part of this map, exact at any zoom, use qkv map or qkv view."
+      : "All weights of this text are in the profile but too large for this page: use profile.plot.map(layer, head)."));
 }
 
 function sinks() {
@@ -184,11 +226,14 @@ async function reading() {
   const words = [];
   for (let i = state.from; i < to; i++) {
     const token = v.keys[i], colour = ramp(level(values[i])), lead = token.match(/^\s*/)[0], body = token.slice(lead.length);
-    if (lead) words.push(lead.includes("\n") ? h("br") : " ");
-    words.push(h("span", { class: i === state.query && !v.queries ? "token asked" : "token", "data-at": i, style: { background: css(colour), color: inkOn(colour) } }, visible(body) || (token.includes("\n") ? "⏎" : "␣")));
+    // A token of white space has a mark in the place of its text; its line breaks and indentation come after the mark.
+    const broken = lead.includes("\n"), before = broken ? `${"\n".repeat(lead.split("\n").length - 1)}${lead.slice(lead.lastIndexOf("\n") + 1)}` : lead ? " " : "";
+    const mark = h("span", { class: i === state.query && !v.queries ? "token asked" : "token", "data-at": i, style: { background: css(colour), color: inkOn(colour) } }, visible(body) || (broken ? "⏎" : "␣"));
+    if (body) words.push(before, mark); else words.push(mark, broken ? before : "");
   }
   const readout = h("output", { class: "readout" }, hasQuery ? queryLine(queries) : hint(v, bytes));
-  const text = h("div", { class: "text", lang: "und",
+  const indented = v.keys.some((token) => /\n[ \t]{2,}/.test(token)); // program code
+  const text = h("div", { class: indented ? "text code" : "text", lang: "und",
     onpointerover: (event) => {
       const at = event.target.dataset && event.target.dataset.at;
       if (at === undefined) return;
@@ -323,6 +368,7 @@ function about() {
         "Weights are shares of their row: they are divided by its sum, in which a learned sink counts as a key, so a share of all attention is a mean over queries."),
       h("p", {}, `Where the weight goes counts each key once, under the first name that fits: first token, other special tokens, self, previous, next, nearby (within ${g.window} tokens), elsewhere. `,
         v.maps === "none" ? `There is one exception to exactness: for queries with a special token 2 to ${g.window} places away, the rest of the neighbourhood counts as elsewhere.` : ""),
+      v.pooled ? h("p", {}, "Small maps show the largest weight of each bin, with a relative error of up to 2.3 %.") : "",
       h("p", {}, `Curves are stored in 16 bits (steps of 1/65,533 of their range)${binned ? `; for this length they are means: ${integer(v.bins.curve)} along the queries, ${integer(v.bins.received)} along the keys of each head` : ""}. `,
         v.maps === "kept" ? "Dense maps are stored in steps of 1/255: a weight read from a map is right to 0.2 %." : "")),
   );
@@ -358,8 +404,8 @@ function theme() {
 }
 
 function everything() {
-  header(); switches(); tiles(); overview(); sinks(); headTable(); tokenTable(); about();
-  return Promise.all([card(), reading()]);
+  header(); switches(); tiles(); maps(); overview(); sinks(); headTable(); tokenTable(); about();
+  return Promise.all([card(), bigMap(), reading()]);
 }
 
 /** Draw the curves again when the width changes, because they are drawn to the pixel. */

@@ -8,7 +8,7 @@ import { truncated, integer, named, percent, written } from "./numbers.js";
 
 const SINK_THRESHOLD = 0.3; // a head has a sink if α is larger (Gu et al. 2025)
 const KINDS_OF_TEXT = [["alpha_first", "this text"], ["alpha_random", "random tokens"], ["alpha_repeated", "one token repeated"]];
-const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--warm)";
+const BEFORE_COLOUR = "var(--accent)", AFTER_COLOUR = "var(--second)";
 
 /** Whether two groups have the same numbers of layers and heads. */
 export const sameSize = (a, b) => a.layers.length === b.layers.length && a.heads.length === b.heads.length;
@@ -39,10 +39,10 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Sink score α of the first token, over the first 64 queries", note: "mean share of the row · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
-    byLayerChart({ ...more, title: "Sink score α of the first token, over the whole text", note: "mean share of the row · dashed: 30 %", values: scores("alpha_whole"), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "α of the first token, first 64 queries", note: "mean share of the row · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "α of the first token, whole text", note: "mean share of the row · dashed: 30 %", values: scores("alpha_whole"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
-    byLayerChart({ ...more, title: "What the first token’s value adds", note: "‖a v‖ of the first token, as a share of the sum over all keys", values: scores("contribution_first"), unit: "%" }),
+    byLayerChart({ ...more, title: "What the first token’s value adds", note: "its ‖a v‖, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
     byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),
     byLayerChart({ ...more, title: "Norm of the first token’s key", note: "relative to the mean of the other tokens · logarithmic", values: scores("key_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "Weight on no token", note: "on the learned sink, or on the term 1 of “off by one”", values: scores("learned_sink"), unit: "%" }),

@@ -17,13 +17,13 @@ export function textSvg({ box, flows, weights, title, note }) {
         const x = left - frame.left, y = top - frame.top;
         if (background) shapes.push(svg("rect", { x, y, width, height, rx: 3, fill: background }));
         if (line) shapes.push(svg("rect", { x, y: y + height - Number(line[1]), width, height: Number(line[1]), fill: /rgb\([^)]*\)/.exec(boxShadow)[0] }));
-        if (token.classList.contains("pinned") || token.classList.contains("active")) shapes.push(svg("rect", { x, y, width, height, rx: 3, fill: "none", stroke: "var(--warm)", "stroke-width": 2 }));
+        if (token.classList.contains("pinned") || token.classList.contains("active")) shapes.push(svg("rect", { x, y, width, height, rx: 3, fill: "none", stroke: "var(--second)", "stroke-width": 2 }));
       }
       const { left, top, height } = rects[0], shown = visible(flow.tokens[Number(token.dataset.at)].replace(/^ +| +$/g, ""));
       words.push(svgText(left - frame.left + 1, top - frame.top + height * 0.76, shown, { "font-size": parseFloat(font.fontSize), "font-family": font.fontFamily, fill: color || "var(--ink)" }));
     }
   }
-  const entries = weights ? [weights.to && ["it attends to", "var(--accent)"], weights.from && ["attends to it (underlined)", "var(--warm)"]].filter(Boolean) : [["received attention", "var(--accent)"]];
+  const entries = weights ? [weights.to && ["it attends to", "var(--accent)"], weights.from && ["attends to it (underlined)", "var(--second)"]].filter(Boolean) : [["received attention", "var(--accent)"]];
   return svgPicture({ width: frame.width, height: frame.height + 34, title, note, parts: [shapes, words, svgKey(0, frame.height + 24, entries)] });
 }
 

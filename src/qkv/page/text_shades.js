@@ -37,7 +37,7 @@ export function weightShades(selected) {
 /** The colours of the theme from which shades are mixed. */
 export function tonesOf() {
   const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(["paper", "accent", "warm"].map((name) => [name, rgbOf(style.getPropertyValue(`--${name}`).trim())]));
+  return Object.fromEntries(["paper", "accent", "second"].map((name) => [name, rgbOf(style.getPropertyValue(`--${name}`).trim())]));
 }
 
 const mixed = (from, to, part) => from.map((channel, at) => Math.round(channel + (to[at] - channel) * Math.min(Math.max(part, 0), 1)));
@@ -56,7 +56,7 @@ export function weightLook(filled, lined, tones) {
   return {
     background: filled >= MIN_LEVEL ? css(colour) : "",
     ink: filled >= MIN_LEVEL ? inkOn(colour) : "",
-    line: lined >= MIN_LEVEL ? `inset 0 ${-Math.max(1, Math.round(5 * lined))}px ${css(mixed(tones.paper, tones.warm, 0.25 + 0.75 * lined))}` : "",
+    line: lined >= MIN_LEVEL ? `inset 0 ${-Math.max(1, Math.round(5 * lined))}px ${css(mixed(tones.paper, tones.second, 0.25 + 0.75 * lined))}` : "",
   };
 }
 
@@ -65,6 +65,6 @@ export function stripColumns({ received, selected, tones, asKeys, asQueries }) {
   if (!selected) return asKeys ? [{ shades: received, part: [0, 1], colourOf: ramp }] : [];
   const both = asKeys && asQueries, columns = [];
   if (selected.to && asKeys) columns.push({ shades: selected.to, part: [0, both ? 0.5 : 1], colourOf: (level) => mixed(tones.paper, tones.accent, level) });
-  if (selected.from && asQueries) columns.push({ shades: selected.from, part: [both ? 0.5 : 0, 1], colourOf: (level) => mixed(tones.paper, tones.warm, level) });
+  if (selected.from && asQueries) columns.push({ shades: selected.from, part: [both ? 0.5 : 0, 1], colourOf: (level) => mixed(tones.paper, tones.second, level) });
   return columns;
 }

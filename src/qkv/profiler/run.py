@@ -45,7 +45,7 @@ def profile(
     layers: Collection[int] | None = None,
     dtype: str = "float32",
     local_window: int = 8,
-    map_tokens: int = 256,
+    map_tokens: int = 384,
     map_bins: int = 64,
     probe: bool = True,
     statistics: Sequence[Statistic] = (),

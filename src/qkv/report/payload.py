@@ -14,6 +14,7 @@ from qkv.figures import style
 from qkv.figures.findings import Findings
 from qkv.profiler.data import sinks, tables
 from qkv.profiler.data.types import MIXED, ROLES, type_table
+from qkv.report.pools import pooled_maps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +51,9 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
             if maps is not None and view["maps"] == "kept":
                 maps_left -= maps.size
                 blobs[f"maps-{place}"] = json.dumps([_map(w) for w in maps.values.reshape(-1, *maps.shape[3:])])
+            view["pooled"] = None
+            if (pooled := pooled_maps(one, average=view["maps"] != "kept")) is not None:
+                view["pooled"], blobs[f"pools-{place}"] = pooled
             texts.append(view)
         groups.append(
             {

@@ -23,6 +23,17 @@ class Array(BaseModel):
     step: float
 
 
+class Pooled(BaseModel):
+    """How to decode the pooled maps of a text: see `qkv.report.pools.pooled_maps`."""
+
+    rows: int
+    columns: int
+    bin_queries: int
+    bin_keys: int
+    low: float
+    high: float
+
+
 class NextStep(BaseModel):
     purpose: str
     command: str = Field(description="A command, or a line of Python for a profile that no command made.")
@@ -53,6 +64,7 @@ class PageText(BaseModel):
     tokens: dict[str, Column] = Field(description="The tokens that receive most attention.")
     bins: dict[str, int]
     arrays: dict[str, Array]
+    pooled: Pooled | None = Field(description="Null if the profile has no pooled maps of this text.")
     maps: Literal["none", "left out", "kept"] = Field(description="Whether a report holds the dense maps.")
 
 

@@ -181,7 +181,7 @@ def _check_ids(model: nn.Module, sequences: Sequences) -> None:
         if limit and x.shape[1] > limit:
             raise InputError(
                 f"{argument} has {x.shape[1]:,} tokens, expected at most {limit:,}, the positions of "
-                    f"{type(model).__name__}; on the command line, --tokens {limit} takes the first of them"
+                f"{type(model).__name__}; on the command line, --tokens {limit} takes the first of them"
             )
         size = vocabulary(model, target=argument == "target")
         if size is None:

@@ -91,7 +91,7 @@ class Observer:
     model: nn.Module
     layers: Collection[int] | None = None
     local_window: int = 8
-    map_tokens: int = 256
+    map_tokens: int = 384
     map_bins: int = 64
     statistics: Sequence[Statistic] = ()  # custom statistics
     on_call: Callable[[str], None] = lambda module: None

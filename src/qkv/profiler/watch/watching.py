@@ -265,7 +265,7 @@ def watch(
     layers: Collection[int] | None = None,
     tokenizer: Any = None,
     local_window: int = 8,
-    map_tokens: int = 256,
+    map_tokens: int = 384,
     heads: Mapping[str, int] | None = None,
 ) -> Iterator[Watched]:
     """Record the attention of everything that a model does inside, as exact statistics in linear memory.

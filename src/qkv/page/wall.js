@@ -1,0 +1,61 @@
+// The wall: a small map of every head, layers down and heads across, or in sections.
+
+import { paint } from "./charts.js";
+import { h } from "./dom.js";
+import { headName, headTitle, markHead } from "./heads.js";
+import { levelOf } from "./pools.js";
+
+/**
+ * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
+ * `sections`: null for a grid, or a list of {title, rows}, the heads (layer × number of heads + head) of each.
+ * `tip(layer, head)`: the text of the tooltip. `select(layer, head)` is called for clicks and arrow keys.
+ */
+export function wall({ group, high, sections = null, layer, head, load, select, tip = () => "" }) {
+  const { layers, heads } = group, cells = new Map();
+  const painter = new IntersectionObserver((entries) => {
+    for (const { isIntersecting, target } of entries) {
+      if (!isIntersecting) continue;
+      painter.unobserve(target);
+      draw(target);
+    }
+  }, { rootMargin: "300px" });
+
+  async function draw(cell) {
+    const map = await load(+cell.dataset.layer, +cell.dataset.head);
+    if (!map) return;
+    paint(cell.querySelector("canvas"), map.rows, map.columns, (row, column) => levelOf(map.largest[row * map.columns + column], high));
+  }
+
+  function cellOf(l, k) {
+    const said = tip(l, k);
+    const cell = h("button", {
+      type: "button", class: "wall-cell", role: sections ? null : "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
+      "aria-label": `Map of ${headTitle(group, l, k)}${said ? `: ${said.replaceAll("\n", "; ")}` : ""}`, "data-tip": `${headTitle(group, l, k)}${said ? `\n${said}` : ""}`,
+    }, h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k)) : null);
+    cells.set(`${l}/${k}`, cell);
+    painter.observe(cell);
+    return cell;
+  }
+
+  const box = sections
+    ? h("div", { class: "wall wall-flow" }, sections.map(({ title, rows }) => h("section", {}, h("h3", {}, title), h("div", { class: "wall-row" }, rows.map((at) => cellOf(Math.floor(at / heads.length), at % heads.length))))))
+    : h("div", { class: "wall", role: "grid", "aria-label": "Attention maps of all heads; arrow keys move", style: { "--heads": heads.length } },
+      h("div", { role: "row", class: "row" }, h("span", {}), heads.map((id, k) => h("span", { role: "columnheader", class: "column" }, heads.length > 24 && k % 4 ? "" : String(id)))),
+      layers.map((id, l) => h("div", { role: "row", class: "row" }, h("span", { role: "rowheader", class: "rowhead" }, String(id)), heads.map((_, k) => cellOf(l, k)))));
+
+  const order = [...cells.values()];
+  const choose = (cell) => {
+    markHead(box, +cell.dataset.layer, +cell.dataset.head);
+    select(+cell.dataset.layer, +cell.dataset.head);
+  };
+  box.addEventListener("click", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) choose(cell); });
+  box.addEventListener("keydown", (event) => {
+    const here = order.indexOf(event.target.closest("[data-layer]"));
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: sections ? -1 : -heads.length, ArrowDown: sections ? 1 : heads.length }[event.key];
+    if (here < 0 || !step || !order[here + step]) return;
+    event.preventDefault();
+    choose(order[here + step]);
+  });
+  markHead(box, layer, head);
+  return box;
+}
