@@ -92,6 +92,8 @@ def test_hostile_tokens_are_never_parsed_as_markup(tab: Opens, page: str) -> Non
     one = tab().open(page, "hostile")
     assert one.page.locator("#troubles").inner_text() == ""
     for element in one.page.locator("main [data-tip]:visible").all()[:8]:
+        element.scroll_into_view_if_needed()
+        one.settled()  # scrolling hides the tip
         element.hover()
         expect(one.page.locator("#tip")).to_be_visible()
     assert one.page.evaluate("document.documentElement.dataset.pwned") is None

@@ -53,22 +53,25 @@ def text_of(model: str, text: str | None, file: Path | None, tokens: int | None,
 def arguments_of(
     model: str,
     passage: str,
-    out: Path,
+    out: Path | None,
     *,
     text: str | None,
     file: Path | None,
     tokens: int | None,
     target: str | None,
     dtype: str,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """The model and text of a command, from which `qkv.figures.steps` writes the next commands.
 
-    A text that came from standard input, or that is long, is written to text.txt in the folder `out`.
+    A text that came from standard input, or that is long, is written to text.txt in the folder `out`; without a folder
+    the commands cannot be written, and the result is None.
     """
     given: dict[str, Any] = {"model": model, "tokens": tokens, "target": target}
     if dtype != "float32":
         given["dtype"] = dtype
     if str(file) == "-" or (text is not None and (len(text) > SHORT_TEXT or text.startswith("-"))):
+        if out is None:
+            return None
         given["file"] = str(out / "text.txt")
         write_atomically(out / "text.txt", passage.encode("utf-8", "replace"))
     else:

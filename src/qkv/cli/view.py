@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from qkv.cli.inputs import load_inputs, text_of
+from qkv.cli.inputs import arguments_of, load_inputs, text_of
 from qkv.cli.terminal import print_line
 from qkv.errors import InputError
 
@@ -89,7 +89,8 @@ def view(
         else:
             loaded, inputs = load_inputs(name, passage, tokens, dtype)
             list(batches(loaded.model, inputs, loaded.tokenizer, target))  # raises if the model cannot read them
-            session.add_model(loaded, inputs, target=target)
+            given = arguments_of(name, passage, None, text=text, file=file, tokens=tokens, target=target, dtype=dtype)
+            session.add_model(loaded, inputs, target=target, arguments=given)
 
     def started(url: str) -> None:
         print_line("Viewer", url, main=True)

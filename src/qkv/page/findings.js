@@ -4,12 +4,21 @@ import { h } from "./dom.js";
 
 const joined = (text) => text.replaceAll(" %", "\u00a0%").replaceAll(" × ", "\u00a0×\u00a0");
 
-/** One list item for each finding. `open(layer, head)` shows a head; layers and heads are given by their numbers. */
-export function findingTiles(findings, open) {
+/**
+ * One list item for each finding. `open(layer, head)` shows a head; layers and heads are given by their numbers.
+ * `folded`: the commands unfold on demand.
+ */
+export function findingTiles(findings, open, { folded = false } = {}) {
   return findings.map(({ value, label, detail, steps }) =>
-    h("li", {},
-      h("strong", {}, joined(value)), h("span", {}, label), h("small", {}, joined(detail)),
-      steps.length ? h("ul", { class: "next-steps" }, steps.map((step) => h("li", {}, purposeOf(step, open), commandOf(step)))) : null));
+    h("li", {}, h("strong", {}, joined(value)), h("span", {}, label), h("small", {}, joined(detail)), steps.length ? (folded ? foldedSteps(steps, open) : openSteps(steps, open)) : null));
+}
+
+const openSteps = (steps, open) => h("ul", { class: "next-steps" }, steps.map((step) => h("li", {}, purposeOf(step, open), commandOf(step))));
+
+function foldedSteps(steps, open) {
+  const links = steps.filter(({ layer }) => layer !== null).map((step) => purposeOf(step, open));
+  return h("div", { class: "next-links" }, links,
+    h("details", {}, h("summary", {}, "commands"), h("ul", { class: "next-steps" }, steps.map((step) => h("li", {}, h("em", {}, step.purpose), commandOf(step))))));
 }
 
 function purposeOf({ purpose, layer, head }, open) {

@@ -108,7 +108,7 @@ class Overview {
       h("p", { class: "overview-headline" }, tied(view.headline)),
       h("p", { class: "overview-facts" }, facts.filter(Boolean).join(" · ")),
       h("ul", { class: "overview-tiles" }, findingTiles(view.findings, (layer, head) =>
-        this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }))));
+        this.#app.go({ page: "map", layer: group.layers.indexOf(layer), head: group.heads.indexOf(head) }), { folded: true })));
   }
 
   // ---- every head ----------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ export function mount(root, app) {
     const counterpart = other && (other.page.groups.find(({ name }) => name === own.name) ?? other.page.groups[other.page.main]);
     const overlaid = counterpart && sameSize(own, counterpart);
     if (counterpart && !overlaid) sentence = `${other.name} has ${sizeWords(counterpart)} instead of ${own.layers.length} × ${own.heads.length}: its figures are shown below.`;
+    if (counterpart && !sentence) sentence = other.page.effects[counterpart.name] ?? "";
     shown = { name: here.name, own, other: counterpart && { name: other.name, group: counterpart, overlaid } };
     noteBox.textContent = sentence;
     noteBox.hidden = !sentence;

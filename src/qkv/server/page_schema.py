@@ -97,3 +97,6 @@ class Page(Looks):
     main: int = Field(description="Index of the group to show first.")
     groups: list[Group]
     roles: list[dict[str, str]] = Field(description="Types of heads that occur, with their colours.")
+    effects: dict[str, str] = Field(
+        description="Of an intervention: for each group, whether it removed the sinks of the model, and why."
+    )

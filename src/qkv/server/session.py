@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.figures.effect import effect_of
 from qkv.profiler import run
 from qkv.profiler.analyses import edits
 from qkv.profiler.capture import models
@@ -63,6 +64,10 @@ class Source:
     """The curves by group and text: 16-bit planes, as the payload describes them."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The groups of the page."""
+    arguments: dict[str, Any] | None = None
+    """The model and text as options of the command line, from which findings write their next commands."""
+    effects: dict[str, str] = field(default_factory=dict)
+    """Of an intervention: for each group, whether it removed the sinks of the model, and why."""
 
 
 class Session:
@@ -102,8 +107,19 @@ class Session:
 
         return self._add(name or str(profile.attrs.get("model", "profile")), "profile", prepare)
 
-    def add_model(self, loaded: Loaded, inputs: Any, *, target: str | None = None, name: str = "") -> Source:
-        """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`."""
+    def add_model(
+        self,
+        loaded: Loaded,
+        inputs: Any,
+        *,
+        target: str | None = None,
+        name: str = "",
+        arguments: dict[str, Any] | None = None,
+    ) -> Source:
+        """Add a model on its texts, to be profiled; `inputs` and `target` as in `qkv.profile`.
+
+        `arguments` are those of the command, see `qkv.cli.inputs.arguments_of`.
+        """
 
         def prepare(source: Source) -> None:
             _profile_model(source, loaded, inputs, target, self._cache_budget, self._closed.is_set)
@@ -111,6 +127,7 @@ class Session:
         # Copy it now: once the model runs, a copy would inherit the hooks that are registered at that moment.
         pristine = replace(loaded, model=copy_sharing_weights(loaded.model))
         source = self._add(name or loaded.name, "model", prepare)
+        source.arguments = arguments
         self._models[source.id] = pristine, inputs, target
         return source
 
@@ -135,6 +152,10 @@ class Session:
             edited = replace(loaded, name=name, model=copy_sharing_weights(loaded.model))
             _edit_every_forward(edited.model, changes)
             _profile_model(source, edited, inputs, target, self._cache_budget, self._closed.is_set)
+            before = next(one.profile for one in self.sources if one.id == of)
+            if before is not None and source.profile is not None:
+                pairs = {group: (before.groups[group], data) for group, data in source.profile.groups.items()}
+                source.effects = {group: effect_of(normalizer, *pair) for group, pair in pairs.items()}
 
         if existing is None:
             existing = self._interventions[of, normalizer] = self._add(name, "intervention", prepare)
@@ -265,6 +286,8 @@ def _profile_model(
         profile = source.profile = run.profile(
             model, inputs, tokenizer=tokenizer, target=target, partial=True, progress=False, name=name
         )
+        if source.arguments is not None:
+            profile.attrs["arguments"] = source.arguments
         source.stage = "preparing the maps"
         explorer = explore.of(model, inputs, tokenizer=tokenizer, target=target, name=name, caches=budget)
         source.maps = _maps(profile, explorer, stopped)
@@ -292,6 +315,7 @@ def _build_page(source: Source) -> None:
     assert source.profile is not None
     source.stage = "writing the page"
     page, blobs = payload(source.profile)
+    page["effects"] = source.effects
     source.groups = page["groups"]
     source.page = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "replace"
