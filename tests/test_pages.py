@@ -61,12 +61,17 @@ def reader_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_of_a_page_runs(page: str, reader_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks run in order; a cell tagged raises-exception raises."""
-    main = types.ModuleType("__main__")  # as a script: what it defines can be pickled
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    namespace: dict[str, Any] = vars(main)
-    namespace["get_ipython"] = Shell
+    """All blocks run in order, those of the README each alone; a cell tagged raises-exception raises."""
+
+    def as_script() -> dict[str, Any]:
+        main = types.ModuleType("__main__")  # so that what it defines can be pickled
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        vars(main)["get_ipython"] = Shell
+        return vars(main)
+
+    namespace = as_script()
     for block in pages.python(page):
+        namespace = as_script() if page == "README.md" else namespace
         code = compile(_magics(block.code), f"{page}:{block.line}", "exec", dont_inherit=True)
         if "raises-exception" in block.tags:
             with pytest.raises(Exception):  # noqa: B017, PT011  # the page shows which one
