@@ -38,8 +38,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # requests to other hosts fail
 PATIENCE = 60  # seconds that a condition may take on a busy machine
 DESKTOP, PHONE = {"width": 1280, "height": 720}, {"width": 390, "height": 844}
-PAGES = ("overview", "map", "text", "sinks", "live", "compare", "align")
-PROFILE_PAGES = ("overview", "map", "text", "sinks", "compare")  # the other pages run models
+PAGES = ("overview", "wall", "map", "text", "sinks", "live", "compare", "align")
+PROFILE_PAGES = ("overview", "wall", "map", "text", "sinks", "compare")  # the other pages run models
 LIVE_TEXT = "import os\n\nclass Stack:\n    def __init__(self"
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -52,7 +52,7 @@ def effect_of(normalizer: str, before: xr.Dataset, after: xr.Dataset) -> str:
         parts.append(why)
     if has >= WORKED * had and has and not found.is_long:
         even = float(tables[0]["alpha_even"].mean())
-        parts.append(f"In a text this short, rows of even weights alone have α = {even:.2f}")
+        parts.append(f"In a text this short, rows of even weights alone have α = {even:.2g}")
     return ". ".join(parts) + "."
 
 

@@ -167,7 +167,7 @@ class Findings:
             return None
         prefix, whole = found
         total, even = len(table), table["alpha_even"].mean()
-        details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2f}"]
+        details = [f"A sink is α > {sinks.EPSILON:g}; rows of even weights have α = {even:.2g}"]
         if self.is_long:
             several = f"{whole:,} {'head' if whole == 1 else 'heads'} {_has(whole)}" if whole else "no head has"
             details.append(f"Over {self._whole}, {several} a sink")

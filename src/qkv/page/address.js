@@ -1,6 +1,6 @@
 // The list of pages, and the state of the viewer as an address such as "#/map?source=0&layer=1&head=2".
 
-import { mostSpecialisedHead } from "./heads.js";
+import { firstHead } from "./heads.js";
 import { integer, visible } from "./numbers.js";
 
 /**
@@ -10,6 +10,7 @@ import { integer, visible } from "./numbers.js";
  */
 export const PAGES = [
   { id: "overview", title: "Overview", profile: true, context: true },
+  { id: "wall", title: "All maps", profile: true, context: true },
   { id: "map", title: "Map", profile: true, context: true },
   { id: "text", title: "Text", profile: true, context: true },
   { id: "sinks", title: "Sinks", profile: true, context: true },
@@ -74,7 +75,7 @@ export function validHead(state, page) {
   valid.group = within("group", page.groups.length, page.main, "kind of attention", "kinds of attention");
   const group = page.groups[valid.group];
   valid.text = within("text", group.texts.length, 0, "text", "texts");
-  const first = mostSpecialisedHead(group, group.texts[valid.text]);
+  const first = firstHead(group, group.texts[valid.text]);
   valid.layer = within("layer", group.layers.length, first.layer, "layer", "layers");
   valid.head = within("head", group.heads.length, first.head, "head", "heads");
   return { state: valid, notes };

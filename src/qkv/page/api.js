@@ -1,7 +1,9 @@
 // Requests to the server with errors as sentences, and the data of one profile or model, fetched on demand.
 
 import { addStatistics } from "./colour.js";
-import { decodedArrays } from "./data.js";
+import { decodedArrays, inflated } from "./data.js";
+import { rowOf } from "./heads.js";
+import { pooledMap } from "./pools.js";
 
 const RETRIES = 4; // of a request that the server's full job queue rejected
 
@@ -16,7 +18,7 @@ const WORK = [
   [/\/interventions/, "the intervention"],
   [/\/tiles\//, THE_MAP],
   [/\/(map|profiles|pair|row-weights|column-weights|links)\//, "attention weights"],
-  [/\/(page|curves)/, "the profile"],
+  [/\/(page|curves|pools)/, "the profile"],
 ];
 
 /** Requests to the server. `onwork(list)` is called with what is being computed whenever that changes. */
@@ -114,6 +116,14 @@ export class Source {
       const planes = new Uint8Array(await this.#api.bytes(path));
       return decodedArrays(this.page.groups[g].texts[t].arrays, planes);
     });
+  }
+
+  /** The pooled map of a head, see `pooledMap`; null if the profile has none. */
+  async pooled(g, t, layer, head) {
+    const group = this.page.groups[g], about = group.texts[t].pooled;
+    if (!about) return null;
+    const codes = await this.#once(`pools/${g}/${t}`, (path) => this.#api.get(path));
+    return pooledMap(about, await inflated(codes[rowOf(group, layer, head)]));
   }
 
   /** Size and resolution of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */

@@ -184,9 +184,8 @@ export function headCurves({ group, view, curves, layer, head, width }) {
   return parts;
 }
 
-/** The head with the largest share on one target: the head that is selected first. */
-export function mostSpecialisedHead(group, view) {
-  const shares = view.heads.target_share;
-  const best = shares.reduce((most, share, index) => ((share ?? -1) > (shares[most] ?? -1) ? index : most), 0);
-  return { layer: Math.floor(best / group.heads.length), head: best % group.heads.length };
+/** The head that is selected first: that of the first finding which names one. */
+export function firstHead(group, view) {
+  const step = view.findings.flatMap(({ steps }) => steps).find(({ layer }) => layer !== null);
+  return step ? { layer: group.layers.indexOf(step.layer), head: group.heads.indexOf(step.head) } : { layer: 0, head: 0 };
 }

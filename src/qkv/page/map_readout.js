@@ -13,12 +13,14 @@ export class MapReadout {
     Object.assign(this, { app, map, place: null, source: null });
     this.element = h("output", { class: "map-readout", "aria-live": "off" });
     this.exact = { pair: "", weight: null, waiting: "", timer: 0, request: null };
+    this.outside = new OutsideView(this);
   }
 
   /** Show another head: its Source and its place [group, text, layer, head] there. */
   show(source, place) {
     this.rest(null);
     Object.assign(this, { source, place });
+    this.outside.forget();
     this.exact.pair = "";
   }
 
@@ -48,6 +50,7 @@ export class MapReadout {
       profiles && h("p", { class: "map-bin" }, `the key receives ${weightWords(profiles.received[point.key])} of all attention `, h("br"),
         `entropy of the query ${profiles.entropy[point.query].toFixed(2)} nats`),
     ].filter(Boolean));
+    if (!this.map.whole && pyramid.exact) this.element.append(h("p", { class: "map-bin" }, this.outside.words(point.query)));
     this.rest(single ? null : { point, pair, bin, known: largest !== null && mean !== null });
   }
 
@@ -86,7 +89,44 @@ export class MapReadout {
   }
 
   close() {
+    this.outside.forget();
     this.hush();
     this.rest(null);
+  }
+}
+
+/** The share of a query's weight on keys that a zoomed map does not show. */
+class OutsideView {
+  constructor(readout) {
+    Object.assign(this, { readout, query: null, weights: null, timer: 0, request: null });
+  }
+
+  words(query) {
+    if (this.query !== query) this.load(query);
+    if (!this.weights) return "…";
+    const { origin, frame, scale } = this.readout.map.layout, first = Math.max(Math.floor((frame.x - origin.x) / scale), 0), last = Math.ceil((frame.x + frame.w - origin.x) / scale);
+    let all = 0, inside = 0;
+    this.weights.forEach((weight, key) => { all += weight; if (key >= first && key < last) inside += weight; });
+    return `${weightWords(all > 0 ? Math.max(all - inside, 0) / all : 0)} of the query’s weight is outside this view`;
+  }
+
+  load(query) {
+    this.forget();
+    this.query = query;
+    const request = (this.request = new AbortController()), { source, place, app } = this.readout;
+    this.timer = setTimeout(async () => {
+      try {
+        this.weights = await source.rowWeights(...place, query, { signal: request.signal });
+        this.readout.update();
+      } catch (error) {
+        if (!request.signal.aborted) app.trouble(error);
+      }
+    }, EXACT_AFTER);
+  }
+
+  forget() {
+    clearTimeout(this.timer);
+    this.request?.abort();
+    Object.assign(this, { query: null, weights: null });
   }
 }

@@ -59,7 +59,7 @@ class MapPage {
         this.readout.element, this.pinned,
         h("details", { class: "map-more", open: wide }, h("summary", {}, "Colour, pooling, overview, jump"),
           this.settings,
-          h("div", { class: "map-overview-box" }, this.overview.element),
+          h("figure", { class: "map-overview-box" }, h("figcaption", {}, "The whole map", h("small", {}, " · framed: this view")), this.overview.element),
           jump,
           h("button", { type: "button", class: "link map-copy", onclick: (event) => this.copy(event.target) }, "Copy link to this view"))),
       h("p", { id: "map-keys", class: "unseen" }, "Arrow keys move the crosshair, faster with Shift. Plus and minus zoom, 0 shows the whole map, Enter pins the crosshair, Escape unpins it.")));

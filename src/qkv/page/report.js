@@ -4,7 +4,7 @@ import { binPeaks, binStart, integer, named, percent, short, visible, written } 
 import { binnedMap, choice, denseMap, legend, paint } from "./charts.js";
 import { css, inkOn, isDark, looks, ramp, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
-import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, mostSpecialisedHead } from "./heads.js";
+import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
 import { h, replace } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { pooledMap } from "./pools.js";
@@ -431,7 +431,7 @@ function trouble(error) {
 addEventListener("error", (event) => trouble(event.error || event.message));
 addEventListener("unhandledrejection", (event) => trouble(event.reason));
 try {
-  Object.assign(state, mostSpecialisedHead(group(), view()));
+  Object.assign(state, firstHead(group(), view()));
   theme(); tooltips();
   everything().then(() => { redrawOnResize(); document.documentElement.dataset.ready = "1"; }, trouble);
 } catch (error) {

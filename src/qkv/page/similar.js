@@ -7,15 +7,34 @@ import { statisticsOf, rowOf } from "./heads.js";
  * The distance is Euclidean over the columns of the table of heads, each divided by its standard deviation.
  */
 export function mostSimilarHead(group, view, layer, head) {
-  const at = rowOf(group, layer, head), count = group.heads.length;
-  const columns = statisticsOf(view).map((name) => scaled(view.heads[name]));
-  let best = null, nearest = Infinity;
-  for (let other = 0; other < group.layers.length * count; other++) {
-    if (other === at) continue;
-    const distance = columns.reduce((sum, column) => sum + (column[other] - column[at]) ** 2, 0);
-    if (distance < nearest) [best, nearest] = [other, distance];
-  }
+  const at = rowOf(group, layer, head), count = group.heads.length, all = Array.from({ length: group.layers.length * count }, (_, other) => other);
+  const best = nearestOf(distancesOf(view), at, all.filter((other) => other !== at));
   return best === null ? null : { layer: Math.floor(best / count), head: best % count };
+}
+
+/** The heads `rows` as a path: from head `at`, always to the nearest of those that are left. */
+export function similarTo(group, view, at, rows) {
+  const distance = distancesOf(view), left = new Set(rows), path = [];
+  for (let here = left.has(at) ? at : rows[0]; here !== null && here !== undefined; here = nearestOf(distance, here, [...left])) {
+    path.push(here);
+    left.delete(here);
+  }
+  return path;
+}
+
+/** The squared distance of two heads. */
+function distancesOf(view) {
+  const columns = statisticsOf(view).map((name) => scaled(view.heads[name]));
+  return (a, b) => columns.reduce((sum, column) => sum + (column[a] - column[b]) ** 2, 0);
+}
+
+function nearestOf(distance, at, others) {
+  let best = null, nearest = Infinity;
+  for (const other of others) {
+    const far = distance(at, other);
+    if (far < nearest) [best, nearest] = [other, far];
+  }
+  return best;
 }
 
 /** Values standardized to mean 0 and standard deviation 1; missing values count as the mean. */

@@ -37,7 +37,7 @@ export function weightShades(selected) {
 /** The colours of the theme from which shades are mixed. */
 export function tonesOf() {
   const style = getComputedStyle(document.documentElement);
-  return Object.fromEntries(["paper", "accent", "second"].map((name) => [name, rgbOf(style.getPropertyValue(`--${name}`).trim())]));
+  return Object.fromEntries(["paper", "accent", "second", "ink"].map((name) => [name, rgbOf(style.getPropertyValue(`--${name}`).trim())]));
 }
 
 const mixed = (from, to, part) => from.map((channel, at) => Math.round(channel + (to[at] - channel) * Math.min(Math.max(part, 0), 1)));

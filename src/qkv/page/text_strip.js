@@ -39,7 +39,7 @@ export class TextStrip {
       }
     }
     const [first, last] = flow.view, line = 2 * ratio, from = (first / n) * height, tall = Math.max(((last + 1 - first) / n) * height, 6 * ratio);
-    context.strokeStyle = css(tones.second);
+    context.strokeStyle = css(tones.ink);
     context.lineWidth = line;
     context.strokeRect(line / 2, Math.min(from, height - tall) + line / 2, width - line, Math.max(tall - line, 1));
   }

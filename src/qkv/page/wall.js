@@ -8,9 +8,10 @@ import { levelOf } from "./pools.js";
 /**
  * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
  * `sections`: null for a grid, or a list of {title, rows}, the heads (layer × number of heads + head) of each.
- * `tip(layer, head)`: the text of the tooltip. `select(layer, head)` is called for clicks and arrow keys.
+ * `tip(layer, head)`: the text of the tooltip. `select(layer, head)` is called for clicks and arrow keys,
+ * and `open(layer, head)`, if given, for clicks and Enter.
  */
-export function wall({ group, high, sections = null, layer, head, load, select, tip = () => "" }) {
+export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "" }) {
   const { layers, heads } = group, cells = new Map();
   const painter = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
@@ -48,7 +49,12 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
     markHead(box, +cell.dataset.layer, +cell.dataset.head);
     select(+cell.dataset.layer, +cell.dataset.head);
   };
-  box.addEventListener("click", (event) => { const cell = event.target.closest("[data-layer]"); if (cell) choose(cell); });
+  box.addEventListener("click", (event) => {
+    const cell = event.target.closest("[data-layer]");
+    if (!cell) return;
+    choose(cell);
+    open?.(+cell.dataset.layer, +cell.dataset.head); // Enter is a click
+  });
   box.addEventListener("keydown", (event) => {
     const here = order.indexOf(event.target.closest("[data-layer]"));
     const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: sections ? -1 : -heads.length, ArrowDown: sections ? 1 : heads.length }[event.key];

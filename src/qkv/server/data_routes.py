@@ -105,6 +105,13 @@ async def curves(request: Request, s: Position, g: Position, t: Position) -> Res
     )
 
 
+@router.get("/pools/{g}/{t}")
+async def pools(request: Request, s: Position, g: Position, t: Position) -> Response:
+    """The pooled map of each head in base64, deflated; `pooled` in the page describes how to decode them."""
+    at = locate(request, s, g, t)
+    return Response(at.source.pools[g, t], media_type="application/json", headers={"Cache-Control": "no-cache"})
+
+
 @router.get("/map/{g}/{t}/{layer}/{head}")
 async def shape(request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position) -> MapShape:
     """The size of the attention map of a head, and at which resolution it is available."""

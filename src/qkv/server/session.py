@@ -60,6 +60,8 @@ class Source:
     """The attention weights of each group."""
     page: bytes = b""
     """The JSON of `qkv.report.payload.payload`."""
+    pools: dict[tuple[int, int], str] = field(default_factory=dict)
+    """The pooled maps by group and text, as JSON: see `qkv.report.pools`."""
     curves: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """The curves by group and text: 16-bit planes, as the payload describes them."""
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -320,8 +322,6 @@ def _build_page(source: Source) -> None:
     source.page = json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
-    source.curves = {
-        (group, text): zlib.decompress(base64.b64decode(blobs[f"curves-{group}-{text}"]))
-        for group, one in enumerate(page["groups"])
-        for text in range(len(one["texts"]))
-    }
+    places = [(group, text) for group, one in enumerate(page["groups"]) for text in range(len(one["texts"]))]
+    source.pools = {place: blobs.get("pools-{}-{}".format(*place), "[]") for place in places}
+    source.curves = {place: zlib.decompress(base64.b64decode(blobs["curves-{}-{}".format(*place)])) for place in places}
