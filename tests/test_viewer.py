@@ -189,7 +189,7 @@ def test_leaving_the_map_cancels_its_tiles(tab: Opens, served: Served, monkeypat
         one.eventually(lambda: len([url for url in aborted if "/tiles/" in url]) == len(one.tiles()))
     finally:
         go_on.set()
-    one.press("2")
+    one.press("3")
     expect(one.page.locator(".map-canvas")).to_be_visible()
     one.settled()
 

@@ -64,9 +64,6 @@ def plain(text: str) -> str:
 def test_sink_dots_show_the_numbers_of_the_profile(tab: Opens, served: Served) -> None:
     heads = served.profile("gpt").heads()
     one = tab().open("sinks", "gpt", layer=0, head=4)
-    assert (
-        f"{(heads['sink'] > 0.3).sum()} of 15 heads put more than 30 % of the weight on the first token" in one.text()
-    )
     chart = one.page.locator('.sink-chart[aria-label^="Weight on the first token"]')
     means = [percent(x) for x in heads.groupby("layer")["sink"].mean()]
     assert all(f"{layer}: {mean}" in plain(chart.get_attribute("aria-label")) for layer, mean in enumerate(means))

@@ -16,6 +16,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="driving a browser ne
 Opens = Callable[..., Tab]
 TITLES = [
     "Weight on the first token",
+    "α of the first token",
     "Norm of the first token’s value",
     "What the first token’s value adds",
     "Norm of the first token’s key",
@@ -58,16 +59,16 @@ def test_dots_show_the_numbers_of_the_profile(tab: Opens, mini: Served) -> None:
     said = {pointed(one, 0, dot) for dot in range(24)}
     assert said == {f"Layer {row['layer']}, head {row['head']} · {percent(row['sink'])}" for _, row in heads.iterrows()}
     row = sinks.sort_values(["layer", "value_norm_first"]).iloc[0]  # dots of a layer are sorted by value
-    assert pointed(one, 1, 0) == f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"
+    assert pointed(one, 2, 0) == f"Layer 0, head {row['head']} · {row['value_norm_first']:.2f} ×"
     stream = profile.residual["blocks"].isel(text=0)
-    depth = pointed(one, 5, 2)
+    depth = pointed(one, 6, 2)
     assert f"dimension {int(stream['largest_dimension'][2, 0])}" in depth
     assert f"{float(stream['largest'][2, 0]):.2f}" in depth
     over = int((sinks["alpha_first"] > 0.3).sum())
-    assert f"{over} of 24" in one.page.locator(".sink-figure").nth(4).inner_text()
+    assert f"{over} of 24" in one.page.locator(".sink-figure").nth(5).inner_text()
     assert one.page.locator(".sink-lead").inner_text().startswith(f"{over} of 24 heads ha")
-    assert f"even weights would give it {percent(sinks['alpha_even'].mean())}" in one.page.inner_text(".sink-lead")
-    said = {pointed(one, 2, dot) for dot in range(24)}
+    assert f"rows of even weights have α = {sinks['alpha_even'].mean():.2g}" in one.page.inner_text(".sink-lead")
+    said = {pointed(one, 3, dot) for dot in range(24)}
     assert said == {f"Layer {r.layer}, head {r.head} · {percent(r.contribution_first)}" for r in sinks.itertuples()}
     rows = one.page.locator("main tbody tr")
     assert rows.count() == len(profile.sink_tokens())
@@ -106,7 +107,7 @@ def test_intervention_is_overlaid_restored_and_exported(tab: Opens, mini: Served
     expect(one.page.locator("main figure table")).to_have_count(2)
     whole = one.text()
     before, later = (p.sinks()["alpha_first"].to_numpy() for p in (mini.profile("mini"), after))
-    said = one.page.locator(".sink-figure").nth(5).inner_text()
+    said = one.page.locator(".sink-figure").nth(6).inner_text()
     assert f"{(before > 0.3).sum()} → {(later > 0.3).sum()} of 24" in said
     both = mini.profile("mini").heads()["sink"][0], after.heads()["sink"][0]
     assert np.abs(mini.profile("mini").heads()["sink"] - after.heads()["sink"]).max() > 0.01
@@ -164,9 +165,6 @@ def test_profile_of_another_size_is_shown_below(tab: Opens, served: Served) -> N
 def test_missing_measurements_have_no_chart(tab: Opens, served: Served, source: str) -> None:
     one = tab().open("sinks", source)
     expect_titles(one, ["Weight on the first token"])
-    heads = served.profile(source).heads()
-    count = int((heads["sink"] > 0.3).sum())
-    assert one.page.inner_text(".sink-lead").startswith(f"{count} of {len(heads)} heads put")
     first = pointed(one, 0, 0)
     assert re.fullmatch(r"Layer 0, head \d+ · [\d.]+\u00a0%", first)
 
