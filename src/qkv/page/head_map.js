@@ -9,6 +9,7 @@ import { binStart, integer, named, weightWords } from "./numbers.js";
 import { FIRST, Pyramid, TileStore } from "./tiles.js";
 
 const HOLD = 250; // milliseconds that the previous head may stay on the stage, to avoid flicker
+const WAIT = 200; // milliseconds after which missing tiles are announced
 const EXACT_AFTER = 80; // milliseconds that the crosshair rests before the exact weight is requested
 const COLOURS = ["panel", "ink", "soft", "line", "accent", "area", "masked"];
 
@@ -35,10 +36,11 @@ export class HeadMap {
       onview: () => this.moved(),
       onpoint: () => this.read(),
       onpin: (point) => { this.pin(point); onpin(point); },
-      onframe: () => {},
+      onframe: () => this.wait(),
     });
     const button = (mark, name, act) => h("button", { type: "button", class: "quiet", "aria-label": name, title: name, onclick: () => { if (this.map.content) act(); } }, mark);
-    this.stage = h("div", { class: "head-map-stage" }, this.canvas,
+    this.status = h("p", { class: "head-map-status", role: "status", hidden: true }, "computing …");
+    this.stage = h("div", { class: "head-map-stage" }, this.canvas, this.status,
       h("div", { class: "head-map-zoom", role: "group", "aria-label": "Zoom" },
         button("+", "Zoom in (+)", () => this.map.zoom(1, this.map.middle, true)), button("−", "Zoom out (−)", () => this.map.zoom(-1, this.map.middle, true)),
         button("Fit", "Whole map (0)", () => this.map.look(this.map.fit))));
@@ -92,6 +94,13 @@ export class HeadMap {
     this.read();
   }
 
+  /** Show these queries and keys, [first, last] each, as large as they fit. */
+  cover(queries, keys) {
+    if (!this.map.content || !this.map.width) return;
+    const { area } = this.map.layout, across = keys[1] - keys[0] + 1, down = queries[1] - queries[0] + 1;
+    this.map.look({ x: keys[0] + across / 2, y: queries[0] + down / 2, z: Math.log2(Math.min(area.w / across, area.h / down)) });
+  }
+
   colours() {
     const style = getComputedStyle(this.element), found = Object.fromEntries(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     return { ...found, paper: found.panel, empty: found.masked };
@@ -118,6 +127,14 @@ export class HeadMap {
     if (this.head && this.drawnLevel !== this.map.level) this.settings();
     const { rows, columns } = this.map.layout;
     this.onview({ queries: rows, keys: columns });
+  }
+
+  /** Say that tiles are being computed, if that takes long. */
+  wait() {
+    const { store } = this.map.content;
+    clearTimeout(this.late);
+    if (!store.missing) this.status.hidden = true;
+    else this.late = setTimeout(() => { this.status.hidden = !store.missing; }, WAIT);
   }
 
   // ---- the readout ----
@@ -164,6 +181,7 @@ export class HeadMap {
   close() {
     this.loads++;
     clearTimeout(this.timer);
+    clearTimeout(this.late);
     this.map.content?.store.close();
     this.map.close();
   }

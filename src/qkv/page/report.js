@@ -11,6 +11,7 @@ import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
 import { sinkFigures } from "./sinks.js";
 import { StoredMaps } from "./stored_maps.js";
+import { tooltips } from "./tips.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = JSON.parse($("page").textContent);
@@ -242,25 +243,6 @@ function about() {
 
 // ---- tooltips, theme, start -----------------------------------------------------------------------------
 
-function tooltips() {
-  const tip = $("tip");
-  const show = (target) => {
-    tip.replaceChildren(...target.dataset.tip.split("\n").map((line) => h("span", {}, line)));
-    tip.hidden = false;
-    const box = target.getBoundingClientRect(), size = tip.getBoundingClientRect();
-    tip.style.left = `${Math.min(Math.max(box.left + box.width / 2 - size.width / 2, 8), document.documentElement.clientWidth - size.width - 8)}px`;
-    tip.style.top = `${box.top - size.height - 8 > 4 ? box.top - size.height - 8 : box.bottom + 8}px`;
-  };
-  const over = (event) => {
-    const target = event.target.closest && event.target.closest("[data-tip]");
-    if (target) show(target); else tip.hidden = true;
-  };
-  document.addEventListener("pointerover", over);
-  document.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) over(event); });
-  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true, capture: true });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
-}
-
 function theme() {
   const button = $("theme"), root = document.documentElement;
   const name = () => { button.textContent = isDark() ? "Light theme" : "Dark theme"; };
@@ -298,7 +280,7 @@ addEventListener("error", (event) => trouble(event.error || event.message));
 addEventListener("unhandledrejection", (event) => trouble(event.reason));
 try {
   Object.assign(state, firstHead(group(), view()));
-  theme(); tooltips();
+  theme(); tooltips(document, $("tip"));
   everything().then(() => { redrawOnResize(); document.documentElement.dataset.ready = "1"; }, trouble);
 } catch (error) {
   trouble(error);

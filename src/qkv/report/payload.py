@@ -53,7 +53,8 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
                 maps_left -= maps.size
                 blobs[f"maps-{place}"] = _exact_maps(one)
             view["pooled"] = None
-            if (pooled := pooled_maps(one, average=view["maps"] != "kept", limit=POOLED_CHARACTERS // views)) is not None:
+            pooled = pooled_maps(one, average=view["maps"] != "kept", limit=POOLED_CHARACTERS // views)
+            if pooled is not None:
                 view["pooled"], blobs[f"pools-{place}"] = pooled
             texts.append(view)
         groups.append(

@@ -23,8 +23,8 @@ def pooled_maps(one: xr.Dataset, *, average: bool, limit: int | None = None) -> 
     Code c from 1 to 255 stands for ``low · (high / low) ^ ((c − 1) / 254)``, so its error is at most 2.3 %; code 1 also
     stands for smaller weights, and code 0 for bins that are masked.
 
-    If the JSON is longer than `limit` characters, bins are pooled two by two until it fits (``coarser`` is then true), or
-    until a map has few bins.
+    If the JSON is longer than `limit` characters, bins are pooled two by two until it fits, or until a map has few
+    bins; ``coarser`` is then true.
     """
     if "map_max" not in one or 0 in (bins := (int(one["bin_queries"][0]), int(one["bin_keys"][0]))):
         return None
@@ -45,7 +45,7 @@ def pooled_maps(one: xr.Dataset, *, average: bool, limit: int | None = None) -> 
 
 
 def visible_zeros(one: xr.Dataset, bins: tuple[int, int]) -> np.ndarray:
-    """Which bins hold visible pairs for certain, (layer, 1, rows, columns): their weight is tiny if it is 0, not masked.
+    """Which bins surely hold visible pairs, (layer, 1, rows, columns): if their weight is 0, it is tiny, not masked.
 
     Only queries that see all keys, or in causal attention all keys up to their own, are counted: their visible keys are
     known without the mask.
@@ -65,9 +65,8 @@ def _packed(maps: np.ndarray, seen: np.ndarray, bins: tuple[int, int]) -> tuple[
     low = high * RANGE
     steps = np.rint(254 * np.log(np.maximum(maps, low).astype(np.float64) / low) / np.log(1 / RANGE)) + 1
     codes = np.where(seen[:, :, None], np.clip(steps, 1, 255), 0).astype(np.uint8)
-    packed = [
-        base64.b64encode(zlib.compress(head.tobytes(), 6)).decode("ascii") for head in codes.reshape(-1, codes[0, 0].size)
-    ]
+    heads = codes.reshape(-1, codes[0, 0].size)
+    packed = [base64.b64encode(zlib.compress(head.tobytes(), 6)).decode("ascii") for head in heads]
     about = {"rows": rows, "columns": columns, "bin_queries": bins[0], "bin_keys": bins[1], "low": low, "high": high}
     return about, json.dumps(packed)
 
