@@ -170,8 +170,9 @@ class WidgetView {
       if (maps && map.content) {
         const pin = selection.query === null || selection.key === null ? null : { query: selection.query, key: selection.key };
         if (JSON.stringify(map.pin) !== JSON.stringify(pin)) this.maps.large.pin(pin);
-        const wanted = JSON.stringify([selection.queries, selection.keys]);
-        if (wanted !== this.part && !(otherText && this.isWhole(selection))) this.maps.large.cover([selection.queries[0], selection.queries[1] - 1], [selection.keys[0], selection.keys[1] - 1]);
+        const part = JSON.stringify([selection.queries, selection.keys]), asked = part !== this.seen && part !== this.part; // by Python
+        this.seen = part;
+        if (asked && !(otherText && this.isWhole(selection))) this.maps.large.cover([selection.queries[0], selection.queries[1] - 1], [selection.keys[0], selection.keys[1] - 1]);
       }
       this.host.dataset.ready = key;
     } catch (error) {

@@ -279,13 +279,13 @@ class Profile:
     ) -> ProfileWidget:
         """The profile as an interactive element of a notebook: all maps, the text, the numbers of a head.
 
-        Notebooks display a profile as this widget, if anywidget is installed: ``pip install 'qkv[notebook]'``. It needs no
-        network. ``widget.selection`` is what is shown, and ``widget.select(layer=2, head=4)`` changes that. Calls of one
-        profile return the same object.
+        Notebooks display a profile as this widget, if anywidget is installed: ``pip install 'qkv[notebook]'``. It needs
+        no network. ``widget.selection`` is what is shown, and ``widget.select(layer=2, head=4)`` changes that. Calls of
+        one profile return the same object.
 
         Args:
-            model: the model of the profile, as in `qkv.profile`, or an `Explorer`. Then a map of a long text is exact at
-                any zoom; the model runs when the map is first drawn. Without a model, it is the profile's pooled map.
+            model: the model of the profile, as in `qkv.profile`, or an `Explorer`. Then a map of a long text is exact
+                at any zoom; the model runs when the map is first drawn. Without a model, it is the pooled map.
             inputs: the inputs of the profile, as in `qkv.profile`.
             tokenizer: as in `qkv.profile`.
             target: as in `qkv.profile`.
@@ -331,7 +331,8 @@ class Profile:
         """The widget for a notebook with a kernel, if anywidget is installed. Elsewhere the card is shown."""
         from qkv.report.notebook import can_show_widgets
 
-        return dict(self.widget()._repr_mimebundle_()[0]) if can_show_widgets() else {}
+        bundle = self.widget()._repr_mimebundle_() if can_show_widgets() else None
+        return {} if bundle is None else dict(bundle[0])
 
     def _display_(self) -> Any:
         """What marimo shows: the widget, or the card."""

@@ -35,7 +35,7 @@ def script() -> str:
 
 
 def style() -> str:
-    """The widget's style sheet. It applies within the widget's shadow tree only, and to nothing else in the notebook."""
+    """The widget's style sheet. It applies within the widget's shadow tree only, not to the notebook."""
     text = "\n".join(asset(name) for name in STYLES)
     text = ROOT.sub(lambda match: f":host({match[1]})" if match[1] else ":host", text)
     return re.sub(r"^html ", ":host ", text, flags=re.MULTILINE)
@@ -58,9 +58,9 @@ class ProfileWidget(anywidget.AnyWidget):
     _page = traitlets.Unicode().tag(sync=True)
     _packed = traitlets.Dict().tag(sync=True)
     selection: dict[str, Any] = traitlets.Dict().tag(sync=True)  # type: ignore[assignment]
-    """What is shown: ``group`` (a name), ``text`` (an index), ``layer`` and ``head`` (as in ``profile.data``), ``query`` and
-    ``key`` (the positions selected on the map or in the text, or None), and ``queries`` and ``keys`` (the visible part of
-    the map, as [first, stop])."""
+    """What is shown: ``group`` (a name), ``text`` (an index), ``layer`` and ``head`` (as in ``profile.data``),
+    ``query`` and ``key`` (the positions selected on the map or in the text, or None), and ``queries`` and ``keys`` (the
+    visible part of the map, as [first, stop])."""
 
     def __init__(self, profile: Profile) -> None:
         page, blobs = payload(profile)
@@ -127,7 +127,7 @@ class ProfileWidget(anywidget.AnyWidget):
             new[span] = [int(at) for at in new[span]]
         return new
 
-    # --- exact maps -------------------------------------------------------------------------------------------------------
+    # --- exact maps ---------------------------------------------------------------------------------------------------
 
     def read_from(
         self,
@@ -183,8 +183,8 @@ class ProfileWidget(anywidget.AnyWidget):
         sizes = int(data["n_queries"][text]), int(data["n_keys"][text])
         if (info.n_queries, info.n_keys) != sizes:
             raise InputError(
-                f"inputs have {info.n_queries} queries and {info.n_keys} keys in text {text} of {group!r}, expected those "
-                f"of the profile, which has {sizes[0]} and {sizes[1]}"
+                f"inputs have {info.n_queries} queries and {info.n_keys} keys in text {text} of {group!r}, expected "
+                f"{sizes[0]} and {sizes[1]} as in the profile"
             )
         return {"n_queries": info.n_queries, "n_keys": info.n_keys, "deepest": info.deepest}
 
