@@ -59,10 +59,14 @@ class Kernel {
 
 /** Whether the page behind an element is dark. */
 function isDarkBehind(element) {
+  const pixel = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
   for (let at = element; at; at = at.parentNode ?? at.host) {
     if (!(at instanceof Element)) continue;
-    const [r, g, b, a = 1] = (getComputedStyle(at).backgroundColor.match(/[\d.]+/g) || []).map(Number);
-    if (a > 0.5 && b !== undefined) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
+    pixel.clearRect(0, 0, 1, 1);
+    pixel.fillStyle = getComputedStyle(at).backgroundColor; // in any colour space
+    pixel.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = pixel.getImageData(0, 0, 1, 1).data;
+    if (a > 127) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
