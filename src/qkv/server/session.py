@@ -27,10 +27,10 @@ from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload
+from qkv.report.stored import StoredMaps
 from qkv.server.align import Aligners
 from qkv.server.live import Live
 from qkv.server.live_model import everywhere
-from qkv.server.stored import StoredMaps
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
