@@ -6,6 +6,16 @@ import sysconfig
 from importlib.resources import files
 from pathlib import Path
 
+from qkv.errors import InputError, nearest
+
+PRESETS = {
+    "fox": "The quick brown fox jumps over the lazy dog.",
+    "car": "The red car was parked next to a blue truck.",
+    "lighthouse": "the passage of about 200 tokens",
+    "logbook": "the program",
+}
+"""Bundled texts by name; of the long ones, what they are."""
+
 
 def default_text(model: str = "") -> str:
     """A sample text that comes with the package.
@@ -18,6 +28,22 @@ def default_text(model: str = "") -> str:
     """
     name = "default_code.txt" if model == "qkv-mini" else "default_text.txt"
     return (files("qkv.profiler") / name).read_text(encoding="utf-8").strip()
+
+
+def preset(name: str) -> str:
+    """A bundled text by name: two sentences that courses use, and the passages of `default_text`.
+
+    >>> preset("fox")
+    'The quick brown fox jumps over the lazy dog.'
+    >>> preset("wolf")
+    Traceback (most recent call last):
+    qkv.errors.InputError: preset is 'wolf', expected one of fox, car, lighthouse, logbook; did you mean 'fox'?
+    """
+    if name not in PRESETS:
+        raise InputError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    if name in ("lighthouse", "logbook"):
+        return default_text("qkv-mini" if name == "logbook" else "")
+    return PRESETS[name]
 
 
 def library_text(characters: int) -> str:
