@@ -8,42 +8,39 @@ from pathlib import Path
 
 from qkv.errors import InputError, nearest
 
-PRESETS = {
+SENTENCES = {
     "fox": "The quick brown fox jumps over the lazy dog.",
     "car": "The red car was parked next to a blue truck.",
-    "lighthouse": "the passage of about 200 tokens",
-    "logbook": "the program",
 }
-"""Bundled texts by name; of the long ones, what they are."""
-
-
-def default_text(model: str = "") -> str:
-    """A sample text that comes with the package.
-
-    For ``"qkv-mini"``, which was trained on Python code only, it is a short program. For every other model it is a
-    passage of about 200 tokens with names, pronouns, repetition and a question.
-
-    >>> default_text("qkv-mini").splitlines()[0], default_text().split()[:4]
-    ('class LogBook:', ['The', 'lighthouse', 'keeper', 'kept'])
-    """
-    name = "default_code.txt" if model == "qkv-mini" else "default_text.txt"
-    return (files("qkv.profiler") / name).read_text(encoding="utf-8").strip()
+"""Short texts by name, which courses use."""
+PASSAGES = {"lighthouse": "default_text.txt", "logbook": "default_code.txt"}
+"""Files of longer texts by name: a passage of about 200 tokens with names, pronouns, repetition and a question; a
+short program."""
+PRESETS = (*SENTENCES, *PASSAGES)
 
 
 def preset(name: str) -> str:
-    """A bundled text by name: two sentences that courses use, and the passages of `default_text`.
+    """The bundled text with a name.
 
     >>> preset("fox")
     'The quick brown fox jumps over the lazy dog.'
-    >>> preset("wolf")
-    Traceback (most recent call last):
-    qkv.errors.InputError: preset is 'wolf', expected one of fox, car, lighthouse, logbook; did you mean 'fox'?
+    >>> preset("lighthouse").split()[:4]
+    ['The', 'lighthouse', 'keeper', 'kept']
     """
-    if name not in PRESETS:
+    if name in SENTENCES:
+        return SENTENCES[name]
+    if name not in PASSAGES:
         raise InputError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
-    if name in ("lighthouse", "logbook"):
-        return default_text("qkv-mini" if name == "logbook" else "")
-    return PRESETS[name]
+    return (files("qkv.profiler") / PASSAGES[name]).read_text(encoding="utf-8").strip()
+
+
+def default_text(model: str = "") -> str:
+    """The bundled text for a model: a program for ``"qkv-mini"``, which was trained on code only, else a passage.
+
+    >>> default_text("qkv-mini").splitlines()[0]
+    'class LogBook:'
+    """
+    return preset("logbook" if model == "qkv-mini" else "lighthouse")
 
 
 def library_text(characters: int) -> str:
