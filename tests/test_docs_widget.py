@@ -72,9 +72,9 @@ def page(tab: Page, tmp_path: Path) -> Iterator[Page]:
     assert said == []
 
 
-def _shown(page: Page, name: str, columns: int) -> np.ndarray:
+def _shown(page: Page, name: str, columns: int, rows: int = 3) -> np.ndarray:
     """The numbers of a table with one row per query; masked pairs are NaN."""
-    texts = [[page.text_content(f'[data-at="{name}{i}{j}"]') or "" for j in range(columns)] for i in range(3)]
+    texts = [[page.text_content(f'[data-at="{name}-{i}-{j}"]') or "" for j in range(columns)] for i in range(rows)]
     return np.array([[math.nan if t == "hidden" else float(t.replace("−", "-")) for t in row] for row in texts])
 
 
@@ -95,8 +95,8 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
     np.testing.assert_allclose(_shown(page, "out", 2), found.out[0, 0], atol=5.1e-3)
 
-    page.fill('[data-at="K10"]', "-1.5")
-    page.fill('[data-at="V21"]', "3")
+    page.fill('[data-at="K-1-0"]', "-1.5")
+    page.fill('[data-at="V-2-1"]', "3")
     page.fill('input[name="temperature"]', "0.3")
     page.uncheck('input[name="causal"]')
     page.uncheck('input[name="scaled"]')
@@ -111,13 +111,45 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
     page.check(f'input[value="{name}"]')
-    page.fill('[data-at="Q10"]', "99")
-    page.fill('[data-at="K00"]', "99")
+    page.fill('[data-at="Q-1-0"]', "99")
+    page.fill('[data-at="K-0-0"]', "99")
     page.fill('input[name="temperature"]', "-1")
     queries, keys = [Q[0], [99, 1.5], Q[2]], [[99, 1], K[1], K[2]]
     found = _expected(queries, keys, V, NORMALIZERS[name](0.1))
     np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+
+
+def _typed(page: Page, name: str, rows: int, columns: int) -> list[list[float]]:
+    """A matrix of inputs."""
+    return [[float(page.input_value(f'[data-at="{name}-{i}-{j}"]')) for j in range(columns)] for i in range(rows)]
+
+
+def test_any_number_of_tokens_and_sizes_equals_the_reference(page: Page) -> None:
+    """New places are filled, numbers that were there are kept, and impossible sizes change nothing."""
+    page.fill('[data-at="Q-0-0"]', "1.5")
+    for name, value in (("tokens", "a b c d e f g h i j k"), ("d", "5"), ("e", "3")):
+        page.fill(f'input[name="{name}"]', value)
+        page.press(f'input[name="{name}"]', "Enter")
+    q, k, v = (_typed(page, name, 11, size) for name, size in (("Q", 5), ("K", 5), ("V", 3)))
+    assert q[0][:2] == [1.5, 0]
+    found = _expected(q, k, v, normalizers.Softmax())
+    np.testing.assert_allclose(_shown(page, "weights", 11, 11), found.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", 3, 11), found.out[0, 0], atol=5.1e-3)
+    assert not page.is_visible("#bh-plane"), "values of three numbers are not points of a plane"
+    assert "divide by √5" in page.inner_text("#by-hand")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "wide tables scroll in their box"
+    page.fill('input[name="d"]', "0")
+    page.press('input[name="d"]', "Enter")
+    assert page.get_attribute('input[name="d"]', "aria-invalid") == "true"
+    assert _typed(page, "Q", 11, 5) == q
+    page.fill('input[name="tokens"]', "one")
+    page.press('input[name="tokens"]', "Enter")
+    assert _shown(page, "weights", 2, 1).tolist() == [[1, 1]]
+    page.click("text=Random numbers")
+    assert len(_typed(page, "V", 1, 3)[0]) == 3
+    page.click("text=Start again")
+    assert page.input_value('input[name="tokens"]') == "tea cools slowly"
 
 
 def test_query_is_explained_on_hover_and_focus(page: Page) -> None:
@@ -134,14 +166,14 @@ def test_query_is_explained_on_hover_and_focus(page: Page) -> None:
 
 def test_empty_number_is_marked_invalid_and_changes_nothing(page: Page) -> None:
     before = _shown(page, "weights", 3)
-    page.fill('[data-at="Q00"]', "")
+    page.fill('[data-at="Q-0-0"]', "")
     np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "true"
-    page.fill('[data-at="Q00"]', "-2")
-    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "false"
+    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "true"
+    page.fill('[data-at="Q-0-0"]', "-2")
+    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "false"
     page.click("text=Start again")
     np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    assert page.input_value('[data-at="Q00"]') == "1"
+    assert page.input_value('[data-at="Q-0-0"]') == "1"
 
 
 def test_inputs_have_names_and_fit_a_phone(page: Page) -> None:

@@ -1,6 +1,6 @@
-// Attention by hand: three tokens in two dimensions, every number open to change. Used by tutorial/03-by-hand.md.
-// Finds <div id="by-hand">, and needs nothing else: no library, no network. What it computes is compared with
-// qkv.reference in tests/test_docs_widget.py.
+// Attention by hand: a few tokens, every number open to change, and so are the tokens and the sizes of the vectors. It
+// starts with three tokens in two dimensions. Used by tutorial/03-by-hand.md. Finds <div id="by-hand">, and needs nothing
+// else: no library, no network. What it computes is compared with qkv.reference in tests/test_docs_widget.py.
 "use strict";
 
 (() => {
@@ -8,6 +8,7 @@
   if (!root) return;
 
   const TOKENS = ["tea", "cools", "slowly"];
+  const MOST = { tokens: 24, d: 12, e: 12 }; // more would not be readable
   const START = {
     Q: [[1, 0], [0.5, 1.5], [2, -1]],
     K: [[1, 1], [0, 2], [1.5, -0.5]],
@@ -16,17 +17,19 @@
   const MEANING = { Q: "queries", K: "keys", V: "values" };
   const NORMALIZERS = [["softmax", "softmax"], ["off-by-one", "softmax off by one"], ["sigmoid", "sigmoid"]];
   const LARGE = 20; // beyond, exp(s) is shown after the largest score is taken out
-  const state = { causal: true, scaled: true, temperature: 1, normalizer: "softmax", query: 1 };
+  const FIRST = { causal: true, scaled: true, temperature: 1, normalizer: "softmax", query: 1, d: 2, e: 2 };
+  const state = {};
 
   // ---- the arithmetic ----------------------------------------------------------------------------------------
 
   const dot = (a, b) => a.reduce((sum, x, i) => sum + x * b[i], 0);
   const exp = Math.exp;
+  const range = (n) => [...Array(n).keys()];
 
   /** What one query does: final scores, weights (0 where hidden), output, and the numbers its weights come from. */
   function row(i) {
-    const visible = TOKENS.map((_, j) => !state.causal || j <= i);
-    const factor = (state.scaled ? 1 / Math.sqrt(2) : 1) / state.temperature;
+    const visible = state.tokens.map((_, j) => !state.causal || j <= i);
+    const factor = (state.scaled ? 1 / Math.sqrt(state.d) : 1) / state.temperature;
     const scores = state.K.map((k) => dot(state.Q[i], k) * factor);
     const seen = scores.filter((_, j) => visible[j]);
     const top = Math.max(...seen, state.normalizer === "off-by-one" ? 0 : -Infinity);
@@ -34,9 +37,28 @@
     const total = seen.reduce((sum, s) => sum + exp(s - top), nobody);
     const weigh = (s) => (state.normalizer === "sigmoid" ? 1 / (1 + seen.length * exp(-s)) : exp(s - top) / total);
     const weights = scores.map((s, j) => (visible[j] ? weigh(s) : 0));
-    const out = [0, 1].map((d) => weights.reduce((sum, w, j) => sum + w * state.V[j][d], 0));
+    const out = range(state.e).map((d) => weights.reduce((sum, w, j) => sum + w * state.V[j][d], 0));
     return { visible, scores, seen: seen.length, top, total, weights, out };
   }
+
+  /** A matrix of another size: its numbers are kept, and new places are filled with halves from −2.5 to 2.5. */
+  function resized(matrix, rows, columns, seed) {
+    const fresh = (i, j) => ((5 * i + 4 * j + 3 * i * j + seed) % 11 - 5) / 2;
+    return range(rows).map((i) => range(columns).map((j) => matrix[i]?.[j] ?? fresh(i, j)));
+  }
+
+  /** Another number of tokens or size of vectors. */
+  function resize(sizes) {
+    Object.assign(state, sizes);
+    const n = state.tokens.length;
+    for (const [name, columns] of [["Q", state.d], ["K", state.d], ["V", state.e]]) {
+      state[name] = resized(state[name], n, columns, name.charCodeAt(0));
+    }
+    state.query = Math.min(state.query, n - 1);
+  }
+
+  /** Random halves, about normal with standard deviation 1. */
+  const drawn = () => Math.round(2 * (range(12).reduce((sum) => sum + Math.random(), 0) - 6)) / 2;
 
   // ---- words and numbers -------------------------------------------------------------------------------------
 
@@ -44,7 +66,7 @@
   const fixed = (x, digits = 2) => minus(x.toFixed(digits));
   const short = (x) => minus(String(Number(x.toPrecision(3))));
   const amount = (x) => (x !== 0 && (x >= 1e4 || x < 0.005) ? minus(x.toExponential(1)) : fixed(x));
-  const pair = (x) => `(${x.map(short).join(", ")})`;
+  const vector = (x) => `(${x.map(short).join(", ")})`;
 
   /** How the selected query came by its weights and output: a line for each key, then the sum, then the output. */
   function words(i) {
@@ -52,7 +74,7 @@
     const shift = r.top > LARGE ? r.top : 0;
     const power = (s) => (shift ? `exp(${fixed(s)} − ${fixed(shift)})` : `exp(${fixed(s)})`);
     const sum = r.total * exp(r.top - shift);
-    const lines = TOKENS.map((token, j) => {
+    const lines = state.tokens.map((token, j) => {
       if (!r.visible[j]) return [token, "in the future: hidden, weight 0"];
       const weight = fixed(r.weights[j], 3);
       const s = r.scores[j];
@@ -66,7 +88,7 @@
       if (state.normalizer === "off-by-one") terms.push(shift ? `exp(−${fixed(shift)}), of no key` : "1, of no key");
       lines.push(["the sum", `${terms.join(" + ")} = ${amount(sum)}`]);
     }
-    const parts = state.V.map((v, j) => `${fixed(r.weights[j], 3)} · ${pair(v)}`).filter((_, j) => r.visible[j]);
+    const parts = state.V.map((v, j) => `${fixed(r.weights[j], 3)} · ${vector(v)}`).filter((_, j) => r.visible[j]);
     lines.push(["output", `${parts.join(" + ")} = (${r.out.map((x) => fixed(x, 3)).join(", ")})`]);
     return lines;
   }
@@ -83,7 +105,7 @@
     return node;
   }
 
-  function drawn(tag, attributes, text) {
+  function shape(tag, attributes, text) {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
     if (text) node.textContent = text;
@@ -95,8 +117,8 @@
   /** A matrix to type in: Q, K or V. */
   function inputs(name) {
     const table = el("table", { class: "bh-in" }, caption(name, MEANING[name]));
-    TOKENS.forEach((token, i) => {
-      const cells = [0, 1].map((d) => {
+    state.tokens.forEach((token, i) => {
+      const cells = state[name][i].map((_, d) => {
         const change = (event) => {
           const x = event.target.valueAsNumber;
           const good = Number.isFinite(x) && Math.abs(x) <= 99;
@@ -106,11 +128,11 @@
         };
         const label = `${name} of ${token}, dimension ${d + 1}`;
         const field = { type: "number", step: 0.5, min: -99, max: 99, value: state[name][i][d], "aria-label": label };
-        return el("td", {}, el("input", { ...field, "data-at": `${name}${i}${d}`, oninput: change }));
+        return el("td", {}, el("input", { ...field, "data-at": `${name}-${i}-${d}`, oninput: change }));
       });
       table.append(el("tr", {}, el("th", { scope: "row" }, token), ...cells));
     });
-    return table;
+    return el("div", { class: "bh-scroll" }, table);
   }
 
   /** A matrix to look at: a row a query. `cells` are filled by `show`. */
@@ -118,14 +140,46 @@
     const head = el("tr", {}, el("td"), ...columns.map((c) => el("th", { scope: "col" }, c)));
     const table = el("table", { class: "bh-out", id: `bh-${name}` }, caption(title, note), el("thead", {}, head));
     const body = el("tbody");
-    TOKENS.forEach((token, i) => {
+    state.tokens.forEach((token, i) => {
       const choose = () => { state.query = i; show(); };
       const button = el("button", { type: "button", "aria-label": `explain query ${token}`, onfocus: choose }, token);
-      const cells = columns.map((_, j) => el("td", { "data-at": `${name}${i}${j}` }));
+      const cells = columns.map((_, j) => el("td", { "data-at": `${name}-${i}-${j}` }));
       body.append(el("tr", { "data-query": i, onclick: choose }, el("th", { scope: "row" }, button), ...cells));
     });
     table.append(body);
-    return table;
+    return el("div", { class: "bh-scroll" }, table);
+  }
+
+  /** The tokens and the sizes of the vectors, to be changed. An impossible value is marked and changes nothing. */
+  function sizes() {
+    const field = (name, label, attributes, read) => {
+      const onchange = (event) => {
+        const value = read(event.target);
+        event.target.setAttribute("aria-invalid", String(value === null));
+        if (value === null) return;
+        resize({ [name]: value });
+        build();
+        root.querySelector(`[name="${name}"]`).focus();
+      };
+      return el("label", {}, `${label} `, el("input", { name, onchange, ...attributes }));
+    };
+    const words = ({ value }) => {
+      const tokens = value.trim().split(/\s+/).filter(Boolean);
+      return tokens.length && tokens.length <= MOST.tokens ? tokens : null;
+    };
+    const count = (most) => ({ valueAsNumber: x }) => (Number.isInteger(x) && x >= 1 && x <= most ? x : null);
+    const number = (name, label) => {
+      const attributes = { type: "number", min: 1, max: MOST[name], value: state[name] };
+      return field(name, label, attributes, count(MOST[name]));
+    };
+    const text = { type: "text", value: state.tokens.join(" "), title: `1 to ${MOST.tokens} words` };
+    const random = () => {
+      for (const name of ["Q", "K", "V"]) state[name] = state[name].map((row) => row.map(drawn));
+      build();
+    };
+    return el("div", { class: "bh-controls bh-sizes" },
+      field("tokens", "tokens", text, words), number("d", "size of queries and keys"), number("e", "size of values"),
+      el("button", { type: "button", class: "bh-reset", onclick: random }, "Random numbers"));
   }
 
   function controls() {
@@ -141,38 +195,58 @@
       return labelled(el("input", { type: "radio", name: "bh-normalizer", value, checked, onchange }), text);
     });
     const oninput = (event) => set("temperature", 10 ** event.target.valueAsNumber);
-    const range = el("input", { type: "range", name: "temperature", min: -1, max: 1, step: 0.05, value: 0, oninput });
+    const value = Math.log10(state.temperature);
+    const slider = el("input", { type: "range", name: "temperature", min: -1, max: 1, step: 0.05, value, oninput });
     return el("div", { class: "bh-controls" },
       el("fieldset", {}, el("legend", {}, "Normalizer"), ...radios),
-      el("fieldset", {}, el("legend", {}, "Scores"), tick("scaled", "divide by √2"), tick("causal", "causal mask"),
-        el("label", {}, "temperature ", range, el("output", { id: "bh-temperature" }))),
+      el("fieldset", {}, el("legend", {}, "Scores"),
+        tick("scaled", `divide by √${state.d}`), tick("causal", "causal mask"),
+        el("label", {}, "temperature ", slider, el("output", { id: "bh-temperature" }))),
       el("button", { type: "button", class: "bh-reset", onclick: start }, "Start again"));
   }
 
-  /** The values as corners, the outputs between them, and a line from each value as thick as its weight. */
+  /** The corners of the smallest convex polygon around some points (Andrew's monotone chain). */
+  function hull(points) {
+    const sorted = [...points].sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    const half = (all) => {
+      const kept = [];
+      for (const [x, y] of all) {
+        while (kept.length > 1) {
+          const [[ax, ay], [bx, by]] = kept.slice(-2);
+          if ((bx - ax) * (y - ay) - (by - ay) * (x - ax) > 0) break;
+          kept.pop();
+        }
+        kept.push([x, y]);
+      }
+      return kept.slice(0, -1);
+    };
+    return [...half(sorted), ...half(sorted.reverse())];
+  }
+
+  /** Values of two numbers as points, the outputs between them, and a line from each value as thick as its weight. */
   function plane(rows) {
     const points = [[0, 0], ...state.V, ...rows.map((r) => r.out)].flat();
     const low = Math.min(...points), high = Math.max(...points), size = 220, edge = 30;
     const scale = (size - 2 * edge) / (high - low || 1);
     const at = ([x, y]) => [edge + (x - low) * scale, size - edge - (y - low) * scale];
     const label = "values and outputs in the plane";
-    const svg = drawn("svg", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": label });
+    const svg = shape("svg", { viewBox: `0 0 ${size} ${size}`, role: "img", "aria-label": label });
     const [ox, oy] = at([0, 0]);
-    svg.append(drawn("path", { d: `M${ox} 8V${size - 8}M8 ${oy}H${size - 8}`, class: "bh-axis" }));
-    svg.append(drawn("polygon", { points: state.V.map((v) => at(v).join(",")).join(" "), class: "bh-hull" }));
+    svg.append(shape("path", { d: `M${ox} 8V${size - 8}M8 ${oy}H${size - 8}`, class: "bh-axis" }));
+    svg.append(shape("polygon", { points: hull(state.V).map((v) => at(v).join(",")).join(" "), class: "bh-hull" }));
     const chosen = rows[state.query], [cx, cy] = at(chosen.out);
     state.V.forEach((v, j) => {
       const [x, y] = at(v);
       const width = 8 * Math.min(chosen.weights[j], 1);
-      svg.append(drawn("line", { x1: x, y1: y, x2: cx, y2: cy, class: "bh-pull", "stroke-width": width }));
-      svg.append(drawn("circle", { cx: x, cy: y, r: 4, class: "bh-value" }));
+      svg.append(shape("line", { x1: x, y1: y, x2: cx, y2: cy, class: "bh-pull", "stroke-width": width }));
+      svg.append(shape("circle", { cx: x, cy: y, r: 4, class: "bh-value" }));
       const above = y > size / 2 ? 16 : -9;
       const place = { x: Math.min(Math.max(x, 24), size - 24), y: y + above, "text-anchor": "middle" };
-      svg.append(drawn("text", place, TOKENS[j]));
+      svg.append(shape("text", place, state.tokens[j]));
     });
     rows.forEach((r, i) => {
       const [x, y] = at(r.out), here = i === state.query;
-      svg.append(drawn("circle", { cx: x, cy: y, r: here ? 6 : 4, class: here ? "bh-dot bh-chosen" : "bh-dot" }));
+      svg.append(shape("circle", { cx: x, cy: y, r: here ? 6 : 4, class: here ? "bh-dot bh-chosen" : "bh-dot" }));
     });
     return svg;
   }
@@ -186,16 +260,16 @@
 
   /** Everything that follows from the state. */
   function show() {
-    const rows = TOKENS.map((_, i) => row(i));
+    const rows = state.tokens.map((_, i) => row(i));
     rows.forEach((r, i) => {
-      TOKENS.forEach((_, j) => {
-        fill(`scores${i}${j}`, r.visible[j] ? fixed(r.scores[j]) : "hidden", 0, !r.visible[j]);
-        fill(`weights${i}${j}`, fixed(r.weights[j], 3), r.weights[j], !r.visible[j]);
+      state.tokens.forEach((_, j) => {
+        fill(`scores-${i}-${j}`, r.visible[j] ? fixed(r.scores[j]) : "hidden", 0, !r.visible[j]);
+        fill(`weights-${i}-${j}`, fixed(r.weights[j], 3), r.weights[j], !r.visible[j]);
       });
-      fill(`weights${i}3`, fixed(r.weights.reduce((sum, w) => sum + w, 0), 3), 0, false);
-      r.out.forEach((x, d) => fill(`out${i}${d}`, fixed(x), 0, false));
+      fill(`weights-${i}-${state.tokens.length}`, fixed(r.weights.reduce((sum, w) => sum + w, 0), 3), 0, false);
+      r.out.forEach((x, d) => fill(`out-${i}-${d}`, fixed(x), 0, false));
     });
-    const divided = `${state.scaled ? " / √2" : ""}${state.temperature === 1 ? "" : " / T"}`;
+    const divided = `${state.scaled ? ` / √${state.d}` : ""}${state.temperature === 1 ? "" : " / T"}`;
     root.querySelector("#bh-scores caption span").textContent = `q · k${divided}`;
     const temperature = `T = ${state.temperature.toFixed(2)}`;
     root.querySelector("#bh-temperature").textContent = temperature;
@@ -204,20 +278,30 @@
       tr.classList.toggle("bh-chosen", Number(tr.dataset.query) === state.query);
     }
     const lines = words(state.query).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]);
-    const title = el("p", { class: "bh-title" }, `Query ${state.query + 1}, ${TOKENS[state.query]}`);
+    const title = el("p", { class: "bh-title" }, `Query ${state.query + 1}, ${state.tokens[state.query]}`);
     root.querySelector("#bh-words").replaceChildren(title, el("dl", {}, ...lines));
-    root.querySelector("#bh-plane").replaceChildren(plane(rows), el("figcaption", {}, "values: rings, outputs: dots"));
+    const picture = root.querySelector("#bh-plane");
+    picture.hidden = state.e !== 2; // a plane has two dimensions
+    if (state.e === 2) picture.replaceChildren(plane(rows), el("figcaption", {}, "values: rings, outputs: dots"));
   }
 
   function start() {
     for (const name of ["Q", "K", "V"]) state[name] = START[name].map((x) => [...x]);
-    Object.assign(state, { causal: true, scaled: true, temperature: 1, normalizer: "softmax", query: 1 });
+    Object.assign(state, FIRST, { tokens: [...TOKENS] });
+    build();
+  }
+
+  /** All elements, for the tokens and sizes of the state. */
+  function build() {
+    const { tokens } = state;
+    const dimensions = range(state.e).map((d) => String(d + 1));
     root.replaceChildren(
+      sizes(),
       el("div", { class: "bh-matrices" }, inputs("Q"), inputs("K"), inputs("V")),
       controls(),
       el("div", { class: "bh-matrices" },
-        results("scores", "Scores", "", TOKENS), results("weights", "Weights", "a row a query", [...TOKENS, "sum"]),
-        results("out", "Outputs", "weights · V", ["1", "2"]), el("figure", { id: "bh-plane" })),
+        results("scores", "Scores", "", tokens), results("weights", "Weights", "a row a query", [...tokens, "sum"]),
+        results("out", "Outputs", "weights · V", dimensions), el("figure", { id: "bh-plane" })),
       el("div", { id: "bh-words", "aria-live": "polite" }));
     show();
   }
