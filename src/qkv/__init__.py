@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
     from qkv.profiler.watch.watching import Watched, watch
+    from qkv.statistics.given import measure_weights
     from qkv.statistics.measure import measure
     from qkv.statistics.sums import Statistics
 
@@ -76,6 +77,7 @@ __all__ = [
     "load",
     "masks",
     "measure",
+    "measure_weights",
     "merge",
     "models",
     "nn",
@@ -108,6 +110,7 @@ _NAMES = {
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
     "qkv.profiler.watch.watching": ("Watched", "watch"),
+    "qkv.statistics.given": ("measure_weights",),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }
