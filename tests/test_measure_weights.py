@@ -57,7 +57,8 @@ def test_statistics_of_weights_equal_those_of_the_queries_and_keys(name: str) ->
     q, k = torch.randn(2, 3, n_queries, 8, dtype=torch.float64), torch.randn(2, 3, n_keys, 8, dtype=torch.float64)
     weights = qkv.attend(q, k, k, return_weights=True, **call)[1]
     options: dict[str, Any] = {
-        "mass": {"near": masks.Window(3)}, "prefix_keys": 4, "bins": 5, "statistics": [BUILT_IN["entropy"], Streaming(2, 3)],
+        "mass": {"near": masks.Window(3)}, "prefix_keys": 4, "bins": 5,
+        "statistics": [BUILT_IN["entropy"], Streaming(2, 3)],
     }  # fmt: skip
     found = qkv.measure_weights(weights, call.get("mask"), unnormalized=unnormalized, **options)
     same(found, qkv.measure(q, k, mask=call.get("mask"), normalizer=call.get("normalizer"), **options))
