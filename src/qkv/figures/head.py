@@ -19,6 +19,7 @@ from qkv.figures.layout import (
     Drawing,
     along,
     bins,
+    heat,
     name_peaks,
     note,
     place,
@@ -29,7 +30,6 @@ from qkv.figures.layout import (
 from qkv.figures.style import (
     ACCENT,
     DESTINATIONS,
-    HAIRLINE,
     INK,
     MUTED,
     percent,
@@ -173,12 +173,10 @@ def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: 
     axes = place(figure, 0.95, 1.15, wide, tall)
     bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
     norm = PowerNorm(0.5, 0, float(np.nanmax(weights)) or 1)
-    image = axes.imshow(weights, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    image = heat(axes, weights, norm)
     along(axes, data["key_token"].values[0, :n_keys])
     along(axes, data["query_token"].values[0, :n_queries], vertical=True)
     axes.tick_params(length=0, colors=MUTED)
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
     drawn = figure.colorbar(image, cax=bar)
     drawn.outline.set_visible(False)
     bar.yaxis.set_major_formatter(PERCENT)
