@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         models,
         nn,
         normalizers,
+        plot,
         positions,
         profiler,
         reference,
@@ -83,6 +84,7 @@ __all__ = [
     "nn",
     "normalizers",
     "plan",
+    "plot",
     "positions",
     "profile",
     "profiler",
@@ -98,7 +100,7 @@ __all__ = [
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
-    "normalizers", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
+    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),

@@ -60,7 +60,7 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     bar = place(figure, 8.89, 3.27, 0.08, strip)
 
     plain(curve)
-    _received_curve(curve, mean, tokens, 9)
+    received_curve(curve, mean, tokens, 9)
     curve.axhline(1 / n_keys, color=MUTED, lw=0.7, ls=(0, (4, 3)))
     note(curve, 1 / n_keys, "equal\nshare")
     curve.set_ylabel("share of all attention", fontsize=8, color=MUTED)
@@ -116,7 +116,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
 
     received = tables.received_share(data)[0, layer, head, :n_keys]
     axes = axes_at(0, "Received by each key, share of the head's weight", keys, "key")
-    _received_curve(axes, received, keys, 6)
+    received_curve(axes, received, keys, 6)
 
     entropy, visible = one["entropy"].values[:n_queries], one["visible"].values[:n_queries]
     uniform = np.log(np.maximum(visible, 1))
@@ -196,7 +196,7 @@ def _curve(axes: Axes, values: np.ndarray) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
+def received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
     """Received attention by key on a logarithmic scale: a sink receives a thousand times more than other keys."""
     top = float(share.max()) or 1.0
     low = max(float(np.quantile(share, 0.02)), top * 1e-6)

@@ -145,7 +145,7 @@ def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *
         if np.isfinite(value) and value >= least:
             axes.text(
                 column, row, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
-                color="white" if _is_dark(image.cmap(float(image.norm(value)))) else INK,
+                color="white" if _is_dark(image.cmap(image.norm([value])[0])) else INK,
             )  # fmt: skip
 
 
