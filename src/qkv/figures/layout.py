@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -145,7 +145,7 @@ def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *
         if np.isfinite(value) and value >= least:
             axes.text(
                 column, row, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
-                color="white" if _is_dark(image.cmap(image.norm([value])[0])) else INK,
+                color="white" if _is_dark(image.to_rgba(np.array([value]))[0]) else INK,
             )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def layer_by_head(
     return image
 
 
-def _is_dark(colour: Sequence[float]) -> bool:
+def _is_dark(colour: Any) -> bool:
     """Whether white is easier to read on a colour than black, by its relative luminance."""
     red, green, blue = colour[:3]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52

@@ -151,9 +151,13 @@ def _of_profile(profile: Profile, item: int | None) -> Layers:
         raise InputError(
             f"w is a Profile without maps of text {at}, expected one made with map_tokens={n_keys} or more"
         )
+    values = values.astype(np.float64)
+    if one.attrs["causal"]:  # a bin is masked if its first key comes after its last query
+        last = np.minimum(np.arange(1, values.shape[2] + 1) * bins[0], n_queries) - 1 + n_keys - n_queries
+        values = np.where(np.arange(values.shape[3]) * bins[1] <= last[:, None], values, np.nan)
     count = len(values)
     return Layers(
-        list(values.astype(np.float64)),
+        list(values),
         [int(x) for x in one["layer"].values],
         [[int(x) for x in one["head"].values]] * count,
         [(n_queries, n_keys)] * count,

@@ -149,9 +149,10 @@ def wall(
     across = min(across, n)
     down = -(-n // across)
     left = 0.45 + max(label_inches(rows) for rows, _ in names)
-    below = 0.4 + max(label_inches(keys) for _, keys in names)
     gap, bar_inches = 0.22, 0.15 if what is None else 0.75
     side = min(SIDE, (WIDTH - left - bar_inches - gap * (across - 1)) / across)
+    longest = max(m.shape[1] for m in given.values())
+    below = 0.35 + max(label_inches(keys, cell=side / longest) for _, keys in names)
     ratios = [min(1.7, max(0.2, m.shape[0] / m.shape[1])) for m in given.values()]
     talls = [side * max(ratios[row * across : (row + 1) * across]) for row in range(down)]
     texts = [textwrap.fill(name, max(12, int(side * 15))) for name in given]
@@ -177,7 +178,6 @@ def wall(
             image = draw(axes, shown, norm, *names[index], bins=size, covers=covers or (m.shape[0], m.shape[1]),
                          labels=labels, title=texts[list(given).index(name)])  # fmt: skip
             axes.title.set_fontsize(8)
-            axes.titlepad = 4  # type: ignore[attr-defined]
             _only_outer(axes, left=column == 0, bottom=index + across >= n)
         y += talls[row] + 0.12
     if what is not None and image is not None:

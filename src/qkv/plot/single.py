@@ -150,8 +150,8 @@ def drawn(
     bar = None
     if ax is None:
         wide, tall = sides(*covers)
-        left, below = 0.45 + label_inches(rows), 0.45 + label_inches(columns)
-        lines = textwrap.wrap(title, max(20, int((wide + left + 0.5) * 11)))
+        left, below = 0.45 + label_inches(rows), 0.35 + label_inches(columns, cell=wide / covers[1])
+        lines = textwrap.wrap(title, max(16, int((wide + 0.8) * 12.5)))
         top = 0.2 + 0.2 * len(lines)
         figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
         ax = place(figure, left, top, wide, tall)
@@ -198,7 +198,7 @@ def label(ax: Axes, side: Literal["x", "y"], names: list[str] | None, n: int, wh
     points = min(8.0, 0.85 * 72 * inches / n)
     if names is not None and points >= READABLE:
         texts = [token_label(name) for name in names]
-        turned = side == "x" and max(map(len, texts)) * CHARACTER * points / 8 > 0.95 * inches / n
+        turned = side == "x" and _turned(max(map(len, texts)) * CHARACTER, inches / n)
         axis.set_ticks(range(n), texts)
         axis.set_tick_params(labelsize=points, labelrotation=90 if turned else 0, length=0, labelcolor=INK)
         axis.set_label_text(what, fontsize=8, color=MUTED)
@@ -253,18 +253,25 @@ def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
     return max(cell * n_keys, min(LEAST, CELL * 2 * n_keys)), max(cell * n_queries, min(LEAST, CELL * 2 * n_queries))
 
 
-def label_inches(names: list[str] | None) -> float:
-    """The space for the names of one side of a new figure, or for positions, in inches."""
-    if names is None or 0.85 * 72 * min(CELL, MOST / len(names)) < READABLE:
+def label_inches(names: list[str] | None, *, cell: float | None = None) -> float:
+    """The space in inches for the names of one side of a new figure, or for positions.
+
+    `cell` is the width of a cell, of the side across: names that fit into it are not turned.
+    """
+    if names is None or 0.85 * 72 * (cell or min(CELL, MOST / len(names))) < READABLE:
         return 0.2
-    return 0.1 + CHARACTER * max(len(token_label(name)) for name in names)
+    longest = CHARACTER * max(len(token_label(name)) for name in names)
+    return 0.2 if cell is not None and not _turned(longest, cell) else 0.1 + longest
+
+
+def _turned(longest: float, cell: float) -> bool:
+    """Whether names are turned by 90 degrees: the longest, in inches, does not fit into a cell."""
+    return longest > 0.95 * cell
 
 
 def written(value: float) -> str:
-    """A number in a cell, with two significant decimals: ".25", "1", "−2.5"."""
-    if value == 0:
-        return "0"
+    """A number in a cell: ".25", "1", "−2.50", "12"."""
+    if value in (0, 1, -1):
+        return f"{value:.0f}".replace("-", "−")
     text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
-    return (
-        text.replace("-", "−").replace("0.", ".", 1) if abs(value) < 1 else text.removesuffix(".00").replace("-", "−")
-    )
+    return (text.replace("0.", ".", 1) if abs(value) < 1 else text).replace("-", "−")

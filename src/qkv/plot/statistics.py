@@ -16,10 +16,12 @@ from qkv.figures.head import received_curve
 from qkv.figures.layout import DIVERGING, Drawing, layer_by_head, place, plain
 from qkv.figures.style import INK, MUTED, STATISTICS
 from qkv.plot.given import array, layers, token_lists
-from qkv.plot.single import label, scale, written
+from qkv.plot.single import label, label_inches, scale, written
 from qkv.profiler.profiles import Profile
 from qkv.statistics.given import measure_weights
 from qkv.statistics.sums import Statistics
+
+SHORTEST = 1.0  # inches of a colour bar
 
 
 def by_head(
@@ -52,7 +54,14 @@ def by_head(
     >>> qkv.plot.by_head([[0.1, 0.8, 0.3], [0.2, 0.1, 0.9]], what="sink").images[0].get_array().shape
     (2, 3)
     """
-    table = _table(values, statistic)
+    if what is None:
+        known = STATISTICS.get(statistic or "")
+        what = known.label.lower() if known else statistic or ""
+    return _draw(_table(values, statistic), what, vmax=vmax, title=title, ax=ax)
+
+
+def _draw(table: pd.DataFrame, what: str, *, vmax: float | None = None, title: str, ax: Axes | None) -> Axes:
+    """Numbers by layer (index) and head (columns); see `by_head`."""
     shown = table.to_numpy(float)
     low, top = float(np.nanmin(shown, initial=0)), float(np.nanmax(shown, initial=0))
     most = max(top, -low) if vmax is None else vmax
@@ -60,10 +69,13 @@ def by_head(
     bar, (rows, columns) = None, table.shape
     if ax is None:
         cell = min(0.5, 6.4 / columns, 7.0 / rows)
-        wide, tall, top_inches = max(cell * columns, 0.6), max(cell * rows, 0.6), 0.45 if title else 0.2
+        wide, tall = max(cell * columns, 0.6), max(cell * rows, 0.4)
+        if tall < SHORTEST:  # too short for a colour bar and its label
+            title = title or what
+        top_inches = 0.45 if title else 0.2
         figure = Drawing(figsize=(max(wide + 1.5, 0.09 * len(title) + 0.6), top_inches + tall + 0.5))
         ax = place(figure, 0.55, top_inches, wide, tall)
-        bar = place(figure, 0.55 + wide + 0.12, top_inches, 0.1, tall)
+        bar = place(figure, 0.55 + wide + 0.12, top_inches, 0.1, tall) if tall >= SHORTEST else None
     image = layer_by_head(
         ax, table, norm, ticks=16, written=written, **({"colours": DIVERGING} if low < 0 else {})
     )  # fmt: skip
@@ -72,8 +84,7 @@ def by_head(
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
     if bar is not None:
-        known = STATISTICS.get(statistic or "")
-        scale(bar, image, what if what is not None else known.label.lower() if known else statistic or "")
+        scale(bar, image, what)
     return ax
 
 
@@ -121,7 +132,7 @@ def entropy(w: Any, *, item: int | None = None, title: str = "", ax: Axes | None
     1.3863
     """
     found = _by_head(w, "entropy", item, lambda one: one.entropy)
-    return by_head(found, what="entropy, nats", title=title, ax=ax)
+    return _draw(found, "entropy, nats", title=title, ax=ax)
 
 
 def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", ax: Axes | None = None) -> Axes:
@@ -146,11 +157,11 @@ def sinks(w: Any, *, first: int = 0, item: int | None = None, title: str = "", a
     [[0.75]]
     """
     found = _by_head(w, "sink", item, lambda one: one.sink, first)
-    return by_head(found, vmax=1.0, what="weight on the first key", title=title, ax=ax)
+    return _draw(found, "weight on the first key", vmax=1.0, title=title, ax=ax)
 
 
-def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) -> Any:
-    """The mean of a statistic over the queries of each head, (layers, heads)."""
+def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) -> pd.DataFrame:
+    """The mean of a statistic over the queries of each head, by layer and head."""
     if isinstance(w, Profile):
         if first:
             raise InputError(f"first is {first} with a Profile, which knows the first token of each text, expected 0")
@@ -159,7 +170,7 @@ def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) 
     found = layers(w, item, stacked=True)
     rows = [of(_measured(one, first)).mean(-1).tolist() for one in found.maps]
     most = max(map(len, rows))
-    return np.array([row + [np.nan] * (most - len(row)) for row in rows])
+    return pd.DataFrame([row + [np.nan] * (most - len(row)) for row in rows])
 
 
 def layers_of_text(profile: Profile, text: int) -> pd.DataFrame:
@@ -219,8 +230,9 @@ def received(
     share = _received_share(maps)
     names = token_lists(tokens, [""] * found.sizes[0][0], *found.sizes[0])[1] if tokens is not None else found.keys
     if ax is None:
-        figure = Drawing(figsize=(7.0, 2.9 + (0.3 if title else 0)))
-        ax = place(figure, 0.75, 0.5 if title else 0.25, 6.0, 1.75)
+        above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, cell=6.0 / len(share))
+        figure = Drawing(figsize=(7.0, above + 1.75 + below))
+        ax = place(figure, 0.75, above, 6.0, 1.75)
     plain(ax)
     labels = np.array(names if names is not None else [str(i) for i in range(len(share))], object)
     received_curve(ax, share, labels, 0 if names is None or len(share) <= 30 else 8)
