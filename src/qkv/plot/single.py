@@ -204,7 +204,7 @@ def label(ax: Axes, side: Literal["x", "y"], names: list[str] | None, n: int, wh
         axis.set_label_text(what, fontsize=8, color=MUTED)
         return
     axis.set_major_locator(MaxNLocator(max(1, min(8, int(inches / 0.3))), integer=True))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}" if value == round(value) else ""))
     axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7, labelcolor=MUTED)
     axis.set_label_text(what if names is None else f"{what} position", fontsize=8, color=MUTED)
 
