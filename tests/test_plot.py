@@ -112,7 +112,7 @@ def test_a_sink_remains_visible_in_a_long_sequence() -> None:
     ],
 )
 def test_the_arrows_of_the_graph_are_the_visible_pairs_of_the_mask(mask: masks.Mask) -> None:
-    """F010: arrows point from a query to each of its keys, for bidirectional and causal masks alike."""
+    """Arrows point from a query to each of its keys, for bidirectional and causal masks alike."""
     n = 6
     axes = plot.arcs(mask, list("abcdef"))
     drawn = np.zeros((n, n), bool)
