@@ -47,11 +47,7 @@ def chosen_maps(data: xr.Dataset, maps: Maps | None = None) -> Maps:
     Raises:
         InputError: if a text lacks these maps, or for another word.
     """
-    held: list[Maps] = []
-    if "weights" in data and not np.isnan(data["weights"].values[:, 0, 0, 0, 0]).any():
-        held.append("weights")
-    if "map_mean" in data and not np.isnan(data["map_mean"].values[:, 0, 0, 0, 0]).any():
-        held.append("pooled")
+    held = held_maps(data)
     if maps not in (None, "weights", "pooled"):
         raise InputError(f"maps: got {maps!r}; expected 'weights', 'pooled' or None for the most exact")
     if not held or (maps is not None and maps not in held):
@@ -59,6 +55,14 @@ def chosen_maps(data: xr.Dataset, maps: Maps | None = None) -> Maps:
         option = f"map_tokens={longest} for all weights" if maps == "weights" else "map_bins=64 for pooled maps"
         raise InputError(f"maps: the profile does not hold {maps or 'maps'} of all texts; profile it with {option}")
     return maps or held[0]
+
+
+def held_maps(data: xr.Dataset) -> list[Maps]:
+    """The kinds of maps that a data set holds of all texts, the most exact first."""
+    variables: dict[Maps, str] = {"weights": "weights", "pooled": "map_mean"}
+    return [
+        kind for kind, name in variables.items() if name in data and np.isfinite(data[name].values[:, 0, 0, 0, 0]).all()
+    ]
 
 
 def similarities(data: xr.Dataset, rows: range, maps: Maps) -> np.ndarray:
