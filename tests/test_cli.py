@@ -95,6 +95,8 @@ BAD = {
     "layers not numbers": (["minilm", "hi", "--layers", "a-b"], "--layers is 'a-b', expected numbers"),
     "layers backwards": (["minilm", "hi", "--layers", "5-2"], "--layers is '5-2', expected numbers"),
     "two texts": (["minilm", "hi", "--file", "x.txt"], "text and --file are both given"),
+    "no such preset": (["minilm", "--preset", "wolf"], "--preset is 'wolf', expected one of fox, car"),
+    "preset and text": (["minilm", "hi", "--preset", "fox"], "--preset .* and text are both given"),
     "no file": (["minilm", "--file", "none.txt"], "cannot read none.txt"),
     "not text": (["minilm", "--file", "bytes.bin"], "bytes.bin is not UTF-8 text"),
     "no decoder": (["minilm", "hi", "--target", "ho"], "BertModel has no decoder"),

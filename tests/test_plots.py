@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -99,6 +100,28 @@ def test_a_pdf_embeds_a_font_instead_of_outlines() -> None:
     file = io.BytesIO()
     drawn("map", made.encoder_decoder).savefig(file, format="pdf")
     assert b"/CIDFontType2" in file.getvalue()
+
+
+def test_states_figure_draws_a_line_for_each_stack_and_text() -> None:
+    stacks = {
+        "encoder": xr.Dataset(
+            {"cosine": (("text", "depth"), [[0.1, 0.6, 0.2], [0.3, 0.8, 0.4]])}, {"n_tokens": ("text", [5, 7])}
+        ),
+        "decoder": xr.Dataset(
+            {"cosine": (("text", "depth"), [[0.1, 0.2], [0.1, 0.2]])}, {"n_tokens": ("text", [3, 3])}
+        ),
+    }
+    profile = made.encoder_decoder()
+    profile.residual = stacks
+    figure = profile.plot.states()
+    all_text_is_on_the_page(figure)
+    assert "at depth 1: cosine 0.70, against 0.20 at the input and 0.30" in " ".join(figure.texts[0].get_text().split())
+    lines = [line.get_ydata() for line in figure.axes[0].lines[1:]]
+    assert [len(line) for line in lines] == [3, 3, 3, 2, 2, 2]
+    np.testing.assert_allclose(lines[2], [0.2, 0.7, 0.3])
+    profile.residual = {"encoder": stacks["encoder"].drop_vars("cosine")}
+    with refused("profile", match="again"):
+        profile.plot.states()
 
 
 def test_overview_shows_the_numbers_of_the_table() -> None:

@@ -262,6 +262,23 @@ def test_median_does_not_depend_on_the_sample(monkeypatch: pytest.MonkeyPatch) -
     assert residual._median(x).item() == x.median().item()
 
 
+@torch.no_grad()
+def test_cosine_is_the_mean_over_all_pairs() -> None:
+    """States of one cluster and an outlier; zero states, padding and short texts have no direction."""
+    x = rand(2, 13, 7, dtype=torch.float32) + 3
+    x[0, 5] *= -1e4
+    x[1, 3] = 0
+    real = torch.ones(2, 13, dtype=torch.bool)
+    real[1, 11:] = False
+    for text, kept in enumerate((x[0], x[1, [i for i in range(11) if i != 3]])):
+        cosine = nn.functional.cosine_similarity(kept.double()[:, None], kept.double(), dim=-1)
+        m = len(kept)
+        want = (cosine.sum() - m) / (m * (m - 1))
+        assert facts(x, real)["cosine"][text] == pytest.approx(want.item(), abs=1e-6)
+    assert np.isnan(facts(torch.ones(1, 1, 4))["cosine"]).all()
+    assert np.isnan(facts(torch.zeros(1, 5, 4))["cosine"]).all()
+
+
 def test_short_texts_have_fewer_largest_activations() -> None:
     got = facts(torch.tensor([[[3.0, -4.0]]]))
     assert got["norm"].tolist() == [[5.0]]

@@ -194,6 +194,20 @@ def test_sink_share_and_sink_score_by_definition(real: Profile) -> None:
     np.testing.assert_allclose(table["alpha_first"], np.mean(alpha, 0).ravel(), atol=3e-5)
 
 
+def test_first_token_by_layer_equals_dense_weights(real: Profile) -> None:
+    """Lines as a course prints them: mean and largest weight on the first token, without the first query."""
+    table, weights = real.first_token(), real.data["weights"].values
+    rows = [w[:, :, 1:n, 0] for w, n in zip(weights, real.data["n_queries"].values, strict=True)]
+    np.testing.assert_allclose(table["mean"], np.mean([x.mean((1, 2)) for x in rows], 0), atol=1e-6)
+    np.testing.assert_allclose(table["max"], np.max([x.max((1, 2)) for x in rows], 0), atol=1e-6)
+    heads = np.mean([x.mean(-1) for x in rows], 0)
+    np.testing.assert_allclose(table["strongest_mean"], heads.max(1), atol=1e-6)
+    assert table["strongest_head"].tolist() == heads.argmax(1).tolist()
+    one = qkv.profile("qkv-mini", torch.tensor([[3]]), probe=False, progress=False)
+    with refused("profile", match="second token"):
+        one.first_token()
+
+
 def test_padding_does_not_change_scores() -> None:
     """On either side, with the same numbers as alone."""
     loaded = models.load("minilm")

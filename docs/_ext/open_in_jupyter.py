@@ -1,12 +1,13 @@
-"""Writes each notebook page as .ipynb with `jupytext`, and links it under the title of the page."""
+"""Writes each notebook page as .ipynb, as `qkv lab --notebook` does, and links it under the title of the page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import jupytext
 from sphinx.application import Sphinx
+
+from qkv.lab.lessons.notebook import notebook
 
 HEAD = "---\njupytext:"
 TOLD = "---\nlanguage_info:\n  name: python\n  pygments_lexer: ipython3\njupytext:"  # for cells that do not run
@@ -19,7 +20,7 @@ def link(app: Sphinx, name: str, source: list[str]) -> None:
         return
     target = Path(app.outdir) / "_notebooks" / f"{name}.ipynb"
     target.parent.mkdir(parents=True, exist_ok=True)
-    jupytext.write(jupytext.reads(text, fmt="md:myst"), target)
+    target.write_text(notebook(text), encoding="utf-8")
     head, title, rest = _split(text)
     up = "../" * name.count("/")
     line = f'<p class="notebook"><a href="{up}_notebooks/{name}.ipynb" download>Download as a Jupyter notebook</a></p>'

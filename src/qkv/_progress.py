@@ -84,7 +84,7 @@ def say(line: str) -> None:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(file=sys.stderr, highlight=False)
 
 
 def _total(total: float | None) -> str:

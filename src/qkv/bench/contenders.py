@@ -369,6 +369,7 @@ MECHANISMS: dict[str, Mechanism] = {
                 case.table(16, case.dim).to(case.dtype),
             ),
         },
+        {"plain": plain},
     ),
     "linear": Mechanism(
         "linear attention, elu + 1",

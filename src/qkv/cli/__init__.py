@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
-from qkv.cli import ablate, bench, evict, experiment, flow, generate, maps, profile, survey, train, view
+from qkv.cli import ablate, bench, check, evict, experiment, flow, generate, lab, maps, profile, survey, train, view
 from qkv.cli.files import discard_output
 from qkv.cli.menu import show_menu
 from qkv.errors import InputError, nearest
@@ -29,6 +29,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "train": train.train,
     "experiment": experiment.experiment,
+    "lab": lab.lab,
+    "check": check.check,
 }
 
 

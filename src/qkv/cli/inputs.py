@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_atomically
 from qkv.cli.files import read
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
@@ -48,6 +48,16 @@ def text_of(model: str, text: str | None, file: Path | None, tokens: int | None,
     if text is not None:
         return text
     return texts.default_text(model) if tokens is None else texts.library_text(16 * tokens + 1024)
+
+
+def preset_text(name: str, text: str | None, file: Path | None) -> str:
+    """The bundled text with a name, if no other text is given."""
+    from qkv.profiler import texts
+
+    if text is not None or file is not None:
+        raise InputError(f"--preset ({name}) and {'text' if file is None else '--file'} are both given, expected one")
+    with renamed(preset="--preset"):
+        return texts.preset(name)
 
 
 def arguments_of(

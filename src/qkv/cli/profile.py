@@ -11,7 +11,7 @@ import tyro
 
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
-from qkv.cli.inputs import arguments_of, load_inputs, numbers, statistics_of, text_of
+from qkv.cli.inputs import arguments_of, load_inputs, numbers, preset_text, statistics_of, text_of
 from qkv.cli.terminal import Stopwatch, no_garbage_collection, print_line
 from qkv.errors import InputError
 
@@ -30,6 +30,7 @@ def profile(
     /,
     *,
     file: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     target: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None,
     layers: Annotated[str | None, tyro.conf.arg(metavar="0,3,8-11", help_behavior_hint="")] = None,
@@ -53,6 +54,8 @@ def profile(
 
     qkv profile gpt2 "The cat sat on the mat."     (a model from the Hugging Face hub)
 
+    qkv profile minilm --preset fox                (a bundled text by its name)
+
     qkv profile ./my-model --file book.txt         (a model in a folder, and your own text)
 
     qkv profile random-gpt2 --tokens 32768         (time and memory of a long context)
@@ -66,6 +69,8 @@ def profile(
             positions, to measure time and memory).
         text: Text to run the model on; a bundled passage if you give none.
         file: Read the text from this UTF-8 file instead; - means standard input.
+        preset: Run on this bundled text: fox ("The quick brown fox jumps over the lazy dog."), car ("The red car was
+            parked next to a blue truck."), lighthouse (a passage of about 200 tokens) or logbook (a short program).
         tokens: Run on this many tokens from the start of the text. If you give no text, they are taken from Python's
             standard library.
         target: For an encoder-decoder: the text that the decoder reads. By default it reads the same text.
@@ -94,6 +99,7 @@ def profile(
     own = statistics_of(statistics)
     if perturb is not None and perturb < 0:
         raise InputError(f"--perturb is {perturb}, expected the position of a token, counted from 0")
+    text = text if preset is None else preset_text(preset, text, file)
     passage = text_of(model, text, file, tokens)
 
     def profiled(loaded: models.Loaded, inputs: Any) -> Profile:

@@ -109,6 +109,16 @@ class Plots:
 
         return types_figure(self._name(), self._profile.types(group))
 
+    def states(self) -> Figure:
+        """How similar the hidden states of different tokens are, by depth: whether they collapse to one direction.
+
+        Mean cosine over all pairs of tokens (Ethayarajh 2019, arXiv:1909.00512); Dong et al. 2021, arXiv:2103.03404,
+        show that attention without skip connections makes all states alike.
+        """
+        from qkv.figures.states import states_figure
+
+        return states_figure(self._name(), self._profile.residual)
+
     def head(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """One head: the destinations of its weight, and its curves along the text."""
         data = self._data(group, text)

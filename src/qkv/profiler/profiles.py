@@ -147,6 +147,24 @@ class Profile:
         """
         return frames.described(sinks.sink_table(self.group(group), threshold))
 
+    def first_token(self, group: str | None = None) -> pd.DataFrame:
+        """The weight on the first token, one row per layer, as shares of the row.
+
+        Columns: layer; mean (over the queries after the first, then over texts and heads); even (the share that rows of
+        even weights would give it); strongest_head and strongest_mean (the head with the largest mean); max (the
+        largest share of a single query in any head and text). The first query is left out, because in a causal model
+        its only key is the first token.
+
+        Raises:
+            InputError: if no text has a second token.
+
+        >>> import qkv
+        >>> profile = qkv.profile("qkv-mini", "def mean(values):", progress=False, probe=False)
+        >>> profile.first_token().round(2).shape
+        (4, 6)
+        """
+        return sinks.first_token_table(self.group(group))
+
     def sink_trend(self, threshold: float = 0.3, group: str | None = None) -> pd.DataFrame:
         """The weight on the first token by position of the query: whether sinks last over a long text.
 

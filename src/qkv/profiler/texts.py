@@ -6,18 +6,41 @@ import sysconfig
 from importlib.resources import files
 from pathlib import Path
 
+from qkv.errors import InputError, nearest
+
+SENTENCES = {
+    "fox": "The quick brown fox jumps over the lazy dog.",
+    "car": "The red car was parked next to a blue truck.",
+}
+"""Short texts by name, which courses use."""
+PASSAGES = {"lighthouse": "default_text.txt", "logbook": "default_code.txt"}
+"""Files of longer texts by name: a passage of about 200 tokens with names, pronouns, repetition and a question; a
+short program."""
+PRESETS = (*SENTENCES, *PASSAGES)
+
+
+def preset(name: str) -> str:
+    """The bundled text with a name.
+
+    >>> preset("fox")
+    'The quick brown fox jumps over the lazy dog.'
+    >>> preset("lighthouse").split()[:4]
+    ['The', 'lighthouse', 'keeper', 'kept']
+    """
+    if name in SENTENCES:
+        return SENTENCES[name]
+    if name not in PASSAGES:
+        raise InputError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    return (files("qkv.profiler") / PASSAGES[name]).read_text(encoding="utf-8").strip()
+
 
 def default_text(model: str = "") -> str:
-    """A sample text that comes with the package.
+    """The bundled text for a model: a program for ``"qkv-mini"``, which was trained on code only, else a passage.
 
-    For ``"qkv-mini"``, which was trained on Python code only, it is a short program. For every other model it is a
-    passage of about 200 tokens with names, pronouns, repetition and a question.
-
-    >>> default_text("qkv-mini").splitlines()[0], default_text().split()[:4]
-    ('class LogBook:', ['The', 'lighthouse', 'keeper', 'kept'])
+    >>> default_text("qkv-mini").splitlines()[0]
+    'class LogBook:'
     """
-    name = "default_code.txt" if model == "qkv-mini" else "default_text.txt"
-    return (files("qkv.profiler") / name).read_text(encoding="utf-8").strip()
+    return preset("logbook" if model == "qkv-mini" else "lighthouse")
 
 
 def library_text(characters: int) -> str:

@@ -36,6 +36,11 @@ _DECODER = re.compile(r"(?:^|\.)decoder(?:\.|$)")
 
 MEANING = {
     "norm": ("1", "L2 norm of the hidden state of each token"),
+    "cosine": (
+        "1",
+        "mean cosine similarity of the hidden states of two different tokens, over all pairs of tokens with a state "
+        "other than zero (Ethayarajh 2019, arXiv:1909.00512, §3); NaN for fewer than two",
+    ),
     "median": (
         "1",
         "median |x| over all tokens and dimensions (for an even count, the lower of the two middle values)",
@@ -198,9 +203,10 @@ def _is_attention(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Summary:
-    """Norms and largest activations of the hidden states of one text at one depth."""
+    """Norms, similarity and largest activations of the hidden states of one text at one depth."""
 
     norm: Float[Tensor, " n"]
+    cosine: Tensor
     median: Tensor
     massive: Tensor
     largest: Float[Tensor, " k"]
@@ -255,7 +261,7 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     """Concatenate the summaries of the same stack in several runs along `text`.
 
     Returns:
-        Variables `norm` (text, depth, token); `median`, `massive` and `ratio` (text, depth); `largest`,
+        Variables `norm` (text, depth, token); `cosine`, `median`, `massive` and `ratio` (text, depth); `largest`,
         `largest_token` and `largest_dimension` (text, depth, rank), each with its ``units`` and ``definition``. A
         text's real tokens are at the start of `token`; after its ``n_tokens`` norms are NaN.
 
@@ -282,6 +288,7 @@ def joined(parts: Sequence[Residual]) -> xr.Dataset:
     data = xr.Dataset(
         {
             "norm": (("text", "depth", "token"), table("norm", longest)),
+            "cosine": (pair, table("cosine")),
             "median": (pair, median),
             "massive": (pair, table("massive")),
             "ratio": (pair, ratio),
@@ -306,7 +313,20 @@ def _summarised(x: Float[Tensor, "n d"]) -> _Summary:
     median = _median(size)
     massive = torch.count_nonzero((size > MASSIVE) & (size >= TIMES_MEDIAN * median))
     norm = torch.linalg.vector_norm(x, dim=1)
-    return _Summary(norm, median, massive, largest, tokens[at // x.shape[1]], at % x.shape[1])
+    tokens, dimension = tokens[at // x.shape[1]], at % x.shape[1]
+    return _Summary(norm, _mean_cosine(x, norm), median, massive, largest, tokens, dimension)
+
+
+def _mean_cosine(x: Float[Tensor, "n d"], norm: Float[Tensor, " n"]) -> Tensor:
+    """The mean cosine over all pairs of different rows that are not zero, in O(n d).
+
+    For unit vectors u₁ … u_m, ‖Σ uᵢ‖² is m plus the sum of the cosines of all ordered pairs.
+    """
+    directed = norm >= torch.finfo(norm.dtype).tiny
+    total = torch.where(directed, 1 / norm, 0) @ x
+    m = torch.count_nonzero(directed).double()
+    pairs = torch.where(m > 1, m * (m - 1), torch.nan)
+    return (total.double().square().sum() - m) / pairs
 
 
 def _median(size: Float[Tensor, "n d"]) -> Tensor:

@@ -97,6 +97,28 @@ def sink_tokens(data: xr.Dataset, threshold: float = EPSILON) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["heads", "alpha"], ascending=False, kind="stable").reset_index(drop=True)
 
 
+def first_token_table(data: xr.Dataset) -> pd.DataFrame:
+    """One row per layer; `Profile.first_token` documents the columns."""
+    import pandas as pd
+
+    later = tables.later_queries(data)
+    if not later.any():
+        raise InputError("profile: no text has a second token, so only the first token attends to the first")
+    sink = data["sink"].values
+    heads = tables.over_texts(tables.mean_over_queries(sink, later))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        even = np.where(data["visible"].values > 0, 1 / data["visible"].values, 0)
+    table = {
+        "layer": data["layer"].values,
+        "mean": np.nanmean(heads, 1),
+        "even": np.nanmean(tables.over_texts(tables.mean_over_queries(even, later)), 1),
+        "strongest_head": data["head"].values[heads.argmax(1)],
+        "strongest_mean": heads.max(1),
+        "max": np.nanmax(np.where(later[:, None, None], sink, np.nan), (0, 2, 3)),
+    }
+    return pd.DataFrame(table)
+
+
 class Trend(NamedTuple):
     """Weight on the first token by range of query positions."""
 
