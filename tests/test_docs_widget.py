@@ -72,9 +72,9 @@ def page(tab: Page, tmp_path: Path) -> Iterator[Page]:
     assert said == []
 
 
-def _shown(page: Page, name: str, columns: int) -> np.ndarray:
+def _shown(page: Page, name: str, columns: int, rows: int = 3) -> np.ndarray:
     """The numbers of a table with one row per query; masked pairs are NaN."""
-    texts = [[page.text_content(f'[data-at="{name}{i}{j}"]') or "" for j in range(columns)] for i in range(3)]
+    texts = [[page.text_content(f'[data-at="{name}-{i}-{j}"]') or "" for j in range(columns)] for i in range(rows)]
     return np.array([[math.nan if t == "hidden" else float(t.replace("−", "-")) for t in row] for row in texts])
 
 
@@ -95,8 +95,8 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
     np.testing.assert_allclose(_shown(page, "out", 2), found.out[0, 0], atol=5.1e-3)
 
-    page.fill('[data-at="K10"]', "-1.5")
-    page.fill('[data-at="V21"]', "3")
+    page.fill('[data-at="K-1-0"]', "-1.5")
+    page.fill('[data-at="V-2-1"]', "3")
     page.fill('input[name="temperature"]', "0.3")
     page.uncheck('input[name="causal"]')
     page.uncheck('input[name="scaled"]')
@@ -108,11 +108,47 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
 
 
+def _typed(page: Page, name: str, rows: int, columns: int) -> list[list[float]]:
+    """A matrix as it stands in its inputs."""
+    cells = [[f'[data-at="{name}-{i}-{j}"]' for j in range(columns)] for i in range(rows)]
+    return [[float(page.input_value(cell)) for cell in row] for row in cells]
+
+
+@pytest.mark.parametrize(("tokens", "size", "value_size"), [("a b a c d e f g", 5, 3), ("alone", 1, 8)])
+def test_other_tokens_and_sizes_equal_the_reference(page: Page, tokens: str, size: int, value_size: int) -> None:
+    """Numbers that stay are kept; every size is a different one, so no two can be swapped."""
+    n = len(tokens.split())
+    page.fill('[name="tokens"]', tokens)
+    page.fill('[name="size"]', str(size))
+    page.fill('[name="valueSize"]', str(value_size))
+    q, k, v = _typed(page, "Q", n, size), _typed(page, "K", n, size), _typed(page, "V", n, value_size)
+    assert q[0][:1] == Q[0][:1]
+    found = _expected(q, k, v, normalizers.Softmax())
+    np.testing.assert_allclose(_shown(page, "weights", n, n), found.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", value_size, n), found.out[0, 0], atol=5.1e-3)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.click("text=Start again")
+    np.testing.assert_allclose(
+        _shown(page, "weights", 3), _expected(Q, K, V, normalizers.Softmax()).weights[0, 0], atol=5.1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [("tokens", " "), ("tokens", "1 2 3 4 5 6 7 8 9"), ("size", "0"), ("size", "9"), ("valueSize", "1.5")],
+)
+def test_sizes_that_do_not_fit_are_marked_and_change_nothing(page: Page, name: str, typed: str) -> None:
+    before = page.inner_text("#bh-results")
+    page.fill(f'[name="{name}"]', typed)
+    assert page.get_attribute(f'[name="{name}"]', "aria-invalid") == "true"
+    assert page.inner_text("#bh-results") == before
+
+
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
     page.check(f'input[value="{name}"]')
-    page.fill('[data-at="Q10"]', "99")
-    page.fill('[data-at="K00"]', "99")
+    page.fill('[data-at="Q-1-0"]', "99")
+    page.fill('[data-at="K-0-0"]', "99")
     page.fill('input[name="temperature"]', "-1")
     queries, keys = [Q[0], [99, 1.5], Q[2]], [[99, 1], K[1], K[2]]
     found = _expected(queries, keys, V, NORMALIZERS[name](0.1))
@@ -134,14 +170,14 @@ def test_query_is_explained_on_hover_and_focus(page: Page) -> None:
 
 def test_empty_number_is_marked_invalid_and_changes_nothing(page: Page) -> None:
     before = _shown(page, "weights", 3)
-    page.fill('[data-at="Q00"]', "")
+    page.fill('[data-at="Q-0-0"]', "")
     np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "true"
-    page.fill('[data-at="Q00"]', "-2")
-    assert page.get_attribute('[data-at="Q00"]', "aria-invalid") == "false"
+    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "true"
+    page.fill('[data-at="Q-0-0"]', "-2")
+    assert page.get_attribute('[data-at="Q-0-0"]', "aria-invalid") == "false"
     page.click("text=Start again")
     np.testing.assert_array_equal(_shown(page, "weights", 3), before)
-    assert page.input_value('[data-at="Q00"]') == "1"
+    assert page.input_value('[data-at="Q-0-0"]') == "1"
 
 
 def test_inputs_have_names_and_fit_a_phone(page: Page) -> None:
