@@ -108,42 +108,6 @@ def test_weights_and_outputs_equal_the_reference(page: Page, name: str) -> None:
     np.testing.assert_allclose(_shown(page, "scores", 3), np.array(Q) @ np.array(keys).T / 10**0.3, atol=5.1e-3)
 
 
-def _typed(page: Page, name: str, rows: int, columns: int) -> list[list[float]]:
-    """A matrix as it stands in its inputs."""
-    cells = [[f'[data-at="{name}-{i}-{j}"]' for j in range(columns)] for i in range(rows)]
-    return [[float(page.input_value(cell)) for cell in row] for row in cells]
-
-
-@pytest.mark.parametrize(("tokens", "size", "value_size"), [("a b a c d e f g", 5, 3), ("alone", 1, 8)])
-def test_other_tokens_and_sizes_equal_the_reference(page: Page, tokens: str, size: int, value_size: int) -> None:
-    """Numbers that stay are kept; every size is a different one, so no two can be swapped."""
-    n = len(tokens.split())
-    page.fill('[name="tokens"]', tokens)
-    page.fill('[name="size"]', str(size))
-    page.fill('[name="valueSize"]', str(value_size))
-    q, k, v = _typed(page, "Q", n, size), _typed(page, "K", n, size), _typed(page, "V", n, value_size)
-    assert q[0][:1] == Q[0][:1]
-    found = _expected(q, k, v, normalizers.Softmax())
-    np.testing.assert_allclose(_shown(page, "weights", n, n), found.weights[0, 0], atol=5.1e-4)
-    np.testing.assert_allclose(_shown(page, "out", value_size, n), found.out[0, 0], atol=5.1e-3)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    page.click("text=Start again")
-    np.testing.assert_allclose(
-        _shown(page, "weights", 3), _expected(Q, K, V, normalizers.Softmax()).weights[0, 0], atol=5.1e-4
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "typed"),
-    [("tokens", " "), ("tokens", "1 2 3 4 5 6 7 8 9"), ("size", "0"), ("size", "9"), ("valueSize", "1.5")],
-)
-def test_sizes_that_do_not_fit_are_marked_and_change_nothing(page: Page, name: str, typed: str) -> None:
-    before = page.inner_text("#bh-results")
-    page.fill(f'[name="{name}"]', typed)
-    assert page.get_attribute(f'[name="{name}"]', "aria-invalid") == "true"
-    assert page.inner_text("#bh-results") == before
-
-
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
     page.check(f'input[value="{name}"]')
@@ -154,6 +118,38 @@ def test_large_scores_do_not_overflow(page: Page, name: str) -> None:
     found = _expected(queries, keys, V, NORMALIZERS[name](0.1))
     np.testing.assert_allclose(_shown(page, "weights", 3), found.weights[0, 0], atol=5.1e-4)
     assert not re.search("NaN|Infinity", page.inner_text("#by-hand"))
+
+
+def _typed(page: Page, name: str, rows: int, columns: int) -> list[list[float]]:
+    """A matrix of inputs."""
+    return [[float(page.input_value(f'[data-at="{name}-{i}-{j}"]')) for j in range(columns)] for i in range(rows)]
+
+
+def test_any_number_of_tokens_and_sizes_equals_the_reference(page: Page) -> None:
+    """New places are filled, numbers that were there are kept, and impossible sizes change nothing."""
+    page.fill('[data-at="Q-0-0"]', "1.5")
+    for name, value in (("tokens", "a b c d e f g h i j k"), ("d", "5"), ("e", "3")):
+        page.fill(f'input[name="{name}"]', value)
+        page.press(f'input[name="{name}"]', "Enter")
+    q, k, v = (_typed(page, name, 11, size) for name, size in (("Q", 5), ("K", 5), ("V", 3)))
+    assert q[0][:2] == [1.5, 0]
+    found = _expected(q, k, v, normalizers.Softmax())
+    np.testing.assert_allclose(_shown(page, "weights", 11, 11), found.weights[0, 0], atol=5.1e-4)
+    np.testing.assert_allclose(_shown(page, "out", 3, 11), found.out[0, 0], atol=5.1e-3)
+    assert not page.is_visible("#bh-plane"), "values of three numbers are not points of a plane"
+    assert "divide by √5" in page.inner_text("#by-hand")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "wide tables scroll in their box"
+    page.fill('input[name="d"]', "0")
+    page.press('input[name="d"]', "Enter")
+    assert page.get_attribute('input[name="d"]', "aria-invalid") == "true"
+    assert _typed(page, "Q", 11, 5) == q
+    page.fill('input[name="tokens"]', "one")
+    page.press('input[name="tokens"]', "Enter")
+    assert _shown(page, "weights", 2, 1).tolist() == [[1, 1]]
+    page.click("text=Random numbers")
+    assert len(_typed(page, "V", 1, 3)[0]) == 3
+    page.click("text=Start again")
+    assert page.input_value('input[name="tokens"]') == "tea cools slowly"
 
 
 def test_query_is_explained_on_hover_and_focus(page: Page) -> None:
