@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,3 +203,39 @@ def test_invalid_requests_name_the_argument(live: Live, request_: Request, argum
     for ask in (live.answer, live.step):
         with refused(argument, match):
             ask(request_)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_of_hugging_face_answers_with_its_own_weights_and_those_of_the_edit(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = (
+        transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=257, n_positions=64)
+        if kind == "gpt2"
+        else transformers.LlamaConfig(
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=48,
+            vocab_size=257, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    live = Live(Loaded("tiny", model, ByteTokenizer()))
+    assert live.description() == live.description() | {"layers": 2, "heads": 4, "most_tokens": 64}
+    ids = live._ids(SimpleNamespace(text="import os", ids=None))
+    plain = live._run(ids, [])
+    with torch.no_grad():
+        want = model(torch.tensor([ids]), output_attentions=True)
+    torch.testing.assert_close(plain.logits, want.logits[:, -1])
+    for got, weights in zip(plain.weights, want.attentions, strict=True):
+        torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
+    lse = torch.from_numpy(qkv.profile(model, torch.tensor([ids]), probe=False, progress=False).data["lse"].values)[0]
+    edited = live._run(ids, [Edit(0, 1, "off-by-one"), Edit(1, 0, "softmax", 2.0)])
+    share = torch.sigmoid(lse[0, 1])[:, None]  # of a row that the additional logit of 0 leaves to the keys
+    torch.testing.assert_close(edited.weights[0][1], plain.weights[0][1] * share, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(edited.weights[0][0], plain.weights[0][0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(edited.logits, plain.logits)
+
+
+def test_models_without_a_language_model_head_have_no_live_page() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=257, n_positions=64)
+    assert Live(Loaded("body", transformers.GPT2Model(config).eval(), ByteTokenizer())).description() is None

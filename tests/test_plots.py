@@ -39,7 +39,8 @@ def all_text_is_on_the_page(figure: Figure) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-            unseen |= {tick.label1 for tick in ticks if not axes.axison or not low <= tick.get_loc() <= high}
+            out = [tick for tick in ticks if not axes.axison or not low <= tick.get_loc() <= high]
+            unseen |= {label for tick in out for label in (tick.label1, tick.label2)}
     width, height = figure.get_size_inches() * figure.dpi
     for text in figure.findobj(Text):
         if text.get_visible() and text.get_text().strip() and text not in unseen:

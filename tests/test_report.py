@@ -87,7 +87,8 @@ def test_numbers_come_back_from_the_page() -> None:
     maps = json.loads(re.search(r'id="maps-0-0">(.*?)</script>', html, re.S)[1])
     n = view["n_keys"]
     byte = np.frombuffer(zlib.decompress(base64.b64decode(maps[17])), np.uint8).reshape(n, n)
-    np.testing.assert_allclose(byte / 255, profile.data["weights"][0, 1, 5], atol=0.5 / 255 + 1e-6)
+    np.testing.assert_allclose((byte / 255) ** 2, profile.data["weights"][0, 1, 5], atol=1 / 255)
+    assert byte.min() > 0, "MiniLM masks nothing"
 
 
 def test_the_page_holds_every_text_of_every_group_without_padding() -> None:
@@ -261,9 +262,30 @@ def test_pooled_maps_in_a_report_are_those_of_the_profile(average: bool) -> None
         got = np.where(codes, about["low"] * (about["high"] / about["low"]) ** ((codes - 1) / 254), 0)
         head = divmod(at, profile.data.sizes["head"])
         want = np.stack([profile.data[name].values[0][head] for name in names])
-        large = want >= about["low"]
+        large, masked = want >= about["low"], ~np.tri(about["rows"], dtype=bool)  # visible weights may be 0, too
         np.testing.assert_allclose(got[large], want[large], rtol=0.024)
-        assert (got[~large] == 0).all()
+        assert ((got == 0) == masked).all()
+        np.testing.assert_allclose(got[~large & np.tri(about["rows"], dtype=bool)], about["low"])
+
+
+def test_pooled_maps_that_are_too_large_are_pooled_further() -> None:
+    profile = qkv.profile("qkv-mini", "x = [1, 2]\n" * 60, map_tokens=0, probe=False, progress=False)
+    whole = pooled_maps(profile.data, average=True)
+    assert whole is not None
+    about, packed = pooled_maps(profile.data, average=True, limit=len(whole[1]) // 2)  # type: ignore[misc]
+    assert about["coarser"]
+    assert not whole[0]["coarser"]
+    assert len(packed) <= len(whole[1]) // 2
+    size = about["bin_queries"], about["bin_keys"]
+    assert size == (2 * whole[0]["bin_queries"], 2 * whole[0]["bin_keys"])
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(json.loads(packed)[9])), np.uint8)
+    got = about["low"] * (about["high"] / about["low"]) ** ((codes.reshape(2, -1) - 1.0) / 254)
+    dense = qkv.profile("qkv-mini", "x = [1, 2]\n" * 60, map_tokens=999, probe=False, progress=False).data["weights"]
+    weights = dense.values[0, 1, 3]
+    for row, column in ((3, 0), (about["rows"] - 1, about["columns"] - 1)):
+        part = weights[row * size[0] : (row + 1) * size[0], column * size[1] : (column + 1) * size[1]]
+        at = row * about["columns"] + column
+        np.testing.assert_allclose(got[:, at], [part.max(), part.mean()], rtol=0.03)
 
 
 def test_hostile_tokens_are_not_executed(page: Page, tmp_path: Path) -> None:
@@ -301,9 +323,9 @@ DRIVER = """
   document.querySelector('[data-key="choice-Shade by attention received from-head"]').click(); await settle();
   document.querySelector('[data-at="9"]').click(); await settle();
   said.asked = document.querySelector("#reading .readout").textContent;
-  said.shaded = document.querySelector(".asked").dataset.at;
-  document.querySelector(".map").focus(); press("ArrowDown"); press("ArrowRight");
-  said.map = document.querySelector(".dense output").textContent;
+  said.shaded = document.querySelector(".flow-token.pinned").dataset.at;
+  document.querySelector("#big-map canvas").focus(); press("ArrowDown"); press("ArrowDown"); press("ArrowLeft");
+  said.map = document.querySelector(".head-map-readout").textContent;
   document.querySelector('[data-key="sort-sink"]').click();
   said.sorted = document.querySelector("#head-table tbody th").textContent;
   said.order = document.querySelector('#head-table [aria-sort="descending"]').textContent;
@@ -334,8 +356,9 @@ def test_the_page_responds_to_clicks_and_keys(page: Page, tmp_path: Path, monkey
     assert said["kind"].split("\n")[:2] == ["Layer 1, head 3", kind["type"]]
     assert said["asked"].startswith("Shaded: the weights of the query “wards” (position 9) in L2 · H3.")
     assert said["shaded"] == "9"
-    weight = float(profile.data["weights"][0, 2, 3, 1, 1])
-    assert said["map"] == f"query 1 “upon” → key 1 “upon” · {100 * round(weight * 255) / 255:.1f} %"
+    query, key, share = re.fullmatch(r"query (\d+) “.*” → key (\d+) “.*”: ([\d.]+) %", said["map"]).groups()  # type: ignore[union-attr]
+    assert int(query) - int(key) == 3, "from the middle, two down and one to the left"
+    assert float(share) / 100 == pytest.approx(float(profile.data["weights"][0, 2, 3, int(query), int(key)]), abs=0.004)
     best = heads.loc[heads["sink"].idxmax()]
     assert said["sorted"] == f"L{best['layer']} · H{best['head']}"
     assert said["order"] == "First token"

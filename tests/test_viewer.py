@@ -15,9 +15,9 @@ from qkv.profiler import Profile
 from qkv.profiler.capture.models import load
 from qkv.profiler.data import tables
 from qkv.report.payload import trimmed
+from qkv.report.stored import StoredMaps
 from qkv.server.run import serve_in_thread
 from qkv.server.session import Session
-from qkv.server.stored import StoredMaps
 from viewer_fixture import (
     DESKTOP,
     HOSTILE,

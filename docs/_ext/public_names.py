@@ -16,6 +16,7 @@ MODULES = {
     "qkv.biases": "numbers that are added to scores, and caps",
     "qkv.normalizers": "how scores become weights",
     "qkv.features": "feature maps of linear attention",
+    "qkv.plot": "figures of weights of any library",
     "qkv.positions": "sinusoids, rotations, tables",
     "qkv.nn": "modules: multi-head, additive and linear attention, transformer blocks",
     "qkv.cache": "key-value caches and their eviction policies",

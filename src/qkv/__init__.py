@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         models,
         nn,
         normalizers,
+        plot,
         positions,
         profiler,
         reference,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
     from qkv.profiler.run import profile
     from qkv.profiler.watch.watching import Watched, watch
+    from qkv.statistics.given import measure_weights
     from qkv.statistics.measure import measure
     from qkv.statistics.sums import Statistics
 
@@ -76,11 +78,13 @@ __all__ = [
     "load",
     "masks",
     "measure",
+    "measure_weights",
     "merge",
     "models",
     "nn",
     "normalizers",
     "plan",
+    "plot",
     "positions",
     "profile",
     "profiler",
@@ -96,7 +100,7 @@ __all__ = [
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
-    "normalizers", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
+    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),
@@ -108,6 +112,7 @@ _NAMES = {
     "qkv.profiler.profiles": ("Profile",),
     "qkv.profiler.run": ("profile",),
     "qkv.profiler.watch.watching": ("Watched", "watch"),
+    "qkv.statistics.given": ("measure_weights",),
     "qkv.statistics.measure": ("measure",),
     "qkv.statistics.sums": ("Statistics",),
 }

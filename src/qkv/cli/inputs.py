@@ -89,7 +89,9 @@ def arguments_of(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def load_inputs(name: str, passage: str, tokens: int | None, dtype: str, *, head: bool = False) -> tuple[Loaded, Any]:
+def load_inputs(
+    name: str, passage: str, tokens: int | None, dtype: str, *, head: bool | None = False
+) -> tuple[Loaded, Any]:
     """Load a model, and return it with its inputs: the passage, or the first `tokens` tokens of it."""
     from qkv._progress import spinner
     from qkv.profiler.capture import models

@@ -15,8 +15,8 @@ MENU: dict[str, dict[str, str]] = {
         "qkv survey minilm notes/": "profile a whole corpus, resumable, on many machines",
     },
     "Learn": {
-        "qkv lab": "the labs and the tutorial, here in the terminal or as notebooks",
-        "qkv check": "check your own answers to the exercises",
+        "qkv lab sinks": "run a lab or a chapter of the tutorial here; qkv lab lists them",
+        "qkv check multi_head my.py": "check your answer to an exercise of a lab",
         "qkv train reversal": "train a small model whose correct attention is known (half a minute)",
         "qkv experiment": "claims about attention, tested on small models",
     },

@@ -87,7 +87,7 @@ def view(
         if profile is not None:
             session.add_profile(profile, f"{profile.attrs.get('model', 'profile')} ({name})")
         else:
-            loaded, inputs = load_inputs(name, passage, tokens, dtype)
+            loaded, inputs = load_inputs(name, passage, tokens, dtype, head=None)
             list(batches(loaded.model, inputs, loaded.tokenizer, target))  # raises if the model cannot read them
             given = arguments_of(name, passage, None, text=text, file=file, tokens=tokens, target=target, dtype=dtype)
             session.add_model(loaded, inputs, target=target, arguments=given)

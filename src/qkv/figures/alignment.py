@@ -9,17 +9,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from qkv.figures.layout import (
-    COLOURS,
     LABELLED_TOKENS,
-    MIN_CELL,
     Drawing,
     along,
     colour_bar,
+    heat,
     place,
     titled,
     token_label,
+    write_cells,
 )
-from qkv.figures.style import HAIRLINE, INK, MUTED, percent
+from qkv.figures.style import MUTED, percent
 
 MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z]+\]")  # special tokens that a tokenizer does not list
 AFTER = "(next)"  # the unknown word that the last query of a text predicts
@@ -60,22 +60,14 @@ def alignment_figure(
     titled(figure, f"{of}: {sentence}" if of else sentence[0].upper() + sentence[1:], subtitle)
     axes, bar = place(figure, left, top, wide, tall), place(figure, left + wide + 0.12, top, 0.1, tall)
     norm = Normalize(0, max(float(shown.max()), 0.1))
-    image = axes.imshow(shown, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    image = heat(axes, shown, norm)
     along(axes, np.array(sources, object), what="source")
     along(axes, np.array(targets, object), vertical=True, what="target")
     axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False, length=0, colors=MUTED)
     axes.xaxis.set_label_position("top")
     axes.set_xlabel("source: key", fontsize=8, color=MUTED, loc="left", labelpad=6)
     axes.set_ylabel("target: query", fontsize=8, color=MUTED, loc="top", labelpad=6)
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
-    if min(wide / len(sources), tall / len(targets)) >= MIN_CELL:
-        for (row, column), weight in np.ndenumerate(shown):
-            if weight >= PRINTED:
-                axes.text(
-                    column, row, f"{100 * weight:.0f}", ha="center", va="center", fontsize=6.2 if cell < 0.4 else 7.5,
-                    color="white" if norm(weight) > 0.55 else INK,
-                )  # fmt: skip
+    write_cells(axes, image, lambda weight: f"{100 * weight:.0f}", least=PRINTED)
     colour_bar(bar, image, "%")
     bar.set_title("weight, %", fontsize=7.5, color=MUTED, loc="left", pad=5)
     return figure

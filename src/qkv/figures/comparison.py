@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.figures.findings import head_name
-from qkv.figures.layout import Drawing, layer_by_head, place, plain, titled
+from qkv.figures.layout import DIVERGING, Drawing, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, STATISTICS, percent
 from qkv.profiler.data.words import target_change
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from qkv.profiler.comparison import Comparison
 
 # From decrease to increase; equally dark at both ends, and distinguishable with every kind of colour blindness.
-DIVERGING = LinearSegmentedColormap.from_list(
-    "qkv-diverging", ("#0f4560", "#2f7f9b", "#9cc7d2", "#f6f6f4", "#ecb98f", "#c8682a", "#7f3208")
-)
 SHOWN = ("entropy", "sink", "local")
 MIN_SCALE = {
     "%": 0.05,

@@ -19,6 +19,7 @@ from qkv.figures.layout import (
     Drawing,
     along,
     bins,
+    heat,
     name_peaks,
     note,
     place,
@@ -29,7 +30,6 @@ from qkv.figures.layout import (
 from qkv.figures.style import (
     ACCENT,
     DESTINATIONS,
-    HAIRLINE,
     INK,
     MUTED,
     percent,
@@ -60,7 +60,7 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     bar = place(figure, 8.89, 3.27, 0.08, strip)
 
     plain(curve)
-    _received_curve(curve, mean, tokens, 9)
+    received_curve(curve, mean, tokens, 9)
     curve.axhline(1 / n_keys, color=MUTED, lw=0.7, ls=(0, (4, 3)))
     note(curve, 1 / n_keys, "equal\nshare")
     curve.set_ylabel("share of all attention", fontsize=8, color=MUTED)
@@ -116,7 +116,7 @@ def head_figure(name: str, data: xr.Dataset, layer: int, head: int) -> Figure:
 
     received = tables.received_share(data)[0, layer, head, :n_keys]
     axes = axes_at(0, "Received by each key, share of the head's weight", keys, "key")
-    _received_curve(axes, received, keys, 6)
+    received_curve(axes, received, keys, 6)
 
     entropy, visible = one["entropy"].values[:n_queries], one["visible"].values[:n_queries]
     uniform = np.log(np.maximum(visible, 1))
@@ -173,12 +173,10 @@ def weights_figure(name: str, data: xr.Dataset, layer: int, head: int, weights: 
     axes = place(figure, 0.95, 1.15, wide, tall)
     bar = place(figure, 0.95 + wide + 0.12, 1.15, 0.1, tall)
     norm = PowerNorm(0.5, 0, float(np.nanmax(weights)) or 1)
-    image = axes.imshow(weights, cmap=COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    image = heat(axes, weights, norm)
     along(axes, data["key_token"].values[0, :n_keys])
     along(axes, data["query_token"].values[0, :n_queries], vertical=True)
     axes.tick_params(length=0, colors=MUTED)
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
     drawn = figure.colorbar(image, cax=bar)
     drawn.outline.set_visible(False)
     bar.yaxis.set_major_formatter(PERCENT)
@@ -198,7 +196,7 @@ def _curve(axes: Axes, values: np.ndarray) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
+def received_curve(axes: Axes, share: np.ndarray, tokens: np.ndarray, named: int) -> None:
     """Received attention by key on a logarithmic scale: a sink receives a thousand times more than other keys."""
     top = float(share.max()) or 1.0
     low = max(float(np.quantile(share, 0.02)), top * 1e-6)

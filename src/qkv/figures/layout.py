@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from qkv.figures.glyphs import drawable
 from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP, WARM
 from qkv.profiler.data import tables
 
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLOURS: Colormap = LinearSegmentedColormap.from_list("qkv", RAMP)
+DIVERGING: Colormap = LinearSegmentedColormap.from_list(
+    "qkv-diverging", ("#0f4560", "#2f7f9b", "#9cc7d2", "#f6f6f4", "#ecb98f", "#c8682a", "#7f3208")
+)
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 LABELLED_TOKENS = 48  # beyond this many tokens, axes count positions instead of printing tokens
+MASKED = "#e9ebeb"  # colour of pairs, or bins of pairs, that are masked
 MIN_CELL = 0.2399  # inches; smaller cells have no room for a readable number
 
 
@@ -66,10 +71,18 @@ def titled(figure: Figure, title: str, subtitle: str) -> None:
     figure.text(y=1 - below / height, s=wrapped, fontsize=8.5, color=MUTED, **place)
 
 
+class Panel(Axes):
+    """Axes that a notebook shows as the picture of their figure, if the figure is a `Drawing`."""
+
+    def _repr_png_(self) -> bytes | None:
+        figure = self.get_figure(root=True)
+        return figure._repr_png_() if isinstance(figure, Drawing) else None
+
+
 def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
     """Axes by their distance from the figure's left and top edges, in inches."""
     wide, tall = figure.get_size_inches()
-    return figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall))
+    return figure.add_axes((left / wide, 1 - (top + height) / tall, width / wide, height / tall), axes_class=Panel)
 
 
 def plain(axes: Axes) -> None:
@@ -100,6 +113,42 @@ def colour_bar(bar: Axes, image: Any, unit: str) -> None:
     bar.tick_params(length=0, labelsize=6.5, colors=MUTED, pad=2)
 
 
+def heat(
+    axes: Axes,
+    values: np.ndarray,
+    norm: Normalize,
+    colours: Colormap = COLOURS,
+    extent: tuple[float, float, float, float] | None = None,
+    missing: str = MASKED,
+) -> AxesImage:
+    """A matrix as colours, one cell for each number; NaN and masked values have the colour `missing`.
+
+    All maps of weights, of heads and of words are drawn here.
+    """
+    colours = colours.with_extremes(bad=missing, under=colours(0.0))
+    image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+        spine.set_color(HAIRLINE)
+    return image
+
+
+def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *, least: float = -np.inf) -> None:
+    """Print the values of a map in its cells, if the cells are large enough; NaN and values below `least` are blank."""
+    values: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
+    rows, columns = values.shape
+    cell = min(axes.bbox.width / columns, axes.bbox.height / rows) / axes.figure.dpi  # inches
+    if cell < MIN_CELL:
+        return
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value) and value >= least:
+            axes.text(
+                column, row, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
+                color="white" if _is_dark(image.to_rgba(np.array([value]))[0]) else INK,
+            )  # fmt: skip
+
+
 def layer_by_head(
     axes: Axes,
     values: pd.DataFrame,
@@ -119,7 +168,7 @@ def layer_by_head(
         ticks: approximate number of ids printed on each side.
         written: formats the value printed in a cell, if cells are large enough; None prints no values.
     """
-    image = axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    image = heat(axes, values.to_numpy(), norm, colours, missing="white")
     for spine in axes.spines.values():
         spine.set_visible(False)
     for axis, ids in ((axes.xaxis, values.columns), (axes.yaxis, values.index)):
@@ -132,20 +181,14 @@ def layer_by_head(
     grid = LineCollection(lines, colors="white", linewidths=min(1.0, 3 * cell), capstyle="projecting", zorder=1.5)
     axes.add_collection(grid, autolim=False)
     axes.tick_params(length=0, labelsize=7, labelcolor=MUTED, pad=3)
-    if written is None or cell < MIN_CELL:
-        return image
-    for (layer, head), value in np.ndenumerate(values.to_numpy()):
-        if np.isfinite(value):
-            axes.text(
-                head, layer, written(value), ha="center", va="center", fontsize=6.2 if cell < 0.4 else 8,
-                color="white" if _is_dark(colours(norm(value))) else INK,
-            )  # fmt: skip
+    if written is not None:
+        write_cells(axes, image, written)
     return image
 
 
-def _is_dark(colour: tuple[float, float, float, float]) -> bool:
+def _is_dark(colour: Any) -> bool:
     """Whether white is easier to read on a colour than black, by its relative luminance."""
-    red, green, blue, _ = colour
+    red, green, blue = colour[:3]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.52
 
 
@@ -172,7 +215,7 @@ def along(axes: Axes, tokens: np.ndarray, *, vertical: bool = False, labels: boo
 
 def token_label(token: str) -> str:
     """A token as a label: short, with whitespace made visible, and without matplotlib's math markup."""
-    plain = tables.readable(str(token))
+    plain = drawable(tables.readable(str(token)))
     plain = plain if len(plain) <= 14 else plain[:13] + "…"
     return (plain if any(map(str.isalnum, plain)) else f"“{plain}”").replace("$", r"\$")
 

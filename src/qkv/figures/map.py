@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
-from qkv.figures.layout import COLOURS, Drawing, titled, token_label
+from qkv.figures.layout import Drawing, heat, titled, token_label
 from qkv.figures.save import DPI
 from qkv.figures.style import HAIRLINE, INK, MUTED, percent
 from qkv.statistics.maps import Picture
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 POOLS = ("max", "mean", "both")
 LABELLED = 64  # up to this many tokens on a side are printed
 SIDE, MIN_SIDE = 1024, 200  # pixels: the longer side of a panel, and the smallest size of a side
-MASKED = "#e9ebeb"  # colour of bins without visible pairs
 RANGE = 30.0  # the colour scale is logarithmic if weights differ by more than this factor
 FAINTEST = 1e-4  # relative to the largest weight; smaller weights have the colour of 0
 
@@ -126,12 +125,9 @@ def _draw(axes: Axes, bar: Axes, panel: _Panel, picture: Picture, down: list[int
     """A panel and its colour bar."""
     values = np.ma.masked_where(_numpy(picture.visible) == 0, panel.values)
     norm, logarithmic = _norm(values)
-    colours = COLOURS.with_extremes(bad=MASKED, under=COLOURS(0.0))
     extent = (across[0] - 0.5, across[-1] - 0.5, down[-1] - 0.5, down[0] - 0.5)
-    image = axes.imshow(values, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
+    image = heat(axes, values, norm, extent=extent)
     axes.set_title(panel.title, loc="left", fontsize=9, color=INK, pad=7)
-    for spine in axes.spines.values():
-        spine.set_color(HAIRLINE)
     drawn = axes.figure.colorbar(image, cax=bar, extend="min" if logarithmic else "neither", extendfrac=0.03)
     drawn.outline.set_visible(False)
     if logarithmic:  # powers of ten, and the largest weight unless it would overlap one of them

@@ -50,9 +50,9 @@ def overlay_figure(
     titled(figure, f"{of}: {_sentence(maps, names)}" if of else _sentence(maps, names), subtitle)
     panels = [place(figure, left + n % across * (wide + gap_x), top + n // across * (tall + gap_y), wide, tall)
               for n in range(len(maps) + 1)]  # fmt: skip
-    _show(panels[0], picture, "the image")
+    show_image(panels[0], picture, "the image")
     for axes, weights, name in zip(panels[1:], maps, names, strict=True):
-        _show(axes, lit(picture, weights, corners=corners), token_label(name))
+        show_image(axes, lit(picture, weights, corners=corners), token_label(name))
         peak = f"{percent(float(weights.max()))} on one of {weights.size:,} cells"
         axes.set_xlabel(peak, fontsize=6.5, color=MUTED, labelpad=3, loc="left")
     return figure
@@ -92,7 +92,8 @@ def _middles(length: int, cells: int, corners: bool) -> np.ndarray:
     return np.arange(cells) * step if corners else (np.arange(cells) + 0.5) * step - 0.5
 
 
-def _show(axes: Axes, picture: np.ndarray, name: str) -> None:
+def show_image(axes: Axes, picture: np.ndarray, name: str) -> None:
+    """An image without ticks, with its name above it."""
     axes.imshow(picture, aspect="auto", interpolation="nearest")
     axes.set_xticks([])
     axes.set_yticks([])

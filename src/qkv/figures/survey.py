@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError, nearest
-from qkv.figures.layout import COLOURS, PERCENT, Drawing, layer_by_head, place, plain, titled
+from qkv.figures.layout import PERCENT, Drawing, heat, layer_by_head, place, plain, titled
 from qkv.figures.style import ACCENT, INK, MUTED, WARM, percent
 from qkv.profiler.surveys.accumulators import SINK_THRESHOLD
 from qkv.profiler.surveys.quantities import Quantity, edges
@@ -94,7 +94,7 @@ def distribution(survey: Survey, quantity: str = "distance", group: str | None =
     title = f"Mean {about.label.lower()} of a head: from {means.min():.2g} to {means.max():.3g} {_unit(about)}"
     titled(figure, title, f"{_about(survey)} · share of each head's queries, one row per head")
     axes, bar = place(figure, 0.75, 1.05, 6.4, tall), place(figure, 7.3, 1.05, 0.1, tall)
-    picture = axes.imshow(np.sqrt(share), aspect="auto", cmap=COLOURS, interpolation="nearest", vmin=0)
+    picture = heat(axes, np.sqrt(share), Normalize(0))
     borders = edges(about)
     ticks = np.linspace(0, counts.shape[1], 6).round().astype(int)
     axes.set_xticks(ticks - 0.5, [f"{borders[t]:.2g}" if borders[t] < 10 else f"{borders[t]:,.0f}" for t in ticks])

@@ -9,11 +9,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from qkv.figures.layout import heat
 from qkv.figures.save import save_figure
-from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP
+from qkv.figures.style import HAIRLINE, INK, MUTED
 
 __all__ = [
     "COLOURS",
@@ -21,7 +22,6 @@ __all__ = [
     "INK",
     "MARKERS",
     "MUTED",
-    "WEIGHTS",
     "by_seed",
     "curves",
     "heatmap",
@@ -33,8 +33,6 @@ __all__ = [
 COLOURS = ("#12415f", "#b8501a", "#26748f", "#e3a25b", "#7c4a86", "#78b9c6", "#626b73", "#8a9a3b", "#c45a7c")
 """Colours of lines and points, in this order. `MARKERS` tells them apart in grey and for colour-blind readers."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-WEIGHTS = LinearSegmentedColormap.from_list("qkv-weights", RAMP)
-"""The colour map of attention weights: pale for small, dark for large."""
 
 
 def panels(
@@ -100,8 +98,8 @@ def heatmap(
 ) -> Any:
     """Plot attention weights with queries as rows and keys as columns; returns the image, for a colour bar."""
     w = np.asarray(weights, float)
-    image = axes.imshow(w, cmap=WEIGHTS, vmin=0, vmax=w.max() if vmax is None else vmax, aspect="equal")
-    axes.grid(visible=False)
+    image = heat(axes, w, Normalize(0, w.max() if vmax is None else vmax))
+    axes.set_aspect("equal")
     if rows is not None:
         axes.set_yticks(range(len(rows)), list(rows))
     if columns is not None:

@@ -3,7 +3,6 @@
 import { css, destinationColour, inkOn, looks, ramp, rgbOf } from "./colour.js";
 import { h, svg } from "./dom.js";
 import { binStart, integer, named, percent, written } from "./numbers.js";
-import { isMasked, levelOf } from "./pools.js";
 
 /** A stacked bar of shares, optionally with a legend. `shares`: {destination name: share}. */
 export function stack(shares, { window, legend = false, label }) {
@@ -190,55 +189,6 @@ export function markCell(box, cell, rows, columns) {
   if (!cell) return;
   across.style.top = `${((cell[0] + 0.5) / rows) * 100}%`;
   down.style.left = `${((cell[1] + 0.5) / columns) * 100}%`;
-}
-
-/** A dense map with a crosshair that follows the pointer or the arrow keys, and a readout of its cell. */
-export function denseMap({ bytes, queries, keys, label }) {
-  const rows = queries.length, columns = keys.length;
-  const top = bytes.reduce((most, byte) => Math.max(most, byte), 1);
-  const canvas = h("canvas", {});
-  paint(canvas, rows, columns, (row, column) => Math.sqrt(bytes[row * columns + column] / top));
-  const readout = h("output", { "aria-live": "polite" }, "Point at a cell, or focus the map and use the arrow keys.");
-  const onmove = (row, column) => {
-    markCell(box, [row, column], rows, columns);
-    const byte = bytes[row * columns + column];
-    const weight = byte === 0 ? "under 0.2\u00a0%" : `${((100 * byte) / 255).toFixed(1)}\u00a0%`;
-    readout.replaceChildren(
-      "query ", h("b", {}, `${integer(row)} “`, h("bdi", {}, named(queries[row])), "”"), " → key ",
-      h("b", {}, `${integer(column)} “`, h("bdi", {}, named(keys[column])), "”"), ` · ${weight}`,
-    );
-  };
-  const box = cellMap({ canvas, rows, columns, label, onmove });
-  return h(
-    "figure",
-    { class: "dense" },
-    h("figcaption", {}, h("span", {}, "Attention map", h("small", {}, " · rows are queries, columns are keys")), legend({ low: "0", high: percent(top / 255), note: "colour ∝ √weight" })),
-    box, h("div", { class: "readout" }, readout),
-  );
-}
-
-/**
- * The pooled map of a head of a long text, with a crosshair and a readout of its bin. `pool`: "largest" or "average"
- * weight of a bin; `onpool(pool)` is called for the other.
- */
-export function binnedMap({ bins, queries, keys, causal, label, pool, onpool }) {
-  const { rows, columns } = bins, values = bins[pool], high = values.reduce((most, x) => Math.max(most, x), 1e-9);
-  const masked = isMasked(bins, causal, queries.length, keys.length);
-  const canvas = h("canvas", {});
-  paint(canvas, rows, columns, (row, column) => (masked(row, column) ? 0 : levelOf(values[row * columns + column], high)));
-  const readout = h("output", { "aria-live": "polite" }, "Point at a bin, or focus the map and use the arrow keys.");
-  const span = (bin, size, n) => { const from = bin * size, to = Math.min(from + size, n) - 1; return from === to ? integer(from) : `${integer(from)}–${integer(to)}`; };
-  const onmove = (row, column) => {
-    markCell(box, [row, column], rows, columns);
-    const at = row * columns + column;
-    readout.replaceChildren("queries ", h("b", {}, span(row, bins.bin_queries, queries.length)), " → keys ", h("b", {}, span(column, bins.bin_keys, keys.length)),
-      masked(row, column) ? " · masked" : ` · largest weight ${percent(bins.largest[at])}, average ${percent(bins.average[at])}`);
-  };
-  const box = cellMap({ canvas, rows, columns, label, onmove });
-  return h("figure", { class: "dense" },
-    h("figcaption", {}, choice("Show the", [["largest", "largest weight"], ["average", "average"]], pool, onpool),
-      legend({ low: percent(high / 1000), high: percent(high), note: "logarithmic" })),
-    box, h("div", { class: "readout" }, readout));
 }
 
 /** A colour bar with labels at both ends. */

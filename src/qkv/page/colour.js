@@ -14,9 +14,11 @@ export function useLooks({ statistics, destinations, ramp: { light, dark } }) {
 /** Add statistics of a profile that the session does not have, such as user-defined ones. */
 export const addStatistics = (statistics) => { looks.statistics = { ...statistics, ...looks.statistics }; };
 
-export const isDark = () =>
-  (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) ===
-  "dark";
+let dark = null; // whether the page is dark, if it is a part of another document with themes of its own
+export const useDark = (value) => { dark = value; };
+
+export const isDark = () => dark ??
+  (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
 /** The colour of a number from 0 to 1, as [r, g, b]. */
 export function ramp(x) {

@@ -23,7 +23,8 @@ function filled(element, attributes, children) {
 
 /** Replace the children of an element; the keyboard focus moves to the new child with the same `data-key`. */
 export function replace(container, ...children) {
-  const active = container.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  const focused = container.getRootNode().activeElement; // of the document, or of the shadow tree
+  const active = focused && container.contains(focused) ? focused.dataset.key : null;
   container.replaceChildren(...children.flat().filter(Boolean));
   const successor = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
   if (successor) successor.focus({ preventScroll: true });

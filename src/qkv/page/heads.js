@@ -124,7 +124,7 @@ export function headGrid({ group, cells, layer, head, label, select, open }) {
 
 /** Mark the selected head of a grid; the keyboard focus follows if it is in the grid. */
 export function markHead(grid, layer, head) {
-  const focused = document.activeElement?.matches("[data-layer]") && grid.contains(document.activeElement);
+  const active = grid.getRootNode().activeElement, focused = active?.matches("[data-layer]") && grid.contains(active);
   for (const cell of grid.querySelectorAll("[aria-selected='true']")) { cell.tabIndex = -1; cell.setAttribute("aria-selected", "false"); }
   const cell = grid.querySelector(`[data-layer="${layer}"][data-head="${head}"]`);
   if (!cell) return;

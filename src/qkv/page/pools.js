@@ -8,10 +8,6 @@ export function pooledMap(about, codes) {
   return { ...about, largest: decoded(0), average: codes.length > size ? decoded(size) : null };
 }
 
-/** Whether no query of a row of bins sees a key of a column of bins. */
-export const isMasked = ({ bin_queries, bin_keys }, causal, n_queries, n_keys) => (row, column) =>
-  causal && column * bin_keys > Math.min((row + 1) * bin_queries, n_queries) - 1 + n_keys - n_queries;
-
 const DECADES = 3; // of weights that the colours span
 
 /** The colour level of a weight, 0 to 1, on a logarithmic scale below `high`. */

@@ -239,7 +239,7 @@ export class TokenFlow {
   listen() {
     const { element } = this, tokenOf = ({ target, clientX, clientY }) => {
       // The space before a word counts as the word.
-      const found = target.closest("[data-at]") ?? document.elementFromPoint(clientX + SPACE, clientY)?.closest("[data-at]");
+      const found = target.closest("[data-at]") ?? element.getRootNode().elementFromPoint(clientX + SPACE, clientY)?.closest("[data-at]");
       return found && element.contains(found) ? Number(found.dataset.at) : null;
     };
     element.addEventListener("scroll", () => {

@@ -19,13 +19,18 @@ from qkv.profiler.data.variables import ATTRIBUTES, COORDINATES, VARIABLES
 from qkv.profiler.data.words import size_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pandas as pd
     import polars as pl
+    from torch import Tensor, nn
 
     from qkv.figures.findings import Finding
     from qkv.figures.plots import Plots
     from qkv.profiler.comparison import Comparison
+    from qkv.profiler.explore.explorer import Explorer
     from qkv.report.notebook import View
+    from qkv.report.widget import ProfileWidget
 
 
 class Profile:
@@ -282,6 +287,48 @@ class Profile:
 
         return View(self, height)
 
+    def widget(
+        self,
+        model: nn.Module | str | Explorer | None = None,
+        inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor] | None = None,
+        *,
+        tokenizer: Any = None,
+        target: str | None = None,
+    ) -> ProfileWidget:
+        """The profile as an interactive element of a notebook: all maps, the text, the numbers of a head.
+
+        Notebooks display a profile as this widget, if anywidget is installed: ``pip install 'qkv[notebook]'``. It needs
+        no network. ``widget.selection`` is what is shown, and ``widget.select(layer=2, head=4)`` changes that. Calls of
+        one profile return the same object.
+
+        Args:
+            model: the model of the profile, as in `qkv.profile`, or an `Explorer`. Then a map of a long text is exact
+                at any zoom; the model runs when the map is first drawn. Without a model, it is the pooled map.
+            inputs: the inputs of the profile, as in `qkv.profile`.
+            tokenizer: as in `qkv.profile`.
+            target: as in `qkv.profile`.
+
+        Raises:
+            InputError: if anywidget is not installed, or there is a model without inputs.
+
+        >>> import qkv
+        >>> text = "for name in names:"
+        >>> widget = qkv.profile("qkv-mini", text, progress=False).widget("qkv-mini", text)
+        >>> widget.select(layer=1, head=2, query=5, key=0)
+        >>> widget.selection["head"]
+        2
+        """
+        try:
+            from qkv.report.widget import widget_of
+        except ModuleNotFoundError as error:
+            if error.name != "anywidget":
+                raise
+            raise InputError("widget needs the package anywidget: pip install 'qkv[notebook]'") from error
+        widget = widget_of(self)
+        if model is not None:
+            widget.read_from(model, inputs, tokenizer=tokenizer, target=target)
+        return widget
+
     @property
     def plot(self) -> Plots:
         """Matplotlib figures of this profile: `profile.plot.overview()`, `.received()`, `.head(3, 1)` …"""
@@ -297,6 +344,19 @@ class Profile:
         from qkv.report.notebook import card
 
         return card(self)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """The widget for a notebook with a kernel, if anywidget is installed. Elsewhere the card is shown."""
+        from qkv.report.notebook import can_show_widgets
+
+        bundle = self.widget()._repr_mimebundle_() if can_show_widgets() else None
+        return {} if bundle is None else dict(bundle[0])
+
+    def _display_(self) -> Any:
+        """What marimo shows: the widget, or the card."""
+        from qkv.report.notebook import Card, has_anywidget
+
+        return self.widget() if has_anywidget() else Card(self)
 
 
 def _checked(name: str, data: xr.Dataset) -> xr.Dataset:

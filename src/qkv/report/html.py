@@ -18,7 +18,7 @@ from qkv.report.payload import payload
 if TYPE_CHECKING:
     from qkv.profiler.profiles import Profile
 
-STYLES = ("base.css", "report.css")
+STYLES = ("base.css", "maps.css", "report.css")
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
 # Characters that could end a script element, start a comment in it, or break a line of JavaScript.
 UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}

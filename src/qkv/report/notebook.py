@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 import unicodedata
 from html import escape
 from pathlib import Path
@@ -62,6 +64,28 @@ def card(profile: Profile) -> str:
         f'{sizes}<div style="margin-top:8px;opacity:.75">{hints}</div></div>'
         f"{_grid(data, heads, statistic)}</div>"
     )
+
+
+class Card:
+    """The card of a profile for marimo, which calls `_repr_html_` of what `_display_` returns."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._html = card(profile)
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+def has_anywidget() -> bool:
+    """Whether anywidget is installed, on which the widget is built."""
+    return importlib.util.find_spec("anywidget") is not None
+
+
+def can_show_widgets() -> bool:
+    """Whether this process is the kernel of a notebook, and anywidget is installed."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None and has_anywidget()
 
 
 def text(value: object) -> str:

@@ -14,7 +14,7 @@ from qkv.figures import style
 from qkv.figures.findings import Findings
 from qkv.profiler.data import sinks, tables
 from qkv.profiler.data.types import MIXED, ROLES, type_table
-from qkv.report.pools import pooled_maps
+from qkv.report.pools import pooled_maps, visible_zeros
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 RECEIVED_CELLS = 1_200_000  # largest number of values of received attention of all heads; more are binned
 CURVE_CELLS = 600_000  # the same for entropy, distance and sink along the text, together
 CURVE_BINS = 256  # charts are not wider
-MAP_CELLS = 48_000_000  # dense maps at one byte per weight, before compression
+MAP_CELLS = 24_000_000  # dense maps, about half a byte per weight in the page
+POOLED_CHARACTERS = 3_000_000  # largest size of the pooled maps of all texts, in characters
 SINK_TOKENS = 12  # number of sink tokens listed, those of most heads first
 RESIDUAL = (  # variables of hidden states that a report shows, if a profile has all of them
     *("n_tokens", "largest", "largest_token", "largest_dimension", "median", "massive", "norm"),
@@ -50,9 +51,10 @@ def payload(profile: Profile) -> tuple[dict[str, Any], dict[str, str]]:
             view["maps"] = "none" if maps is None else "left out" if maps.size > maps_left else "kept"
             if maps is not None and view["maps"] == "kept":
                 maps_left -= maps.size
-                blobs[f"maps-{place}"] = json.dumps([_map(w) for w in maps.values.reshape(-1, *maps.shape[3:])])
+                blobs[f"maps-{place}"] = _exact_maps(one)
             view["pooled"] = None
-            if (pooled := pooled_maps(one, average=view["maps"] != "kept")) is not None:
+            pooled = pooled_maps(one, average=view["maps"] != "kept", limit=POOLED_CHARACTERS // views)
+            if pooled is not None:
                 view["pooled"], blobs[f"pools-{place}"] = pooled
             texts.append(view)
         groups.append(
@@ -255,8 +257,12 @@ def binned(values: np.ndarray, bins: int) -> np.ndarray:
     return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
 
-def _map(weights: np.ndarray) -> str:
-    return _deflated(np.rint(np.clip(weights, 0, 1) * 255).astype(np.uint8))
+def _exact_maps(one: xr.Dataset) -> str:
+    """All weights w as round(255 √w), head by head: small weights stay apart, and only masked pairs have code 0."""
+    codes = np.rint(255 * np.sqrt(np.clip(one["weights"].values[0], 0, 1)))
+    seen = (one["weights"].values[0] > 0) | visible_zeros(one, (1, 1))
+    codes = np.where(seen, np.maximum(codes, 1), 0).astype(np.uint8)
+    return json.dumps([_deflated(head) for head in codes.reshape(-1, *codes.shape[2:])])
 
 
 def _deflated(values: np.ndarray) -> str:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from qkv.profiler.explore.pyramid import TILE
 from qkv.profiler.explore.tile_cache import Stopped
+from qkv.report.stored import StoredMaps
 from qkv.server.computing import compute, not_found
 from qkv.server.jobs import Work
 from qkv.server.page_schema import Page
 from qkv.server.schemas import LARGEST_INDEX, HeadLink, Links, MapShape, TokenWeight, TopWeights, Weight
-from qkv.server.stored import StoredMaps
 
 if TYPE_CHECKING:
     from qkv.server.session import Session, Source

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.models import DecoderLM, Sampler
-from qkv.models.generation import evaluating
-from qkv.profiler.analyses.edits import AS_TRAINED, Edit, attention_layers, edited
+from qkv.models import Sampler
+from qkv.profiler.analyses.edits import AS_TRAINED, Edit
 from qkv.profiler.capture.models import Loaded
 from qkv.profiler.capture.tokens import token_text
+from qkv.server.live_model import NAMES, live_model
 
 if TYPE_CHECKING:
     from qkv.server.schemas import LiveRequest, StepRequest
@@ -26,8 +26,6 @@ MAX_TOKENS = 512
 """Limits the size of an answer, which holds attention maps."""
 MAX_CHARACTERS = 2_000
 EXAMPLE = "import os\n\nclass Stack:\n    def __init__(self"
-NAMES = {"softmax": "softmax", "off_by_one": "off-by-one", "sigmoid": "sigmoid"}
-"""Normalizers of `DecoderConfig` that the page offers, with the names that the page uses."""
 CONTEXT_TOKENS = 16  # decoded with a new token, because the text of a token depends on the tokens before it
 
 
@@ -58,23 +56,21 @@ class Live:
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
+        self.model = None if loaded.tokenizer is None else live_model(loaded.model)
 
     def description(self) -> dict[str, Any] | None:
-        """The fields of `LiveModel`, or None if the model is no `DecoderLM` with a tokenizer and a known normalizer.
+        """The fields of `LiveModel`, or None if the model is no language model whose heads can be edited.
 
-        The first of the normalizers is the one that the model was trained with.
+        It also needs a tokenizer. The first of the normalizers is the one that the model was trained with.
         """
-        model = self.loaded.model
-        if not isinstance(model, DecoderLM) or self.loaded.tokenizer is None or model.config.normalizer not in NAMES:
+        if self.model is None:
             return None
-        if model.config.attention is not None:  # its normalizer may be any
-            return None
-        own = NAMES[model.config.normalizer]
+        own, heads = self.model.own, self.model.heads
         return {
             "model": self.loaded.name,
-            "layers": model.config.layers,
-            "heads": model.config.heads,
-            "most_tokens": min(MAX_TOKENS, model.config.context),
+            "layers": len(heads),
+            "heads": max(heads),
+            "most_tokens": min(MAX_TOKENS, self.model.most_tokens or MAX_TOKENS),
             "most_characters": MAX_CHARACTERS,
             "normalizers": [own, *(name for name in NAMES.values() if name != own)],
             "example": EXAMPLE,
@@ -145,7 +141,8 @@ class Live:
         text, description = request.text, self.description()
         if description is None:
             raise InputError(
-                f"model: {self.loaded.name} does not support live text, expected a DecoderLM such as qkv-mini"
+                f"model: {self.loaded.name} does not support live text, expected a language model with softmax "
+                "attention that qkv.edit can change, such as qkv-mini"
             )
         if len(text) > MAX_CHARACTERS:
             raise InputError(f"text has {len(text):,} characters, expected at most {MAX_CHARACTERS:,}")
@@ -164,13 +161,12 @@ class Live:
 
     def _edits(self, request: LiveRequest) -> list[Edit]:
         """The edits that have an effect. This also checks the requested head."""
-        model = self.loaded.model
-        assert isinstance(model, DecoderLM)
-        own, layers = NAMES[model.config.normalizer], attention_layers(model)
-        if not 0 <= request.layer < len(layers):
-            raise InputError(f"layer is {request.layer}, expected 0 to {len(layers) - 1}")
-        if not 0 <= request.head < layers[request.layer].heads:
-            raise InputError(f"head is {request.head}, expected 0 to {layers[request.layer].heads - 1}")
+        assert self.model is not None
+        own, heads = self.model.own, self.model.heads
+        if not 0 <= request.layer < len(heads):
+            raise InputError(f"layer is {request.layer}, expected 0 to {len(heads) - 1}")
+        if not 0 <= request.head < heads[request.layer]:
+            raise InputError(f"head is {request.head}, expected 0 to {heads[request.layer] - 1}")
         return [  # an edit to the trained normalizer at temperature 1 has no effect
             Edit(e.layer, e.head, AS_TRAINED if e.normalizer == own else e.normalizer, e.temperature)
             for e in request.edits
@@ -178,17 +174,10 @@ class Live:
         ]
 
     def _run(self, ids: list[int], edits: list[Edit]) -> ForwardPass:
-        model = self.loaded.model
-        assert isinstance(model, DecoderLM)
-        weights: list[Tensor] = []
-        device = next(model.parameters()).device
-        with (
-            evaluating(model),
-            edited(model, edits, on_weights=lambda layer, found: weights.append(found[0].float().cpu())),
-        ):
-            logits = model(torch.tensor([ids], device=device))[:, -1].cpu()
+        assert self.model is not None
+        logits, weights = self.model.run(ids, edits)
         used = {(e.layer, e.head): e.normalizer for e in edits if e.normalizer != AS_TRAINED}
-        own = NAMES[model.config.normalizer]
+        own = self.model.own
         sigmoid = [[used.get((i, j), own) == "sigmoid" for j in range(len(x))] for i, x in enumerate(weights)]
         return ForwardPass(logits[0].double().softmax(-1), logits, weights, sigmoid)
 

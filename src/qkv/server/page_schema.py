@@ -32,6 +32,7 @@ class Pooled(BaseModel):
     bin_keys: int
     low: float
     high: float
+    coarser: bool = Field(description="Whether the profile has finer maps, too large for a page.")
 
 
 class NextStep(BaseModel):

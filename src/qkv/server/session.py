@@ -11,7 +11,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,16 +21,16 @@ from torch import nn
 from qkv.errors import InputError
 from qkv.figures.effect import effect_of
 from qkv.profiler import run
-from qkv.profiler.analyses import edits
 from qkv.profiler.capture import models
 from qkv.profiler.capture.inputs import batches
 from qkv.profiler.capture.residual import attention_modules
 from qkv.profiler.explore import explorer as explore
 from qkv.profiler.explore.tile_cache import Cancelled, Stopped
 from qkv.report.payload import payload
+from qkv.report.stored import StoredMaps
 from qkv.server.align import Aligners
 from qkv.server.live import Live
-from qkv.server.stored import StoredMaps
+from qkv.server.live_model import everywhere
 
 if TYPE_CHECKING:
     from qkv.profiler.capture.models import Loaded
@@ -144,7 +144,7 @@ class Session:
         if of not in self._models:
             raise InputError(f"source is {of}, expected a model that this server has loaded: a profile cannot run")
         loaded, inputs, target = self._models[of]
-        changes = edits.everywhere(loaded.model, normalizer)
+        everywhere(loaded.model, normalizer)  # raises for a model whose heads cannot be edited
         existing = self._interventions.get((of, normalizer))
         if existing is not None and existing.state != "failed":
             return existing
@@ -152,7 +152,7 @@ class Session:
 
         def prepare(source: Source) -> None:
             edited = replace(loaded, name=name, model=copy_sharing_weights(loaded.model))
-            _edit_every_forward(edited.model, changes)
+            _edit_every_forward(edited.model, everywhere(edited.model, normalizer))
             _profile_model(source, edited, inputs, target, self._cache_budget, self._closed.is_set)
             before = next(one.profile for one in self.sources if one.id == of)
             if before is not None and source.profile is not None:
@@ -255,13 +255,13 @@ def copy_sharing_weights(model: M) -> M:
     return copy.deepcopy(model, shared)
 
 
-def _edit_every_forward(model: nn.Module, changes: list[edits.Edit]) -> None:
+def _edit_every_forward(model: nn.Module, context: Callable[[], AbstractContextManager[None]]) -> None:
     """Apply the edits in every forward pass of the model, including those that compute maps of long texts later."""
     plain = model.forward
 
     @functools.wraps(plain)
     def forward(*arguments: Any, **options: Any) -> Any:
-        with edits.edited(model, changes):
+        with context():
             return plain(*arguments, **options)
 
     model.forward = forward

@@ -179,7 +179,7 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
     `options` are those of `sweep`, without `shared`.
     """
     call = detached(call)
-    request = _checked(call, call.grid, **options)
+    request = checked(call, call.grid, **options)
     if _on_triton(call, request):
         out, lse, statistics = _by_triton(call, request, output=output)
         return None if out is None else Result(out, lse), RowState(lse), statistics
@@ -188,7 +188,7 @@ def measured(call: Call, *, output: bool = False, **options: Any) -> tuple[Resul
         way = at_once if at_once.supports(call, request) else one_pass
         out, lse = way.attend_and_add(call, request, sums, output=output)
         result, rows = None if out is None else Result(out.to(call.v.dtype), lse), RowState(lse)
-        return result, rows, _finished(call, rows, request, sums)
+        return result, rows, finished(call, rows, request, sums)
     result = KERNELS[pick(call, "auto")].forward(call) if output else None
     rows = row_state(call, None if result is None else result.lse)
     return result, rows, sweep(call, rows, **options)
@@ -207,7 +207,7 @@ def sweep(
     call = detached(call)
     rows = rows if isinstance(rows, RowState) else RowState(rows)
     grid = call.grid if shared is None else shared.grid
-    request = _checked(call, grid, shared=shared, **options)
+    request = checked(call, grid, shared=shared, **options)
     if shared is None and _on_triton(call, request):  # one pass, which computes the log-sum-exp again
         return _by_triton(call, request, output=False)[-1]
     sums = request.sums(call)
@@ -218,7 +218,7 @@ def sweep(
         add_statistics(call, known, request, sums)
     else:
         _add_shared(shared, call, known, request, sums)
-    return _finished(call, rows, request, sums)
+    return finished(call, rows, request, sums)
 
 
 def _on_triton(call: Call, request: Request) -> bool:
@@ -238,13 +238,13 @@ def _by_triton(call: Call, request: Request, *, output: bool) -> tuple[Tensor | 
 
 def _counted(call: Call, rows: RowState, request: Request) -> RowState:
     """The normalizer state without the rows that do not count."""
-    if request.queries is None or not isinstance(call.normalizer, SumToOne):
+    if request.queries is None or rows.level is None or not isinstance(call.normalizer, SumToOne):
         return rows
-    assert rows.level is not None
     return replace(rows, level=rows.level.masked_fill(~request.queries[:, None], -torch.inf))
 
 
-def _finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statistics:
+def finished(call: Call, rows: RowState, request: Request, sums: Sums) -> Statistics:
+    """The statistics from the sums of all tiles, with zeros for queries that do not count."""
     if request.queries is not None:
         sums.visible.masked_fill_(~request.queries[:, None], 0)
         if sums.sink_mass is not None:
@@ -280,7 +280,7 @@ def _contributions(call: Call, value_norms: Tensor) -> Tensor:
     return KERNELS[pick(call, "auto")].forward(replace(call, v=values)).out[..., 0].to(value_norms.dtype)
 
 
-def _checked(
+def checked(
     call: Call,
     grid: Grid,
     *,

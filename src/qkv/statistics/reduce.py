@@ -54,9 +54,13 @@ class Request:
 
 def add_statistics(call: Call, rows: RowState, request: Request, sums: Sums) -> None:
     """Add the statistics of all rows of `call` to `sums`."""
+    add_tiles(call, _Sweep(rows, request, sums))
+
+
+def add_tiles(call: Call, reducer: StatisticsReducer) -> None:
+    """Run a reducer over all tiles of `call`."""
     size = sizes(call.q.device).tile  # fixed, so that the edges of tiles and of the thumbnail's bins align
-    batched = len(set(request.firsts)) == 1  # a group has one first key
-    reducer = _Sweep(rows, request, sums)
+    batched = len(set(reducer.request.firsts)) == 1  # a group has one first key
     reducer.count_band(call)
     reduce_tiles(groups(call, size, batched=batched), reducer, call.q.device)
 
@@ -220,6 +224,14 @@ class StatisticsReducer(Reducer[KeySums, RowsState]):
                     part = part * self.request.patterns.inside(name, inner, tile, span)
                 sums.mass[name][at] += _scaled(part.sum(-1), factor)
 
+    def add_final(self, rows: RowsState, tile: Tile, weights: Tensor, log2: Tensor) -> None:
+        """Add a tile of final weights, and their base-2 logarithms, to all sums but the numbers of visible pairs."""
+        if self.sums.user_statistics:
+            self.add_user_statistics(rows.job, weights, log2, tile.masked(), tile)
+        start = tile.columns.start - rows.start
+        total = rows.sums.add(weights, log2, tile.buffer("scores"), start, self.sign(rows, tile))
+        self.add(rows, tile, weights, total)
+
     def end(self, rows: RowsState, space: Workspace) -> None:
         rows.sums.put(self.sums, rows.block.at)
 
@@ -308,12 +320,7 @@ class _Sweep(StatisticsReducer):
         known = rows.job.heads.weights
         assert known is not None
         weights, log2 = tile.weights(known)
-        log2 = _log2(weights, tile.group.tiles.call) if log2 is None else log2
-        if self.sums.user_statistics:
-            self.add_user_statistics(rows.job, weights, log2, tile.masked(), tile)
-        start = tile.columns.start - rows.start
-        total = rows.sums.add(weights, log2, tile.buffer("scores"), start, self.sign(rows, tile))
-        self.add(rows, tile, weights, total)
+        self.add_final(rows, tile, weights, _log2(weights, tile.group.tiles.call) if log2 is None else log2)
 
 
 def _power_of_two(n: int) -> int:
@@ -328,6 +335,11 @@ def _log2(weights: Tensor, call: Call) -> Tensor:
             f"measure: normalizer {type(call.given.normalizer).__name__} gives negative weights with these scores, "
             "which have no entropy; expected weights of 0 or more"
         )
+    return log2_of(weights)
+
+
+def log2_of(weights: Tensor) -> Tensor:
+    """Base-2 logarithms of weights of 0 or more, finite where a weight is 0."""
     return torch.where(weights > 0, torch.log2(weights), MASKED_SCORE)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from torch import Tensor
 
-from qkv.lab.draw import INK, WEIGHTS, heatmap, panels, save_figure
+from qkv.figures.layout import COLOURS, DIVERGING, heat
+from qkv.lab.draw import INK, panels, save_figure
 
 WRITTEN = 8  # tables up to this many rows and columns have their numbers written in the cells
 
@@ -97,10 +99,8 @@ def _table(axes: Axes, values: np.ndarray, title: str, scale: tuple[float, float
         axes.text(0.5, 0.4, _number(values.item()), ha="center", va="center", size=14, color=INK)
         return
     table = np.atleast_2d(values)
-    image = heatmap(axes, np.where(np.isfinite(table), table, np.nan), vmax=scale[1])
-    image.set(cmap="PuOr_r" if scale[0] < 0 else WEIGHTS, clim=scale)
-    axes.set_aspect("auto")
-    axes.set_facecolor("0.75")
+    finite = np.where(np.isfinite(table), table, np.nan)
+    heat(axes, finite, Normalize(*scale), DIVERGING if scale[0] < 0 else COLOURS, missing="0.75")
     rows, columns = table.shape
     axes.set_xticks(range(columns) if columns <= WRITTEN else [])
     axes.set_yticks(range(rows) if 1 < rows <= WRITTEN else [])

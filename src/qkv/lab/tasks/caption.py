@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -180,6 +180,7 @@ def _greedy_captions(model: nn.Module, images: Tensor) -> list[list[int]]:
 
 def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Measured, kind: str) -> Figure:
     """One image per generated word, darkened where the attention is low, with the named object outlined."""
+    from qkv.figures.overlay import lit, show_image
     from qkv.lab.draw import panels
 
     rows = [-(-(len(words) + 1) // COLUMNS) for _, _, words, _ in shown]
@@ -199,12 +200,10 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
     first = 0
     for (held, i, words, maps), height in zip(shown, rows, strict=True):
         picture = held.images[i].transpose(1, 2, 0)
-        axes[first].imshow(picture)
-        axes[first].set_title("the image", size=8, style="italic", pad=3)
+        show_image(axes[first], picture, "the image")
         truth = zip(held.captions[i, 1:], held.objects[i, 1:], strict=True)
         for panel, word, weights, (right, thing) in zip(axes[first + 1 :], words, maps, truth, strict=False):
-            _overlay(panel, picture, weights)
-            panel.set_title(VOCABULARY[word], size=8, pad=3)
+            show_image(panel, lit(picture, weights, corners=True), VOCABULARY[word])
             if word == right and thing >= 0:
                 mask = held.masks[i, thing]
                 panel.contour(mask, [0.5], colors="white", linewidths=0.9)
@@ -213,12 +212,3 @@ def _overlays(shown: list[tuple[Scenes, int, list[int], np.ndarray]], found: Mea
                            transform=panel.transAxes)  # fmt: skip
         first += height * COLUMNS
     return figure
-
-
-def _overlay(panel: Any, picture: np.ndarray, weights: np.ndarray) -> None:
-    """Show the image with brightness by attention, interpolated between the centres of cells."""
-    size, stride = len(picture), round(len(picture) / len(weights))
-    at, middles = np.arange(size), stride * np.arange(len(weights))
-    along = np.stack([np.interp(at, middles, column) for column in (weights / weights.max()).T], 1)
-    light = np.stack([np.interp(at, middles, row) for row in along])
-    panel.imshow(picture * (0.25 + 0.75 * light[..., None]))

@@ -35,7 +35,7 @@ class Loaded:
     tokenizer: Any
 
 
-def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool = False) -> Loaded:
+def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: bool | None = False) -> Loaded:
     """Load a model for profiling, without its output head unless `head` is set.
 
     Args:
@@ -46,7 +46,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
             one that `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
         dtype: dtype of the weights: float32, bfloat16, float16 or float64.
         tokens: the longest text, in tokens, that ``"random-gpt2"`` must accept.
-        head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head.
+        head: load a Hugging Face model from a folder or the hub as a causal language model, with its output head; None
+            if its configuration names such an architecture.
 
     Raises:
         InputError: if there is no such model, or transformers is not installed.
@@ -77,7 +78,7 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool = False) -> Loaded:
+def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool | None = False) -> Loaded:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -86,7 +87,9 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool =
     known = ("qkv-mini", *BUILT_IN)
     options = UNTRUSTING | {"local_files_only": not Path(path).is_dir() and hub.only_cached(path, known)}
     try:
-        AutoConfig.from_pretrained(path, **options)
+        config = AutoConfig.from_pretrained(path, **options)
+        if head is None:
+            head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
         kind = AutoModelForCausalLM if head else AutoModel
         model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -1,0 +1,164 @@
+// The text of a profile, shaded by the attention that each token receives, or by the weights of one query.
+
+import { choice, legend, paint } from "./charts.js";
+import { css, inkOn, ramp } from "./colour.js";
+import { h, replace } from "./dom.js";
+import { headName, rowOf } from "./heads.js";
+import { binPeaks, binStart, integer, named, percent } from "./numbers.js";
+import { TokenFlow } from "./token_flow.js";
+
+const STRIP = 900; // columns of the strip above the text, at most
+const TALL = 600; // pixels, the largest height of the text, which scrolls
+
+/** The levels from 0 to 1 at which values are shown, on a logarithmic scale without the lowest `part`, and its ends. */
+function logarithmic(values, part) {
+  const positive = Array.from(values).filter((x) => x > 0).sort((a, b) => a - b);
+  const high = positive.at(-1) || 1, low = Math.min(positive[Math.floor(positive.length * part)] || high / 8, high / 8);
+  return { low, high, level: (x) => (x <= 0 ? 0 : Math.log(Math.max(x, low) / low) / Math.log(high / low)) };
+}
+
+export class Reading {
+  /** onquery(query or null): a token was selected as the query whose weights shade the text. */
+  constructor({ onquery = () => {} } = {}) {
+    Object.assign(this, { onquery, source: "all", query: null, shown: null, loads: 0 });
+    this.controls = h("div", { class: "controls" });
+    this.strip = h("div", {});
+    this.asker = h("div", {});
+    this.readout = h("output", { class: "readout" });
+    this.pane = h("div", { class: "reading-text" });
+    this.element = h("div", { class: "reading" }, this.controls, this.strip, this.asker, this.readout);
+  }
+
+  /**
+   * Show a text: {group, view, curves, layer, head, line}. line(query): a promise of the weights of a query of this head on
+   * all keys; null if they are not known. The controls are in `element`, the text is in `pane`.
+   */
+  async show(shown) {
+    const other = this.shown?.view !== shown.view;
+    this.shown = shown;
+    if (other) this.query = null;
+    await this.update();
+    if (other || !this.flow) this.flowOf(shown.view.keys);
+  }
+
+  /** Shade the text by the weights of a query; null for the attention received. */
+  ask(query) {
+    this.query = query;
+    return this.update();
+  }
+
+  async update() {
+    const load = ++this.loads, { view, curves, line } = this.shown, queries = view.queries || view.keys;
+    if (!line || this.query >= queries.length) this.query = null;
+    const values = this.query === null ? this.received(curves) : await line(this.query);
+    if (load !== this.loads) return;
+    this.values = values;
+    this.scale = logarithmic(values, 0.1);
+    this.draw();
+    this.flow?.repaint();
+  }
+
+  /** The share that every token receives from the selected source. */
+  received(curves) {
+    const { view, layer, group, head } = this.shown, n = view.n_keys;
+    if (this.source === "all") return curves.mean.values;
+    if (this.source === "layer") return curves.layers.values.subarray(layer * n, (layer + 1) * n);
+    const bins = curves.received.shape[2], at = rowOf(group, layer, head) * bins, out = new Float32Array(n);
+    for (let b = 0; b < bins; b++) out.fill(curves.received.values[at + b], binStart(b, bins, n), binStart(b + 1, bins, n));
+    return out;
+  }
+
+  draw() {
+    const { group, view, curves, layer, head, line } = this.shown, { low, high } = this.scale;
+    const sources = [["all", "All heads"], ["layer", `Layer ${group.layers[layer]}`], ["head", headName(group, layer, head)]];
+    replace(this.controls,
+      choice("Shade by attention received from", sources, this.source, (source) => { this.source = source; this.choose(null); }),
+      legend({ low: percent(low), high: percent(high), note: "share, logarithmic" }));
+    replace(this.strip, this.layers(curves, view, group));
+    replace(this.asker, view.queries && line ? this.queries(view.queries) : null);
+    this.readout.textContent = this.hint();
+  }
+
+  choose(query) {
+    this.onquery(query);
+    return this.ask(query);
+  }
+
+  hint() {
+    const { group, view, layer, head, line } = this.shown;
+    if (this.query !== null) return `Shaded: the weights of the query “${named((view.queries || view.keys)[this.query])}” (position ${integer(this.query)}) in ${headName(group, layer, head)}. Select it again to go back.`;
+    if (line && !view.queries) return `Select a token to see its attention weights in ${headName(group, layer, head)}.`;
+    if (this.source === "head" && view.bins.received < view.n_keys) return `Stored as ${integer(view.bins.received)} means of ${(view.n_keys / view.bins.received).toFixed(1)} tokens for single heads.`;
+    return "Point at a token for its share.";
+  }
+
+  point(at) {
+    if (at === null) { this.readout.textContent = this.hint(); return; }
+    const { view } = this.shown, share = this.values[at], name = `“${named(view.keys[at])}”`;
+    this.readout.textContent = this.query === null
+      ? `${name} at position ${integer(at)} receives ${percent(share)} of the attention, ${(share * view.n_keys).toPrecision(2)} × an equal share`
+      : `“${named((view.queries || view.keys)[this.query])}” gives ${name} (position ${integer(at)}) ${percent(share)} of its weight`;
+  }
+
+  flowOf(tokens) {
+    this.flow?.close();
+    this.flow = new TokenFlow({
+      name: "reading", tokens, label: "The text; arrow keys move between tokens",
+      look: (at) => { const colour = ramp(this.scale.level(this.values[at])); return { background: css(colour), ink: inkOn(colour), line: "" }; },
+      kind: (at) => (at === this.query && !this.shown.view.queries ? "pinned" : ""),
+      onhover: (at) => this.point(at),
+      onchoose: (at) => { if (this.shown.line && !this.shown.view.queries) this.choose(this.query === at ? null : at); },
+      oncurrent: (at) => this.point(at),
+      onescape: () => this.choose(null),
+      onscroll: () => this.drawn(),
+    });
+    this.pane.style.height = `${TALL}px`;
+    this.pane.replaceChildren(this.flow.element);
+  }
+
+  /** After the text was drawn or scrolled: mark its visible part on the strip, and make the pane of a short text smaller. */
+  drawn() {
+    this.frame();
+    const height = Math.min(this.flow.space.offsetHeight + 20, TALL);
+    if (this.pane.offsetHeight !== height) requestAnimationFrame(() => { this.pane.style.height = `${height}px`; });
+  }
+
+  /** For cross-attention: choose the query whose weights shade the keys. */
+  queries(tokens) {
+    return h("label", { class: "asker" }, "Query ", h("select", { "data-key": "asker", onchange: (event) => this.choose(event.target.value === "" ? null : +event.target.value) },
+      h("option", { value: "" }, "all queries"),
+      tokens.map((token, at) => h("option", { value: at, selected: at === this.query }, `${at} ${named(token)}`))));
+  }
+
+  /** The attention received in each layer along the whole text; a click scrolls the text there. */
+  layers(curves, view, { layers }) {
+    const n = view.n_keys, rows = layers.map((_, l) => binPeaks(curves.layers.values.subarray(l * n, (l + 1) * n), STRIP));
+    const { level } = logarithmic(rows.flatMap((row) => Array.from(row)), 0.05);
+    const canvas = h("canvas", { role: "img", "aria-label": "Received attention by layer and position" });
+    paint(canvas, layers.length, rows[0].length, (l, b) => level(rows[l][b]));
+    canvas.style.height = `${Math.min(Math.max(layers.length * 9, 54), 200)}px`;
+    this.window = h("i", { class: "frame", hidden: true });
+    const box = h("div", { class: "strip-box", onclick: (event) => {
+      const bounds = canvas.getBoundingClientRect(), at = Math.floor(((event.clientX - bounds.left) / bounds.width) * n);
+      this.flow.reveal(Math.min(Math.max(at, 0), n - 1));
+    } }, canvas, this.window);
+    this.frame();
+    return h("figure", { class: "strip" },
+      h("figcaption", {}, h("span", {}, "The whole text, layer by layer"), h("small", {}, `rows: layer ${layers[0]} (top) to ${layers.at(-1)} · columns: positions 0 to ${integer(n - 1)}${n > STRIP ? ", the largest share in each" : ""} · click to go there`)),
+      box);
+  }
+
+  /** Mark the visible part of the text on the strip. */
+  frame() {
+    if (!this.window || !this.flow?.width) return;
+    const [first, last] = this.flow.view, n = this.shown.view.n_keys;
+    this.window.hidden = last - first + 1 >= n;
+    Object.assign(this.window.style, { left: `${(100 * first) / n}%`, width: `${(100 * (last - first + 1)) / n}%` });
+  }
+
+  recolour() {
+    if (!this.shown || !this.values) return;
+    this.draw();
+    this.flow?.repaint();
+  }
+}

@@ -1,0 +1,273 @@
+// The widget of a profile in a notebook: the wall of all heads, and beside it the map, the text or the numbers of one.
+// `model` is anywidget's: traits of qkv.report.widget.ProfileWidget, and messages to it.
+
+import { choice } from "./charts.js";
+import { useDark, useLooks } from "./colour.js";
+import { decodedArrays, inflated } from "./data.js";
+import { h, replace } from "./dom.js";
+import { headCard, headCurves, rowOf, sizeWords } from "./heads.js";
+import { MapsSection } from "./maps_section.js";
+import { integer } from "./numbers.js";
+import { Reading } from "./reading.js";
+import { StoredMaps } from "./stored_maps.js";
+import { tooltips } from "./tips.js";
+
+const NARROW = 760; // pixels of width below which the wall is above the map
+const REST = 250; // milliseconds without motion before the visible part of the map is written into the selection
+
+/** Questions to Python, and their answers. */
+class Kernel {
+  constructor(model) {
+    Object.assign(this, { model, waiting: new Map(), next: 0 });
+    this.listen = (message, buffers) => {
+      const promise = this.waiting.get(message.id);
+      if (!promise) return; // of another view of the same widget
+      this.waiting.delete(message.id);
+      if (message.error) promise.reject(new Error(message.error));
+      else promise.resolve({ ...message, buffers });
+    };
+    model.on("msg:custom", this.listen);
+  }
+
+  ask(of) {
+    const id = `${Math.random()}/${this.next++}`;
+    return new Promise((resolve, reject) => {
+      this.waiting.set(id, { resolve, reject });
+      this.model.send({ id, of });
+    });
+  }
+
+  /** Exact maps of a text for `MapsSection`, or null if Python has none. */
+  async exactMaps(group, text) {
+    const { shape } = await this.ask({ what: "shape", group, text });
+    if (!shape) return null;
+    return {
+      shape, note: "A cell is one query and one key where you zoom in; Python computes the weights, exactly.",
+      tile: async (layer, head, pool, { zoom, i, j }) => {
+        const { rows, columns, buffers } = await this.ask({ what: "tile", group, text, layer, head, pool, zoom, i, j });
+        const bytes = new Uint8Array(buffers[0].buffer ?? buffers[0], buffers[0].byteOffset ?? 0, buffers[0].byteLength);
+        return { rows, columns, values: new Float32Array(bytes.slice().buffer) };
+      },
+      pair: async (layer, head, query, key) => (await this.ask({ what: "pair", group, text, layer, head, query, key })).weight,
+    };
+  }
+
+  close() {
+    this.model.off("msg:custom", this.listen);
+  }
+}
+
+/** Whether the page behind an element is dark. */
+function isDarkBehind(element) {
+  const pixel = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+  for (let at = element; at; at = at.parentNode ?? at.host) {
+    if (!(at instanceof Element)) continue;
+    pixel.clearRect(0, 0, 1, 1);
+    pixel.fillStyle = getComputedStyle(at).backgroundColor; // in any colour space
+    pixel.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = pixel.getImageData(0, 0, 1, 1).data;
+    if (a > 127) return 0.2126 * r + 0.7152 * g + 0.0722 * b < 128;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+class WidgetView {
+  constructor(model, host, root) {
+    Object.assign(this, { model, host, root, page: JSON.parse(model.get("_page")), tab: "map", cache: new Map(), shown: null });
+    useLooks(this.page);
+    this.kernel = new Kernel(model);
+    this.maps = new MapsSection({
+      onselect: (layer, head) => this.choose({ layer: this.group.layers[layer], head: this.group.heads[head] }),
+      onpin: (pair) => this.choose({ query: pair ? pair.query : null, key: pair ? pair.key : null }),
+      onview: (part) => this.moved(part), ontrouble: (error) => this.trouble(error),
+    });
+    this.reading = new Reading({ onquery: (query) => this.choose({ query }) });
+    this.switches = h("div", { class: "widget-switches" });
+    this.tabs = h("div", { class: "widget-tabs" });
+    this.problem = h("p", { class: "widget-problem", role: "alert", hidden: true });
+    this.numbers = h("div", { class: "widget-numbers" });
+    this.panes = { map: this.maps.mapBox, text: h("div", {}, this.reading.element, this.reading.pane), numbers: this.numbers };
+    this.tip = h("div", { class: "tip", role: "status", hidden: true });
+    root.append(h("div", { class: "widget" },
+      h("header", { class: "widget-head" }, h("b", {}, this.page.attrs.model || "Attention profile"), this.size = h("span", {}), this.switches), this.problem,
+      h("div", { class: "widget-body" }, h("div", { class: "widget-wall" }, this.maps.controls, this.maps.wallBox), h("div", { class: "widget-side" }, this.tabs, ...Object.values(this.panes)))), this.tip);
+    this.stopTips = tooltips(root, this.tip);
+    this.onchange = () => this.update();
+    model.on("change:selection", this.onchange);
+    this.width = new ResizeObserver(() => requestAnimationFrame(() => {
+      host.classList.toggle("narrow", host.clientWidth < NARROW);
+      if (this.tab === "numbers" && this.shown) this.drawNumbers();
+    }));
+    this.width.observe(host);
+    this.theme = new MutationObserver(() => this.retheme());
+    for (const element of [document.documentElement, document.body]) this.theme.observe(element, { attributes: true });
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.onscheme = () => this.retheme();
+    this.scheme.addEventListener("change", this.onscheme);
+    this.retheme();
+    this.open(this.tab);
+    this.update();
+  }
+
+  get selection() { return this.model.get("selection"); }
+  get group() { return this.page.groups[this.groupAt]; }
+  get groupAt() { return this.page.groups.findIndex(({ name }) => name === this.selection.group); }
+  get view() { return this.group.texts[this.selection.text]; }
+  get place() { return `${this.groupAt}-${this.selection.text}`; }
+  get at() { return [this.group.layers.indexOf(this.selection.layer), this.group.heads.indexOf(this.selection.head)]; }
+
+  trouble(error) {
+    this.problem.textContent = error && error.message ? error.message : String(error);
+    this.problem.hidden = false;
+  }
+
+  /** Change parts of the selection. */
+  choose(changes) {
+    const before = this.selection, after = { ...before, ...changes };
+    if (JSON.stringify(before) === JSON.stringify(after)) return;
+    this.model.set("selection", after);
+    this.model.save_changes();
+    this.update();
+  }
+
+  once(key, load) {
+    if (!this.cache.has(key)) this.cache.set(key, load());
+    return this.cache.get(key);
+  }
+
+  curves() {
+    const { place, view } = this;
+    return this.once(`curves-${place}`, async () => decodedArrays(view.arrays, await inflated(this.model.get("_packed")[`curves-${place}`])));
+  }
+
+  stored() {
+    const { place, view } = this;
+    if (!StoredMaps.has(view)) return null;
+    return this.once(`stored-${place}`, () => new StoredMaps(view, async (kind, row) => this.once(`${kind}-${place}`, () => JSON.parse(this.model.get("_packed")[`${kind}-${place}`]))[row]));
+  }
+
+  /** Show the selection. */
+  async update() {
+    const { selection, place } = this, [layer, head] = this.at, key = JSON.stringify(selection);
+    if (this.updating === key) return;
+    this.updating = key;
+    try {
+      const curves = await this.curves(), maps = this.stored(), { group, view } = this;
+      if (this.updating !== key) return;
+      const otherText = this.shown !== place, otherHead = otherText || this.shownHead !== `${layer}/${head}`;
+      this.shownHead = `${layer}/${head}`;
+      if (otherText) {
+        this.shown = place;
+        this.size.textContent = `${sizeWords(group)}, ${integer(view.n_keys)} tokens`;
+        this.drawSwitches();
+        this.panes.map.classList.toggle("widget-without", !maps);
+        if (maps) await this.maps.show({ page: this.page, group, view, curves, maps, exact: null }, layer, head);
+        if (maps && !maps.exact) this.refine(place);
+      } else if (otherHead && maps) await this.maps.select(layer, head);
+      if (otherHead) {
+        const row = rowOf(group, layer, head);
+        await this.reading.show({ group, view, curves, layer, head, line: maps?.exact ? (query) => maps.line(row, query) : null });
+        if (this.tab === "numbers") this.drawNumbers();
+      }
+      if (this.reading.query !== selection.query) this.reading.ask(selection.query);
+      const { map } = this.maps.large;
+      if (maps && map.content) {
+        const pin = selection.query === null || selection.key === null ? null : { query: selection.query, key: selection.key };
+        if (JSON.stringify(map.pin) !== JSON.stringify(pin)) this.maps.large.pin(pin);
+        const part = JSON.stringify([selection.queries, selection.keys]), asked = part !== this.seen && part !== this.part; // by Python
+        this.seen = part;
+        if (asked && !(otherText && this.isWhole(selection))) this.maps.large.cover([selection.queries[0], selection.queries[1] - 1], [selection.keys[0], selection.keys[1] - 1]);
+      }
+      this.host.dataset.ready = key;
+    } catch (error) {
+      this.trouble(error);
+    }
+  }
+
+  isWhole({ queries, keys }) {
+    return queries[0] === 0 && keys[0] === 0 && queries[1] === this.view.n_queries && keys[1] === this.view.n_keys;
+  }
+
+  /** Use exact maps from Python in place of pooled ones, if it has them. */
+  async refine(place) {
+    const { selection: { group, text } } = this;
+    try {
+      const exact = await this.kernel.exactMaps(group, text);
+      if (!exact || this.shown !== place) return;
+      this.maps.shown.exact = exact;
+      await this.maps.select(...this.at);
+      this.host.dataset.exact = place;
+    } catch (error) {
+      this.trouble(error);
+    }
+  }
+
+  /** The visible part of the map has changed. */
+  moved({ queries, keys }) {
+    clearTimeout(this.rest);
+    const part = { queries: [queries[0], queries[1] + 1], keys: [keys[0], keys[1] + 1] };
+    this.part = JSON.stringify([part.queries, part.keys]);
+    this.rest = setTimeout(() => this.choose(part), REST);
+  }
+
+  drawSwitches() {
+    const { groups } = this.page, { group, view } = this, reset = (name, text) => {
+      const to = groups.find((one) => one.name === name), one = to.texts[text];
+      return { group: name, text, layer: to.layers[0], head: to.heads[0], query: null, key: null, queries: [0, one.n_queries], keys: [0, one.n_keys] };
+    };
+    replace(this.switches,
+      groups.length > 1 ? choice("Attention", groups.map(({ name }) => [name, name]), group.name, (name) => this.choose(reset(name, Math.min(this.selection.text, groups.find((one) => one.name === name).texts.length - 1)))) : null,
+      group.texts.length > 1 ? h("label", {}, "Text ", h("select", { "data-key": "text", onchange: (event) => this.choose(reset(group.name, +event.target.value)) },
+        group.texts.map((text, at) => h("option", { value: at, selected: text === view }, `${at + 1}. ${text.keys.slice(0, 8).join("").trim()} …`)))) : null);
+  }
+
+  open(tab) {
+    this.tab = tab;
+    for (const [name, pane] of Object.entries(this.panes)) pane.hidden = name !== tab;
+    replace(this.tabs, choice("Show", [["map", "Map"], ["text", "Text"], ["numbers", "Numbers"]], tab, (name) => this.open(name)));
+    if (tab === "numbers" && this.shown) this.drawNumbers();
+  }
+
+  async drawNumbers() {
+    const { group, view } = this, [layer, head] = this.at, curves = await this.curves(), width = Math.max(this.numbers.clientWidth, 240);
+    replace(this.numbers, headCard({ group, view, layer, head, step: null }), h("div", { class: "widget-curves" }, headCurves({ group, view, curves, layer, head, width })));
+  }
+
+  retheme() {
+    const dark = isDarkBehind(this.host.parentNode);
+    if (this.host.dataset.theme === (dark ? "dark" : "light")) return;
+    this.host.dataset.theme = dark ? "dark" : "light";
+    useDark(dark);
+    if (!this.shown) return;
+    this.maps.recolour();
+    this.reading.recolour();
+    if (this.tab === "numbers") this.drawNumbers();
+  }
+
+  close() {
+    clearTimeout(this.rest);
+    this.model.off("change:selection", this.onchange);
+    for (const observer of [this.width, this.theme]) observer.disconnect();
+    this.scheme.removeEventListener("change", this.onscheme);
+    this.stopTips();
+    this.kernel.close();
+    this.maps.large.close();
+    this.reading.flow?.close();
+  }
+}
+
+/** anywidget's `render`: draw the widget in `el`. Returns the function that removes it. */
+export function renderWidget({ model, el }) {
+  const host = h("div", { class: "qkv-widget", "data-lm-suppress-shortcuts": "true" }), root = host.attachShadow({ mode: "open" });
+  root.append(h("style", {}, model.get("_style")));
+  host.addEventListener("keydown", (event) => event.stopPropagation()); // the notebook has shortcuts of its own
+  el.append(host);
+  let view = null;
+  const laidOut = new ResizeObserver(() => { // notebooks render before they attach
+    if (!host.clientWidth || view) return;
+    laidOut.disconnect();
+    requestAnimationFrame(() => { view = new WidgetView(model, host, root); });
+  });
+  laidOut.observe(host);
+  return () => { laidOut.disconnect(); view?.close(); };
+}

@@ -1,0 +1,35 @@
+"""Figures of attention weights that one already has, of any library, or of a `qkv.Profile`.
+
+Functions with an argument `ax` draw one panel, into those axes or into a new figure, and return the axes. The others
+make a new figure and return it. In a notebook both are shown as a picture. pyplot is not needed.
+
+>>> import torch
+>>> from qkv import plot
+>>> plot.weights(torch.eye(3), ["a", "b", "c"], title="Each token attends to itself").get_title(loc="left")
+'Each token attends to itself'
+"""
+
+from qkv.plot.graph import arcs
+from qkv.plot.many import heads, model, panels
+from qkv.plot.single import matrix, weights
+from qkv.plot.statistics import by_head, entropy, received, sinks
+from qkv.plot.words import alignment, overlay
+
+__all__ = [
+    "alignment",
+    "arcs",
+    "by_head",
+    "entropy",
+    "heads",
+    "matrix",
+    "model",
+    "overlay",
+    "panels",
+    "received",
+    "sinks",
+    "weights",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,230 @@
+"""The weights that a call of `qkv.plot` gets, in any form, as arrays of layers; their tokens; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from qkv.errors import InputError
+from qkv.masks import Mask
+from qkv.profiler.profiles import Profile
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+ROUNDING = 1.01  # weights in half precision may exceed 1 by a little
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Weights of some layers: for each an array (heads, queries, keys), its bins if `bins` is not (1, 1)."""
+
+    maps: list[np.ndarray]
+    layer_ids: list[int]
+    head_ids: list[list[int]]
+    sizes: list[tuple[int, int]]
+    """Numbers of queries and keys of each layer, which its bins cover."""
+    bins: tuple[int, int] = (1, 1)
+    keys: list[str] | None = None
+    queries: list[str] | None = None
+
+    def layer(self, layer: int | None) -> Layers:
+        """One layer by its id; `layer` may be None if there is only one."""
+        at = _index("layer", layer, self.layer_ids)
+        pick = slice(at, at + 1)
+        return replace(
+            self,
+            maps=self.maps[pick],
+            layer_ids=self.layer_ids[pick],
+            head_ids=self.head_ids[pick],
+            sizes=self.sizes[pick],
+        )
+
+    def head(self, head: int | None) -> np.ndarray:
+        """The map of one head, by its id, of the only layer."""
+        result: np.ndarray = self.maps[0][_index("head", head, self.head_ids[0])]
+        return result
+
+
+def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
+    """The index of an id; None stands for the only one."""
+    if chosen is None and len(ids) == 1:
+        return 0
+    if chosen is None:
+        raise InputError(
+            f"{name} is None with {len(ids)} {name}s, expected the {name} to draw, from {ids[0]} to {ids[-1]}"
+        )
+    if chosen not in ids:
+        raise InputError(f"{name} is {chosen}, expected one of {ids[0]} to {ids[-1]}")
+    return list(ids).index(chosen)
+
+
+def array(x: Any, name: str = "w") -> np.ndarray:
+    """A tensor or array of numbers as float64; booleans become 0 and 1."""
+    try:
+        found = x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        if found.dtype.kind == "V" or found.dtype.name == "bfloat16":
+            found = found.astype(np.float32)
+        result: np.ndarray = found.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is {type(x).__name__}, expected numbers that form an array ({error})") from error
+    return result
+
+
+def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
+    """The weights of some layers and, for a profile, their tokens.
+
+    Args:
+        w: a `Profile`; a tuple or list of layers (b, h, nq, nk) or (h, nq, nk), as `output_attentions` gives; or one
+            tensor or array (nq, nk), (h, nq, nk), (b, h, nq, nk) or (layers, b, h, nq, nk).
+        item: batch item, or text of a profile; None if there is only one.
+        stacked: whether four dimensions are (layers, h, nq, nk).
+    """
+    if isinstance(w, Profile):
+        return _of_profile(w, item)
+    if isinstance(w, (tuple, list)) and w and (any(x is None for x in w) or any(getattr(x, "ndim", 0) > 2 for x in w)):
+        made = [_layer(x, item, f"w[{n}]") for n, x in enumerate(w)]
+    else:
+        whole = array(w)
+        if whole.ndim == 5 or (stacked and whole.ndim == 4):
+            made = [_layer(x, item, "w") for x in whole]
+        else:
+            made = [_layer(whole, item, "w")]
+    return Layers(
+        made,
+        list(range(len(made))),
+        [list(range(len(x))) for x in made],
+        [(x.shape[1], x.shape[2]) for x in made],
+    )
+
+
+def _layer(x: Any, item: int | None, name: str) -> np.ndarray:
+    """One layer as (h, nq, nk), checked to be weights."""
+    if x is None:
+        raise InputError(
+            f"{name} is None, expected weights: the model did not form them; load it with "
+            "attn_implementation='eager', or pass a qkv.Profile"
+        )
+    if isinstance(x, (tuple, list)) and any(getattr(part, "ndim", 0) > 1 for part in x):
+        raise InputError(
+            f"{name} is a {type(x).__name__} of tensors, expected the weights of one layer; after generate() pass "
+            "the tuple of one step"
+        )
+    found = array(x, name)
+    if found.ndim not in (2, 3, 4) or 0 in found.shape:
+        raise InputError(f"{name} has shape {found.shape}, expected (nq, nk), (h, nq, nk) or (b, h, nq, nk)")
+    if found.ndim == 4:
+        items = len(found)
+        if item is None and items > 1:
+            raise InputError(f"item is None with {items} batch items, expected the one to draw, from 0 to {items - 1}")
+        found = found[_index("item", item, range(items))]
+    elif item not in (None, 0):
+        raise InputError(f"item is {item}, expected None: {name} has no batch dimension")
+    found = found[None] if found.ndim == 2 else found
+    check_weights(found, name)
+    return found
+
+
+def check_weights(values: np.ndarray, name: str = "w") -> None:
+    """Refuse numbers that are no weights; NaN stands for masked pairs."""
+    shown = values[~np.isnan(values)]
+    if len(shown) and not (shown.min() >= 0 and shown.max() <= ROUNDING):
+        raise InputError(
+            f"{name} holds {shown.min():.3g} to {shown.max():.3g}, expected weights from 0 to 1: apply the softmax to "
+            "scores first, or draw them with qkv.plot.matrix"
+        )
+
+
+def _of_profile(profile: Profile, item: int | None) -> Layers:
+    data = profile.data
+    if item is None and data.sizes["text"] > 1:
+        raise InputError(f"item is None with {data.sizes['text']} texts, expected the text to draw")
+    at = _index("item", item, range(data.sizes["text"]))
+    one = data.isel(text=at)
+    n_queries, n_keys = int(one["n_queries"]), int(one["n_keys"])
+    values, bins = _stored(one, n_queries, n_keys)
+    if values is None:
+        raise InputError(
+            f"w is a Profile without maps of text {at}, expected one made with map_tokens={n_keys} or more"
+        )
+    values = values.astype(np.float64)
+    if one.attrs["causal"]:  # a bin is masked if its first key comes after its last query
+        last = np.minimum(np.arange(1, values.shape[2] + 1) * bins[0], n_queries) - 1 + n_keys - n_queries
+        values = np.where(np.arange(values.shape[3]) * bins[1] <= last[:, None], values, np.nan)
+    count = len(values)
+    return Layers(
+        list(values),
+        [int(x) for x in one["layer"].values],
+        [[int(x) for x in one["head"].values]] * count,
+        [(n_queries, n_keys)] * count,
+        bins,
+        [str(x) for x in one["key_token"].values[:n_keys]],
+        [str(x) for x in one["query_token"].values[:n_queries]],
+    )
+
+
+def _stored(one: xr.Dataset, n_queries: int, n_keys: int) -> tuple[np.ndarray | None, tuple[int, int]]:
+    """The weights (layer, head, query, key) that a profile stores for a text, else its pooled maps, and their bins."""
+    if "weights" in one:
+        weights = one["weights"].values[:, :, :n_queries, :n_keys]
+        if np.isfinite(weights).any():
+            return weights, (1, 1)
+    if "map_max" in one:
+        bins = int(one["bin_queries"]), int(one["bin_keys"])
+        if 0 not in bins:
+            return one["map_max"].values[:, :, : -(-n_queries // bins[0]), : -(-n_keys // bins[1])], bins
+    return None, (1, 1)
+
+
+def masked(values: np.ndarray, mask: Any) -> np.ndarray:
+    """The values with NaN where a mask, of booleans or from `qkv.masks`, is False."""
+    if mask is None:
+        return values
+    visible = visible_pairs(mask, *values.shape[-2:])
+    result: np.ndarray = np.where(visible, values, np.nan)
+    return result
+
+
+def visible_pairs(mask: Any, n_queries: int, n_keys: int, name: str = "mask") -> np.ndarray:
+    """A mask of `qkv.masks` or a matrix of booleans as an array (nq, nk)."""
+    found = mask.dense(n_queries, n_keys) if isinstance(mask, Mask) else mask
+    pairs = found.detach().cpu().numpy() if isinstance(found, Tensor) else np.asarray(found)
+    if pairs.dtype != bool:
+        raise InputError(f"{name} is {pairs.dtype}, expected booleans, True where a query may attend")
+    while pairs.ndim > 2 and len(pairs) == 1:
+        pairs = pairs[0]
+    if pairs.shape != (n_queries, n_keys):
+        raise InputError(
+            f"{name} has shape {pairs.shape}, expected ({n_queries}, {n_keys}), the same for all items and heads"
+        )
+    result: np.ndarray = pairs
+    return result
+
+
+def token_lists(
+    tokens: Sequence[Any] | None, queries: Sequence[Any] | None, n_queries: int, n_keys: int
+) -> tuple[list[str] | None, list[str] | None]:
+    """Labels of the queries and of the keys. Without `queries`, the last keys are the queries, as with a cache."""
+    keys = None if tokens is None else _labels("tokens", tokens, n_keys, "keys")
+    if queries is not None:
+        return _labels("queries", queries, n_queries, "queries"), keys
+    if keys is None:
+        return None, None
+    if n_queries > n_keys:
+        raise InputError(
+            f"queries is None with {n_queries} queries and {n_keys} keys, expected the names of the queries"
+        )
+    return keys[n_keys - n_queries :], keys
+
+
+def _labels(name: str, given: Sequence[Any], n: int, what: str) -> list[str]:
+    if isinstance(given, str):
+        raise InputError(f"{name} is one string, expected a list of {n} strings, such as tokenizer.tokenize(text)")
+    found = [str(x) for x in given]
+    if len(found) != n:
+        raise InputError(f"{name} has {len(found)} names, expected {n}, one for each of the {what}")
+    return found

@@ -1,0 +1,277 @@
+"""One matrix: of weights, or of any numbers."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from qkv.errors import InputError
+from qkv.figures.layout import COLOURS, DIVERGING, Drawing, heat, place, token_label, write_cells
+from qkv.figures.style import HAIRLINE, INK, MUTED
+from qkv.plot.given import array, layers, masked, token_lists
+
+CELL, LEAST, MOST = 0.42, 1.5, 5.6  # inches: a cell, and the shortest and longest side of a matrix
+CHARACTER = 0.078  # inches of a character of a label, at 8 points
+PIXELS = 800  # longer sides are shown in bins, since a raster image would leave out rows
+READABLE = 4.6  # points: labels of tokens are at least as large, else positions are printed
+
+
+def weights(
+    w: Any,
+    tokens: Sequence[Any] | None = None,
+    *,
+    queries: Sequence[Any] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    item: int | None = None,
+    mask: Any = None,
+    vmax: float | None = None,
+    power: float = 1.0,
+    values: bool = False,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """The attention weights of one head: queries down, keys across; masked pairs (NaN) are grey.
+
+    Args:
+        w: the weights, (nq, nk), (h, nq, nk) or (b, h, nq, nk); the tuple of all layers that `output_attentions`
+            gives; or a `qkv.Profile`. Tensors of any dtype and device, arrays of any library, or lists.
+        tokens: names of the keys; without `queries`, the last of them are the queries. A profile has its own.
+        queries: names of the queries, of a cross-attention for example.
+        layer: the layer, if there are several.
+        head: the head, if there are several.
+        item: the batch item, or the text of a profile, if there are several.
+        mask: pairs to show as masked: booleans (nq, nk), True where a query may attend, or a mask of `qkv.masks`.
+        vmax: the weight with the darkest colour; the largest one by default.
+        power: the colour is proportional to weight ** power; 0.5 shows small weights.
+        values: whether to print the weights in the cells, if they are large enough.
+        title: the title.
+        ax: the axes to draw in; a new figure with a colour bar by default.
+
+    Returns:
+        The axes. ``.figure.savefig("map.png")`` saves the picture.
+
+    Raises:
+        InputError: for a wrong shape, numbers that are not weights, a wrong number of tokens, or a choice that is
+            missing.
+
+    >>> import torch, qkv
+    >>> w = torch.randn(3, 3).softmax(-1)
+    >>> qkv.plot.weights(w, ["the", "cat", "sat"]).get_ylabel()
+    'query'
+    """
+    found = layers(w, item).layer(layer)
+    shown = found.head(head)
+    n_queries, n_keys = found.sizes[0]
+    if tokens is None and queries is None:
+        rows, columns = found.queries, found.keys
+    else:
+        rows, columns = token_lists(tokens, queries, n_queries, n_keys)
+    return drawn(
+        masked(shown, mask), rows, columns, vmin=0, vmax=vmax, power=power, values=values, title=title, ax=ax,
+        what="weight", bins=found.bins, covers=(n_queries, n_keys),
+    )  # fmt: skip
+
+
+def matrix(
+    m: Any,
+    tokens: Sequence[Any] | None = None,
+    *,
+    queries: Sequence[Any] | None = None,
+    vmin: float | None = None,
+    vmax: float | None = None,
+    values: bool = False,
+    labels: tuple[str, str] = ("query", "key"),
+    what: str = "",
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """Any matrix, such as scores, a bias or a table of positions. Negative numbers are blue, positive ones orange.
+
+    Args:
+        m: the numbers, (rows, columns); NaN is grey.
+        tokens: names of the columns; without `queries`, the last of them are the rows.
+        queries: names of the rows.
+        vmin: the number with the first colour; 0 by default, or −vmax if any number is negative.
+        vmax: the number with the last colour; the largest one by default.
+        values: whether to print the numbers in the cells, if they are large enough.
+        labels: labels of the axis down and of the axis across.
+        what: label of the colour bar.
+        title: the title.
+        ax: the axes to draw in; a new figure with a colour bar by default.
+
+    Returns:
+        The axes.
+
+    Raises:
+        InputError: for anything but a matrix, or a wrong number of tokens.
+
+    >>> import torch, qkv
+    >>> scores = torch.tensor([[2.0, -1.0], [0.5, 1.0]])
+    >>> qkv.plot.matrix(scores, labels=("row", "column")).images[0].norm.vmin
+    -2.0
+    """
+    shown = array(m, "m")
+    if shown.ndim != 2 or 0 in shown.shape:
+        raise InputError(f"m has shape {shown.shape}, expected a matrix (rows, columns)")
+    rows, columns = token_lists(tokens, queries, *shown.shape)
+    return drawn(
+        shown, rows, columns, vmin=vmin, vmax=vmax, values=values, labels=labels, what=what, title=title, ax=ax
+    )  # fmt: skip
+
+
+def drawn(
+    shown: np.ndarray,
+    rows: list[str] | None,
+    columns: list[str] | None,
+    *,
+    vmin: float | None,
+    vmax: float | None,
+    power: float = 1.0,
+    values: bool = False,
+    labels: tuple[str, str] = ("query", "key"),
+    what: str = "",
+    title: str = "",
+    ax: Axes | None = None,
+    bins: tuple[int, int] = (1, 1),
+    covers: tuple[int, int] | None = None,
+) -> Axes:
+    """A matrix in new axes with a colour bar, or in `ax`; see `weights` and `matrix`."""
+    covers = (shown.shape[0], shown.shape[1]) if covers is None else covers
+    norm = norm_of([shown], vmin, vmax, power)
+    shown, bins = pooled(shown, bins)
+    bar = None
+    if ax is None:
+        wide, tall = sides(*covers)
+        left, below = 0.45 + label_inches(rows), 0.35 + label_inches(columns, cell=wide / covers[1])
+        lines = textwrap.wrap(title, max(16, int((wide + 0.8) * 12.5)))
+        top = 0.2 + 0.2 * len(lines)
+        figure = Drawing(figsize=(left + wide + 0.8, top + tall + below))
+        ax = place(figure, left, top, wide, tall)
+        bar = place(figure, left + wide + 0.12, top, 0.1, tall)
+        title = "\n".join(lines)
+    image = draw(ax, shown, norm, rows, columns, bins=bins, covers=covers, labels=labels, title=title)
+    if values and bins == (1, 1):
+        write_cells(ax, image, written)
+    if bar is not None:
+        largest = "" if bins == (1, 1) else f"largest {what or 'value'} in bins of {bins[0]} × {bins[1]}"
+        scale(bar, image, largest or what)
+    return ax
+
+
+def draw(
+    ax: Axes,
+    shown: np.ndarray,
+    norm: Normalize,
+    rows: list[str] | None,
+    columns: list[str] | None,
+    *,
+    bins: tuple[int, int] = (1, 1),
+    covers: tuple[int, int],
+    labels: tuple[str, str] = ("query", "key"),
+    title: str = "",
+) -> AxesImage:
+    """Draw a matrix, or its bins, with labels on both sides."""
+    colours = DIVERGING if (norm.vmin or 0) < 0 else COLOURS
+    down, across = (size * n for size, n in zip(bins, shown.shape, strict=True))
+    image = heat(ax, shown, norm, colours, extent=(-0.5, across - 0.5, down - 0.5, -0.5))
+    ax.set_xlim(-0.5, covers[1] - 0.5)
+    ax.set_ylim(covers[0] - 0.5, -0.5)
+    if title:
+        ax.set_title(title, loc="left", fontsize=9, color=INK, pad=6)
+    label(ax, "y", rows, covers[0], labels[0])
+    label(ax, "x", columns, covers[1], labels[1])
+    return image
+
+
+def label(ax: Axes, side: Literal["x", "y"], names: list[str] | None, n: int, what: str) -> None:
+    """Ticks of one side: tokens if they are readable, else positions."""
+    axis = ax.xaxis if side == "x" else ax.yaxis
+    inches = (ax.bbox.width if side == "x" else ax.bbox.height) / ax.get_figure(root=True).dpi  # type: ignore[union-attr]
+    points = min(8.0, 0.85 * 72 * inches / n)
+    if names is not None and points >= READABLE:
+        texts = [token_label(name) for name in names]
+        turned = side == "x" and _turned(max(map(len, texts)) * CHARACTER, inches / n)
+        axis.set_ticks(range(n), texts)
+        axis.set_tick_params(labelsize=points, labelrotation=90 if turned else 0, length=0, labelcolor=INK)
+        axis.set_label_text(what, fontsize=8, color=MUTED)
+        return
+    axis.set_major_locator(MaxNLocator(max(1, min(8, int(inches / 0.3))), integer=True))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value):,}" if value == round(value) else ""))
+    axis.set_tick_params(length=2.5, color=HAIRLINE, labelsize=7, labelcolor=MUTED)
+    axis.set_label_text(what if names is None else f"{what} position", fontsize=8, color=MUTED)
+
+
+def scale(bar: Axes, image: AxesImage, what: str) -> None:
+    """The colour bar of an image."""
+    colour_bar = bar.figure.colorbar(image, cax=bar)
+    colour_bar.outline.set_visible(False)
+    colour_bar.locator = MaxNLocator(4)
+    colour_bar.update_ticks()
+    bar.tick_params(which="both", length=0, labelsize=7, colors=MUTED, pad=2)
+    bar.set_ylabel(what, fontsize=7.5, color=MUTED, labelpad=4)
+
+
+def norm_of(shown: Sequence[np.ndarray], vmin: float | None, vmax: float | None, power: float = 1.0) -> Normalize:
+    """The colour scale of some matrices: from 0, or symmetrical if any number is negative."""
+    known = np.concatenate([x[np.isfinite(x)] for x in shown])
+    low, top = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    if vmin is None and low < 0:
+        vmax = max(-low, top) if vmax is None else vmax
+        vmin = -vmax
+    vmin = 0.0 if vmin is None else vmin
+    vmax = top if vmax is None else vmax
+    vmax = vmax if vmax > vmin else vmin + 1.0
+    if not power > 0:
+        raise InputError(f"power is {power}, expected more than 0")
+    return Normalize(vmin, vmax) if power == 1 else PowerNorm(power, vmin, vmax)
+
+
+def pooled(
+    values: np.ndarray, bins: tuple[int, int] = (1, 1), most: int = PIXELS
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """The number of largest magnitude in each bin, with at most `most` bins on a side, and the size of a bin."""
+    sizes = [-(-n // most) for n in values.shape]
+    for axis, size in enumerate(sizes):
+        if size > 1:
+            at = np.arange(0, values.shape[axis], size)
+            high, low = np.fmax.reduceat(values, at, axis=axis), np.fmin.reduceat(values, at, axis=axis)
+            values = np.where(-low > high, low, high)
+    return values, (bins[0] * sizes[0], bins[1] * sizes[1])
+
+
+def sides(n_queries: int, n_keys: int) -> tuple[float, float]:
+    """Width and height of a matrix in inches, with square cells unless it is very long."""
+    cell = min(CELL, MOST / max(n_queries, n_keys))
+    return max(cell * n_keys, min(LEAST, CELL * 2 * n_keys)), max(cell * n_queries, min(LEAST, CELL * 2 * n_queries))
+
+
+def label_inches(names: list[str] | None, *, cell: float | None = None) -> float:
+    """The space in inches for the names of one side of a new figure, or for positions.
+
+    `cell` is the width of a cell, of the side across: names that fit into it are not turned.
+    """
+    if names is None or 0.85 * 72 * (cell or min(CELL, MOST / len(names))) < READABLE:
+        return 0.2
+    longest = CHARACTER * max(len(token_label(name)) for name in names)
+    return 0.2 if cell is not None and not _turned(longest, cell) else 0.1 + longest
+
+
+def _turned(longest: float, cell: float) -> bool:
+    """Whether names are turned by 90 degrees: the longest, in inches, does not fit into a cell."""
+    return longest > 0.95 * cell
+
+
+def written(value: float) -> str:
+    """A number in a cell: ".25", "1", "−2.50", "12"."""
+    if value in (0, 1, -1):
+        return f"{value:.0f}".replace("-", "−")
+    text = f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
+    return (text.replace("0.", ".", 1) if abs(value) < 1 else text).replace("-", "−")
