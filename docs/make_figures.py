@@ -23,8 +23,10 @@ import make_screenshots
 import matplotlib.pyplot as plt
 import model_speed
 import trained_models
+from make_screenshots import small
 
 import qkv
+from qkv import cli
 from qkv.bench import run, show
 from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
@@ -36,7 +38,7 @@ CHROMIUM = "--headless --no-sandbox --disable-gpu --no-first-run --disable-backg
 
 
 def pictures() -> None:
-    """The overview figure and a screenshot of the report's first screen."""
+    """Figures of a trained BERT, and a screenshot of the beginning of the default report."""
     figures = DOCS / "figures"
     figures.mkdir(exist_ok=True)
     profile = qkv.profile("minilm", default_text(), command="qkv profile minilm")
@@ -48,10 +50,12 @@ def pictures() -> None:
         print("no chromium: the screenshot of the report stays as it is")
         return
     with tempfile.TemporaryDirectory() as folder:
-        report = profile.report(Path(folder) / "report.html")
+        assert cli.main(["profile", "--out", folder]) == 0
+        report = Path(folder) / "report.html"
         shot = f"--screenshot={figures / 'report.png'}"
-        size = ["--window-size=1280,1240", "--virtual-time-budget=4000", f"--user-data-dir={folder}/chromium"]
+        size = ["--window-size=1280,1800", "--virtual-time-budget=6000", f"--user-data-dir={folder}/chromium"]
         subprocess.run([browser, *CHROMIUM.split(), *size, shot, report.as_uri()], check=True, capture_output=True)
+    (figures / "report.png").write_bytes(small((figures / "report.png").read_bytes()))
 
 
 def of_mini() -> None:

@@ -67,7 +67,7 @@ def screenshots(folder: Path = FIGURES, names: list[str] | None = None) -> None:
             page = context.new_page()
             page.goto(f"{url}#/{page_name}?{urlencode(state)}")
             _settle(page)
-            (folder / f"view-{name}.png").write_bytes(_small(page.screenshot()))
+            (folder / f"view-{name}.png").write_bytes(small(page.screenshot()))
             context.close()
         browser.close()
 
@@ -81,7 +81,7 @@ def _settle(page: Page) -> None:
     page.wait_for_timeout(300)
 
 
-def _small(png: bytes) -> bytes:
+def small(png: bytes) -> bytes:
     """The same picture in as many colours as its size allows."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     choices = (picture, *(picture.quantize(n, dither=Image.Dither.NONE) for n in (256, 128, 64)))

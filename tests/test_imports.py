@@ -18,7 +18,7 @@ ORDER = [
     "_lazy", "errors", "_contract", "_warnings", "_names", "_files", "_progress", "_registry",
     "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_launches", "_cost",
-    "attention",
+    "_diagram", "attention",
     "edits", "testing", "cache", "nn", "course", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
     "figures", "page", "report", "profiler", "plot", "tracking", "bench", "lab", "server", "cli",

@@ -47,11 +47,15 @@ def test_cells_are_those_that_the_site_runs(name: str) -> None:
     assert not re.search(r"\]\((?!https?:)[^)]*(\.md|\.rst|#)", texts), "a link to a page that is not there"
 
 
-def test_every_check_has_an_exercise_and_a_solution() -> None:
+def test_every_check_has_an_exercise_and_a_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    """The code to start from is complete: its only fault is the mistake of the lab."""
     assert sorted(exercises()) == check.__all__
     for name, one in exercises().items():
         assert callable(answer.solution(name))
-        compile(one.start, name, "exec")
+        space: dict[str, object] = {}
+        exec(one.start, space)
+        assert not getattr(check, name)(space[one.defines])
+        assert "NameError" not in capsys.readouterr().out, name
     assert exercise("key_bias").start.startswith("import math\nimport torch\n\n\ndef with_key(")
     assert exercise("sink_token").signature == "SinkToken(d_model)"
     with refused("exercise", match="did you mean 'entropy'"):

@@ -78,6 +78,7 @@ def test_figures_of_a_long_text_keep_all_text_on_the_page(name: str) -> None:
 
 
 VECTOR = FIGURES | {
+    "similarity": lambda p: p.plot.similarity(),
     "map": lambda p: p.plot.map(0, 0),
     "alignment": lambda p: p.plot.alignment(group=p.main),
     "overlay": lambda p: p.plot.overlay(np.zeros((6, 10, 3)), (1, 4), [0, 1]),

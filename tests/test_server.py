@@ -281,6 +281,16 @@ def test_links_are_the_strongest_key_of_each_head(app: Guard, session: Session) 
             assert x["token"] == session.sources[s].groups[g]["texts"][t]["keys"][x["position"]]
 
 
+def test_similar_heads_are_a_row_of_the_similarity_of_the_profile(app: Guard, session: Session) -> None:
+    for s, g, t, _ in places(session):
+        source = session.sources[s]
+        assert source.profile is not None
+        expected = source.profile.similarity(t, source.groups[g]["name"])
+        said = ask(app, f"/api/sources/{s}/similar/{g}/{t}/1/0").json()
+        assert said["maps"] == expected.attrs["maps"]
+        np.testing.assert_allclose(np.array(said["values"], float), expected.loc[(1, 0)], atol=1e-5)
+
+
 def test_profiles_are_received_shares_and_entropies(app: Guard, session: Session) -> None:
     for s, g, t, weights in places(session):
         found = floats(ask(app, f"/api/sources/{s}/profiles/{g}/{t}/1/0"))

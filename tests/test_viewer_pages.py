@@ -324,6 +324,15 @@ def test_comparison_of_two_heads_shows_and_exports_their_numbers(tab: Opens, ser
     check_pictures(one)
 
 
+def test_card_names_the_heads_with_the_most_similar_maps(tab: Opens, served: Served) -> None:
+    one = tab().open("overview", "two", text=1, layer=1, head=3)
+    nearest = served.profile("two").similarity(1).loc[(1, 3)].drop((1, 3)).nlargest(3)
+    names = [f"L{layer} · H{head}{value:.2f}" for (layer, head), value in nearest.items()]
+    one.eventually(lambda: one.page.locator(".overview-similar a").all_text_contents(), names)
+    one.page.click('[data-key="to-compare"]')
+    one.eventually(lambda: (int(one.state.get("blayer", -1)), int(one.state.get("bhead", -1))), nearest.index[0])
+
+
 def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
     """The last block is shorter than the others."""
     profile = qkv.profile("qkv-mini", "x = 1\n" * 100, map_tokens=0, progress=False, probe=False)

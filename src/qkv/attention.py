@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from qkv._cost import Cost, cost
+from qkv._diagram import Step, drawn, steps_of
 from qkv._engine.call import Call, as_biases, as_mask
 from qkv._engine.inputs import A, Form, autocast_dtype, refuse_unknown
 from qkv._engine.sdpa import from_torch_names
@@ -55,6 +56,8 @@ class Plan:
     cost: Cost
     share: float
     """Fraction of all query-key pairs that are computed."""
+    steps: tuple[Step, ...]
+    """The tensors of the call from queries to output, with their shapes, and the operations between them."""
 
     @property
     def flops(self) -> int:
@@ -75,6 +78,31 @@ class Plan:
     def launches(self) -> int | None:
         """Expected kernel launches of the forward pass on CUDA; None elsewhere, and where the number is not known."""
         return self.cost.launches
+
+    def diagram(self, form: Literal["text", "mermaid"] = "text") -> str:
+        """The way from queries, keys and values to the output, with the shapes of this call.
+
+        Args:
+            form: ``"text"``, or ``"mermaid"`` for a flowchart that GitHub, notebooks and documentation sites draw.
+
+        Raises:
+            InputError: for another form.
+
+        >>> import torch, qkv
+        >>> q, k, v = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 120, 16), torch.zeros(1, 2, 120, 8)
+        >>> print(qkv.plan(q, k, v, mask=qkv.masks.Window(64), kernel="tiled").diagram())
+        queries  1 × 4 × 100 × 16
+        keys     1 × 2 × 120 × 16   each of their heads serves 2 heads of queries
+        values   1 × 2 × 120 × 8    each of their heads serves 2 heads of queries
+          │ dot products × 0.25
+        scores   1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
+          │ mask Window(size=64)
+          │ Softmax
+        weights  1 × 4 × 100 × 120  never formed whole: the kernel 'tiled' computes them in blocks
+          │ weighted sum of the values
+        output   1 × 4 × 100 × 8
+        """
+        return drawn(self.steps, form)
 
     def __str__(self) -> str:
         width = max(map(len, (self.kernel, *self.rejected)))
@@ -334,7 +362,8 @@ def plan(
     name, reason, rejected = choose(call, kernel, weights=return_weights)
     found = cost(name, call)
     b, h, n_queries, _ = call.q.shape
-    return Plan(name, reason, rejected, found, found.pairs / (b * h * n_queries * call.k.shape[2]))
+    share = found.pairs / (b * h * n_queries * call.k.shape[2])
+    return Plan(name, reason, rejected, found, share, steps_of(call, name))
 
 
 def _call(

@@ -121,6 +121,9 @@ def _run(one: Lesson, out: Path) -> None:
 
 def _code(console: Console, runner: Runner, cell: Cell, codes: int) -> list[Path]:
     """Run a cell, print its result, and return its figures."""
+    from rich.padding import Padding
+    from rich.syntax import Syntax
+
     from qkv._progress import spinner
     from qkv.lab.lessons.exercises import checked, exercise
 
@@ -130,7 +133,9 @@ def _code(console: Console, runner: Runner, cell: Cell, codes: int) -> list[Path
     if found is not None:
         one = exercise(found[0])
         console.print(f"Exercise {one.name}: define {one.signature}", style="bold cyan", markup=False)
-        console.print("The lab starts with a mistake, which the check explains:", style="dim")
+        code = Syntax(one.code, "python", theme="ansi_dark", background_color="default")
+        console.print(Padding(code, (0, 0, 0, 2)))
+        console.print("This code contains a mistake, which the check explains:", style="dim")
     if output.text and "hide-cell" not in cell.tags:
         _print_result(console, output.text, wrap=found is not None)
     if found is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -119,6 +119,19 @@ class Plots:
 
         return states_figure(self._name(), self._profile.residual)
 
+    def similarity(
+        self, text: int | None = None, group: str | None = None, *, maps: Literal["weights", "pooled"] | None = None
+    ) -> Figure:
+        """Which heads have similar maps: `Profile.similarity` as a matrix, and as points that lie close if alike.
+
+        Points are coloured by the type of head, and placed by classical multidimensional scaling, as in figure 6 of
+        Clark et al. 2019 (arXiv:1906.04341).
+        """
+        from qkv.figures.similarity import similarity_figure
+
+        subtitle = subtitle_of(self._name(), self._data(group, text))
+        return similarity_figure(subtitle, self._profile.similarity(text, group, maps=maps), self._profile.types(group))
+
     def head(self, layer: int, head: int, text: int = 0, group: str | None = None) -> Figure:
         """One head: the destinations of its weight, and its curves along the text."""
         data = self._data(group, text)
@@ -213,13 +226,7 @@ class Plots:
         return str(self._profile.attrs.get("model", "model"))
 
     def _data(self, group: str | None, text: int | None) -> xr.Dataset:
-        data = self._profile.group(group)
-        data = data.assign_attrs(group=group or self._profile.main)
-        if text is None:
-            return data
-        if not 0 <= text < data.sizes["text"]:
-            raise InputError(f"text: got {text}; this profile has texts 0 to {data.sizes['text'] - 1}")
-        return data.isel(text=[text])
+        return self._profile.one_text(text, group).assign_attrs(group=group or self._profile.main)
 
 
 def _dense_weights(data: xr.Dataset) -> np.ndarray | None:

@@ -17,6 +17,7 @@ const WORK = [
   [/\/caption/, "the caption"],
   [/\/interventions/, "the intervention"],
   [/\/tiles\//, THE_MAP],
+  [/\/similar\//, "similar heads"],
   [/\/(map|profiles|pair|row-weights|column-weights|links)\//, "attention weights"],
   [/\/(page|curves|pools)/, "the profile"],
 ];
@@ -124,6 +125,14 @@ export class Source {
     if (!about) return null;
     const codes = await this.#once(`pools/${g}/${t}`, (path) => this.#api.get(path));
     return pooledMap(about, await inflated(codes[rowOf(group, layer, head)]));
+  }
+
+  /**
+   * The similarity of every head to one, by their maps: {maps, values}, values by layer × number of heads + head, null
+   * where not defined. `maps` is "weights" or "pooled"; null, with no values, if there are no maps to compare.
+   */
+  similar(g, t, layer, head) {
+    return this.#once(`similar/${g}/${t}/${layer}/${head}`, (path) => this.#api.get(path));
   }
 
   /** Size and resolution of a head's map: {kind, n_queries, n_keys, tile, deepest, why}. */

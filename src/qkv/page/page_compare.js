@@ -2,7 +2,6 @@
 // its own keys in the address: bsource, bgroup, btext, blayer, bhead.
 
 import { lengthWords, openingWords, validHead } from "./address.js";
-import { mostSimilarHead } from "./similar.js";
 import { cellMap, keyOf, legend, markCell, paint, stack } from "./charts.js";
 import { css, destinationColour, looks } from "./colour.js";
 import { paintDifference, signedColour } from "./compare_difference.js";
@@ -14,12 +13,20 @@ import { MAX_EXACT, matrixOf, totalVariation } from "./matrix.js";
 import { binPeaks, integer, named, percent, weightWords, written } from "./numbers.js";
 import { overlay } from "./overlay.js";
 import { chooser, headChooser } from "./shell.js";
+import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const PLACE = ["source", "group", "text", "layer", "head"];
 const RIGHT = Object.fromEntries(PLACE.map((key) => [key, `b${key}`]));
 const MAX_OFFERS = 4; // other profiles with a button; the chooser lists all of them
 const SHARP = 320; // the largest number of cells a side that the narrowest map can show individually
 const FAINT = 1e-3; // the colour of a weight too small for the scale, but not zero
+
+/** The head whose map is most like that of the head at `at`: {layer, head, value, maps}; null if there is none. */
+async function similarHead(source, at) {
+  const { maps, values } = await source.similar(at.group, at.text, at.layer, at.head);
+  const [best] = mostSimilar(source.page.groups[at.group], at, values, 1);
+  return best ? { ...best, maps } : null;
+}
 
 export const mount = (root, app) => new Compare(root, app);
 
@@ -62,6 +69,8 @@ class Compare {
     try {
       const sides = await this.#validSides(signal);
       if (!sides) return;
+      sides[0].similar = await similarHead(sides[0].source, sides[0].at);
+      if (signal.aborted) return;
       for (const side of sides) side.view = side.source.page.groups[side.at.group].texts[side.at.text];
       const [left, right] = sides;
       this.#shown = { left, right, variation: null };
@@ -84,9 +93,8 @@ class Compare {
     if (signal.aborted) return null;
     const wanted = Object.fromEntries(PLACE.map((key) => [key, state[RIGHT[key]]]));
     if (wanted.source === undefined) {
-      const group = left.page.groups[state.group];
-      const similar = mostSimilarHead(group, group.texts[state.text], state.layer, state.head) ?? { layer: state.layer, head: state.head };
-      this.#goRight({ ...pick(state, PLACE), ...similar }, { replace: true });
+      const at = pick(state, PLACE), similar = await similarHead(left, at);
+      if (!signal.aborted) this.#goRight({ ...at, ...pick(similar ?? at, ["layer", "head"]) }, { replace: true });
       return null;
     }
     const find = () => app.session.sources.find(({ id }) => id === wanted.source);
@@ -152,10 +160,10 @@ class Compare {
 
   #offers() {
     const { left, right } = this.#shown, app = this.#app, { at, source } = left;
-    const group = source.page.groups[at.group], similar = mostSimilarHead(group, left.view, at.layer, at.head);
+    const group = source.page.groups[at.group], { similar } = left;
     const offer = (key, words, place, tip) => h("button", { type: "button", class: "quiet", "data-key": key, "data-tip": tip, onclick: () => this.#goRight(place) }, words);
     const offers = [];
-    if (similar) offers.push(offer("similar", `${headName(group, similar.layer, similar.head)}, most similar to A`, { ...at, ...similar }, "the head of this text with the most similar statistics"));
+    if (similar) offers.push(offer("similar", `${headName(group, similar.layer, similar.head)}, most similar to A`, { ...at, ...pick(similar, ["layer", "head"]) }, `the head with the most similar map: ${similar.value.toFixed(2)} · ${similarityMeaning(similar.maps)}`));
     if (group.texts.length > 1) {
       const text = (at.text + 1) % group.texts.length;
       offers.push(offer("text", `same head in text ${text + 1}`, { ...at, text }, openingWords(group.texts[text])));

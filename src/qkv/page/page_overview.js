@@ -1,6 +1,5 @@
 // Overview: the main findings, the grid of all heads, and the card of the selected head.
 
-import { mostSimilarHead } from "./similar.js";
 import { choice, legend } from "./charts.js";
 import { css, inkOn, looks, ramp } from "./colour.js";
 import { h, replace, svg } from "./dom.js";
@@ -8,8 +7,10 @@ import { findingTiles } from "./findings.js";
 import { csvOf, svgKey, svgPicture, svgRamp, svgText } from "./export.js";
 import { KIND, MANY, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, kindsOf, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, sizeWords, statisticsOf } from "./heads.js";
 import { integer, short } from "./numbers.js";
+import { mostSimilar, similarityMeaning } from "./similar.js";
 
 const ORDERS = [["layer", "Layer"], ["value", "Value"], ["type", "Type"]];
+const SIMILAR = 3; // heads that the card names
 
 /** Keys of its state: `statistic` and `sort`. */
 export const mount = (root, app) => new Overview(root, app);
@@ -21,6 +22,7 @@ class Overview {
   #grid = h("div", { class: "grid-box overview-grid" });
   #layers = h("div", { class: "overview-layers" });
   #card = h("article", { class: "card overview-card", "aria-label": "Selected head" });
+  #similar = h("p", { class: "overview-links overview-similar" });
   #curves = h("div", { class: "overview-curves" });
   #cleanups = [];
   #drawings = 0; // counts drawings of the curves, so that a slow one cannot replace a later one
@@ -156,15 +158,33 @@ class Overview {
 
   #selected() {
     const app = this.#app, { layer, head } = app.state, group = this.#group, view = this.#view;
-    const similar = mostSimilarHead(group, view, layer, head);
-    const compared = similar && { page: "compare", bsource: app.state.source, bgroup: app.state.group, btext: app.state.text, blayer: similar.layer, bhead: similar.head };
     replace(this.#card, ...headCard({ group, view, layer, head }),
       h("p", { class: "overview-links" },
         h("a", { class: "overview-link", href: app.address({ page: "map" }), "data-key": "to-map" }, "Map"),
-        h("a", { class: "overview-link", href: app.address({ page: "text" }), "data-key": "to-text" }, "Text"),
-        compared && h("a", { class: "overview-link", href: app.address(compared), "data-key": "to-compare", "data-tip": "the head with the most similar statistics" },
-          `Compare with ${headName(group, similar.layer, similar.head)}`)));
+        h("a", { class: "overview-link", href: app.address({ page: "text" }), "data-key": "to-text" }, "Text")),
+      this.#similar);
     this.#along();
+    this.#findSimilar();
+  }
+
+  /** Links that compare the selected head with the heads whose maps are most like its own. */
+  async #findSimilar() {
+    const app = this.#app, { source, group: g, text, layer, head } = app.state, group = this.#group, box = this.#similar;
+    const stale = () => ["source", "group", "text", "layer", "head"].some((key) => app.state[key] !== { source, group: g, text, layer, head }[key]);
+    box.replaceChildren();
+    try {
+      const { maps, values } = await app.opened().similar(g, text, layer, head);
+      if (stale()) return;
+      const found = mostSimilar(group, { layer, head }, values, SIMILAR);
+      const compared = (other) => ({ page: "compare", bsource: source, bgroup: g, btext: text, blayer: other.layer, bhead: other.head });
+      box.replaceChildren(...(found.length === 0 ? [] : [
+        h("span", { "data-tip": similarityMeaning(maps) }, "Similar maps"),
+        ...found.map((other, k) => h("a", { class: "overview-link", href: app.address(compared(other)), "data-key": k ? `to-compare-${k}` : "to-compare", "data-tip": `Compare with ${headTitle(group, other.layer, other.head)}` },
+          headName(group, other.layer, other.head), h("small", {}, other.value.toFixed(2)))),
+      ]));
+    } catch (error) {
+      if (!stale()) app.trouble(error);
+    }
   }
 
   /** Draw the curves of the head, again for every width because they are drawn to the pixel. */

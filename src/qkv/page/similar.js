@@ -1,46 +1,17 @@
-// Find the head with the most similar statistics.
+// The heads whose attention maps are most like that of a head.
 
-import { statisticsOf, rowOf } from "./heads.js";
+import { rowOf } from "./heads.js";
 
-/**
- * The head whose statistics are nearest to those of (layer, head): {layer, head}, or null if it is the only head.
- * The distance is Euclidean over the columns of the table of heads, each divided by its standard deviation.
- */
-export function mostSimilarHead(group, view, layer, head) {
-  const at = rowOf(group, layer, head), count = group.heads.length, all = Array.from({ length: group.layers.length * count }, (_, other) => other);
-  const best = nearestOf(distancesOf(view), at, all.filter((other) => other !== at));
-  return best === null ? null : { layer: Math.floor(best / count), head: best % count };
+/** How similarities are defined, in words; `maps` as in the answer of the server. */
+export const similarityMeaning = (maps) =>
+  `1 − the mean Jensen-Shannon divergence of the rows, in bits: 1 for equal maps, 0 for maps without a common key${maps === "pooled" ? "; of the pooled maps" : ""}`;
+
+/** The other heads that are most similar to (layer, head), the nearest first: [{layer, head, value}]. */
+export function mostSimilar(group, { layer, head }, values, most) {
+  const at = rowOf(group, layer, head), count = group.heads.length;
+  return bySimilarity(values.map((_, other) => other).filter((other) => other !== at && values[other] !== null), values).slice(0, most)
+    .map((other) => ({ layer: Math.floor(other / count), head: other % count, value: values[other] }));
 }
 
-/** The heads `rows` as a path: from head `at`, always to the nearest of those that are left. */
-export function similarTo(group, view, at, rows) {
-  const distance = distancesOf(view), left = new Set(rows), path = [];
-  for (let here = left.has(at) ? at : rows[0]; here !== null && here !== undefined; here = nearestOf(distance, here, [...left])) {
-    path.push(here);
-    left.delete(here);
-  }
-  return path;
-}
-
-/** The squared distance of two heads. */
-function distancesOf(view) {
-  const columns = statisticsOf(view).map((name) => scaled(view.heads[name]));
-  return (a, b) => columns.reduce((sum, column) => sum + (column[a] - column[b]) ** 2, 0);
-}
-
-function nearestOf(distance, at, others) {
-  let best = null, nearest = Infinity;
-  for (const other of others) {
-    const far = distance(at, other);
-    if (far < nearest) [best, nearest] = [other, far];
-  }
-  return best;
-}
-
-/** Values standardized to mean 0 and standard deviation 1; missing values count as the mean. */
-function scaled(values) {
-  const known = values.filter((x) => x !== null);
-  const mean = known.reduce((sum, x) => sum + x, 0) / known.length;
-  const spread = Math.sqrt(known.reduce((sum, x) => sum + (x - mean) ** 2, 0) / known.length) || 1;
-  return values.map((x) => ((x ?? mean) - mean) / spread);
-}
+/** Rows of the table of heads, the most similar first; those without a value last. */
+export const bySimilarity = (rows, values) => rows.toSorted((a, b) => (values[b] ?? -1) - (values[a] ?? -1) || a - b);

@@ -8,10 +8,10 @@ import { levelOf } from "./pools.js";
 /**
  * `load(layer, head)` resolves to the pooled map of a head, or null; it is called when the map comes into view.
  * `sections`: null for a grid, or a list of {title, rows}, the heads (layer × number of heads + head) of each.
- * `tip(layer, head)`: the text of the tooltip. `select(layer, head)` is called for clicks and arrow keys,
+ * `tip(layer, head)`: the text of the tooltip; `beside(layer, head)`: a number beside the name of a head in sections. `select(layer, head)` is called for clicks and arrow keys,
  * and `open(layer, head)`, if given, for clicks and Enter.
  */
-export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "" }) {
+export function wall({ group, high, sections = null, layer, head, load, select, open = null, tip = () => "", beside = () => "" }) {
   const { layers, heads } = group, cells = new Map();
   const painter = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
@@ -32,7 +32,7 @@ export function wall({ group, high, sections = null, layer, head, load, select, 
     const cell = h("button", {
       type: "button", class: "wall-cell", role: sections ? null : "gridcell", "data-layer": l, "data-head": k, tabindex: -1,
       "aria-label": `Map of ${headTitle(group, l, k)}${said ? `: ${said.replaceAll("\n", "; ")}` : ""}`, "data-tip": `${headTitle(group, l, k)}${said ? `\n${said}` : ""}`,
-    }, h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k)) : null);
+    }, h("canvas", { width: 1, height: 1 }), sections ? h("span", {}, headName(group, l, k), beside(l, k) ? h("b", {}, beside(l, k)) : null) : null);
     cells.set(`${l}/${k}`, cell);
     painter.observe(cell);
     return cell;

@@ -66,16 +66,15 @@ class ProfileWidget(anywidget.AnyWidget):
         page, blobs = payload(profile)
         self._profile = profile
         self._maps: Explorer | StoredMaps = StoredMaps(profile)
-        first = page["groups"][page["main"]]["texts"][0]["heads"]["target_share"]
-        best = int(np.nanargmax(np.array([-1 if share is None else share for share in first], float)))
-        data = profile.data
-        layer, head = divmod(best, data.sizes["head"])
+        data, found = profile.data, page["groups"][page["main"]]["texts"][0]["findings"]
+        steps = [step for one in found for step in one["steps"] if step["layer"] is not None]
+        layer, head = (steps[0]["layer"], steps[0]["head"]) if steps else (int(data["layer"][0]), int(data["head"][0]))
         sizes = int(data["n_queries"][0]), int(data["n_keys"][0])
         super().__init__(
             _page=_sendable(json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))),
             _packed=blobs,
             selection={
-                "group": profile.main, "text": 0, "layer": int(data["layer"][layer]), "head": int(data["head"][head]),
+                "group": profile.main, "text": 0, "layer": int(layer), "head": int(head),
                 "query": None, "key": None, "queries": [0, sizes[0]], "keys": [0, sizes[1]],
             },
         )  # fmt: skip
@@ -161,6 +160,8 @@ class ProfileWidget(anywidget.AnyWidget):
         self, what: str, group: str, text: int, layer: int = 0, head: int = 0, **at: Any
     ) -> tuple[dict[str, Any], list[bytes]]:
         maps = self._maps
+        if isinstance(maps, Explorer):  # it has all layers of the model, the profile perhaps some
+            layer = int(self._profile.group(group)["layer"][layer])
         if what == "shape":
             return {"shape": self._shape(group, text)}, []
         if what == "pair":
@@ -199,6 +200,6 @@ _WIDGETS: WeakKeyDictionary[Profile, ProfileWidget] = WeakKeyDictionary()
 
 def widget_of(profile: Profile) -> ProfileWidget:
     """The widget of a profile, the same at each call, so that its selection is that of every cell which shows it."""
-    if profile not in _WIDGETS:
+    if profile not in _WIDGETS or _WIDGETS[profile].comm is None:  # it was closed
         _WIDGETS[profile] = ProfileWidget(profile)
     return _WIDGETS[profile]

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import numpy as np
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from qkv.profiler.data.similarity import held_maps, similarities
 from qkv.profiler.explore.pyramid import TILE
 from qkv.profiler.explore.tile_cache import Stopped
 from qkv.report.stored import StoredMaps
 from qkv.server.computing import compute, not_found
 from qkv.server.jobs import Work
 from qkv.server.page_schema import Page
-from qkv.server.schemas import LARGEST_INDEX, HeadLink, Links, MapShape, TokenWeight, TopWeights, Weight
+from qkv.server.schemas import LARGEST_INDEX, HeadLink, Links, MapShape, Similarities, TokenWeight, TopWeights, Weight
 
 if TYPE_CHECKING:
     from qkv.server.session import Session, Source
@@ -265,6 +266,26 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
             for head, (key, weight) in enumerate(zip(keys, weights, strict=True))
         ]
     )
+
+
+@router.get("/similar/{g}/{t}/{layer}/{head}")
+async def similar(
+    request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
+) -> Similarities:
+    """How similar the map of every head is to that of one: a row of `Profile.similarity`."""
+    at = locate(request, s, g, t, layer, head)
+    assert at.source.profile is not None
+    data = at.source.profile.one_text(t, at.group)
+    row = layer * data.sizes["head"] + head
+
+    def work(stopped: Stopped) -> Similarities:
+        held = held_maps(data)
+        if not held:
+            return Similarities(maps=None, values=[])
+        values = similarities(data, range(row, row + 1), held[0])[0]
+        return Similarities(maps=held[0], values=[float(x) if np.isfinite(x) else None for x in values])
+
+    return await compute(request, ("similar", s, g, t, layer, head), work)
 
 
 def _lookup(at: TextLocation, name: str, layer: int, head: int | str, *where: int) -> Work:

@@ -193,6 +193,13 @@ class LiveAnswer(BaseModel):
     map_before: str = Field(description="The same without the edits.")
 
 
+class Similarities(BaseModel):
+    maps: Literal["weights", "pooled"] | None = Field(description="What was compared; null if there are no maps.")
+    values: list[float | None] = Field(
+        description="Similarity of every head, by layer × number of heads + head; null where it is not defined."
+    )
+
+
 class StepRequest(LiveRequest):
     sampling_temperature: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)]
     seed: Index

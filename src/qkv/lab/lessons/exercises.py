@@ -21,16 +21,21 @@ class Exercise:
         lab: name of the lab.
         defines: the function or class that the answer must define.
         signature: how it is called, such as ``entropy(weights)``.
-        about: first line of its docstring, if it has one.
-        start: the lab's code to start from, with the imports that it needs. It contains the mistake of the lab.
+        before: the imports and definitions of the lab that the code uses.
+        code: the lab's code to start from. It contains a mistake.
     """
 
     name: str
     lab: str
     defines: str
     signature: str
-    about: str
-    start: str
+    before: str
+    code: str
+
+    @property
+    def start(self) -> str:
+        """A file to start from, complete."""
+        return f"{self.before}\n\n\n{self.code}\n" if self.before else f"{self.code}\n"
 
 
 def exercise(name: str) -> Exercise:
@@ -73,32 +78,53 @@ def checked(cell: Cell) -> tuple[str, str] | None:
 
 
 def _of(lesson: Lesson) -> Iterator[Exercise]:
-    page = [cell for cell in cells(lesson.text()) if cell.kind == "code"]
-    imports = [node for cell in page for node in ast.parse(cell.source).body if isinstance(node, IMPORTS)]
-    for cell in page:
+    """The exercises of a lab. Imports and definitions of the cells before are added where the code uses them."""
+    before: dict[str, str] = {}
+    for cell in cells(lesson.text()):
+        if cell.kind == "text":
+            continue
         if (found := checked(cell)) is not None:
-            yield _exercise(lesson, cell, *found, imports)
+            yield _exercise(lesson, cell.source, *found, before)
+        before |= _binds(cell.source)
 
 
-IMPORTS = (ast.Import, ast.ImportFrom)
-
-
-def _exercise(
-    lesson: Lesson, cell: Cell, name: str, defined: str, imports: list[ast.Import | ast.ImportFrom]
-) -> Exercise:
-    body = ast.parse(cell.source).body[:-1]
+def _exercise(lesson: Lesson, source: str, name: str, defined: str, before: dict[str, str]) -> Exercise:
+    body = ast.parse(source).body[:-1]
     node = next(x for x in body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == defined)
     call = node.args if isinstance(node, ast.FunctionDef) else _made_by(node)
-    doc = (ast.get_docstring(node) or "").split("\n")[0]
-    used = {x.id for part in body for x in ast.walk(part) if isinstance(x, ast.Name)}
-    needed = [ast.unparse(x) for x in imports if any((a.asname or a.name).split(".")[0] in used for a in x.names)]
-    code = "\n".join(cell.source.splitlines()[: body[-1].end_lineno])
-    start = "\n".join([*needed, *["", ""] * bool(needed), code, ""])
-    return Exercise(name, lesson.name, defined, f"{defined}({_parameters(call)})", doc, start)
+    code = "\n".join(source.splitlines()[: body[-1].end_lineno])
+    needed = _needed(code, {key: text for key, text in before.items() if key not in _binds(code)})
+    return Exercise(name, lesson.name, defined, f"{defined}({_parameters(call)})", needed, code)
+
+
+def _binds(source: str) -> dict[str, str]:
+    """The names that imports, functions and classes of a cell bind, with the code that does it."""
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        code = ast.get_source_segment(source, node) or ""
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0]: code for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = code
+    return found
+
+
+def _needed(code: str, before: dict[str, str]) -> str:
+    """The imports and definitions of earlier cells that some code uses, and those that these use."""
+    used: set[str] = set()
+    waiting = [code]
+    while waiting:
+        names = {x.id for x in ast.walk(ast.parse(waiting.pop())) if isinstance(x, ast.Name)}
+        new = (names & before.keys()) - used
+        used |= new
+        waiting += [before[name] for name in new]
+    parts = list(dict.fromkeys(text for name, text in before.items() if name in used))
+    imports = [part for part in parts if part.startswith(("import ", "from "))]
+    return "\n\n\n".join(["\n".join(imports)] * bool(imports) + [x for x in parts if x not in imports])
 
 
 def _made_by(node: ast.ClassDef) -> ast.arguments:
-    """The parameters of a class, without self."""
+    """The parameters of a class, with self."""
     made = next(x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
     return made.args
 

@@ -1,0 +1,133 @@
+"""The steps from queries, keys and values to the output of one attention call, drawn as text or as a Mermaid chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from numbers import Number
+from typing import Any, Literal
+
+from torch import Tensor
+
+from qkv._contract import overrides
+from qkv._engine.call import Call
+from qkv.errors import InputError
+from qkv.kernels import FORM_WEIGHTS
+from qkv.scores import Score
+
+Form = Literal["text", "mermaid"]
+SHOWN = 4  # the longest sequence that is written out in the name of an object
+
+
+@dataclass(frozen=True)
+class Step:
+    """A tensor of an attention call."""
+
+    name: str
+    shape: tuple[int, ...]
+    operations: tuple[str, ...] = ()
+    """The operations that make it from the tensors in `inputs`, in order; none for an argument of the call."""
+    inputs: tuple[str, ...] = ()
+    note: str = ""
+
+
+def steps_of(call: Call, kernel: str) -> tuple[Step, ...]:
+    """The tensors of a call, in the order in which they are computed."""
+    given = call.given
+    b, h, n_queries, _ = call.q.shape
+    pairs = (b, h, n_queries, call.k.shape[2])
+    shared = h // call.k.shape[1]
+    group = f"each of their heads serves {shared} heads of queries" if shared > 1 else ""
+    steps, compared, score = [], [], named(given.score)
+    for name, before, after in (("queries", given.q, call.q), ("keys", given.k, call.k)):
+        steps.append(Step(name, tuple(before.shape), note=group if name == "keys" else ""))
+        if after is not before and overrides(given.score, Score, "project"):
+            steps.append(Step(f"projected {name}", tuple(after.shape), (f"projection of {score}",), (name,)))
+        compared.append(steps[-1].name)
+    steps.append(Step("values", tuple(given.v.shape), note=group))
+    if kernel in FORM_WEIGHTS:
+        formed = f"formed by the kernel {kernel!r}"
+    elif kernel == "linear":
+        formed = "never formed: the linear kernel first sums keys × values"
+    else:
+        formed = f"never formed whole: the kernel {kernel!r} computes them in blocks"
+    product = f"dot products × {call.factor:.4g}" if call.pairwise is None else score
+    biases = tuple(f"bias {named(bias)}" for bias in given.biases)
+    steps.append(Step("scores", pairs, (product, *biases), tuple(compared), formed))
+    mask = () if given.mask is None else (f"mask {named(given.mask)}",)
+    weigh = named(given.normalizer) + (", with a sink that has no value" if call.sink is not None else "")
+    drop = (f"dropout of {call.dropout_p:g}",) if call.dropout_p else ()
+    steps.append(Step("weights", pairs, (*mask, weigh, *drop), ("scores",), formed))
+    added = "weighted sum of the values" + (" and of the vectors by distance" if call.values is not None else "")
+    steps.append(Step("output", (b, h, n_queries, given.v.shape[3]), (added,), ("weights", "values")))
+    return tuple(steps)
+
+
+def drawn(steps: Sequence[Step], form: Form) -> str:
+    """The steps as text or as a Mermaid chart.
+
+    Raises:
+        InputError: for another form.
+    """
+    if form == "text":
+        return _text(steps)
+    if form == "mermaid":
+        return _mermaid(steps)
+    raise InputError(f"form is {form!r}, expected 'text' or 'mermaid'")
+
+
+def _text(steps: Sequence[Step]) -> str:
+    width = max(len(step.name) for step in steps)
+    shapes = [" × ".join(map(str, step.shape)) for step in steps]
+    wide, lines = max(map(len, shapes)), []
+    for step, shape in zip(steps, shapes, strict=True):
+        lines += [f"  │ {operation}" for operation in step.operations]
+        lines.append(f"{step.name:<{width}}  {shape:<{wide}}  {step.note}".rstrip())
+    return "\n".join(lines)
+
+
+def _mermaid(steps: Sequence[Step]) -> str:
+    """A flowchart: boxes are tensors, and rounded boxes the operations between them."""
+    ids = {step.name: f"t{number}" for number, step in enumerate(steps)}
+    lines = ["flowchart TD"]
+    for step in steps:
+        lines.append(f'    {ids[step.name]}["{_quoted(step.name)}<br/>{" × ".join(map(str, step.shape))}"]')
+    for number, step in enumerate(steps):
+        if not step.operations:
+            continue
+        lines.append(f'    o{number}(["{"<br/>".join(map(_quoted, step.operations))}"])')
+        lines += [f"    {ids[name]} --> o{number}" for name in step.inputs]
+        lines.append(f"    o{number} --> {ids[step.name]}")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """Text inside quotation marks of a Mermaid chart, where these characters have a meaning."""
+    return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
+
+
+def named(thing: object) -> str:
+    """An object of a composition by its class and those of its fields that differ from their default.
+
+    >>> from qkv.masks import Causal, Window
+    >>> named(Window(64)), named(Causal())
+    ('Window(size=64)', 'Causal')
+    """
+    if not is_dataclass(thing):
+        return type(thing).__name__
+    shown = []
+    for field in (field for field in fields(thing) if field.init):
+        value = getattr(thing, field.name)
+        if field.default is MISSING or value is not field.default:
+            shown.append(f"{field.name}={_written(value)}")
+    return type(thing).__name__ + (f"({', '.join(shown)})" if shown else "")
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {' × '.join(map(str, value.shape)) or 'of one number'}"
+    if isinstance(value, Number | str | None):
+        return repr(value)
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_written, value))}]" if len(value) <= SHOWN else f"{len(value)} values"
+    return named(value) if not callable(value) else getattr(value, "__name__", type(value).__name__)
