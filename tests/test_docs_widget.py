@@ -133,6 +133,9 @@ def test_any_number_of_tokens_and_sizes_equals_the_reference(page: Page) -> None
         page.press(f'input[name="{name}"]', "Enter")
     q, k, v = (_typed(page, name, 11, size) for name, size in (("Q", 5), ("K", 5), ("V", 3)))
     assert q[0][:2] == [1.5, 0]
+    for matrix in map(np.array, (q, k, v)):
+        assert matrix.std(0).min() > 0, "a new dimension is the same for all tokens"
+        assert matrix.std(1).min() > 0, "a new token is the same in all dimensions"
     found = _expected(q, k, v, normalizers.Softmax())
     np.testing.assert_allclose(_shown(page, "weights", 11, 11), found.weights[0, 0], atol=5.1e-4)
     np.testing.assert_allclose(_shown(page, "out", 3, 11), found.out[0, 0], atol=5.1e-3)

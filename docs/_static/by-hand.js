@@ -43,7 +43,7 @@
 
   /** A matrix of another size: its numbers are kept, and new places are filled with halves from −2.5 to 2.5. */
   function resized(matrix, rows, columns, seed) {
-    const fresh = (i, j) => ((5 * i + 4 * j + 3 * i * j + seed) % 11 - 5) / 2;
+    const fresh = (i, j) => ((5 * i + 4 * j + Math.floor(i / 11) + seed) % 11 - 5) / 2;
     return range(rows).map((i) => range(columns).map((j) => matrix[i]?.[j] ?? fresh(i, j)));
   }
 
