@@ -198,9 +198,9 @@ class Profile:
         >>> profile = qkv.profile("qkv-mini", progress=False)
         >>> found = profile.findings()[0]
         >>> print(found.value, found.label)
-        7 of 24 heads have an attention sink at the first token, <s>, in the first 64 tokens
+        7 of 24 heads have an attention sink at the first token in the first 64 tokens
         >>> print(found.steps[0].command)
-        profile.plot.map(2, 4)
+        profile.plot.map(0, 0)
         """
         from qkv.figures.findings import Findings
 
