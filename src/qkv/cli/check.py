@@ -37,8 +37,8 @@ def check(
 
     Without arguments the command lists the exercises, with the function or class that an answer defines. With an
     exercise alone it prints the lab's code to start from, which contains a mistake. With a file it runs the trials of
-    the exercise, explains the first mistake in a sentence, and draws your result beside the expected one
-    (DIR/EXERCISE.png). The exit code is 0 for a right answer, 1 for a wrong one, 2 if there is no such exercise or the
+    the exercise, explains the first mistake in a sentence, and draws your result beside the expected one in
+    DIR/EXERCISE.png. The exit code is 0 for a right answer, 1 for a wrong one, 2 if there is no such exercise or the
     file cannot be used.
 
     qkv check                             (list the exercises)
