@@ -30,7 +30,7 @@ CODE = 'import os\n\n\nclass Stack:\n    """A list that is read from its end."""
 # name: page of the viewer, its state, and how the browser is set up. Source 0 is MiniLM, 1 qkv-mini.
 SHOTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "overview": ("overview", {"source": 0, "layer": 3, "head": 5}, {}),
-    "wall": ("wall", {"source": 0, "layer": 0, "head": 2}, {}),
+    "wall": ("wall", {"source": 0, "layer": 0, "head": 2}, {"device_scale_factor": 1.5}),  # many colours
     "map": ("map", {"source": 0, "layer": 0, "head": 2, "x": 30, "y": 30, "z": 3.6, "cq": 33, "ck": 32}, {}),
     "text": ("text", {"source": 0, "layer": 2, "head": 4, "pins": 40}, {}),
     "sinks": ("sinks", {"source": 1, "after": 2, "layer": 1, "head": 2}, {}),

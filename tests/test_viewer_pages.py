@@ -333,6 +333,15 @@ def test_card_names_the_heads_with_the_most_similar_maps(tab: Opens, served: Ser
     one.eventually(lambda: (int(one.state.get("blayer", -1)), int(one.state.get("bhead", -1))), nearest.index[0])
 
 
+def test_wall_orders_the_maps_by_their_similarity_to_the_selected_head(tab: Opens, mini: Served) -> None:
+    one = tab(server=mini).open("wall", "mini", layer=2, head=1, sort="similar")
+    nearest = mini.profile("mini").similarity(0).loc[(2, 1)].sort_values(ascending=False)
+    names = [f"L{layer} · H{head}{value:.2f}" for (layer, head), value in nearest.items()]
+    one.eventually(lambda: one.page.locator(".wall-cell span").all_text_contents()[:SHOWN], names[:SHOWN])
+    one.page.click('.wall-cell[data-layer="2"][data-head="1"]')
+    one.eventually(lambda: (one.page.url.split("#/")[1].split("?")[0], one.state["head"]), ("map", "1"))
+
+
 def test_readout_of_a_pooled_map_names_the_blocks(tab: Opens) -> None:
     """The last block is shorter than the others."""
     profile = qkv.profile("qkv-mini", "x = 1\n" * 100, map_tokens=0, progress=False, probe=False)

@@ -39,8 +39,8 @@ export function sinkFigures(page, g, { name = "", after = null, chosen = null, s
   const both = (read) => [read(group), after && read(after.group)];
   const scores = (column) => both((one) => one.sinks?.[column] ?? null);
   const charts = [
-    byLayerChart({ ...more, title: "Weight on the first token", note: "share of the row, mean over all later queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
-    byLayerChart({ ...more, title: "α of the first token", note: "share of the row, mean over the first 64 queries · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "Weight on the first token", note: "mean share of the row, later queries · dashed: 30 %", values: both(firstTokenWeight), unit: "%", reference: SINK_THRESHOLD }),
+    byLayerChart({ ...more, title: "α of the first token", note: "mean share of the row, first 64 queries · dashed: 30 %", values: scores("alpha_first"), unit: "%", reference: SINK_THRESHOLD }),
     byLayerChart({ ...more, title: "Norm of the first token’s value", note: "relative to the mean of the other tokens · logarithmic", values: scores("value_norm_first"), unit: "×", reference: 1, log: true }),
     byLayerChart({ ...more, title: "What the first token’s value adds", note: "its ‖a v‖, as a share of the sum over keys", values: scores("contribution_first"), unit: "%" }),
     byLayerChart({ ...more, title: "Undivided weight on the first token", note: "of layers whose rows do not sum to 1, before they are divided by their sums", values: both(undividedWeight), unit: "" }),

@@ -25,6 +25,7 @@ Position = Annotated[int, Path(ge=0, le=LARGEST_INDEX)]
 Token = Annotated[int, Query(ge=0, le=LARGEST_INDEX)]
 Count = Annotated[int, Query(ge=1, le=200)]
 HeadOrMean = Annotated[Literal["mean"], Path()] | Position
+MOST_WEIGHTS = 2**23  # of all heads, which are compared in less than half a second
 IMMUTABLE = "private, max-age=31536000, immutable"
 FLOATS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -272,7 +273,11 @@ async def links(request: Request, s: Position, g: Position, t: Position, layer: 
 async def similar(
     request: Request, s: Position, g: Position, t: Position, layer: Position, head: Position
 ) -> Similarities:
-    """How similar the map of every head is to that of one: a row of `Profile.similarity`."""
+    """How similar the map of every head is to that of one: a row of `Profile.similarity`.
+
+    It compares all weights, or the pooled maps where the weights are many, because it answers for every head that is
+    selected.
+    """
     at = locate(request, s, g, t, layer, head)
     assert at.source.profile is not None
     data = at.source.profile.one_text(t, at.group)
@@ -282,8 +287,10 @@ async def similar(
         held = held_maps(data)
         if not held:
             return Similarities(maps=None, values=[])
-        values = similarities(data, range(row, row + 1), held[0])[0]
-        return Similarities(maps=held[0], values=[float(x) if np.isfinite(x) else None for x in values])
+        large = data.sizes["layer"] * data.sizes["head"] * data.sizes["query"] * data.sizes["key"] > MOST_WEIGHTS
+        maps = held[-1] if large else held[0]
+        values = similarities(data, range(row, row + 1), maps)[0]
+        return Similarities(maps=maps, values=[float(x) if np.isfinite(x) else None for x in values])
 
     return await compute(request, ("similar", s, g, t, layer, head), work)
 
