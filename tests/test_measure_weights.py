@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import qkv
 from conftest import refused
@@ -92,9 +93,19 @@ def test_results_have_the_form_of_the_weights() -> None:
         (torch.full((300, 300), 1 / 300), masks.Window(4)),  # in tiles that are empty
         (torch.ones(4), None),
         (torch.eye(4).int(), None),
+        (torch.eye(4).to_sparse(), None),
+        (torch.eye(4, device="meta"), None),
         ((torch.rand(1, 2, 4, 4),) * 3, None),  # all layers at once
     ],
 )
 def test_arguments_that_are_not_weights_are_refused(w: Any, mask: masks.Mask | None) -> None:
     with refused("w"):
         qkv.measure_weights(w, mask)
+
+
+def test_no_copy_of_the_weights_is_made() -> None:
+    w = torch.full((1, 4, 1024, 1024), 1 / 1024)  # 16 MiB
+    qkv.measure_weights(w)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        qkv.measure_weights(w)
+    assert 0 < max(event.cpu_memory_usage for event in profiled.events()) <= w.nbytes / 8

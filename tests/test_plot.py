@@ -57,6 +57,7 @@ def shown(axes: Axes, image: int = 0) -> np.ma.MaskedArray:
         lambda w: w.tolist(),
         lambda w: (w[None, None],),  # output_attentions of a model with one layer
         lambda w: w.to(torch.bfloat16),
+        lambda w: list(w.clone().requires_grad_()),  # rows with gradients
     ],
 )
 def test_weights_of_every_form_are_drawn_with_masked_pairs_empty(form: Any) -> None:
@@ -64,6 +65,19 @@ def test_weights_of_every_form_are_drawn_with_masked_pairs_empty(form: Any) -> N
     array = shown(plot.weights(form(w), mask=masks.Causal(), queries=list("abc")))
     expected = np.ma.masked_where(~masks.Causal().dense(3, 5)[0, 0].numpy(), w.numpy())
     np.testing.assert_allclose(array.filled(-1), expected.filled(-1), atol=4e-3)
+
+
+def test_layers_that_are_not_drawn_are_not_read() -> None:
+    """All layers of a large model at once may not fit into memory."""
+    attentions = (torch.empty(1, 2, 3, 3, device="meta"), weights(1, 2, 3, 3))
+    assert shown(plot.weights(attentions, layer=1, head=0)).shape == (3, 3)
+
+
+def test_names_of_the_graph_do_not_overlap_each_other() -> None:
+    for queries in (None, WORDS[:5]):
+        axes = plot.arcs(weights(len(queries or WORDS), 12), WORDS, queries=queries)
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
 
 
 def test_the_wall_of_a_model_has_each_head_at_its_place() -> None:
@@ -146,12 +160,13 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "panels": lambda: plot.panels({"a long name of a matrix": weights(3, 3), "b": weights(3, 6)}),
     "12 × 12 heads": lambda: plot.model(weights(12, 12, 6, 6), title="All"),
     "graph": lambda: plot.arcs(weights(12, 12), WORDS, title="Graph"),
+    "one head": lambda: plot.model(weights(1, 1, 3, 3), title="A title that is much longer than the wall is wide"),
     "graph of two texts": lambda: plot.arcs(weights(3, 12), WORDS, queries=WORDS[:3]),
     "received": lambda: plot.received(weights(2, 12, 12), WORDS, title="Received"),
     "received by 300": lambda: plot.received(weights(2, 300, 300), ["name"] * 300),
     "one row of heads": lambda: plot.sinks(weights(6, 9, 9)),
     "alignment": lambda: plot.alignment(weights(4, 12), WORDS, WORDS[:4]),
-    "overlay": lambda: plot.overlay(np.zeros((6, 9, 3)), weights(2, 6), (2, 3)),
+    "overlay": lambda: plot.overlay(torch.full((6, 9, 3), 255, dtype=torch.uint8), weights(2, 6), (2, 3)),
 }
 
 
@@ -173,6 +188,7 @@ def test_all_text_is_on_the_page(name: str) -> None:
         ("w", lambda: plot.model((None, None))),
         ("w", lambda: plot.model(((weights(1, 2, 3, 3),),))),
         ("w", lambda: plot.arcs(weights(60, 60))),
+        ("w", lambda: plot.weights(torch.eye(3) * 1j)),
         ("item", lambda: plot.weights(weights(2, 1, 3, 3))),
         ("item", lambda: plot.weights(weights(2, 1, 3, 3), item=2)),
         ("head", lambda: plot.weights(weights(1, 2, 3, 3))),
@@ -184,6 +200,7 @@ def test_all_text_is_on_the_page(name: str) -> None:
         ("mask", lambda: plot.weights(weights(3, 3), mask=torch.zeros(3, 3))),
         ("m", lambda: plot.matrix(weights(1, 3, 3))),
         ("matrices", lambda: plot.panels({})),
+        ("columns", lambda: plot.heads(weights(2, 3, 3), columns=0)),
         ("statistic", lambda: plot.by_head(made.gpt().heads(), "sinc")),
         ("grid", lambda: plot.overlay(np.zeros((4, 4, 3)), weights(1, 4), (2, 3))),
     ],

@@ -12,18 +12,17 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
-    COLOURS,
     LABELLED_TOKENS,
     PERCENT,
     Drawing,
     along,
-    bins,
     name_peaks,
     note,
     place,
     plain,
     titled,
     token_label,
+    token_strip,
 )
 from qkv.figures.style import ACCENT, MUTED, percent
 
@@ -86,23 +85,13 @@ def _by_depth(axes: Axes, bar: Axes, values: np.ndarray) -> None:
     """Depth by token, embeddings at the bottom. The scale is logarithmic: a token's own share exceeds all others."""
     positive = values[values > 0]
     low = max(float(np.quantile(positive, 0.05)), 1e-6)
-    binned, edges = bins(values, 1200)
-    image = axes.pcolormesh(
-        edges - 0.5, np.arange(len(values) + 1) - 0.5, np.maximum(binned, low),
-        cmap=COLOURS, norm=LogNorm(low, max(float(values.max()), 10 * low)), rasterized=True, linewidth=0,
-    )  # fmt: skip
+    token_strip(axes, bar, values, LogNorm(low, max(float(values.max()), 10 * low)))
     top = len(values) - 1
     step = max(1, top // 6)
     axes.set_yticks([*range(0, top, step), top], ["embeddings", *map(str, range(step, top, step)), "final"])
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
     axes.set_ylabel("after layer", fontsize=8, color=MUTED)
-    drawn = axes.figure.colorbar(image, cax=bar)
-    drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(PERCENT)
-    bar.yaxis.set_minor_formatter(NullFormatter())
-    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
 
 
 def _sentence(share: np.ndarray, tokens: np.ndarray, position: int, backward: bool) -> str:

@@ -13,7 +13,6 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from qkv.errors import InputError
 from qkv.figures.layout import (
-    COLOURS,
     LABELLED_TOKENS,
     PERCENT,
     Drawing,
@@ -26,6 +25,7 @@ from qkv.figures.layout import (
     plain,
     titled,
     token_label,
+    token_strip,
 )
 from qkv.figures.style import (
     ACCENT,
@@ -66,25 +66,15 @@ def received_figure(name: str, data: xr.Dataset) -> Figure:
     curve.set_ylabel("share of all attention", fontsize=8, color=MUTED)
 
     low = max(float(np.quantile(by_layer, 0.05)), by_layer.max() * 1e-6, 1e-12)
-    binned, edges = bins(by_layer, 1200)
-    image = heat.pcolormesh(
-        edges - 0.5, np.arange(layers + 1) - 0.5, np.maximum(binned, low),
-        cmap=COLOURS, norm=LogNorm(low, by_layer.max()), rasterized=True, linewidth=0,
-    )  # fmt: skip
+    token_strip(heat, bar, by_layer, LogNorm(low, by_layer.max()))
     heat.set_ylim(layers - 0.5, -0.5)
     heat.set_ylabel("layer", fontsize=8, color=MUTED)
     step = max(1, layers // 6)
     heat.set_yticks(np.arange(0, layers, step), [str(layer) for layer in data["layer"].values[::step]])
     for spine in heat.spines.values():
         spine.set_visible(False)
-    heat.tick_params(length=0, labelsize=7.5, colors=MUTED)
     along(heat, tokens)
     along(curve, tokens, labels=False)
-    drawn = figure.colorbar(image, cax=bar)
-    drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(PERCENT)
-    bar.yaxis.set_minor_formatter(NullFormatter())
-    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
     return figure
 
 

@@ -11,10 +11,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from qkv.figures.glyphs import drawable
 from qkv.figures.style import HAIRLINE, INK, MUTED, RAMP, WARM
@@ -132,6 +132,32 @@ def heat(
         spine.set_visible(True)
         spine.set_color(HAIRLINE)
     return image
+
+
+def token_strip(
+    axes: Axes, bar: Axes, values: np.ndarray, norm: LogNorm, *, under: str | None = None, extend: float = 0.0
+) -> None:
+    """Rows of values along a text, (rows, tokens) averaged over bins of a long text, and their colour bar in percent.
+
+    Args:
+        axes: the axes of the strip; tokens are labelled by `along`.
+        bar: the axes of the colour bar.
+        values: the values; those below the scale have the colour `under`, by default the first one.
+        norm: the logarithmic colour scale.
+        under: colour of values below the scale.
+        extend: the share of the colour bar that shows `under`.
+    """
+    binned, edges = bins(values, 1200)
+    lowest = (norm.vmin or 0) * (0.5 if under else 1)  # the scale has no place for 0
+    colours = COLOURS.with_extremes(under=under or COLOURS(0.0))
+    rows, shown = np.arange(len(values) + 1) - 0.5, np.maximum(binned, lowest)
+    image = axes.pcolormesh(edges - 0.5, rows, shown, cmap=colours, norm=norm, rasterized=True, linewidth=0)
+    axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
+    drawn = axes.figure.colorbar(image, cax=bar, extend="min" if extend else "neither", extendfrac=extend or None)
+    drawn.outline.set_visible(False)
+    bar.yaxis.set_major_formatter(PERCENT)
+    bar.yaxis.set_minor_formatter(NullFormatter())
+    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
 
 
 def write_cells(axes: Axes, image: AxesImage, written: Callable[[float], str], *, least: float = -np.inf) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from qkv.errors import InputError
-from qkv.figures.layout import COLOURS, Drawing, along, bins, place, plain, titled
+from qkv.figures.layout import Drawing, along, place, plain, titled, token_strip
 from qkv.figures.style import ACCENT, HAIRLINE, INK, MUTED, WARM, percent
 from qkv.profiler.data import tables
 
@@ -54,22 +54,12 @@ def mixing_figure(data: xr.Dataset, other: xr.Dataset | None = None, *, text: in
     bar = place(figure, 6.24, 1.05, 0.09, tall)
     curve = place(figure, 7.3, 1.05, 2.0, tall)
 
-    binned, edges = bins(moved, 1200)
     most = max(float(np.nanmax(moved)), 2 * FAINTEST)
-    image = heat.pcolormesh(
-        edges - 0.5, np.arange(depths + 1) - 0.5, binned,
-        cmap=COLOURS.with_extremes(under="white"), norm=LogNorm(FAINTEST, most), rasterized=True, linewidth=0,
-    )  # fmt: skip
+    token_strip(heat, bar, moved, LogNorm(FAINTEST, most), under="white", extend=0.06)
     along(heat, one["token_name"].values[:n], what="token")
     heat.set_title("Movement of each token, share of its norm", loc="left", fontsize=8.5, color=INK, pad=6)
     for spine in heat.spines.values():
         spine.set_color(HAIRLINE)
-    heat.tick_params(length=0, labelsize=7.5, colors=MUTED)
-    drawn = figure.colorbar(image, cax=bar, extend="min", extendfrac=0.06)
-    drawn.outline.set_visible(False)
-    bar.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-    bar.yaxis.set_minor_formatter(NullFormatter())
-    bar.tick_params(which="both", length=0, labelsize=6.5, colors=MUTED, pad=2)
 
     plain(curve)
     curve.set_title("Mean of later tokens", loc="left", fontsize=8.5, color=INK, pad=6)

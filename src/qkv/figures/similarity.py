@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from qkv.figures.layout import COLOURS, Drawing, colour_bar, place, titled
+from qkv.figures.layout import Drawing, colour_bar, heat, place, titled
 from qkv.figures.style import HAIRLINE, INK, KINDS, MUTED
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def plane(similarity: np.ndarray) -> np.ndarray:
 
 
 def _matrix(axes: Axes, bar: Axes, table: pd.DataFrame) -> None:
-    image = axes.imshow(table, cmap=COLOURS, norm=Normalize(0, 1), interpolation="nearest")
+    image = heat(axes, table.to_numpy(), Normalize(0, 1))
+    axes.set_aspect("equal")
     layer = table.index.get_level_values(0).to_numpy()
     starts = np.flatnonzero(np.r_[True, layer[1:] != layer[:-1]])
     ends = np.r_[starts[1:], len(layer)]

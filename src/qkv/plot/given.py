@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,12 @@ ROUNDING = 1.01  # weights in half precision may exceed 1 by a little
 
 @dataclass(frozen=True)
 class Layers:
-    """Weights of some layers: for each an array (heads, queries, keys), its bins if `bins` is not (1, 1)."""
+    """Weights of some layers. Each layer is converted and checked when it is drawn, since all of them may be large."""
 
-    maps: list[np.ndarray]
+    views: list[Tensor | np.ndarray]
+    """For each layer (heads, queries, keys), or its bins if `bins` is not (1, 1)."""
+    names: list[str]
+    """The name of each layer in errors."""
     layer_ids: list[int]
     head_ids: list[list[int]]
     sizes: list[tuple[int, int]]
@@ -38,16 +41,22 @@ class Layers:
         pick = slice(at, at + 1)
         return replace(
             self,
-            maps=self.maps[pick],
+            views=self.views[pick],
+            names=self.names[pick],
             layer_ids=self.layer_ids[pick],
             head_ids=self.head_ids[pick],
             sizes=self.sizes[pick],
         )
 
+    def maps(self) -> Iterator[np.ndarray]:
+        """The weights of each layer, (heads, queries, keys), float64."""
+        for view, name in zip(self.views, self.names, strict=True):
+            yield checked_weights(array(view, name), name)
+
     def head(self, head: int | None) -> np.ndarray:
         """The map of one head, by its id, of the only layer."""
-        result: np.ndarray = self.maps[0][_index("head", head, self.head_ids[0])]
-        return result
+        at = _index("head", head, self.head_ids[0])
+        return checked_weights(array(self.views[0][at], self.names[0]), self.names[0])
 
 
 def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
@@ -65,14 +74,37 @@ def _index(name: str, chosen: int | None, ids: Sequence[int]) -> int:
 
 def array(x: Any, name: str = "w") -> np.ndarray:
     """A tensor or array of numbers as float64; booleans become 0 and 1."""
+    found = _as_given(x, name)
     try:
-        found = x.detach().cpu().double().numpy() if isinstance(x, Tensor) else np.asarray(x)
-        if found.dtype.kind == "V" or found.dtype.name == "bfloat16":
-            found = found.astype(np.float32)
-        result: np.ndarray = found.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name} is {type(x).__name__}, expected numbers that form an array ({error})") from error
+        numbers = found.cpu().double().numpy() if isinstance(found, Tensor) else found.astype(np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_numbers(x, name, error) from error
+    result: np.ndarray = numbers
     return result
+
+
+def _as_given(x: Any, name: str) -> Tensor | np.ndarray:
+    """A tensor without its graph, or an array, of the dtype that it has."""
+    try:
+        found = x.detach() if isinstance(x, Tensor) else np.asarray(_without_tensors(x))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_numbers(x, name, error) from error
+    if isinstance(found, np.ndarray) and found.dtype.name == "bfloat16":  # NumPy has no bfloat16 itself
+        return found.astype(np.float32)
+    if found.is_complex() if isinstance(found, Tensor) else found.dtype.kind == "c":
+        raise InputError(f"{name} is {found.dtype}, expected real numbers")
+    return found
+
+
+def _without_tensors(x: Any) -> Any:
+    """Nested lists with arrays in place of tensors, which NumPy reads only if they are on the CPU without a graph."""
+    if isinstance(x, Tensor):
+        return x.detach().cpu().double().numpy()
+    return [_without_tensors(part) for part in x] if isinstance(x, (list, tuple)) else x
+
+
+def _no_numbers(x: Any, name: str, error: Exception) -> InputError:
+    return InputError(f"{name} is {type(x).__name__}, expected numbers that form an array ({error})")
 
 
 def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
@@ -87,23 +119,23 @@ def layers(w: Any, item: int | None = None, *, stacked: bool = False) -> Layers:
     if isinstance(w, Profile):
         return _of_profile(w, item)
     if isinstance(w, (tuple, list)) and w and (any(x is None for x in w) or any(getattr(x, "ndim", 0) > 2 for x in w)):
-        made = [_layer(x, item, f"w[{n}]") for n, x in enumerate(w)]
+        names = [f"w[{n}]" for n in range(len(w))]
+        made = [_layer(x, item, name) for x, name in zip(w, names, strict=True)]
     else:
-        whole = array(w)
-        if whole.ndim == 5 or (stacked and whole.ndim == 4):
-            made = [_layer(x, item, "w") for x in whole]
-        else:
-            made = [_layer(whole, item, "w")]
+        whole = _as_given(w, "w")
+        parts = list(whole) if whole.ndim == 5 or (stacked and whole.ndim == 4) else [whole]
+        made, names = [_layer(x, item, "w") for x in parts], ["w"] * len(parts)
     return Layers(
         made,
+        names,
         list(range(len(made))),
         [list(range(len(x))) for x in made],
         [(x.shape[1], x.shape[2]) for x in made],
     )
 
 
-def _layer(x: Any, item: int | None, name: str) -> np.ndarray:
-    """One layer as (h, nq, nk), checked to be weights."""
+def _layer(x: Any, item: int | None, name: str) -> Tensor | np.ndarray:
+    """One layer as (h, nq, nk), a view of it if it is a tensor or an array."""
     if x is None:
         raise InputError(
             f"{name} is None, expected weights: the model did not form them; load it with "
@@ -114,9 +146,9 @@ def _layer(x: Any, item: int | None, name: str) -> np.ndarray:
             f"{name} is a {type(x).__name__} of tensors, expected the weights of one layer; after generate() pass "
             "the tuple of one step"
         )
-    found = array(x, name)
+    found = _as_given(x, name)
     if found.ndim not in (2, 3, 4) or 0 in found.shape:
-        raise InputError(f"{name} has shape {found.shape}, expected (nq, nk), (h, nq, nk) or (b, h, nq, nk)")
+        raise InputError(f"{name} has shape {tuple(found.shape)}, expected (nq, nk), (h, nq, nk) or (b, h, nq, nk)")
     if found.ndim == 4:
         items = len(found)
         if item is None and items > 1:
@@ -124,19 +156,18 @@ def _layer(x: Any, item: int | None, name: str) -> np.ndarray:
         found = found[_index("item", item, range(items))]
     elif item not in (None, 0):
         raise InputError(f"item is {item}, expected None: {name} has no batch dimension")
-    found = found[None] if found.ndim == 2 else found
-    check_weights(found, name)
-    return found
+    return found[None] if found.ndim == 2 else found
 
 
-def check_weights(values: np.ndarray, name: str = "w") -> None:
-    """Refuse numbers that are no weights; NaN stands for masked pairs."""
-    shown = values[~np.isnan(values)]
-    if len(shown) and not (shown.min() >= 0 and shown.max() <= ROUNDING):
+def checked_weights(values: np.ndarray, name: str = "w") -> np.ndarray:
+    """The numbers, refused unless they are weights; NaN stands for masked pairs."""
+    low, high = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)  # NaN if all numbers are
+    if low < 0 or high > ROUNDING:
         raise InputError(
-            f"{name} holds {shown.min():.3g} to {shown.max():.3g}, expected weights from 0 to 1: apply the softmax to "
+            f"{name} holds {low:.3g} to {high:.3g}, expected weights from 0 to 1: apply the softmax to "
             "scores first, or draw them with qkv.plot.matrix"
         )
+    return values
 
 
 def _of_profile(profile: Profile, item: int | None) -> Layers:
@@ -158,6 +189,7 @@ def _of_profile(profile: Profile, item: int | None) -> Layers:
     count = len(values)
     return Layers(
         list(values),
+        ["w"] * count,
         [int(x) for x in one["layer"].values],
         [[int(x) for x in one["head"].values]] * count,
         [(n_queries, n_keys)] * count,

@@ -118,7 +118,7 @@ def heads(
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
     found = layers(w, item).layer(layer)
-    given = {f"head {h}": masked(m, mask) for h, m in zip(found.head_ids[0], found.maps[0], strict=True)}
+    given = {f"head {h}": masked(m, mask) for h, m in zip(found.head_ids[0], next(found.maps()), strict=True)}
     if tokens is None and queries is None:
         names = found.queries, found.keys
     else:
@@ -144,7 +144,7 @@ def wall(
 ) -> Figure:
     """Panels in rows, with one colour bar if `what` is not None. Only the outer panels have labels."""
     n = len(given)
-    across = columns or (n if n <= 4 else min(4, -(-n // -(-n // 4))))
+    across = (n if n <= 4 else min(4, -(-n // -(-n // 4)))) if columns is None else columns
     at_least_one("panels", columns=across)
     across = min(across, n)
     down = -(-n // across)
@@ -230,22 +230,23 @@ def model(
     6
     """
     found = layers(w, item, stacked=True)
-    shown = [masked(m, mask) for m in found.maps]
+    shown = [np.stack([pooled(head, most=THUMBNAIL)[0] for head in masked(m, mask)]) for m in found.maps()]
     norm = norm_of(shown, 0, vmax, power)
     columns, rows = max(len(ids) for ids in found.head_ids), len(shown)
     cell = max(NARROWEST, min(1.1, 6.2 / columns, 7.5 / rows))
-    left, top = 0.5, 0.5 + (0.25 if title else 0)
     wide, tall = cell * columns, cell * rows
-    width = max(left + wide + 0.85, 2.2)
+    left, width = 0.5, max(0.5 + wide + 0.85, 2.2)
+    lines = textwrap.wrap(title, int(width * 11))
+    top = 0.5 + 0.2 * len(lines) + (0.05 if title else 0)
     figure = Drawing(figsize=(width, top + tall + 0.12))
     if title:
-        figure.text(0.1 / width, 1 - 0.08 / figure.get_figheight(), title, va="top", fontsize=10, color=INK)
+        at = 1 - 0.08 / figure.get_figheight()
+        figure.text(0.1 / width, at, "\n".join(lines), va="top", fontsize=10, color=INK)
     axes = place(figure, left, top, wide, tall)
     gap, image = 0.04, None
     for row, layer in enumerate(shown):
         for column, m in enumerate(layer):
-            small = pooled(m, most=THUMBNAIL)[0]
-            image = heat(axes, small, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
+            image = heat(axes, m, norm, extent=(column + gap, column + 1 - gap, row + 1 - gap, row + gap))
     assert image is not None
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)

@@ -198,7 +198,7 @@ def label(ax: Axes, side: Literal["x", "y"], names: list[str] | None, n: int, wh
     points = min(8.0, 0.85 * 72 * inches / n)
     if names is not None and points >= READABLE:
         texts = [token_label(name) for name in names]
-        turned = side == "x" and _turned(max(map(len, texts)) * CHARACTER, inches / n)
+        turned = side == "x" and _turned(max(map(len, texts)) * CHARACTER * points / 8, inches / n)
         axis.set_ticks(range(n), texts)
         axis.set_tick_params(labelsize=points, labelrotation=90 if turned else 0, length=0, labelcolor=INK)
         axis.set_label_text(what, fontsize=8, color=MUTED)
@@ -260,7 +260,8 @@ def label_inches(names: list[str] | None, *, cell: float | None = None) -> float
     """
     if names is None or 0.85 * 72 * (cell or min(CELL, MOST / len(names))) < READABLE:
         return 0.2
-    longest = CHARACTER * max(len(token_label(name)) for name in names)
+    points = 8.0 if cell is None else min(8.0, 0.85 * 72 * cell)
+    longest = CHARACTER * points / 8 * max(len(token_label(name)) for name in names)
     return 0.2 if cell is not None and not _turned(longest, cell) else 0.1 + longest
 
 

@@ -168,7 +168,7 @@ def _by_head(w: Any, statistic: str, item: int | None, of: Any, first: int = 0) 
         heads = w.heads() if item is None else layers_of_text(w, item)
         return _table(heads, statistic)
     found = layers(w, item, stacked=True)
-    rows = [of(_measured(one, first)).mean(-1).tolist() for one in found.maps]
+    rows = [of(_measured(one, first)).mean(-1).tolist() for one in found.maps()]
     most = max(map(len, rows))
     return pd.DataFrame([row + [np.nan] * (most - len(row)) for row in rows])
 
@@ -226,8 +226,11 @@ def received(
         raise InputError("w is a Profile with bins of a long text, expected all weights; use profile.plot.received()")
     if layer is not None or head is not None:
         found = found.layer(layer)
-    maps = [found.head(head)[None]] if head is not None else found.maps
-    share = _received_share(maps)
+    if len({n_keys for _, n_keys in found.sizes}) > 1:
+        raise InputError("w has layers with different numbers of keys, expected one number; pass layer=")
+    maps = [found.head(head)[None]] if head is not None else found.maps()
+    total = np.mean([np.nansum(x, axis=1).mean(0) for x in maps], axis=0)
+    share = total / (total.sum() or 1.0)
     names = token_lists(tokens, [""] * found.sizes[0][0], *found.sizes[0])[1] if tokens is not None else found.keys
     if ax is None:
         above, below = 0.5 if title else 0.25, 0.35 + label_inches(names, cell=6.0 / len(share))
@@ -242,14 +245,3 @@ def received(
     if title:
         ax.set_title(title, loc="left", fontsize=9, color=INK, pad=8)
     return ax
-
-
-def _received_share(maps: Sequence[np.ndarray]) -> np.ndarray:
-    sizes = {x.shape[2] for x in maps}
-    if len(sizes) > 1:
-        raise InputError(
-            f"w has layers with {', '.join(map(str, sorted(sizes)))} keys, expected one number; pass layer="
-        )
-    total = np.mean([np.nansum(x, axis=1).mean(0) for x in maps], axis=0)
-    result: np.ndarray = total / (total.sum() or 1.0)
-    return result

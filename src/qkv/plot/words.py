@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from qkv.errors import InputError
 from qkv.figures.alignment import alignment_figure
@@ -52,17 +53,17 @@ def alignment(
     ['le', 'chat']
     """
     found = layers(w, item)
+    if found.bins != (1, 1):
+        raise InputError("w is a Profile with bins of a long text, expected all weights")
     if layer is not None or head is not None:
         found = found.layer(layer)
     of = "" if layer is None else f"Layer {layer}" if head is None else f"Layer {layer}, head {head}"
     if head is not None:
         shown = found.head(head)
     else:
-        if len({x.shape[1:] for x in found.maps}) > 1:
+        if len(set(found.sizes)) > 1:
             raise InputError("w has layers of different sizes, expected one size; pass layer=")
-        shown = np.mean([x.mean(0) for x in found.maps], axis=0)
-    if found.bins != (1, 1):
-        raise InputError("w is a Profile with bins of a long text, expected all weights")
+        shown = np.mean([x.mean(0) for x in found.maps()], axis=0)
     rows, columns = token_lists(source, target, *shown.shape)
     return alignment_figure(note, of, np.nan_to_num(shown), rows or [], columns or [])
 
@@ -79,7 +80,7 @@ def overlay(
     """Attention over the regions of an image, if keys are the cells of a grid: one picture for each query.
 
     Args:
-        image: (height, width, 3), numbers from 0 to 1 or bytes.
+        image: (height, width, 3), numbers from 0 to 1 or bytes; a tensor, an array or an RGB image of Pillow.
         w: weights (nq, nk) or (nk,). Cells are the last keys, row by row; earlier keys, such as a class token, are left
             out.
         grid: numbers of cells down and across.
@@ -112,5 +113,5 @@ def overlay(
     names = [f"query {i}" for i in range(n_queries)] if queries is None else None
     names = token_lists(None, queries, n_queries, n_keys)[0] if names is None else names
     maps = np.nan_to_num(shown[:, n_keys - cells :]).reshape(-1, *grid)
-    picture = image if isinstance(image, np.ndarray) and image.dtype == np.uint8 else array(image, "image")
+    picture = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
     return overlay_figure(note, "", picture, maps, names or [], corners=corners)

@@ -21,6 +21,8 @@ from qkv.statistics.measure import checked, finished
 from qkv.statistics.reduce import Request, RowsState, StatisticsReducer, add_tiles, log2_of
 from qkv.statistics.sums import Statistics, Sums
 
+ROWS = 64  # rows of each head that are converted at a time
+
 
 @torch.no_grad()
 def measure_weights(
@@ -95,8 +97,10 @@ class _Form(Form):
                 f"w has shape {tuple(tensor.shape)}, expected the weights of one layer: (b, h, nq, nk), (h, nq, nk) "
                 "or (nq, nk)"
             )
-        if not tensor.is_floating_point():
-            raise InputError(f"w is {tensor.dtype}, expected weights in floating point")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise InputError(f"w is {tensor.dtype}, expected weights in floating point of 16 bits or more")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise InputError(f"w is a tensor of {tensor.layout} on {tensor.device}, expected a dense one with data")
         form = _Form(tensor.ndim, not isinstance(w, Tensor))
         return form, tensor.detach()[(None,) * (4 - tensor.ndim)]
 
@@ -144,7 +148,8 @@ class _Given(StatisticsReducer):
 def _check_row_sums(weights: Tensor, row_sum: Tensor, queries: Tensor | None, *, unnormalized: bool) -> None:
     """Refuse rows with weight on masked pairs, and rows that sum to more than 1, by more than rounding."""
     rounding = 1e-4 + 4 * torch.finfo(weights.dtype).eps
-    whole = weights.sum(-1, dtype=torch.float64)
+    # A sum of float64 converts its input first, so it takes few rows at a time.
+    whole = torch.cat([rows.sum(-1, dtype=torch.float64) for rows in weights.split(ROWS, dim=2)], dim=2)
     if queries is not None:
         whole = whole.masked_fill(~queries[:, None], 0)
     hidden = ~((whole - row_sum).abs() <= rounding * whole.abs().clamp(min=1))
