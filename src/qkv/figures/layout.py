@@ -148,10 +148,10 @@ def token_strip(
         extend: the share of the colour bar that shows `under`.
     """
     binned, edges = bins(values, 1200)
-    lowest = (norm.vmin or 0) * (0.5 if under else 1)  # the scale has no place for 0
-    colours = COLOURS.with_extremes(under=under or COLOURS(0.0))
-    rows, shown = np.arange(len(values) + 1) - 0.5, np.maximum(binned, lowest)
-    image = axes.pcolormesh(edges - 0.5, rows, shown, cmap=colours, norm=norm, rasterized=True, linewidth=0)
+    below = under or COLOURS(0.0)
+    colours = COLOURS.with_extremes(under=below, bad=below)  # a logarithmic scale counts 0 as bad
+    rows = np.arange(len(values) + 1) - 0.5
+    image = axes.pcolormesh(edges - 0.5, rows, binned, cmap=colours, norm=norm, rasterized=True, linewidth=0)
     axes.tick_params(length=0, labelsize=7.5, colors=MUTED)
     drawn = axes.figure.colorbar(image, cax=bar, extend="min" if extend else "neither", extendfrac=extend or None)
     drawn.outline.set_visible(False)
