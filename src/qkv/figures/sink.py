@@ -68,10 +68,21 @@ def _by_layer(axes: Axes, data: xr.Dataset, table: pd.DataFrame, window: str, *,
     _threshold(axes)
     step = max(1, len(layers) // 16)
     axes.set_xticks(np.arange(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, max(0.4, 1.08 * float(np.nanmax(table["alpha_first"])))))
+    axes.set(xlim=(-0.6, len(layers) - 0.4), ylim=(0, _top(table["alpha_first"].to_numpy())))
     axes.set_xlabel("layer", fontsize=8, color=MUTED)
     axes.set_ylabel("α: mean share of the row on the first token", fontsize=8, color=MUTED)
     axes.yaxis.set_major_formatter(PERCENT)
+    if not np.isfinite(table["alpha_first"]).any():
+        axes.text(
+            0.5,
+            0.4,
+            "the profile has no score of these heads over the first queries",
+            transform=axes.transAxes,
+            ha="center",
+            fontsize=8,
+            color=MUTED,
+        )
+        return
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
                 handletextpad=0.2, columnspacing=1.2, scatteryoffsets=[0.5])  # fmt: skip
 
@@ -87,11 +98,16 @@ def _along(axes: Axes, ranges: list[tuple[int, int]], share: np.ndarray, even: n
     _threshold(axes)
     axes.set_xticks(x, [f"{first:,}–{stop - 1:,}" for first, stop in ranges])
     axes.tick_params(axis="x", labelrotation=0 if len(ranges) <= 4 else 40)
-    axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, max(0.4, 1.08 * float(np.nanmax(share)))))
+    axes.set(xlim=(-0.1, len(ranges) - 0.9), ylim=(0, _top(share)))
     axes.set_xlabel("position of the query", fontsize=8, color=MUTED)
     axes.yaxis.set_major_formatter(PERCENT)
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=7.5, labelcolor=MUTED,
                 handletextpad=0.5, columnspacing=1.2)  # fmt: skip
+
+
+def _top(shares: np.ndarray) -> float:
+    """The upper end of the axis; heads across two sequences have no score, so that all values may be NaN."""
+    return max([0.4, *(1.08 * shares[np.isfinite(shares)])])
 
 
 def _threshold(axes: Axes) -> None:
