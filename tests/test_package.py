@@ -55,6 +55,16 @@ def test_wheel_and_sdist_contain_required_files(built: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_link_of_the_published_readme_is_absolute(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    readme = zipfile.ZipFile(wheel).read(name).decode().split("\n\n", 1)[1]
+    assert "[arXiv:1906.04341](https://arxiv.org/abs/1906.04341)" in readme
+    assert "docs/comparison.md compares qkv" in readme
+    assert not re.findall(r"\]\((?!https://)[^)]*\)", readme)
+
+
+@pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     """Dependencies come from this environment through a path file; only qkv itself is installed in the new one."""
     (wheel,) = built.glob("*.whl")

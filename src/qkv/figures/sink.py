@@ -76,7 +76,7 @@ def _by_layer(axes: Axes, data: xr.Dataset, table: pd.DataFrame, window: str, *,
         axes.text(
             0.5,
             0.4,
-            "the profile has no score of these heads over the first queries",
+            "the profile has no score of\nthese heads over the first queries",
             transform=axes.transAxes,
             ha="center",
             fontsize=8,
