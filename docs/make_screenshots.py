@@ -82,9 +82,12 @@ def _settle(page: Page) -> None:
 
 
 def small(png: bytes) -> bytes:
-    """The same picture in as many colours as its size allows."""
+    """The same picture in as many colours as its size allows, rare colours such as those of text included."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    choices = (picture, *(picture.quantize(n, dither=Image.Dither.NONE) for n in (256, 128, 64)))
+    choices = (
+        picture,
+        *(picture.quantize(n, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE) for n in (256, 128, 64)),
+    )
     for choice in choices:
         out = io.BytesIO()
         choice.save(out, "PNG", optimize=True)
