@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 from conftest import close, oracle, rand, refused, set_tile, triple, unchecked
 from qkv import InputError, attend, biases, masks, normalizers, scores
@@ -172,8 +173,12 @@ def refusal(cell: Cell, kernel: str) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _small_tiles_and_no_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles so small that there are several; shapes in signatures are checked by the other tests."""
+    """Tiles so small that there are several, and FlexAttention's formula without a trace of each cell.
+
+    Shapes in signatures are checked by other tests; test_flex.py and test_flex_normalizers.py trace and compile.
+    """
     set_tile(monkeypatch, 2)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with unchecked():
         yield
 
