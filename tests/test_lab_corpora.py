@@ -95,6 +95,32 @@ def test_missing_empty_and_binary_corpora_are_rejected(tmp_path: Path, monkeypat
         load(str(tmp_path / "latin.txt"))
 
 
+def test_package_gives_the_python_files_of_an_installed_package() -> None:
+    found = load("package:networkx")
+    assert any('"""' in x and "networkx" in x for x in found.documents)
+    assert not any("import pytest" in x[:2000] for x in found.documents)  # its tests
+    for name in ("package:no_such_package", "package:networkx.algorithms", "package:../x", "package:this"):
+        with refused("corpus", match="package:NAME"):
+            load(name)
+
+
+def test_documents_that_share_a_passage_are_left_out() -> None:
+    lines = [f"    this is the long line of number {i}\n" for i in range(6)]
+    book = "".join(lines)
+    same = {
+        "indented otherwise": "x = 1\n" + "".join("\t" + line.strip() + "\n\n" for line in lines[1:4]),
+        "whole": book,
+    }
+    other = {
+        "two lines": "".join(lines[:2]) + "and then another long line\n",
+        "not in a row": "".join(f"{line}something in between them\n" for line in lines),
+        "short lines": "a = 1\nb = 2\nc = 3\nd = 4\n",
+    }
+    assert corpora.without_passages([*same.values(), *other.values()], [book, "a = 1\nb = 2\nc = 3\n"]) == list(
+        other.values()
+    )
+
+
 # --- held-out text ----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import torch
 import qkv
 from conftest import refused
 from qkv.errors import InputError
-from qkv.lab import tokenizers, track
+from qkv.lab import corpora, tokenizers, track
 from qkv.lab.tasks.language import Language
 from qkv.models import DecoderConfig, checkpoint
 from qkv.models.generation import generate
@@ -72,6 +72,26 @@ def test_windows_reach_both_ends_of_the_text(texts: Path) -> None:
     found = {tuple(row) for step in range(20) for row in made.batch(step, 4, 0)["ids"][:, 1:].tolist()}
     data = made._data.train[:26].tolist()
     assert found == {tuple(data[i : i + 24]) for i in range(3)}
+
+
+def test_further_corpora_are_trained_on_in_their_share_and_not_held_out(texts: Path, tmp_path: Path) -> None:
+    held_out = corpora.load(str(texts)).split()[1][0]
+    for name, text in {"capitals": "HELLO WORLD " * 40, "copy": held_out, "digits": "0123456789" * 40}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    more = ", ".join(str(tmp_path / f"{name}.txt") for name in ("capitals", "copy", "digits"))
+    made, plain = task(texts, more=more, more_share=0.25), task(texts)
+    ids = made.batch(0, 2000, 0)["ids"]
+    texts_of = [bytes(row) for row in ids[:, 1:].tolist()]
+    capitals, digits = (sum(part in x for x in texts_of) / 2000 for part in (b"WORLD", b"6789012345"))
+    assert capitals + digits == pytest.approx(0.25, abs=0.03)
+    assert min(capitals, digits) > 0.05
+    assert held_out.encode() not in made._more.astype("u1").tobytes()
+    assert torch.equal(made.unseen, plain.unseen)
+    assert torch.equal(task(texts, more=more, more_share=0.0).batch(3, 4, 5)["ids"], plain.batch(3, 4, 5)["ids"])
+    with refused("more", match="repeats the held-out text"):
+        task(texts, more=str(tmp_path / "copy.txt")).build()
+    with refused("more_share", match="from 0 to 1"):
+        task(texts, more_share=1.5)
 
 
 def test_held_out_text_is_not_in_the_training_text(texts: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loads text corpora by name: Python's standard library, files and folders, Tiny Shakespeare, Hugging Face datasets."""
+"""Loads text corpora: the standard library, installed packages, files and folders, Tiny Shakespeare, datasets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ NAMES = ("library", "shakespeare")
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 EXCLUDED_FOLDERS = {
-    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data",
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "_vendor",
 }  # fmt: skip
-"""Folders inside the standard library to leave out: installed packages, tests, a Python grammar, and tables."""
+"""Folders to leave out of the standard library and of packages: installed packages, tests, a Python grammar, tables."""
 HELD_OUT = 0.05
 """The share of a corpus that is held out."""
 MIN_WHOLE_SHARE = 0.5
 """If whole documents reach less than this part of the held-out share, the end of every document is held out."""
+PASSAGE, LINE = 3, 20
+"""A passage is so many lines in a row of at least so many characters each, not counting indentation and blank lines."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,34 @@ class Corpus:
         return [start for start, _ in parts if start], [end for _, end in parts if end]
 
 
+def without_passages(documents: Sequence[str], of: Sequence[str]) -> list[str]:
+    """The documents that share no passage with other texts: no `PASSAGE` consecutive lines.
+
+    Such documents are copies, or adapted copies, as of a module of the standard library in a package.
+
+    >>> book = "the first long line of a book\\n" "the second long line of it\\n" "and the third one, also long\\n"
+    >>> without_passages(["x = 1\\n" + book, "y = 2\\n"], of=[book])
+    ['y = 2\\n']
+    """
+    taken = {passage for text in of for passage in _passages(text)}
+    return [document for document in documents if taken.isdisjoint(_passages(document))]
+
+
+def _passages(text: str) -> Iterator[tuple[str, ...]]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for at in range(len(lines) - PASSAGE + 1):
+        found = tuple(lines[at : at + PASSAGE])
+        if min(map(len, found)) >= LINE:
+            yield found
+
+
 def load(name: str) -> Corpus:
     """Load the corpus of a name.
 
     Args:
         name: ``"library"`` (Python's standard library without its tests: about 11 MB, slightly different in each
-            version of Python), ``"shakespeare"`` (Tiny Shakespeare, 1.1 MB, downloaded once),
+            version of Python), ``"package:NAME"`` (the Python files of an installed package, without its tests),
+            ``"shakespeare"`` (Tiny Shakespeare, 1.1 MB, downloaded once),
             ``"hf:NAME"`` or ``"hf:NAME:COLUMN"`` (the train split of a Hugging Face dataset), or the path of a text
             file or a folder (all UTF-8 files in it and its subfolders, except hidden ones).
 
@@ -90,6 +114,8 @@ def load(name: str) -> Corpus:
         return _folder_corpus(
             name, Path(sysconfig.get_path("stdlib")), lambda path: path.endswith(".py"), EXCLUDED_FOLDERS
         )
+    if name.startswith("package:"):
+        return _package_corpus(name)
     if name == "shakespeare":
         return _corpus(name, [("", _shakespeare().decode())])
     if name.startswith("hf:"):
@@ -98,7 +124,7 @@ def load(name: str) -> Corpus:
     if path.is_dir():
         return _folder_corpus(name, path, lambda path: True, set())
     if not path.exists():
-        expected = f"{', '.join(map(repr, NAMES))}, 'hf:NAME', or the path of a text file or a folder"
+        expected = f"{', '.join(map(repr, NAMES))}, 'package:NAME', 'hf:NAME', or the path of a text file or a folder"
         raise InputError(f"corpus: no file or folder {name!r}, expected {expected}{nearest(name, NAMES)}")
     text = _text(_bytes(path))
     if text is None:
@@ -166,6 +192,16 @@ def _folder_corpus(name: str, root: Path, include: Callable[[str], bool], exclud
             else:
                 found.append((path.relative_to(root).as_posix(), text))
     return _corpus(name, sorted(found), skipped)
+
+
+def _package_corpus(name: str) -> Corpus:
+    """The Python files of an installed package."""
+    _, package = name.split(":", 1)
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise InputError(f"corpus is {name!r}, expected 'package:NAME' with the name of an installed package")
+    root = Path(next(iter(found.submodule_search_locations)))
+    return _folder_corpus(name, root, lambda path: path.endswith(".py"), EXCLUDED_FOLDERS)
 
 
 # --- Tiny Shakespeare -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,37 @@ def prepare(corpus: str, tokenizer: str = "bytes", vocab_size: int = 2048) -> Pr
                 write_tokens(path, tokenizers.encode_all(made, spaced), size, settings)
     made = file.read_text(encoding="utf-8")
     return Prepared(open_tokens(train, settings), open_tokens(held_out, settings), made, size)
+
+
+def prepare_more(names: Sequence[str], corpus: str, main: Prepared) -> Integer[np.ndarray, " n"]:
+    """The tokens of further corpora, by the tokenizer of a main one, from the cache if no text has changed.
+
+    Documents that share a passage with a held-out text of the main corpus are left out.
+
+    Args:
+        names: names for `qkv.lab.corpora.load`.
+        corpus: the name of the main corpus.
+        main: its tokens.
+
+    Raises:
+        InputError: as `prepare`, and if nothing is left.
+    """
+    held_out = corpora.load(corpus).split()[1]
+    made = [corpora.load(name) for name in names]
+    parts = [main.tokenizer, *held_out, *(x.fingerprint for x in made)]
+    settings = hashlib.sha256(json.dumps([VERSION, corpora.PASSAGE, corpora.LINE, *parts]).encode()).hexdigest()
+    path = corpora.cache_folder() / "tokens" / settings[:20] / "more.bin"
+    if not _sidecar(path).exists():
+        found = list[str]()
+        for one in made:
+            with _status(one):
+                found += corpora.without_passages(one.documents, held_out)
+        if not found:
+            raise InputError(f"more is {', '.join(names)!r}, which repeats the held-out text of {corpus!r}")
+        with spinner(f"tokenizing {', '.join(names)}, once"):
+            tokens = tokenizers.encode_all(main.tokenizer, [x + BETWEEN for x in found])
+        write_tokens(path, tokens, main.vocab_size, settings)
+    return open_tokens(path, settings)
 
 
 def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int, settings: str) -> None:

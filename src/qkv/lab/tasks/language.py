@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qkv.errors import InputError
 from qkv.lab import settings, tokenizers, track
 from qkv.lab.task import Batch, Measured, Training
-from qkv.lab.tokens import Prepared, prepare
+from qkv.lab.tokens import Prepared, prepare, prepare_more
 from qkv.models.config import one_of
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
@@ -42,7 +42,8 @@ class Language:
     name: ClassVar[str] = "language"
 
     corpus: str = "library"
-    """``library`` (Python's standard library), ``shakespeare``, ``hf:NAME``, or the path of a text file or folder."""
+    """``library`` (Python's standard library), ``package:NAME`` (an installed package), ``shakespeare``, ``hf:NAME``,
+    or the path of a text file or folder."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """``bytes``, or byte-level BPE trained on the corpus."""
     vocab_size: int = 2048
@@ -53,6 +54,11 @@ class Language:
     """The first token of a sequence: always ``<s>``, or the first token of the window."""
     tokens: int | None = None
     """Train on only the first so many tokens of the corpus; on all if None."""
+    more: str = ""
+    """Further corpora to train on, separated by commas. Their documents that share a passage with the held-out text are
+    left out (`qkv.lab.corpora.without_passages`)."""
+    more_share: float = 0.5
+    """The share of training sequences that come from `more`."""
     model: DecoderConfig = field(default_factory=lambda: DecoderConfig.llama(d_model=128, layers=4, heads=4))
     """The configuration of the `DecoderLM`; the task sets vocab_size and context."""
 
@@ -67,6 +73,8 @@ class Language:
             raise InputError(f"context is {self.context}, expected at least 2 tokens")
         if self.tokens is not None and self.tokens <= self.context:
             raise InputError(f"tokens is {self.tokens}, expected more than the context, {self.context}")
+        if not 0 <= self.more_share <= 1:
+            raise InputError(f"more_share is {self.more_share}, expected a share from 0 to 1")
 
     @staticmethod
     def training() -> Training:
@@ -76,13 +84,19 @@ class Language:
     def build(self) -> nn.Module:
         """A new model with random weights; `InputError` if the corpus cannot be loaded or is too small."""
         vocabulary = self._data.vocab_size
-        self._train, self.unseen  # noqa: B018  (raises if the corpus is too small)
+        self._train, self._more, self.unseen  # noqa: B018  (raises if a corpus is too small)
         return DecoderLM(settings.with_entries(self.model, vocab_size=vocabulary, context=self.context))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """``ids`` (size, context + 1): windows at random positions; every token but the first is a target."""
-        starts = np.random.default_rng((seed, step)).integers(0, len(self._train) - self._window_length + 1, size)
-        return {"ids": self._windows(self._train, starts)}
+        draw = np.random.default_rng((seed, step))
+        starts = draw.integers(0, len(self._train) - self._window_length + 1, size)
+        ids = self._windows(self._train, starts)
+        if self._more is not None:
+            starts = draw.integers(0, len(self._more) - self._window_length + 1, size)
+            chosen = torch.from_numpy(draw.random(size) < self.more_share)
+            ids = torch.where(chosen[:, None], self._windows(self._more, starts), ids)
+        return {"ids": ids}
 
     def count(self, batch: Batch) -> int:
         """The number of tokens without the first of each sequence."""
@@ -140,6 +154,16 @@ class Language:
             raise InputError(f"tokens is {self.tokens:,}, but {self.corpus} has {len(train):,} to train on")
         found = train[: self.tokens]
         self._check_length(found, "to train on")
+        return found
+
+    @cached_property
+    def _more(self) -> Integer[np.ndarray, " tokens"] | None:
+        """The tokens of the further corpora; None if there are none."""
+        names = [name.strip() for name in self.more.split(",") if name.strip()]
+        if not names:
+            return None
+        found = prepare_more(names, self.corpus, self._data)
+        self._check_length(found, "more to train on")
         return found
 
     @cached_property
