@@ -289,20 +289,26 @@ def _one_key(final: Tensor, soft: Tensor) -> Tensor:
     return best + (soft - soft.detach())
 
 
+def _softmax_of(logs: Tensor, final: Tensor, masked: Tensor, rounding: Rounding) -> Normalized:
+    """Weights divided by their sum, as a softmax of their logarithms, which do not underflow."""
+    logs = torch.where(masked, -torch.inf, logs)
+    empty = masked.all(-1, keepdim=True)
+    level = rounding.level(torch.logsumexp(torch.where(empty, 0.0, logs), -1, keepdim=True), None)
+    weights = torch.exp(torch.where(masked, -torch.inf, rounding.from_level(logs, level) - level))
+    return Normalized(weights, None, None, final, None, None, level[..., 0])
+
+
 def _pointwise(normalizer: Any, final: Tensor, masked: Tensor, n_visible: Tensor, rounding: Rounding) -> Normalized:
     s = torch.where(masked, 0.0, final)
     match normalizer:
         case normalizers.Sigmoid(bias):
             shift = -torch.log(n_visible) if bias is None else _by_head(bias, 0)[:, None, None]
             s = rounding.scores(s + shift)
+            if normalizer.divide == "sum":
+                return _softmax_of(torch.nn.functional.logsigmoid(s), final, masked, rounding)
             weights = rounding.cancelling(torch.sigmoid(s), s)
         case normalizers.EluPlusOne("sum"):
-            # Computed as a softmax of logarithms, which do not underflow.
-            logs = torch.where(masked, -torch.inf, torch.log1p(torch.relu(s)) + s.clamp(max=0))
-            empty = masked.all(-1, keepdim=True)
-            level = rounding.level(torch.logsumexp(torch.where(empty, 0.0, logs), -1, keepdim=True), None)
-            weights = torch.exp(torch.where(masked, -torch.inf, rounding.from_level(logs, level) - level))
-            return Normalized(weights, None, None, final, None, None, level[..., 0])
+            return _softmax_of(torch.log1p(torch.relu(s)) + s.clamp(max=0), final, masked, rounding)
         case normalizers.EluPlusOne():
             weights = torch.where(s > 0, s + 1, torch.exp(s.clamp(max=0)))
         case normalizers.ReLU():

@@ -234,10 +234,10 @@ def _pointwise(draw: Draw, shape: Shape, kind: str, temperature: float) -> Part:
         bias = draw.choice([None, -1.0, "learned"])
         if bias == "learned":
             tensors = {"bias": draw.normal(shape.h)}
-            text = f"Sigmoid(learned, temperature={temperature})"
-            return Part(text, lambda t: normalizers.Sigmoid(t["bias"]).with_temperature(temperature), tensors)
-        text = f"Sigmoid({bias}, temperature={temperature})"
-        return Part(text, lambda t: normalizers.Sigmoid(bias).with_temperature(temperature))
+            text = f"Sigmoid(learned, {divide}, temperature={temperature})"
+            return Part(text, lambda t: normalizers.Sigmoid(t["bias"], divide).with_temperature(temperature), tensors)
+        text = f"Sigmoid({bias}, {divide}, temperature={temperature})"
+        return Part(text, lambda t: normalizers.Sigmoid(bias, divide).with_temperature(temperature))
     if kind in ("elu + 1", "relu", "identity"):
         of = {"elu + 1": normalizers.EluPlusOne, "relu": normalizers.ReLU, "identity": normalizers.Identity}[kind]
         text = f"{of.__name__}({divide}, temperature={temperature})"

@@ -13,7 +13,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import FAILS, HOLDS, Conclusion, Experiment, Results, Setting, Verdict, larger
+from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv.lab.settings import with_entries
 from qkv.lab.task import Batch, Measured, Training
 from qkv.models import DecoderConfig, DecoderLM
@@ -80,28 +81,59 @@ class Tiny(Experiment):
     question = "Does it count?"
     claims = ("C900",)
     curves = ("loss", "evaluation.loss")
+    looks = (2,)
     task = Counting()
 
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        training = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2)
-        runs = [Setting(self.task, replace(training, seed=seed)) for seed in range(1 if quick else 2)]
-        return {"plain": runs, "same": runs[:1]}
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        training = replace(Counting.training(), steps=2, evaluate_every=1, save_every=2, seed=seed)
+        run = Setting(self.task, training)
+        return {"plain": run, "same": run} if seed == 0 else {"plain": run}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         assert not torch.is_grad_enabled()
         assert not model.training
         return {"seven": 7.0000001}
 
-    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        return {"computed": [{"x": 0.5}]}
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        return {"computed": {"x": 0.5}}
 
     def conclude(self, results: Results) -> Conclusion:
         seen = results.values("plain", "measured.seven")
-        holds = HOLDS if larger(seen, results.values("computed", "measured.x")) else FAILS
+        holds = HOLDS if min(seen) > max(results.values("computed", "measured.x")) else FAILS
         return Conclusion([Verdict("C900", holds, "seven is more")], "It counts", "All is well.")
 
     def figure(self, results: Results) -> Figure:
         return Figure()
+
+
+class Looks(Experiment):
+    """Three variants: `clear` is decided at the first look, `later` at the second, `never` not."""
+
+    name = "looks"
+    question = "How many seeds does it take?"
+    criteria = (
+        Criterion("C901", "2026-11-23", "Clear", bound=0.0),
+        Criterion("C902", "2026-11-23", "Later", bound=0.0),
+        Criterion("C903", "2026-11-23", "Never", bound=0.0),
+    )
+    looks = (4, 8, 16)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        training = replace(Counting.training(), seed=seed)
+        return {v: Setting(Counting(modulo=7 + at), training) for at, v in enumerate(("clear", "later", "never"))}
+
+    @staticmethod
+    def outcome(_: Experiment, setting: Setting, __: Path) -> Outcome:
+        """In place of a training."""
+        seed, modulo = setting.training.seed, setting.task.modulo  # type: ignore[attr-defined]
+        mean, spread = {7: (1, 0.1), 8: (1, 0.8), 9: (0, 2.0)}[modulo]
+        return Outcome(seed, measured={"x": mean + spread * (-1) ** seed})
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        return {
+            criterion.claim: [Effect("", results.values(variant, "measured.x"), (variant,))]
+            for criterion, variant in zip(self.criteria, ("clear", "later", "never"), strict=True)
+        }
 
 
 def weights(folder: Any) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ from qkv.lab.experiments import Conclusion, Experiment, Verdict
 class Dice(Experiment):
     name, question, claims = "dice", "Is six more than one?", ("X001",)
 
-    def compute(self, quick):
-        return {"one": [{"x": 1}], "six": [{"x": 6}]}
+    def compute(self, seed, quick):
+        return {"one": {"x": 1}, "six": {"x": 6}}
 
     def conclude(self, results):
         more = results.values("six", "measured.x") > results.values("one", "measured.x")
@@ -38,6 +38,12 @@ class Misnamed(Dice):
 
 class Abstract(Experiment):
     name, question, claims = "abstract", "?", ()
+
+class Old(Dice):
+    name = "old"
+
+    def compute(self, quick):
+        return {"one": [{"x": 1}]}
 """
 TASK = """
 from dataclasses import dataclass
@@ -142,7 +148,8 @@ def test_listing_names_imports_no_plugin(install: Install) -> None:
         ("dice", "mylab:Dicce", "AttributeError: "),
         ("dice", "mylab_raises:Dice", "ZeroDivisionError: division by zero"),
         ("dice", "mylab:Misnamed", "has the name 'cards' in its class, expected 'dice'"),
-        ("abstract", "mylab:Abstract", "does not define conclude, figure"),
+        ("abstract", "mylab:Abstract", "does not define criteria, effects"),
+        ("old", "mylab:Old", r"has compute\(quick\), expected compute\(seed, quick\)"),
         ("dice", "mylab:Figure", r"is not a subclass of qkv\.lab\.experiments\.Experiment"),
         ("dice", "mylab:Dice.name", "is a str, expected a class"),
     ],

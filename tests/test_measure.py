@@ -579,6 +579,7 @@ def test_received_of_many_queries_adds_up() -> None:
 NORMALIZERS = {
     "sigmoid": normalizers.Sigmoid(),
     "sigmoid of heads": normalizers.Sigmoid(rand(6, seed=3)),
+    "sigmoid over the sum": normalizers.Sigmoid(divide="sum"),
     "elu": normalizers.EluPlusOne(),
     "elu over the sum": normalizers.EluPlusOne("sum"),
     "relu": normalizers.ReLU(),

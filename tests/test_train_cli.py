@@ -329,10 +329,13 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]
     def run(name: str, out: Path, **options: Any) -> experiments.Result:
         calls.append((name, out, options))
         out.mkdir(exist_ok=True)
-        verdict = experiments.base.Verdict("C001", "does not hold", f"[{name}] 0.2, not 0.9")
+        verdict = experiments.Verdict("C001", "does not hold", f"[{name}] 0.2, not 0.9")
         return experiments.Result(out / f"{name}.json", out / f"{name}.png", (verdict,), f"All of [{name}].")
 
     monkeypatch.setattr(experiments, "names", lambda: ("one", "two"))
+    monkeypatch.setattr(
+        experiments, "estimate", lambda names, out, seeds: experiments.Estimate(3 * len(names), 2, 1800.0)
+    )
     monkeypatch.setattr(experiments, "experiment", known)
     monkeypatch.setattr(experiments, "run", run)
     return calls
@@ -348,7 +351,7 @@ def test_experiments_are_listed(ran: list[Any], capsys: pytest.CaptureFixture[st
 
 def test_experiment_prints_verdicts_and_paths(ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "two", "--quick", "--jobs", "3", "--out", "found"]) == 0
-    assert ran == [("two", Path("found"), {"quick": True, "jobs": 3, "progress": True})]
+    assert ran == [("two", Path("found"), {"quick": True, "seeds": None, "jobs": 3, "progress": True})]
     said = words(capsys.readouterr().out)
     assert "C001 does not hold [two] 0.2, not 0.9" in said
     assert "All of [two]." in said
@@ -357,16 +360,26 @@ def test_experiment_prints_verdicts_and_paths(ran: list[Any], capsys: pytest.Cap
     assert Path("found", "README.md").read_text().startswith("# Experiments")
 
 
+def test_experiment_says_first_how_long_it_will_take(ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", "all", "--jobs", "2", "--seeds", "7"]) == 0
+    assert "6 runs, about 15 min; 2 are done already" in words(capsys.readouterr().out)
+    assert [options["seeds"] for _, _, options in ran] == [7, 7]
+
+
 @pytest.mark.parametrize(("names", "expected"), [(["all"], "one two"), (["two", "one", "two"], "two one")])
 def test_each_experiment_runs_once(names: list[str], expected: str, ran: list[Any]) -> None:
     assert main(["experiment", *names]) == 0
     assert [name for name, *_ in ran] == expected.split()
-    assert ran[0][1:] == (Path("qkv-experiments"), {"quick": False, "jobs": 1, "progress": True})
+    assert ran[0][1:] == (Path("qkv-experiments"), {"quick": False, "seeds": None, "jobs": 1, "progress": True})
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(["two", "on"], "experiment is 'on', .*did you mean 'one'"), (["two", "--jobs", "0"], "--jobs is 0, expected")],
+    [
+        (["two", "on"], "experiment is 'on', .*did you mean 'one'"),
+        (["two", "--jobs", "0"], "--jobs is 0, expected"),
+        (["two", "--seeds", "1"], "--seeds is 1, expected at least 2"),
+    ],
 )
 def test_bad_arguments_start_no_experiment(
     arguments: list[str], sentence: str, ran: list[Any], capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ import tyro
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
-    from qkv.lab.experiments import Result
+    from qkv.lab.experiments import Estimate, Result
 
 
 def experiment(
@@ -20,24 +20,30 @@ def experiment(
     /,
     *,
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
     jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
     """Test claims about attention by training small models and measuring them.
 
-    For each experiment the command writes all numbers as JSON and a figure to DIR; README.md collects the verdicts on
-    all claims. Finished training runs are not repeated, so an interrupted experiment continues where it stopped.
+    Each verdict compares a confidence interval over seeds with a bound that was written down before the runs. Seeds are
+    added until no claim is undecided, up to the experiment's last look. For each experiment the command writes all
+    numbers as JSON and a figure to DIR; README.md collects the verdicts on all claims. Finished training runs are not
+    repeated, so an interrupted experiment continues where it stopped.
 
-    qkv experiment                          (list the experiments)
+    qkv experiment                            (list the experiments, with the processor time that each took)
 
-    qkv experiment learning_rate --quick    (a short version, to see that it works)
+    qkv experiment learning_rate --quick      (a short version, to see that it works)
 
-    qkv experiment all --jobs 4             (all experiments, an hour or two)
+    qkv experiment weight_decay --seeds 5     (exactly 5 seeds)
+
+    qkv experiment all --jobs 4               (all experiments; an estimate of the time comes first)
 
     Args:
         names: Names of experiments, or all. Without a name the command lists the experiments.
         quick: Run the short version, whose models are too small for conclusions.
+        seeds: Exactly so many seeds, in place of the experiment's own numbers.
         out: Folder for the results. It is created if it does not exist.
         jobs: Number of training runs at the same time, each in its own process on one core.
         redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
@@ -50,13 +56,27 @@ def experiment(
         return
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}, expected at least 1")
+    if seeds is not None and seeds < 2:
+        raise InputError(f"--seeds is {seeds}, expected at least 2: one seed has no interval")
     chosen = dict.fromkeys(x for name in names for x in (experiments.names() if name == "all" else [name]))
     for name in chosen:
         experiments.experiment(name)  # raises for an unknown name before the first experiment runs
+    if not redraw and not quick:
+        _announce(experiments.estimate(chosen, out, seeds=seeds), jobs)
     for name in chosen:
         again = experiments.redraw(name, out) if redraw else None
-        _show(name, again or experiments.run(name, out, quick=quick, jobs=jobs, progress=True))
+        _show(name, again or experiments.run(name, out, quick=quick, seeds=seeds, jobs=jobs, progress=True))
         write_atomically(out / "README.md", experiments.table(out))
+
+
+def _announce(estimate: Estimate, jobs: int) -> None:
+    """Print how long the runs will take."""
+    from qkv.cli.terminal import duration
+
+    if estimate.runs:
+        time = duration(estimate.seconds / jobs)
+        kept = f"; {estimate.done:,} are done already" if estimate.done else ""
+        print(f"{estimate.runs:,} runs, about {time}{kept}. More follow if a claim is undecided then.")
 
 
 def _list() -> None:
@@ -66,6 +86,7 @@ def _list() -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from qkv.cli.terminal import duration
     from qkv.lab import experiments
 
     table = Table("experiment", "question", "claims", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -75,10 +96,13 @@ def _list() -> None:
         except InputError as error:  # a broken entry point of an installed package
             table.add_row(Text(name, no_wrap=True), Text(str(error)), Text(""))
         else:
-            table.add_row(Text(name, no_wrap=True), Text(found.question), Text(", ".join(found.claims)))
+            seconds = experiments.cost(name)
+            label = Text.assemble(name, (f"\n{duration(seconds)}", "dim") if seconds else "")
+            table.add_row(label, Text(found.question), Text(", ".join(found.claims)))
     console = Console(highlight=False)
     console.print(table)
-    console.print("usage: qkv experiment NAME … [--quick] [--jobs N] [--out DIR]", markup=False)
+    console.print("Below a name: the processor time of the results that come with qkv.", markup=False)
+    console.print("usage: qkv experiment NAME … [--quick] [--seeds N] [--jobs N] [--out DIR]", markup=False)
 
 
 def _show(name: str, result: Result) -> None:

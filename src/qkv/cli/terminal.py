@@ -19,6 +19,18 @@ def print_line(label: str, text: str | Path, *, main: bool = False) -> None:
     Console(highlight=False).print(line, soft_wrap=True)
 
 
+def duration(seconds: float) -> str:
+    """A rough duration, for estimates.
+
+    >>> duration(20), duration(400), duration(8000)
+    ('20 s', '7 min', '2 h 13 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Pause Python's cyclic garbage collector, for code that makes many objects and little garbage.

@@ -37,6 +37,8 @@ NORMALIZERS: dict[str, Callable[[], Normalizer]] = {
     "sigmoid": Sigmoid,
     "elu": EluPlusOne,
     "relu": ReLU,
+    "sigmoid_sum": lambda: Sigmoid(divide="sum"),
+    "elu_sum": lambda: EluPlusOne(divide="sum"),
     "entmax": Entmax,
 }
 SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")

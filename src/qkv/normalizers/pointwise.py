@@ -19,7 +19,8 @@ class Sigmoid(Pointwise):
     """Sigmoid attention, σ(s + b) (Ramapuram et al. 2024, arXiv:2409.04431, eq. 3).
 
     `bias` b is a number, or a tensor with one number per query head, shape (heads,), which may be learned. If None it
-    is −ln n, where n is the number of visible keys of the query.
+    is −ln n, where n is the number of visible keys of the query. With ``divide="sum"`` the weights of a query are
+    divided by their sum (Gu et al. 2025, arXiv:2410.10781, §6.2, compares both).
 
     >>> from qkv import attend
     >>> q = k = torch.zeros(1, 1, 1, 8)
@@ -28,11 +29,13 @@ class Sigmoid(Pointwise):
     """
 
     bias: Float[Tensor, " heads"] | float | None = None
+    divide: str | None = None
     by_head = False
     zero_at_minus_infinity = True
     nonnegative = True
 
     def __post_init__(self) -> None:
+        super().check(0)
         if isinstance(self.bias, Tensor):
             if self.bias.ndim != 1 or not self.bias.dtype.is_floating_point:
                 raise InputError(
@@ -65,6 +68,12 @@ class Sigmoid(Pointwise):
 
     def slope_from_weights(self, weights: Tensor) -> Tensor:
         return weights * (1 - weights)
+
+    def log_weight(self, scores: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(scores)
+
+    def slope_of_log(self, scores: Tensor) -> Tensor:
+        return torch.sigmoid(-scores)
 
 
 @dataclass(frozen=True, eq=False)

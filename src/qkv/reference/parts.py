@@ -287,9 +287,9 @@ def normalize(normalizer: normalizers.Normalizer, s: Array, h: int, visible: int
         case normalizers.Hard():
             best = max(range(len(s)), key=lambda j: s[j])  # the first of equals
             return np.array([float(j == best) for j in range(len(s))])
-        case normalizers.Sigmoid(bias):
+        case normalizers.Sigmoid(bias, divide):
             shift = -math.log(visible) if bias is None else float(of_head(bias, h, 0))
-            return np.array([sigmoid(x + shift) for x in s])
+            w = np.array([sigmoid(x + shift) for x in s])
         case normalizers.EluPlusOne(divide):
             w = np.array([x + 1 if x > 0 else math.exp(x) for x in s])
         case normalizers.ReLU(divide):

@@ -6,19 +6,30 @@ points in the group ``qkv.experiments``.
 
 from __future__ import annotations
 
-from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting, Verdict
+from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv.lab.experiments.estimate import Estimate, cost, estimate
+from qkv.lab.experiments.evidence import Criterion, Effect, Interval, Verdict, confidence, judge
+from qkv.lab.experiments.page import table
 from qkv.lab.experiments.registry import experiment, names
-from qkv.lab.experiments.run import Result, redraw, run, table
+from qkv.lab.experiments.run import Result, redraw, run
 
 __all__ = [
     "Conclusion",
+    "Criterion",
+    "Effect",
+    "Estimate",
     "Experiment",
+    "Interval",
     "Outcome",
     "Result",
     "Results",
     "Setting",
     "Verdict",
+    "confidence",
+    "cost",
+    "estimate",
     "experiment",
+    "judge",
     "names",
     "redraw",
     "run",

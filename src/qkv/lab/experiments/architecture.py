@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from qkv.lab.experiments.base import Conclusion, Results, Verdict, holds_if
-from qkv.lab.experiments.sinks import ALPHA, SINK, TASK, Change, Sweep, has_sink, model_variants, summaries
+from qkv.lab.experiments.base import Results
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN, Criterion, Effect, Verdict
+from qkv.lab.experiments.sinks import DATED, PLAIN, SINK, STRONGEST, TASK, Change, Sweep, model_variants, sink
 
 LIMIT = 14_000_000
 """The number of parameters of the smallest model with sinks, according to the sources."""
@@ -19,39 +20,39 @@ class SinkEverywhere(Sweep):
     what: ClassVar[str]
     """The setting that varies, as the first words of the title."""
 
-    def conclude(self, results: Results) -> Conclusion:
-        """The claim holds if every run of every variant has a sink."""
-        found = results.by_variant(ALPHA)
-        without = [v for v in results.variants if not has_sink(found.get(v, []))]
-        seen = len(without) < len(results.variants)
-        if not seen:
-            title = f"{self.what}: no variant has a sink in every run"
-        elif without:
-            none = all(max(found.get(v, [0.0])) <= SINK for v in without)
-            title = f"{self.what}: {'no' if none else 'not every'} run forms a sink with {', '.join(without)}"
-        else:
-            title = f"{self.what}: every run of every variant forms a sink"
-        text = (
-            f"Weight of the strongest head on the first token: {summaries(found)}. The claim holds if every run of "
-            f"every variant has more than {SINK}, and cannot be seen if no variant has."
-        )
-        extra = f" Without: {', '.join(without)}." if without and seen else ""
-        return Conclusion(
-            [Verdict(self.claims[0], holds_if(not without, seen), text)], title, f"{title}. {text}{extra}"
-        )
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per variant: its weight on the first token."""
+        return {self.claims[0]: [sink(results, variant) for variant in self.variants]}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Which variants have a sink."""
+        verdict = verdicts[self.claims[0]]
+        counted = [i for i in verdict.intervals if not i.unless]
+        without = [i.condition for i in counted if i.clears is False]
+        unclear = [i.condition for i in counted if i.clears is None]
+        says = {
+            HOLDS: "every variant that learns its task forms a sink",
+            ONLY: f"no sink with {', '.join(without)}",
+            FAILS: "no variant forms a sink",
+            UNSEEN: "no variant learns its task",
+        }
+        found = says.get(verdict.holds, f"undecided for {', '.join(unclear)}")
+        return f"{self.what}: {found} ({results.seeds} seeds)"
 
 
 class Positions(SinkEverywhere):
-    """Six position schemes, including none."""
+    """Six position schemes, including none. The models have two layers: with one, not every scheme can copy."""
 
     name = "positions"
     question = "Does a sink form with every position scheme, and without positions?"
-    claims = ("C085",)
+    criteria = (Criterion("C085", DATED, STRONGEST, SINK),)
+    looks = (10, 20, 40)
     axis = "positions"
     what = "Position schemes"
-    variants: ClassVar[Mapping[str, Change]] = model_variants(
-        positions=("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
-    )
+    variants: ClassVar[Mapping[str, Change]] = {
+        positions: Change(model={"positions": positions, "layers": 2, "heads": 4}, training={"steps": 1000})
+        for positions in ("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
+    }
 
 
 class NormPlace(SinkEverywhere):
@@ -59,10 +60,13 @@ class NormPlace(SinkEverywhere):
 
     name = "norm_place"
     question = "Does a sink form both with pre-norm and with post-norm?"
-    claims = ("C086",)
+    criteria = (Criterion("C086", DATED, STRONGEST, SINK),)
     axis = "place of the norms"
     what = "Pre-norm against post-norm"
-    variants: ClassVar[Mapping[str, Change]] = model_variants(place=("pre", "post"))
+    variants: ClassVar[Mapping[str, Change]] = {
+        **model_variants(place=("pre", "post")),
+        "post, 3 × the steps": Change(model={"place": "post"}, training={"steps": 1500}),
+    }
 
 
 class Activation(SinkEverywhere):
@@ -70,7 +74,7 @@ class Activation(SinkEverywhere):
 
     name = "activation"
     question = "Does a sink form with every activation of the feed-forward layers?"
-    claims = ("C087",)
+    criteria = (Criterion("C087", DATED, STRONGEST, SINK),)
     axis = "activation"
     what = "Feed-forward activations"
     variants: ClassVar[Mapping[str, Change]] = model_variants(activation=("relu", "gelu_tanh", "swiglu"))
@@ -81,7 +85,7 @@ class Heads(SinkEverywhere):
 
     name = "heads"
     question = "Does a sink form with any number of heads?"
-    claims = ("C088",)
+    criteria = (Criterion("C088", DATED, STRONGEST, SINK),)
     axis = "heads"
     what = "Numbers of heads"
     variants: ClassVar[Mapping[str, Change]] = model_variants(heads=(1, 2, 4, 8))
@@ -92,29 +96,32 @@ class ModelSize(Sweep):
 
     name = "model_size"
     question = "How small can a model be and still form a sink?"
-    claims = ("C066",)
+    criteria = (
+        Criterion("C066", DATED, f"{STRONGEST}, in models of fewer than {LIMIT / 1e6:.0f} million parameters", SINK),
+    )
     axis = "layers × width"
     variants: ClassVar[Mapping[str, Change]] = {
-        f"{layers} × {width}": Change(model={"layers": layers, "d_model": width})
-        for layers, width in ((1, 16), (1, 64), (1, 128), (3, 64))
+        "1 × 16": Change(model={"layers": 1, "d_model": 16}, training={"steps": 1500}),
+        PLAIN: Change(),
+        "1 × 128": Change(model={"layers": 1, "d_model": 128}),
+        "3 × 64": Change(model={"layers": 3, "d_model": 64}),
     }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """The claim is about models from 14 million parameters on; all models here are smaller."""
-        found = results.by_variant(ALPHA)
-        able = [variant for variant in results.variants if has_sink(found.get(variant, []))]
-        sizes = {v: replace(TASK, model=replace(TASK.model, **c.model)).build() for v, c in self.variants.items()}
-        counts = {v: sum(p.numel() for p in model.parameters()) for v, model in sizes.items() if v in results.variants}
-        text = (
-            f"Weight of the strongest head on the first token by layers × width: {summaries(found)}. Parameters: "
-            f"{', '.join(f'{v} {n:,}' for v, n in counts.items())}. The claim, of 14 million, holds if a model no "
-            f"larger than that has a sink (> {SINK}) in every run."
-        )
-        smallest = min(able, key=counts.__getitem__, default=None)
-        title = (
-            "No model here has a sink in every run"
-            if smallest is None
-            else f"A model of {counts[smallest]:,} parameters has a sink in every run"
-        )
-        holds = holds_if(smallest is not None and counts[smallest] <= LIMIT)
-        return Conclusion([Verdict("C066", holds, text)], title, f"{title}. {text}")
+    def sizes(self) -> dict[str, str]:
+        """The name of each variant with its number of parameters."""
+        found = {}
+        for variant, change in self.variants.items():
+            model = replace(TASK, model=replace(TASK.model, **change.model)).build()
+            count = sum(p.numel() for p in model.parameters())
+            found[variant] = f"{'1 × 64' if variant == PLAIN else variant} ({count:,} parameters)"
+        return found
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per size."""
+        return {"C066": [sink(results, variant, name) for variant, name in self.sizes().items()]}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The smallest model with a sink."""
+        able = [i.condition for i in verdicts["C066"].intervals if not i.unless and i.clears]
+        seeds = f"({results.seeds} seeds)"
+        return f"Smallest model with a sink: {able[0]} {seeds}" if able else f"No model here has a sink {seeds}"

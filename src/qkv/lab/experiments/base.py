@@ -1,25 +1,21 @@
-"""The base class of experiments, and the records they use: settings of runs, outcomes, verdicts, conclusions."""
+"""The base class of experiments, and the records they use: settings of runs, outcomes, results, conclusions."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import nn
 
 from qkv.errors import InputError
+from qkv.lab.experiments.evidence import ERROR, Criterion, Effect, Verdict, judge
 from qkv.lab.task import Measured, Task, Training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Holds = Literal["holds", "does not hold", "cannot be seen here"]
-HOLDS: Holds = "holds"
-FAILS: Holds = "does not hold"
-UNSEEN: Holds = "cannot be seen here"
 
 
 @dataclass(frozen=True)
@@ -28,17 +24,6 @@ class Setting:
 
     task: Task
     training: Training
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The verdict on one claim of the sources."""
-
-    claim: str
-    """Its number in the list of claims: C078."""
-    holds: Holds
-    text: str
-    """One or two sentences with the numbers and the criterion."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +51,28 @@ class Outcome:
     """For each metric in `Experiment.curves`: the ``steps``, and the ``values`` at these steps."""
     diverged: str | None = None
     """The error message if the loss became NaN or infinite; the other fields are empty then."""
+    seconds: float | None = field(default=None, compare=False)
+    """The processor time of training and measuring; None if the run was trained earlier."""
 
 
 @dataclass(frozen=True)
 class Results:
     """The outcomes of all runs by variant, one outcome per seed.
 
-    >>> results = Results({"with": [Outcome(0, check={"sink_score": 0.9}), Outcome(1, check={"sink_score": 0.8})]})
+    >>> results = Results({
+    ...     "with": [Outcome(0, check={"sink_score": 0.9}), Outcome(1, check={"sink_score": 0.8})],
+    ...     "without": [Outcome(0, check={"sink_score": 0.5}), Outcome(1, check={"sink_score": 0.25})],
+    ... })
     >>> results.values("with", "check.sink_score")
     [0.9, 0.8]
+    >>> [round(x, 2) for x in results.differences("with", "without", "check.sink_score")]
+    [0.4, 0.55]
     """
 
     variants: Mapping[str, Sequence[Outcome]]
     quick: bool = False
+    level: float = 1 - ERROR
+    """The level of the intervals in verdicts."""
 
     def values(self, variant: str, name: str) -> list[float]:
         """One number per run that did not diverge, by its dotted name: ``check.sink_score``, ``measured.x``.
@@ -88,15 +82,23 @@ class Results:
         Raises:
             InputError: if a run has no entry of that name.
         """
-        return [float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)]
+        return list(self.by_seed(variant, name).values())
+
+    def by_seed(self, variant: str, name: str) -> dict[int, float]:
+        """As `values`, by the seed of the run; empty if there is no such variant."""
+        return {outcome.seed: float(np.max(value_of(outcome, name))) for outcome in self.finished(variant)}
 
     def by_variant(self, name: str) -> dict[str, list[float]]:
         """`values` of every variant with at least one run that did not diverge."""
         return {variant: self.values(variant, name) for variant in self.variants if self.finished(variant)}
 
+    def differences(self, a: str, b: str, name: str) -> list[float]:
+        """The values of variant `a` minus those of variant `b`, of the runs with the same seed."""
+        return paired(self.by_seed(a, name), self.by_seed(b, name))
+
     def finished(self, variant: str) -> list[Outcome]:
-        """The runs of a variant that did not diverge."""
-        return [outcome for outcome in self.variants[variant] if outcome.diverged is None]
+        """The runs of a variant that did not diverge; empty if there is no such variant."""
+        return [outcome for outcome in self.variants.get(variant, ()) if outcome.diverged is None]
 
     def curve(self, variant: str, name: str) -> tuple[list[int], np.ndarray]:
         """The steps of a curve, and its values as an array (seeds, steps, …)."""
@@ -111,8 +113,20 @@ class Results:
     @property
     def note(self) -> str:
         """The number of seeds, for the line under a figure's title."""
+        fewest = min((len(outcomes) for outcomes in self.variants.values()), default=0)
         seeds = f"{self.seeds} seed{'' if self.seeds == 1 else 's'}"
+        if fewest < self.seeds:
+            seeds = f"{fewest} to {seeds}"
         return f"Quick form, too short to judge by: {seeds}." if self.quick else f"{seeds}."
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """The differences a − b of the values with the same seed.
+
+    >>> paired({0: 3.0, 1: 5.0}, {1: 1.0, 2: 9.0})
+    [4.0]
+    """
+    return [a[seed] - b[seed] for seed in a if seed in b]
 
 
 def value_of(outcome: Outcome, name: str) -> Any:
@@ -130,62 +144,81 @@ def value_of(outcome: Outcome, name: str) -> Any:
 class Experiment(ABC):
     """A question that is answered by training small models.
 
-    A subclass trains models (`settings` and `measure`), or computes something without training (`compute`), or both.
-    The two kinds of variants have different names. Its constructor takes no arguments: worker processes call it.
+    A subclass trains models (`settings` and `measure`), or computes something per seed (`compute`), or both; the two
+    kinds of variants have different names. It states its `criteria` and gives their `effects`, from which the verdicts
+    follow, or has a `conclude` of its own. Its constructor takes no arguments: worker processes call it.
+
+    >>> class Coins(Experiment):
+    ...     name, question = "coins", "Does a coin show heads more often than not?"
+    ...     criteria = (Criterion("C1", "2026-11-23", "Share of heads", bound=0.5),)
+    ...     def compute(self, seed, quick):
+    ...         return {"coin": {"heads": float(np.random.default_rng(seed).integers(2, size=100).mean())}}
+    ...     def effects(self, results):
+    ...         return {"C1": [Effect("", results.values("coin", "measured.heads"), ("coin",))]}
+    >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]
+    >>> Coins().conclude(Results({"coin": shares})).verdicts[0].holds
+    'undecided'
     """
 
     name: ClassVar[str]
     question: ClassVar[str]
+    criteria: ClassVar[tuple[Criterion, ...]] = ()
+    """What decides each of its claims."""
     claims: ClassVar[tuple[str, ...]]
-    """The numbers of the claims that it decides; `conclude` returns one verdict for each."""
+    """The numbers of the claims that it decides, by default those of the `criteria`."""
     curves: ClassVar[tuple[str, ...]] = ()
     """The metrics to keep as curves over steps, by dotted name: ``loss``, ``check.sink``."""
+    looks: ClassVar[tuple[int, ...]] = (10, 20, 40)
+    """The numbers of seeds at which the results are looked at. The runs end at the first look at which no claim is
+    undecided. Every interval has the level 1 − 0.05 / looks, so that all looks together err in at most 5 %."""
 
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """The settings of each variant's runs, one per seed. The quick form takes seconds and is for tests only."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.criteria and "claims" not in cls.__dict__:
+            cls.claims = tuple(criterion.claim for criterion in cls.criteria)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """The settings of each variant's run with a seed. The quick form takes seconds and is for tests only."""
         return {}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """Extra measurements of a trained model, which is in evaluation mode; gradients are disabled."""
         return {}
 
-    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """Measurements that need no training: for each variant, one per seed, from seed 0 on."""
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """For each variant that is not trained by the loop of the lab: its measurements with a seed."""
         return {}
 
-    @abstractmethod
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """For each claim in `criteria`: its effects, with one number per seed."""
+        return {}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """For some claims: sentences with further numbers, to put after those of the verdict."""
+        return {}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The finding in one sentence, by the verdicts; the title of the figure."""
+        by_outcome: dict[str, list[str]] = {}
+        for verdict in verdicts.values():
+            by_outcome.setdefault(verdict.holds, []).append(verdict.claim)
+        return "; ".join(f"{', '.join(claims)}: {outcome}" for outcome, claims in by_outcome.items())
+
     def conclude(self, results: Results) -> Conclusion:
-        """The verdicts and their summary. They depend on the numbers alone, by criteria that the texts state."""
+        """The verdicts and their summary. They depend on the numbers alone, by the `criteria`."""
+        effects, remarks = self.effects(results), self.remarks(results)
+        verdicts = {
+            criterion.claim: judge(criterion, effects[criterion.claim], results.level, remarks.get(criterion.claim, ""))
+            for criterion in self.criteria
+        }
+        title = self.title(results, verdicts)
+        return Conclusion(list(verdicts.values()), title, " ".join(v.text for v in verdicts.values()))
 
-    @abstractmethod
     def figure(self, results: Results) -> Figure:
-        """The figure of the results, under the title of the conclusion."""
+        """The results, under the title of the conclusion; by default the interval of every effect and its bound."""
+        from qkv.lab.experiments.draw import intervals_figure
 
-
-# --- criteria ---------------------------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float]) -> float:
-    """The range over seeds: largest minus smallest value."""
-    return max(values) - min(values)
-
-
-def larger(a: Sequence[float], b: Sequence[float], least: float = 0.0) -> bool:
-    """True if mean(a) − mean(b) is more than `least` and more than the larger of the two ranges over seeds.
-
-    >>> larger([0.9, 0.8], [0.5, 0.6]), larger([0.9, 0.5], [0.5, 0.6])
-    (True, False)
-    """
-    return float(np.mean(a) - np.mean(b)) > max(spread(a), spread(b), least)
-
-
-def holds_if(condition: bool, seen: bool = True) -> Holds:
-    """`HOLDS` or `FAILS` by a condition; `UNSEEN` if the effect that the claim is about did not occur (not `seen`).
-
-    >>> holds_if(True), holds_if(False), holds_if(True, seen=False)
-    ('holds', 'does not hold', 'cannot be seen here')
-    """
-    return UNSEEN if not seen else HOLDS if condition else FAILS
+        return intervals_figure(self.conclude(results), results)
 
 
 def summary(values: Sequence[float], digits: int = 2) -> str:

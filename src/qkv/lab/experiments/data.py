@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, summary, value_of
+from qkv.lab.experiments.base import Results, Setting, paired
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict, number
 from qkv.lab.experiments.sinks import (
     ALPHA,
+    DATED,
+    LEARNT,
     PLAIN,
     SINK,
     TRAINING,
@@ -20,12 +23,14 @@ from qkv.lab.experiments.sinks import (
     Sweep,
     argmax_head,
     decoder_and_task,
+    difference,
     has_sink,
+    mean_of,
+    not_learnt,
     note,
     panel_title,
     plot_sinks,
     rotate_labels,
-    summaries,
 )
 from qkv.lab.task import Measured
 
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
 UNIQUE = (16, 64, 256, 1024)
 FEW, MANY = UNIQUE[-2:]
 HALF = ", half the steps"
+NO_LIMIT = "no limit"
 TEXTS = 16
 RANDOM = "random first"
 
@@ -44,49 +50,58 @@ class DataAmount(Sweep):
 
     name = "data_amount"
     question = "How many distinct sequences does a sink need, and does diversity matter more than the number of steps?"
-    claims = ("C080", "C081")
+    criteria = (
+        Criterion("C080", DATED, "Weight of the strongest head on the first token of its own training sequences, with "
+                  f"{UNIQUE[0]} distinct ones", SINK, above=False),
+        Criterion("C081", DATED, f"Gain in weight from {MANY // FEW} times as many distinct sequences minus that from "
+                  "twice the steps", 0.05),
+    )  # fmt: skip
     axis = "distinct sequences in training"
     variants: ClassVar[Mapping[str, Change]] = {
         **{f"{n}": Change(task={"unique": n}) for n in UNIQUE},
-        "no limit": Change(),
+        NO_LIMIT: Change(),
         **{f"{n}{HALF}": Change(task={"unique": n}, training={"steps": TRAINING.steps // 2}) for n in (FEW, MANY)},
     }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """C080 by the fewest sequences against no limit; C081 by four times the diversity against twice the steps."""
-        found = results.by_variant(ALPHA)
-        fewest, most = found.get(f"{UNIQUE[0]}", []), found.get("no limit", [])
-        seen = has_sink(most)
-        needs = bool(fewest) and max(fewest) <= SINK
-        short, long, diverse = (found.get(v, []) for v in (f"{FEW}{HALF}", f"{FEW}", f"{MANY}{HALF}"))
-        compared = bool(short and long and diverse)
-        by_size, by_diversity = (float(np.mean(x) - np.mean(short)) if compared else 0.0 for x in (long, diverse))
-        moved = compared and (larger(long, short) or larger(diverse, short))
-        more = moved and larger(diverse, long)
-        values = f"Weight of the strongest head on the first token: {summaries(found)}."
-        first = (
-            f"The claim holds if no run with {UNIQUE[0]} distinct sequences has more than {SINK} and every run without "
-            f"a limit has ({summary(fewest) if fewest else 'none'} against {summary(most) if most else 'none'})."
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """On sequences of the training: the strongest head's weight on the first token, and the accuracy of copies."""
+        model, task = decoder_and_task(model, setting)
+        batch = task.batch(0, TEXTS, setting.training.seed)
+        ids, targets = batch["ids"], batch["targets"]
+        copies = task.is_trigger(ids)
+        right = (model(ids).argmax(-1) == targets)[copies]
+        first = track.weights(model, ids)["first"][..., 1:].mean((0, 3))
+        return {"own_sink": float(first.max()), "own_accuracy": float(right.double().mean())}
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C080 by the fewest sequences, if they are learnt; C081 by more sequences against more steps."""
+        fewest = f"{UNIQUE[0]}"
+        accuracy = results.values(fewest, "measured.own_accuracy")
+        able = sum(x >= LEARNT for x in accuracy)
+        why = (
+            "" if accuracy and able >= LEARNT * len(accuracy) else f"{fewest}: {able} of {len(accuracy)} runs learnt it"
         )
-        second = (
-            f"From {FEW} distinct sequences and half the steps, {MANY // FEW} times as many distinct ones change it by "
-            f"{by_diversity:+.2f}, twice the steps by {by_size:+.2f}. The claim holds if the first is more by more "
-            "than the spread over seeds, and cannot be seen if neither adds more than that."
-        )
-        title = (
-            f"A sink needs diverse data: none with {UNIQUE[0]} distinct sequences, {np.mean(most):.2f} without a limit"
-            if seen and needs
-            else f"Even {UNIQUE[0]} distinct sequences are enough for a sink"
-            if seen and has_sink(fewest)
-            else "With few distinct sequences some runs form a sink and others do not"
-            if seen
-            else "No sink forms with any amount of data"
-        )
-        verdicts = [
-            Verdict("C080", holds_if(needs, seen), f"{values} {first}"),
-            Verdict("C081", holds_if(more, moved), second),
+        needs = [
+            has_sink(results, NO_LIMIT),
+            Effect("", results.values(fewest, "measured.own_sink"), (fewest,), unless=why),
         ]
-        return Conclusion(verdicts, title, f"{values} {first} {second}")
+        diverse = difference(results, f"{MANY}{HALF}", f"{FEW}", "")
+        return {"C080": needs, "C081": [has_sink(results, NO_LIMIT), diverse]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights on held-out sequences."""
+        held_out = ", ".join(f"{v} {mean_of(x)}" for v, x in results.by_variant(ALPHA).items())
+        return {"C080": f"On held-out sequences, by their number in training: {held_out}."}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Whether the fewest sequences are enough."""
+        seeds = f"({results.seeds} seeds)"
+        most = mean_of(results.values(NO_LIMIT, ALPHA))
+        says = {
+            HOLDS: f"A sink needs diverse data: none with {UNIQUE[0]} sequences, {most} without a limit {seeds}",
+            FAILS: f"Even {UNIQUE[0]} distinct sequences are enough for a sink {seeds}",
+        }
+        return says.get(verdicts["C080"].holds, f"Sinks and the number of distinct sequences {seeds}")
 
 
 class FirstToken(Sweep):
@@ -94,8 +109,15 @@ class FirstToken(Sweep):
 
     name = "first_token"
     question = "Does a sink depend on which token is first, and does it form on random tokens?"
-    claims = ("C062", "C065")
-    variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change(), RANDOM: Change(task={"first": "random"})}
+    criteria = (
+        Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
+        Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),
+    )
+    variants: ClassVar[Mapping[str, Change]] = {
+        PLAIN: Change(),
+        RANDOM: Change(task={"first": "random"}),
+        f"{RANDOM}, 3 × the steps": Change(task={"first": "random"}, training={"steps": 3 * TRAINING.steps}),
+    }
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """Mean weights on the first token, for the head that has the largest on held-out sequences.
@@ -116,63 +138,64 @@ class FirstToken(Sweep):
         noise = torch.randint(task.symbols, ids.shape, generator=torch.Generator().manual_seed(0))
         kept = noise.clone()
         kept[:, 0] = ids[:, 0]
+        replaced = weight(changed).reshape(task.symbols, len(ids)).mean(1)
         return {
-            "replaced": weight(changed).reshape(task.symbols, len(ids)).mean(1).tolist(),
+            "replaced": float(replaced.mean()),
+            "replaced_least": float(replaced.min()),
+            "replaced_most": float(replaced.max()),
             "random_tokens": float(weight(kept).mean()),
             "all_random": float(weight(noise).mean()),
         }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """By the model with a fixed first token: C062 when that token is replaced, C065 on random tokens."""
-        found = results.by_variant(ALPHA)
-        plain, other = found.get(PLAIN, []), found.get(RANDOM, [])
-        seen = has_sink(plain)
-        replaced = [value_of(o, "measured.replaced") for o in results.finished(PLAIN)]
-        means = [float(np.mean(x)) for x in replaced]
-        random = results.values(PLAIN, "measured.random_tokens")
-        symbols = (
-            f"With <s> replaced by each of the {len(replaced[0])} symbols in turn the weight on the first token is "
-            f"{summary(means)}, between {min(map(min, replaced)):.2f} and {max(map(max, replaced)):.2f} for single "
-            f"symbols (with <s>: {summary(plain)}). A model trained on sequences that begin with any symbol has "
-            f"{summary(other)}. The claim holds if every mean with replaced tokens is above {SINK}."
-            if replaced and other
-            else "No run was finished."
-        )
-        noise = (
-            f"On <s> and then uniformly random symbols it is {summary(random)}; the claim holds if every run has more "
-            f"than {SINK}."
-        )
-        verdicts = [
-            Verdict("C062", holds_if(has_sink(means), seen), symbols),
-            Verdict("C065", holds_if(has_sink(random), seen), noise),
-        ]
-        title = (
-            "No sink forms with a fixed first token"
-            if not seen
-            else "The sink stays on the first token, whichever token that is"
-            if has_sink(means)
-            else "The sink is specific to <s>: another first token does not replace it"
-        )
-        return Conclusion(verdicts, title, f"{symbols} {noise}")
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """C062 for models that always saw <s> first, when it is replaced, and for models that saw any symbol first."""
+        others = [v for v in self.variants if v != PLAIN]
+        first = [
+            has_sink(results),
+            Effect("trained with <s> first, which is replaced by every symbol in turn",
+                   results.values(PLAIN, "measured.replaced"), (PLAIN,), unless=not_learnt(results, PLAIN)),
+            *(Effect(f"trained with any symbol first{v.removeprefix(RANDOM)}", results.values(v, ALPHA), (v,),
+                     unless=not_learnt(results, v)) for v in others),
+        ]  # fmt: skip
+        noise = Effect("", results.values(PLAIN, "measured.random_tokens"), (PLAIN,), unless=not_learnt(results, PLAIN))
+        return {"C062": first, "C065": [has_sink(results), noise]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The range over symbols."""
+        if not results.finished(PLAIN):
+            return {}
+        least = min(results.values(PLAIN, "measured.replaced_least"))
+        most = max(results.values(PLAIN, "measured.replaced_most"))
+        lower = paired(results.by_seed(PLAIN, "measured.replaced"), results.by_seed(PLAIN, ALPHA))
+        return {
+            "C062": f"Replacing <s> changes the weight by {number(float(np.mean(lower)))}; single symbols get "
+            f"{number(least)} to {number(most)}."
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Whether the sink depends on the token."""
+        says = {
+            HOLDS: "The sink is on the first position, whichever token is there",
+            FAILS: "The sink is specific to <s>: other first tokens have none",
+            ONLY: "The sink is on the first position under some conditions only",
+        }
+        return f"{says.get(verdicts['C062'].holds, 'Whether the first token matters is open')} ({results.seeds} seeds)"
 
     def figure(self, results: Results) -> Figure:
         """The weight on the first token: on held-out sequences, with another first token, and on random tokens."""
         from qkv.lab import draw
 
-        figure, (left, right) = draw.panels(
-            self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
-        )
-        names = {PLAIN: "always <s>", RANDOM: "any symbol"}
-        for axes, variant in ((left, PLAIN), (right, RANDOM)):
-            runs = results.finished(variant)
-            values = {
-                "as trained": results.values(variant, ALPHA),
-                "first replaced": [float(np.mean(value_of(o, "measured.replaced"))) for o in runs],
-                "random tokens after it": results.values(variant, "measured.random_tokens"),
-                "all tokens random": results.values(variant, "measured.all_random"),
-            }
-            plot_sinks(axes, values)
-            panel_title(axes, f"Trained with {names[variant]} first")
+        figure, panels = draw.panels(self.conclude(results).title, note(results), columns=2, width=8.4, height=2.9)
+        names: dict[str, str] = {PLAIN: "always <s>", RANDOM: "any symbol"}
+        measures: dict[str, Any] = {
+            "as trained": ALPHA,
+            "first replaced": "measured.replaced",
+            "random tokens after it": "measured.random_tokens",
+            "all tokens random": "measured.all_random",
+        }
+        for axes, (variant, name) in zip(panels, names.items(), strict=True):
+            plot_sinks(axes, results, {what: results.by_seed(variant, x) for what, x in measures.items()})
+            panel_title(axes, f"Trained with {name} first")
             axes.set_xlabel("sequences the model reads")
             rotate_labels(axes)
         return figure

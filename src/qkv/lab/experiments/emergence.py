@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from qkv.lab.experiments.base import Conclusion, Results, Verdict, holds_if, larger, summary
+from qkv.lab.experiments.base import Results
+from qkv.lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, number
 from qkv.lab.experiments.sinks import (
     ACCURACY,
+    DATED,
     EXCESS,
     LEARNT,
     PLAIN,
     QUICK_TASK,
     SINK,
+    STRONGEST,
     TASK,
     Change,
     Sweep,
     alpha_over_steps,
     has_sink,
+    not_learnt,
     note,
     panel_title,
 )
@@ -35,50 +39,55 @@ class Emergence(Sweep):
 
     name = "emergence"
     question = "When in training does a sink on the first token form, and does it exist at initialisation?"
-    claims = ("C061", "C063", "C064", "C079")
+    criteria = (
+        Criterion("C061", DATED, f"{STRONGEST}, at the end of training", SINK),
+        Criterion("C063", DATED, f"{STRONGEST}, among {TASK.length} tokens", SINK),
+        Criterion("C064", DATED, f"{STRONGEST} at step 0, minus that of uniform rows, without sign", NEAR, above=False),
+        Criterion("C079", DATED, f"{STRONGEST} at the end minus half-way", 0.01),
+    )
     curves = (
         "loss", "check.sink", "check.value_drain", "check.trigger_previous", "check.other_first",
         "evaluation.excess", "evaluation.backcopy_accuracy",
     )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {PLAIN: Change()}
 
-    def conclude(self, results: Results) -> Conclusion:
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """By the weight on the first token at the start, half-way and at the end of training."""
-        length = int(QUICK_TASK["length"]) if results.quick else TASK.length
-        floor = uniform(length)
+        floor = uniform(int(QUICK_TASK["length"]) if results.quick else TASK.length)
         steps, alpha = alpha_over_steps(results, PLAIN)
-        start, half, end = (alpha[:, at].tolist() for at in (0, len(steps) // 2, -1))
-        seen = has_sink(end)
-        numbers = (
-            f"{summary(start)} at step 0, {summary(half)} at step {steps[len(steps) // 2]}, {summary(end)} at the end"
-        )
-        verdicts = [
-            Verdict("C061", holds_if(larger(end, start) and seen), f"Weight on the first token is {numbers}. It holds "
-                    f"if the end is above the start by more than the spread over seeds, and above {SINK} in every "
-                    "run."),
-            Verdict("C063", holds_if(seen), f"At {length} tokens it ends at {summary(end)}; it holds if every run is "
-                    f"above {SINK}."),
-            Verdict("C064", holds_if(max(abs(x - floor) for x in start) < NEAR, seen), f"Uniform rows have "
-                    f"{floor:.3f}; the runs start with {summary(start, 3)}. It holds if they are within {NEAR} of "
-                    "that, and cannot be seen if no sink comes of it."),
-            Verdict("C079", holds_if(larger(end, half), seen), f"It is {summary(half)} half-way and {summary(end)} at "
-                    "the end; it holds if that is more, by more than the spread over seeds."),
-        ]  # fmt: skip
-        title = (
-            f"The sink is learnt: the weight on the first token rises from {np.mean(start):.2f} to {np.mean(end):.2f}"
-            if seen
-            else f"No sink forms: the weight on the first token ends at {np.mean(end):.2f}"
-        )
+        start, half, end = (alpha[:, at] for at in (0, len(steps) // 2, -1))
+        why = not_learnt(results, PLAIN)
+
+        def effect(values: np.ndarray) -> Effect:
+            return Effect("", values.tolist(), (PLAIN,), unless=why)
+
+        return {
+            "C061": [effect(end)],
+            "C063": [effect(end)],
+            "C064": [has_sink(results), effect(np.abs(start - floor))],
+            "C079": [has_sink(results), effect(end - half)],
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights over training, and when accuracy and sink appear."""
+        steps, alpha = alpha_over_steps(results, PLAIN)
+        start, half, end = (number(alpha[:, at].mean()) for at in (0, len(steps) // 2, -1))
         able = results.curve(PLAIN, ACCURACY)[1].mean(0)
-        drain = results.curve(PLAIN, "check.value_drain")[1].reshape(len(alpha), len(steps), -1).min(2)
-        paragraph = (
-            f"The weight of the strongest head on the first token is {numbers} (uniform rows: {floor:.3f}). Means over "
-            f"seeds: copies are right at {LEARNT:.0%} {_first_step_above(steps, able, LEARNT)}, the weight is above "
-            f"{SINK} {_first_step_above(steps, alpha.mean(0), SINK)}. The norm of the most drained first value, over "
-            f"that of the others, is {summary(drain[:, 0].tolist())} at step 0 and {summary(drain[:, -1].tolist())} at "
-            "the end."
+        return {
+            "C061": f"It is {start} at step 0, {half} at step {steps[len(steps) // 2]} and {end} at the end. Means: "
+            f"copies are right at {LEARNT:.0%} {_first_step_above(steps, able, LEARNT)}, the weight is above "
+            f"{SINK} {_first_step_above(steps, alpha.mean(0), SINK)}.",
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The rise of the weight on the first token."""
+        alpha = alpha_over_steps(results, PLAIN)[1]
+        ends = f"{alpha[:, 0].mean():.2f} to {alpha[:, -1].mean():.2f}"
+        seen = verdicts["C061"].holds == HOLDS
+        return (
+            f"{'The sink is learnt' if seen else 'No sink'}: the weight on the first token goes from {ends} "
+            f"({results.seeds} seeds)"
         )
-        return Conclusion(verdicts, title, paragraph)
 
     def figure(self, results: Results) -> Figure:
         """The head's mean weights, the model's metrics, and the norm of the first value, over steps."""
@@ -86,14 +95,15 @@ class Emergence(Sweep):
 
         figure, (looks, able, drain) = draw.panels(
             self.conclude(results).title,
-            note(results, "Lines: mean; bands: range over seeds"),
+            note(results, "Lines: mean; bands: its 95 % interval"),
             columns=3,
             width=9.4,
             height=2.7,
         )
 
         def curve(name: str) -> np.ndarray:
-            return results.curve(PLAIN, name)[1].reshape(results.seeds, len(steps), -1).max(2)
+            values = results.curve(PLAIN, name)[1]
+            return values.reshape(len(values), len(steps), -1).max(2)
 
         steps, _ = results.curve(PLAIN, "check.sink")
         weights = {
@@ -113,7 +123,8 @@ class Emergence(Sweep):
         panel_title(able, "Accuracy and loss")
         able.set(ylabel="share, nats a token", ylim=(0, 1.05))
         able.legend(fontsize=7, frameon=False)
-        norms = results.curve(PLAIN, "check.value_drain")[1].reshape(results.seeds, len(steps), -1).min(2)
+        drains = results.curve(PLAIN, "check.value_drain")[1]
+        norms = drains.reshape(len(drains), len(steps), -1).min(2)
         draw.curves(drain, steps, {"": norms})
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
         panel_title(drain, "Norm of the first value, over others'")

@@ -124,14 +124,14 @@ def judge(
     """
     found = [(effect, _interval(criterion, effect, level)) for effect in effects]
     premises = [(e, i) for e, i in found if e.premise]
-    counted = [(e, i) for e, i in found if not e.premise and not e.unless]
+    counted = [(e, i) for e, i in found if not e.premise and not i.unless]
     states = [i.clears for _, i in counted]
     unclear = [e for e, i in [*premises, *counted] if i.clears is None]
     if any(i.clears is False for _, i in premises) or not counted:
         holds, unclear = UNSEEN, []
     elif any(i.clears is None for _, i in premises):
         holds = UNDECIDED
-    elif False in states and (criterion.parts or True not in states and None not in states):
+    elif False in states and (criterion.parts or (True not in states and None not in states)):
         holds, unclear = FAILS, []
     elif False in states and True in states:
         holds, unclear = ONLY, []

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from torch import nn
 
 from qkv.lab import heads
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, value_of
+from qkv.lab.experiments.base import Results, Setting, paired, value_of
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv.lab.experiments.sinks import (
+    DATED,
     PLAIN,
     SINK,
     Change,
     Sweep,
     argmax_head,
     decoder_and_task,
-    has_sink,
+    mean_of,
+    not_learnt,
     note,
-    summaries,
 )
 from qkv.lab.task import Measured
 
@@ -68,7 +71,7 @@ class MaskSweep(Sweep):
         from qkv.lab import draw
 
         figure, (axes,) = draw.panels(
-            self.conclude(results).title, note(results, "Lines: mean; bands: range over seeds"), width=7.2, height=2.9
+            self.conclude(results).title, note(results, "Lines: mean; bands: its 95 % interval"), width=7.2, height=2.9
         )
         by_key = {v: np.array([value_of(o, "measured.by_key") for o in results.finished(v)]) for v in results.variants}
         n = max(x.shape[-1] for x in by_key.values())
@@ -90,37 +93,34 @@ class PrefixMask(MaskSweep):
 
     name = "prefix"
     question = "Does a bidirectional prefix move the sink to other keys inside the prefix?"
-    claims = ("C083",)
+    criteria = (
+        Criterion("C083", DATED, "Weight of the strongest head, by queries after the prefix, on all other keys of the "
+                  "prefix minus that on its first key", 0.0),
+    )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"prefix {n}": Change(model={"prefix": n}) for n in PREFIX},
         RANDOM: Change(task={"first": "random"}, model={"prefix": 8}),
     }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """By the weight on the first key of the prefix and on its other keys."""
-        prefixed = [v for v in results.variants if v != PLAIN and results.finished(v)]
-        first = {v: results.values(v, "measured.prefix_first") for v in prefixed}
-        rest = {v: results.values(v, "measured.prefix_rest") for v in prefixed}
-        resting = [v for v in prefixed if min(np.add(first[v], rest[v])) > SINK]
-        moved = [v for v in resting if larger(rest[v], first[v])]
-        text = (
-            f"Weight of the strongest head, by queries after the prefix, on its first key: {summaries(first)}; on all "
-            f"its others: {summaries(rest)}. The claim holds if in every variant with a sink in the prefix (together > "
-            f"{SINK}) the others have more than the first, by more than the spread over seeds; it cannot be seen if "
-            "none has one."
-        )
-        title = (
-            "No sink forms in a prefix"
-            if not resting
-            else "A prefix moves the sink to other keys inside it"
-            if moved == resting
-            else f"The sink moves to other keys of the prefix only with {', '.join(moved)}"
-            if moved
-            else "The sink stays on the first token of the prefix"
-        )
-        holds = holds_if(moved == resting, bool(resting))
-        return Conclusion([Verdict("C083", holds, text)], title, f"{title}. {text}")
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per prefix, if there is a sink in it."""
+        prefixed = [v for v in self.variants if v != PLAIN]
+        return {"C083": [_moved(results, v, "prefix_rest", "prefix_first", sum_of=True) for v in prefixed]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights themselves."""
+        return {"C083": _weights(results, {"first": "prefix_first", "others": "prefix_rest"}, without=PLAIN)}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Where the sink is."""
+        says = {
+            HOLDS: "A prefix moves the sink to other keys inside it",
+            FAILS: "The sink stays on the first token of the prefix",
+        }
+        moved = [i.condition for i in verdicts["C083"].intervals if not i.unless and i.clears]
+        only = f"The sink moves to other keys of the prefix only with {', '.join(moved)}" if moved else "No sink moves"
+        return f"{says.get(verdicts['C083'].holds, only)} ({results.seeds} seeds)"
 
 
 class WindowMask(MaskSweep):
@@ -128,33 +128,55 @@ class WindowMask(MaskSweep):
 
     name = "window"
     question = "With a sliding window, is the sink the first token of the text or the first of the window?"
-    claims = ("C084",)
+    criteria = (
+        Criterion("C084", DATED, "Weight of the strongest head on the first token of the text, by queries that see it, "
+                  "minus that on the oldest key of the window, by all others", 0.1),
+    )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         PLAIN: Change(),
         **{f"window {n}": Change(model={"window": n}) for n in WINDOWS},
     }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """By the weight on the first token while it is visible, and on the oldest key of the window after that."""
-        windows = [v for v in results.variants if v != PLAIN and results.finished(v)]
-        first = {v: results.values(v, "measured.first") for v in windows}
-        oldest = {v: results.values(v, "measured.oldest") for v in windows}
-        absolute = [v for v in windows if has_sink(first[v]) and larger(first[v], oldest[v])]
-        resting = [v for v in windows if has_sink(first[v]) or has_sink(oldest[v])]
-        text = (
-            f"Weight of the strongest head on the first token of the text, over queries that see it: "
-            f"{summaries(first)}; on the oldest key of the window, over all other queries: {summaries(oldest)}. The "
-            f"claim holds if in every variant that has a sink on either (> {SINK} in every run) it is the first token, "
-            "by more than the spread over seeds, and cannot be seen if none has."
-        )
-        title = (
-            "No sink forms with a window"
-            if not resting
-            else "With a window the sink is the first token of the text, as long as it is visible"
-            if absolute == resting
-            else "With a window the sink is not always the first token of the text"
-        )
-        without = [v for v in windows if v not in resting]
-        extra = f" No sink with {', '.join(without)}." if without and resting else ""
-        verdict = Verdict("C084", holds_if(absolute == resting, bool(resting)), f"{text}{extra}")
-        return Conclusion([verdict], title, f"{title}. {text}{extra}")
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per window, if there is a sink on one of the two keys."""
+        windows = [v for v in self.variants if v != PLAIN]
+        return {"C084": [_moved(results, v, "first", "oldest") for v in windows]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The weights themselves."""
+        return {"C084": _weights(results, {"first": "first", "oldest": "oldest"}, without=PLAIN)}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Where the sink is."""
+        says = {
+            HOLDS: "With a window the sink is the first token of the text, as long as it is visible",
+            FAILS: "With a window the sink is not the first token of the text",
+        }
+        start = says.get(verdicts["C084"].holds, "With a window the sink is not always the first token of the text")
+        return f"{start} ({results.seeds} seeds)"
+
+
+def _moved(results: Results, variant: str, a: str, b: str, *, sum_of: bool = False) -> Effect:
+    """The effect of the weight on one key minus that on another; it counts if one of them, or their sum, is a sink."""
+    found = difference_of(results, variant, a, b)
+    one, other = (np.array(results.values(variant, f"measured.{x}")) for x in (a, b))
+    most = one + other if sum_of else np.maximum(one, other)
+    if not found.unless and len(most) and most.mean() <= SINK:
+        return replace(found, unless=f"no sink: {most.mean():.2f}")
+    return found
+
+
+def difference_of(results: Results, variant: str, a: str, b: str) -> Effect:
+    """The effect of one measurement of a variant minus another."""
+    values = paired(results.by_seed(variant, f"measured.{a}"), results.by_seed(variant, f"measured.{b}"))
+    return Effect(variant, values, (variant,), unless=not_learnt(results, variant))
+
+
+def _weights(results: Results, names: Mapping[str, str], *, without: str) -> str:
+    """Means of several measurements for every variant but one, as a sentence."""
+    each = []
+    for variant in results.variants:
+        if variant != without:
+            means = (f"{mean_of(results.values(variant, f'measured.{x}'))} ({what})" for what, x in names.items())
+            each.append(f"{variant} {', '.join(means)}")
+    return f"Weights: {'; '.join(each)}."

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
+import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, number
 from qkv.lab.experiments.sinks import (
     ALPHA,
+    DATED,
     SINK,
     Change,
     Sweep,
@@ -20,10 +23,10 @@ from qkv.lab.experiments.sinks import (
     at_strongest_head,
     decoder_and_task,
     has_sink,
+    not_learnt,
     note,
     panel_title,
     rotate_labels,
-    summaries,
 )
 from qkv.lab.task import Measured
 
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXTS = 16
-PEAK = 10.0
-"""A magnitude above this multiple of the text's median is a peak."""
+PEAK, MASSIVE = 10.0, 100.0
+"""A magnitude above this multiple of the text's median is a peak, or massive (Sun et al. 2024, arXiv:2402.17762)."""
 HEAVY = 0.8
 """A row rests on the first key if its weight on it is above this."""
 DRAINED = 0.5
 """A value is drained if its norm is below this multiple of the others' mean norm."""
+NEARLY_ALL = 0.9
+ONE, THREE = "1 layer", "3 layers"
 
 
 class Mechanism(Sweep):
@@ -44,41 +49,53 @@ class Mechanism(Sweep):
 
     name = "mechanism"
     question = "Which properties of the first token make it a sink: its value, the angle of its key, its residual?"
-    claims = ("C067", "C068", "C069", "C073")
-    variants: ClassVar[Mapping[str, Change]] = {"1 layer": Change(), "3 layers": Change(model={"layers": 3})}
+    criteria = (
+        Criterion("C067", DATED, "Largest magnitude of the hidden states at the first token over the median magnitude "
+                  "in the text", MASSIVE, ratio=True),
+        Criterion("C068", DATED, "Norm of the first value over the mean of the others, in the head with the strongest "
+                  "sink", DRAINED, above=False),
+        Criterion("C069", DATED, "Share of queries for which, of all visible keys, the first has the smallest angle, "
+                  "in the head with the strongest sink", NEARLY_ALL),
+        Criterion("C073", DATED, "Weight on the first token when what earlier layers wrote there is removed in the "
+                  f"dimensions whose magnitude is above {PEAK:g} times the median", SINK, above=False),
+    )  # fmt: skip
+    variants: ClassVar[Mapping[str, Change]] = {ONE: Change(), THREE: Change(model={"layers": 3})}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """Measurements in the layer of the strongest head.
 
-        ``resting`` and ``busy``: norm of the attention output divided by the norm of the residual stream, on rows with
-        a weight above 0.8 on the first key and on all others (0 if there are none). ``peaks``: the number of dimensions
-        of the layer's input that are peaks at the first token; ``without_peaks``: the head's weight on the first token
-        when these dimensions are set to 0 there.
+        ``nearest``: share of queries, from the third on, whose cosine with the first key is larger than with any other
+        visible key. ``resting`` and ``busy``: norm of the attention output divided by the norm of the residual stream,
+        on rows with a weight above 0.8 on the first key and on all others (0 if there are none). ``peaks``: the number
+        of dimensions of the layer's input that are peaks at the first token because of earlier layers;
+        ``without_peaks``: the head's weight on the first token when they have the values of the embedding there.
         """
         model, task = decoder_and_task(model, setting)
         ids = task.held_out(TEXTS)["ids"]
         first = track.weights(model, ids)["first"]
         layer, head = argmax_head(first[..., 1:].mean((0, 3)))
         block = model.blocks[layer]
-        with _recorded(block) as record:
+        with _recorded(model.blocks[0], block) as record:
             model.hidden(ids)
-        x, added = record["x"], record["added"]
-        ratio = (added.norm(dim=-1) / x.norm(dim=-1))[:, 1:].numpy()
+        x, embedded = record["x"], record["embedded"]
+        ratio = (record["added"].norm(dim=-1) / x.norm(dim=-1))[:, 1:].numpy()
         heavy = first[:, layer, head, 1:] > HEAVY
-        size = x.abs()
-        high = size[:, 0].mean(0) > PEAK * size.median()
+        size, written = x.abs(), (x - embedded).abs()
+        high = (size[:, 0].mean(0) > PEAK * size.median()) & (written[:, 0].mean(0) > size[:, 0].mean(0) / 2)
 
-        def zero_peaks(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def remove(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             changed = given[0].clone()
-            changed[:, 0, high] = 0
+            changed[:, 0, high] = embedded[:, 0, high]
             return (changed, *given[1:])
 
-        handle = block.register_forward_pre_hook(zero_peaks)
+        handle = block.register_forward_pre_hook(remove)
         try:
             left = track.weights(model, ids)["first"][:, layer, head, 1:]
         finally:
             handle.remove()
         return {
+            "layer": layer,
+            "nearest": nearest_first(record["q"][:, head], record["k"][:, head]),
             "resting": float(ratio[heavy].mean()) if heavy.any() else 0.0,
             "busy": float(ratio[~heavy].mean()) if (~heavy).any() else 0.0,
             "heavy_rows": float(heavy.mean()),
@@ -86,51 +103,46 @@ class Mechanism(Sweep):
             "without_peaks": float(left.mean()),
         }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """A claim holds if it holds at every depth that has a sink."""
-        alpha = results.by_variant(ALPHA)
-        resting = [v for v, values in alpha.items() if has_sink(values)]
-        seen = bool(resting)
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """One effect per depth, if models of that depth learn the task and have a sink."""
+        drain = at_strongest_head(results, "check.value_drain")
+        found: dict[str, list[Effect]] = {criterion.claim: [has_sink(results, ONE)] for criterion in self.criteria}
+        found["C067"] = [
+            Effect(f"the ratio with {ONE}", results.values(ONE, "check.massive"), (ONE,), bound=PEAK, premise=True)
+        ]
+        for variant in self.variants:
+            why = not_learnt(results, variant)
+            peaks = results.by_seed(variant, "measured.peaks")
+            left = {s: x for s, x in results.by_seed(variant, "measured.without_peaks").items() if peaks[s] > 0}
+            few = f"earlier layers write a peak in {len(left)} of {len(peaks)} runs"
+            for claim, values, reason in (
+                ("C067", results.values(variant, "check.massive"), why),
+                ("C068", list(drain.get(variant, {}).values()), why),
+                ("C069", results.values(variant, "measured.nearest"), why),
+                ("C073", list(left.values()), why or (few if len(left) < max(2, len(peaks) / 2) else "")),
+            ):
+                found[claim].append(Effect(variant, values, (variant,), unless=reason))
+        return found
 
-        def all_of(criterion: Any) -> bool:
-            return seen and all(criterion(v) for v in resting)
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """Mean cosines, and what attention adds."""
+        cosine, others = (at_strongest_head(results, f"check.key_cosine{x}") for x in ("", "_others"))
 
-        drain, near = at_strongest_head(results, "check.value_drain"), at_strongest_head(results, "check.key_cosine")
-        others = at_strongest_head(results, "check.key_cosine_others")
-        massive, peaks = results.by_variant("check.massive"), results.by_variant("measured.peaks")
-        zeroed, heavy = results.by_variant("measured.without_peaks"), results.by_variant("measured.heavy_rows")
-        added, busy = results.by_variant("measured.resting"), results.by_variant("measured.busy")
-        high = [v for v in resting if min(massive[v]) > PEAK]
-        from_peak = [v for v in resting if min(peaks[v]) > 0]
-        verdicts = [
-            Verdict("C067", holds_if(bool(high), bool(high)), "Largest magnitude at the first token over the median of "
-                    f"the text: {summaries(massive, 1)}. It holds where every run has more than {PEAK:g} (massive is "
-                    "1,000, and more than 100), and cannot be seen if there is no such peak."),
-            Verdict("C068", holds_if(all_of(lambda v: max(drain[v]) < DRAINED), seen), "Norm of the first value over "
-                    f"the mean of the others: {summaries(drain)}. It holds if it is below {DRAINED} in every run that "
-                    "has a sink."),
-            Verdict("C069", holds_if(all_of(lambda v: larger(near[v], others[v])), seen), "Mean cosine of queries with "
-                    f"the first key: {summaries(near)}; with the others: {summaries(others)}. It holds if the first is "
-                    "larger by more than the spread over seeds."),
-            Verdict("C073", holds_if(all(max(zeroed[v]) <= SINK for v in from_peak), bool(from_peak)),
-                    f"Dimensions of the head's input that are peaks at the first token: {summaries(peaks, 0)}; weight "
-                    f"on it when they are 0 there: {summaries(zeroed)} (with them {summaries(alpha)}). It holds if no "
-                    f"sink (> {SINK}) is left, and cannot be seen without peaks."),
-        ]  # fmt: skip
-        drained = verdicts[1].holds == "holds"
-        adds = (
-            f"What attention adds has, of the residual's norm, {summaries(added)} on rows with more than {HEAVY} on "
-            f"the first token ({summaries(heavy)} of all rows) and {summaries(busy)} on the others."
-        )
-        title = (
-            "No sink forms, so its mechanism cannot be measured"
-            if not seen
-            else f"A sink's value is drained to {np.mean([np.mean(drain[v]) for v in resting]):.2f} of the others', "
-            f"and attention then adds {np.mean([np.mean(added[v]) for v in resting]):.2f} of the residual's norm"
-            if drained
-            else "The value of the sink is not drained in every run"
-        )
-        return Conclusion(verdicts, title, f"{' '.join(v.text for v in verdicts)} {adds}")
+        def means(values: Mapping[str, Mapping[int, float]]) -> str:
+            return ", ".join(f"{v} {number(sum(x.values()) / len(x))}" for v, x in values.items())
+
+        if not cosine:
+            return {}
+        return {
+            "C069": f"Mean cosine of queries with the first key: {means(cosine)}; with the others: {means(others)}.",
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """How drained the sink's value is."""
+        drained = verdicts["C068"]
+        values = [i.mean for i in drained.intervals if not i.premise and not i.unless]
+        what = f"the norm of its value is {', '.join(map(number, values))} of the others' ({results.seeds} seeds)"
+        return f"A sink's value is drained: {what}" if drained.holds == HOLDS else f"The sink's value: {what}"
 
     def figure(self, results: Results) -> Figure:
         """Norms of values, cosines of keys, and norms of the attention output."""
@@ -143,16 +155,18 @@ class Mechanism(Sweep):
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
         panel_title(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, 1.1))
-        pairs: dict[str, list[float]] = {}
+        pairs: dict[str, dict[int, float]] = {}
         for name, what in (("first", "check.key_cosine"), ("others", "check.key_cosine_others")):
             pairs |= {f"{variant}, {name}": values for variant, values in at_strongest_head(results, what).items()}
         draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2])
         panel_title(angle, "Cosine of queries with keys")
         angle.set(ylabel="mean cosine")
-        pairs = {}
-        for name in ("resting", "busy"):
-            pairs |= {f"{v}, {name} rows": values for v, values in results.by_variant(f"measured.{name}").items()}
-        draw.by_seed(added, dict(sorted(pairs.items())), colour=draw.COLOURS[1])
+        pairs = {
+            f"{variant}, {name} rows": results.by_seed(variant, f"measured.{name}")
+            for variant in results.by_variant(ALPHA)
+            for name in ("resting", "busy")
+        }
+        draw.by_seed(added, pairs, colour=draw.COLOURS[1])
         panel_title(added, "What attention adds to the residual")
         added.set(ylabel="ratio of norms", ylim=(0, None))
         for axes in (drain, angle, added):
@@ -160,13 +174,37 @@ class Mechanism(Sweep):
         return figure
 
 
+def nearest_first(q: Float[Tensor, "b n d"], k: Float[Tensor, "b n d"]) -> float:
+    """The share of causal queries, from the third on, for which the first key has the largest cosine.
+
+    >>> keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [-1.0, 0.0]]])
+    >>> nearest_first(torch.tensor([[[0.0, 1.0], [0.0, 1.0], [1.0, 0.5], [-1.0, 0.1]]]), keys)
+    0.5
+    """
+    unit = nn.functional.normalize
+    cosine = unit(q, dim=-1) @ unit(k, dim=-1).mT
+    n = cosine.shape[-1]
+    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    best = cosine.masked_fill(hidden, -torch.inf).argmax(-1)[:, 2:]
+    return float((best == 0).double().mean())
+
+
 @contextmanager
-def _recorded(block: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record a layer's input ``x`` and its attention output ``added`` while the model runs inside."""
+def _recorded(first: nn.Module, block: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Record, while the model runs inside: the embeddings (input of its `first` block), and of one block its input
+    ``x``, its attention output ``added``, and ``q`` and ``k`` (b, heads, n, d)."""
     record: dict[str, Tensor] = {}
+    attention: Any = block.attention
+
+    def products(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        q, k = given[:2]
+        record.update(q=q.detach(), k=k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1))
+
     handles = [
+        first.register_forward_pre_hook(lambda _, given: record.update(embedded=given[0].detach())),
         block.register_forward_pre_hook(lambda _, given: record.update(x=given[0].detach())),
-        block.attention.register_forward_hook(lambda _, __, out: record.update(added=out.detach())),  # type: ignore[union-attr]
+        attention.composition.register_forward_pre_hook(products),
+        attention.register_forward_hook(lambda _, __, out: record.update(added=out.detach())),
     ]
     try:
         yield record

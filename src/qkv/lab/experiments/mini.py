@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qkv.cache import Cache, Full, Sinks, Sliding
 from qkv.lab import settings, track
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Results, Verdict, holds_if, summary
+from qkv.lab.experiments.base import Experiment, Results, summary
+from qkv.lab.experiments.evidence import Criterion, Effect, Verdict, number
+from qkv.lab.experiments.sinks import DATED
 from qkv.lab.experiments.streaming import perplexity_by_position
 from qkv.lab.task import Measured
 from qkv.lab.tasks.language import Language
@@ -19,12 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "qkv-mini"
-GROUPS, TEXTS = 3, 16  # groups of texts, whose range shows the noise; texts per group
+GROUPS, TEXTS = 10, 16  # groups of texts, which stand for seeds; texts per group
 SHORT = 64  # tokens per text for the sink measures (T of Gu et al. 2025)
 KEPT = 4  # first keys that are never evicted (StreamingLLM)
 BUDGETS = (16, 32, 64, 128)  # cache sizes in keys
 SINK, DRAINED = track.THRESHOLD, 0.5
-LEAST = 0.02  # nats; smaller rises of the loss are ignored
+MASSIVE = 100.0
+SMALLEST = BUDGETS[0]
 MODEL = "model"
 
 
@@ -33,71 +37,81 @@ class Mini(Experiment):
 
     name = "mini"
     question = "Does a language model of Python have sinks, and how much does evicting them from the cache cost?"
-    claims = ("C061", "C063", "C067", "C068")
+    criteria = (
+        Criterion("C061", DATED, f"Weight of qkv-mini's strongest head on the first of {SHORT} tokens", SINK),
+        Criterion("C063", DATED, f"Weight of qkv-mini's strongest head on the first of {SHORT} tokens", SINK),
+        Criterion("C067", DATED, "Largest magnitude of qkv-mini's hidden states at the first token over the median",
+                  MASSIVE, ratio=True),
+        Criterion("C068", DATED, "Norm of the first value over the mean of the others, in qkv-mini's strongest head",
+                  DRAINED, above=False),
+    )  # fmt: skip
+    looks = (GROUPS,)
 
-    def compute(self, quick: bool) -> Mapping[str, Sequence[Measured]]:
-        """For each group of texts: attention statistics, and the mean loss at late positions with each cache."""
+    def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:
+        """For a group of texts: attention statistics, and the mean loss at late positions with each cache."""
         folder = bundled.folder_of(NAME)
         assert folder is not None
         model = load(folder)
         task, _ = settings.from_toml(folder / settings.RUN)
         assert isinstance(model, DecoderLM)
         assert isinstance(task, Language)
-        texts, groups = (2, 1) if quick else (TEXTS, GROUPS)
-        rows = []
-        for group in range(groups):
-            ids = task.unseen[group::groups][:texts]
-            statistics = track.attention(model, ids[:, :SHORT])
-            nats = {
-                name: np.log(perplexity_by_position(model, ids, make)) for name, make in _caches(ids.shape[1]).items()
-            }
-            rows.append({
+        ids = task.held_out(GROUPS * TEXTS)[seed::GROUPS][: 2 if quick else TEXTS]
+        statistics = track.attention(model, ids[:, :SHORT])
+        nats = {name: np.log(perplexity_by_position(model, ids, make)) for name, make in _caches(ids.shape[1]).items()}
+        return {
+            MODEL: {
                 **{name: statistics[name] for name in ("sink", "sink_score", "value_drain", "massive")},
                 "late": {name: float(x[max(BUDGETS) :].mean()) for name, x in nats.items()},
-            })  # fmt: skip
-        return {MODEL: rows}
+            }
+        }
 
-    def conclude(self, results: Results) -> Conclusion:
-        """Sinks by their weight, values and magnitudes; the cost of a window by the loss beyond all cache sizes."""
-        alpha = np.array([o.measured["sink"] for o in results.finished(MODEL)])
-        drain = np.array([o.measured["value_drain"] for o in results.finished(MODEL)])
-        peak = results.values(MODEL, "measured.massive")
-        layer, head = np.unravel_index(alpha.mean(0).argmax(), alpha.shape[1:])
-        strongest, drained = alpha[:, layer, head].tolist(), drain[:, layer, head].tolist()
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """Sinks by their weight, values and magnitudes; a group of texts stands for a seed."""
+        alpha, drain = (self._by_head(results, name) for name in ("sink", "value_drain"))
+        layer, head = self._strongest(results)
+        weight = Effect("", alpha[:, layer, head].tolist())
+        drained = Effect("", drain[:, layer, head].tolist())
+        return {
+            "C061": [weight],
+            "C063": [weight],
+            "C067": [Effect("", results.values(MODEL, "measured.massive"))],
+            "C068": [replace(weight, condition="its weight on the first token", premise=True, bound=SINK, above=True),
+                     drained],
+        }  # fmt: skip
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The number of heads with a sink, and what evicting it costs."""
+        alpha = self._by_head(results, "sink")
+        layer, head = self._strongest(results)
         heads = int((alpha.min(0) > SINK).sum())
-        has = heads > 0
-        text = (
-            f"On the first {SHORT} tokens of held-out Python {heads} of {alpha[0].size} heads put more than {SINK} on "
-            f"the first token in every group of texts; head {layer}.{head} puts {summary(strongest)}. It holds if one "
-            "head does."
-        )
-        cost = {name: self._cost(results, name) for name in _caches(1)}
-        spared = np.array([np.subtract(cost[f"last {budget}"], cost[_sinks_name(budget)]) for budget in BUDGETS])
-        pays = bool(spared.min() > 0 and spared.mean(1).min() > LEAST)  # the same texts: group by group
         rises = "; ".join(
-            f"{budget} keys: {summary(cost[f'last {budget}'], 3)} (window), {summary(cost[_sinks_name(budget)], 3)} "
-            f"(with the first {KEPT})"
+            f"{budget} keys: {summary(self._cost(results, f'last {budget}'), 3)} (window), "
+            f"{summary(self._cost(results, _sinks_name(budget)), 3)} (with the first {KEPT})"
             for budget in BUDGETS
         )
-        verdicts = [
-            Verdict("C061", holds_if(has), text),
-            Verdict("C063", holds_if(has), text),
-            Verdict("C067", UNSEEN if max(peak) < 100 else holds_if(min(peak) >= 1000), (
-                f"The largest magnitude at the first token is {summary(peak, 0)} times the median. It holds from 1000 "
-                "on, and cannot be seen below 100."
-            )),
-            Verdict("C068", holds_if(max(drained) < DRAINED, seen=has), (
-                f"The first value's norm at head {layer}.{head} is {summary(drained)} of the others' mean. It holds "
-                f"below {DRAINED}, and cannot be seen without a sink."
-            )),
-        ]  # fmt: skip
-        title = (
-            "qkv-mini needs its sink tokens: a window without them has a higher loss than one with them"
-            if pays
-            else "qkv-mini does not need its first tokens more than any others"
+        return {
+            "C061": f"It is head {layer}.{head}; {heads} of {alpha[0].size} heads put more than {SINK} there in every "
+            f"group of {TEXTS} texts. Rise of the loss (nats) from position {max(BUDGETS)} on: {rises}."
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """What a window costs with and without the first tokens."""
+        lost, kept = (np.mean(self._cost(results, x)) for x in (f"last {SMALLEST}", _sinks_name(SMALLEST)))
+        return (
+            f"qkv-mini with a cache of {SMALLEST} keys: its loss rises by {number(float(lost))} nats, and by "
+            f"{number(float(kept))} if the first {KEPT} tokens stay ({results.seeds} groups of texts)"
         )
-        paragraph = f"{text} Nats above those of all keys, from position {max(BUDGETS)} on: {rises}."
-        return Conclusion(verdicts, title, paragraph)
+
+    @staticmethod
+    def _by_head(results: Results, name: str) -> np.ndarray:
+        """A measure by group, layer and head."""
+        return np.array([o.measured[name] for o in results.finished(MODEL)], float)
+
+    def _strongest(self, results: Results) -> tuple[int, int]:
+        """The layer and head with the largest mean weight on the first token."""
+        mean = self._by_head(results, "sink").mean(0)
+        layer, head = np.unravel_index(mean.argmax(), mean.shape)
+        return int(layer), int(head)
 
     def figure(self, results: Results) -> Figure:
         """The weight on the first token in every head, and the loss by type and size of the cache."""

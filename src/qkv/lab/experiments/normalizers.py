@@ -11,23 +11,29 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from qkv.lab import heads
-from qkv.lab.experiments.base import Conclusion, Results, Setting, Verdict, holds_if, larger, summary
+from qkv.lab.experiments.base import Results, Setting, paired
+from qkv.lab.experiments.evidence import Criterion, Effect, Verdict
 from qkv.lab.experiments.sinks import (
     ALPHA,
+    DATED,
     EXCESS,
     SINK,
+    STRONGEST,
     Change,
     Sweep,
     argmax_head,
     at_strongest_head,
+    by_seed,
     decoder_and_task,
+    difference,
     has_sink,
-    model_variants,
+    not_learnt,
     note,
     panel_title,
     plot_sinks,
     rotate_labels,
-    summaries,
+    sink,
+    unlearnt_runs,
 )
 from qkv.lab.task import Measured
 from qkv.models import DecoderLM
@@ -39,11 +45,21 @@ SOFTMAX, OFF, LEARNED, KEY, ELEMENT, HEAD, BARE = (
     "softmax", "off by one", "learned sink", "key bias", "gate elementwise", "gate a head", "no <s>",
 )  # fmt: skip
 UNNORMALISED = ("sigmoid", "elu", "relu")
+DIVIDED = {"sigmoid": "sigmoid / sum", "elu": "elu / sum"}
+"""The same weights divided by their sum, so that rows are normalised."""
+STEPS = {"elu": 1500, "elu / sum": 1500}
+"""Variants that need more steps to learn the task."""
 GATES = (ELEMENT, HEAD)
 TEXTS = 16
 PEAK = 10.0
 """A layer has a peak if its largest magnitude at the first token is above this multiple of the median. It would be a
 massive activation above 100 and 1,000 times the median (Sun et al. 2024, arXiv:2402.17762)."""
+LESS = 0.05
+"""Smaller differences of weight do not count as an effect."""
+
+
+def _normalizer(name: str, value: str) -> Change:
+    return Change(model={"normalizer": value}, training={"steps": STEPS[name]} if name in STEPS else {})
 
 
 class Normalizers(Sweep):
@@ -51,14 +67,30 @@ class Normalizers(Sweep):
 
     name = "normalizers"
     question = "Which normalizers, learned sinks and gates remove the sink, and what else changes?"
-    claims = ("C089", "C090", "C094", "C098", "C099", "C103", "C105", "C134", "C135", "C140")
+    criteria = (
+        Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LESS),
+        Criterion("C090", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
+                  above=False),
+        Criterion("C094", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,
+                  above=False),
+        Criterion("C098", DATED, "Largest magnitude at the first token over the median, with softmax minus with a "
+                  "learned sink", 0.0),
+        Criterion("C099", DATED, "Largest relative error of a layer's output in int8 (scaled by the largest "
+                  "magnitude), with softmax minus with a learned sink", 0.0),
+        Criterion("C103", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
+        Criterion("C105", DATED, f"{STRONGEST} with a gate on the attention output", SINK, above=False),
+        Criterion("C134", DATED, f"{STRONGEST} with softmax minus with a learned key of value 0", LESS),
+        Criterion("C135", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
+        Criterion("C140", DATED, "Weight on a learned first token <s> minus that on the first token of the text", LESS),
+    )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         SOFTMAX: Change(),
         BARE: Change(task={"first": "random"}),
         OFF: Change(model={"normalizer": "off_by_one"}),
         LEARNED: Change(model={"sink": True}),
         KEY: Change(model={"key_bias": True}),
-        **model_variants(normalizer=UNNORMALISED),
+        **{name: _normalizer(name, name) for name in UNNORMALISED},
+        **{name: _normalizer(name, f"{of}_sum") for of, name in DIVIDED.items()},
         ELEMENT: Change(model={"gate": "elementwise"}),
         HEAD: Change(model={"gate": "head"}),
     }
@@ -80,105 +112,71 @@ class Normalizers(Sweep):
             "second": float(second),
         }
 
-    def conclude(self, results: Results) -> Conclusion:
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """Each claim by the weight on the first token, or the measure that it names, compared with plain softmax."""
-        alpha = results.by_variant(ALPHA)
-        plain = alpha.get(SOFTMAX, [])
-        seen = has_sink(plain)
+        premise = has_sink(results, SOFTMAX)
+        peak = Effect(
+            "the largest magnitude at the first token over the median, with softmax,",
+            results.values(SOFTMAX, "check.massive"), (SOFTMAX,), bound=PEAK, premise=True,
+        )  # fmt: skip
+        off = [premise, difference(results, SOFTMAX, OFF)]
+        token = paired(results.by_seed(SOFTMAX, "measured.first"), results.by_seed(SOFTMAX, "measured.second"))
+        learned = {"a learned logit": LEARNED, "a learned key": KEY}
 
-        def less(variant: str, numbers: Mapping[str, Sequence[float]] = alpha) -> bool:
-            return (
-                bool(numbers.get(variant)) and bool(numbers.get(SOFTMAX)) and larger(numbers[SOFTMAX], numbers[variant])
-            )
+        def less(name: str) -> list[Effect]:
+            return [peak, *(difference(results, SOFTMAX, v, what, name) for what, v in learned.items())]
 
-        def removed(variant: str) -> bool:
-            return bool(alpha.get(variant)) and max(alpha[variant]) <= SINK
+        return {
+            "C089": [premise, *(difference(results, by_sum, of, of) for of, by_sum in DIVIDED.items())],
+            "C090": [premise, sink(results, "sigmoid")],
+            "C094": [premise, sink(results, "sigmoid"), sink(results, "elu")],
+            "C098": less("check.massive"),
+            "C099": less("measured.int8_error"),
+            "C103": off,
+            "C105": [premise, *(sink(results, v) for v in GATES)],
+            "C134": [premise, difference(results, SOFTMAX, KEY)],
+            "C135": off,
+            "C140": [premise, Effect("", token, (SOFTMAX,), unless=not_learnt(results, SOFTMAX))],
+        }
 
-        def shown(*variants: str) -> str:
-            return summaries({v: alpha[v] for v in (SOFTMAX, *variants) if v in alpha})
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The limits of what was tested."""
+        off = sum(x <= SINK for x in results.values(OFF, ALPHA))
+        runs = f"Of {len(results.finished(OFF))} runs with it {off} have no sink (at most {SINK})."
+        gates = "Only that sinks are gone is judged; these models have no massive activations with softmax either."
+        size = "Only models of this size were trained."
+        return {"C103": runs, "C135": runs, "C105": gates, "C094": size}
 
-        values = "Weight of the strongest head on the first token (rows that are not normalised: divided by their sum)"
-        unnormalised = all(removed(v) for v in UNNORMALISED)
-        massive = results.by_variant("check.massive")
-        peaks = max(massive.get(SOFTMAX, [0.0])) > PEAK
-        error = results.by_variant("measured.int8_error")
-        eased = less(KEY, error) or less(LEARNED, error)
-        rest = {v: values for v, values in massive.items() if v in (SOFTMAX, LEARNED, KEY, *GATES)}
-        token = {v: results.values(v, "measured.first") for v in (SOFTMAX, BARE)}
-        second = results.values(SOFTMAX, "measured.second")
-        at_token = bool(token[SOFTMAX] and second and larger(token[SOFTMAX], second))
-        rule = "The claim holds if no run has more than 0.3, and cannot be seen if softmax has no sink."
-        verdicts = [
-            Verdict("C089", holds_if(unnormalised, seen),
-                    f"{values}: {shown(*UNNORMALISED)}. The claim holds if no run without normalisation has more than "
-                    f"{SINK}, and cannot be seen if softmax has no sink."),
-            Verdict("C090", holds_if(removed("sigmoid"), seen), f"{values}: {shown('sigmoid')}. {rule}"),
-            Verdict("C094", holds_if(removed("sigmoid") and removed("elu"), seen),
-                    f"{values}: {shown('sigmoid', 'elu')}. "
-                    f"{rule} Only models of this size were trained."),
-            Verdict("C098", holds_if(less(KEY, massive) or less(LEARNED, massive), peaks), "Largest magnitude at the "
-                    f"first token over the median: {summaries(rest, 1)}. The claim holds if a learned sink or key "
-                    f"makes it less, by more than the spread over seeds; it cannot be seen if softmax has no peak "
-                    f"(> {PEAK:g})."),
-            Verdict("C099", holds_if(eased, peaks), "Relative error of what the layers leave, as int8 by the largest "
-                    f"magnitude: {summaries({v: error[v] for v in rest if v in error}, 4)}. The claim holds if a "
-                    "learned sink or key makes it less, by more than the spread over seeds; it cannot be seen if "
-                    f"softmax has no peak (> {PEAK:g}) to spoil the scale."),
-            Verdict("C103", holds_if(less(OFF), seen), f"{values}: {shown(OFF)}. The claim holds if it is less with "
-                    "the extra column, by more than the spread over seeds, and cannot be seen if softmax has no sink."),
-            Verdict("C105", holds_if(all(removed(v) for v in GATES), seen), f"{values}: {shown(*GATES)}; largest "
-                    f"magnitude over the median: {summaries({v: massive[v] for v in GATES if v in massive}, 1)}. Only "
-                    "that sinks are gone is judged: no run of either gate may have more than 0.3."),
-            Verdict("C134", holds_if(less(KEY), seen), f"{values}: {shown(KEY)}. The claim holds if the learned key "
-                    "makes it less, by more than the spread over seeds."),
-            Verdict("C135", holds_if(less(OFF), seen), f"{values}: {shown(OFF)}. As C103."),
-            Verdict("C140", holds_if(at_token, bool(token[SOFTMAX]) and min(token[SOFTMAX]) > SINK), "With a learned "
-                    f"token <s> before the text it has {_summary_or_none(token[SOFTMAX])} and the first real token "
-                    f"{_summary_or_none(second)}; without <s> the first real token has "
-                    f"{_summary_or_none(token[BARE])}. The claim holds if <s> has more, by more than the "
-                    f"spread over seeds; it cannot be seen if <s> has no sink (> {SINK})."),
-        ]  # fmt: skip
-        removing = [v for v in results.variants if v not in (SOFTMAX, BARE) and removed(v)]
-        title = (
-            f"The sink disappears with {', '.join(removing)}"
-            if seen and removing
-            else "No variant removes the sink"
-            if seen
-            else "Plain softmax forms no sink here, so none can be removed"
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The variants without a sink."""
+        means = {v: sum(x) / len(x) for v, x in results.by_variant(ALPHA).items() if not not_learnt(results, v)}
+        gone = [v for v, mean in means.items() if mean <= SINK and v not in (SOFTMAX, BARE)]
+        start = (
+            f"The mean weight on <s> is at most {SINK} with {', '.join(gone)}" if gone else "Every variant has a sink"
         )
-        loss = results.by_variant(EXCESS)
-        drain = at_strongest_head(results, "check.value_drain")
-        paragraph = (
-            f"{values}: {summaries(alpha)}. Norm of the first value over the others': {summaries(drain)}. Loss over "
-            f"the chain's own: {summaries(loss, 3)} nats."
-        )
-        return Conclusion(verdicts, title, paragraph)
+        return f"{start} ({results.note.removesuffix('.')})"
 
     def figure(self, results: Results) -> Figure:
         """Sinks, norms of values, quantisation errors and loss of every variant."""
         from qkv.lab import draw
 
-        figure, (sink, drain, peak, error) = draw.panels(
+        figure, (weight, drain, peak, error) = draw.panels(
             self.conclude(results).title, note(results), columns=2, rows=2, width=8.6, height=2.8
         )
-        plot_sinks(sink, results.by_variant(ALPHA))
+        plot_sinks(weight, results)
         draw.by_seed(drain, at_strongest_head(results, "check.value_drain"), colour=draw.COLOURS[2])
         drain.axhline(1, color=draw.MUTED, linewidth=0.9, linestyle="--")
         panel_title(drain, "Norm of the first value, over others'")
         drain.set(ylabel="ratio", ylim=(0, None))
-        draw.by_seed(peak, results.by_variant("measured.int8_error"), colour=draw.COLOURS[4])
+        draw.by_seed(peak, by_seed(results, "measured.int8_error"), colour=draw.COLOURS[4])
         panel_title(peak, "Error of hidden states as int8 (absmax)")
         peak.set(ylabel="relative error (RMS)", ylim=(0, None))
-        draw.by_seed(error, results.by_variant(EXCESS), colour=draw.COLOURS[1])
+        draw.by_seed(error, by_seed(results, EXCESS), colour=draw.COLOURS[1], grey=unlearnt_runs(results))
         panel_title(error, "Loss over that of the chain itself")
         error.set_ylabel("excess loss (nats a token)")
-        for axes in (sink, drain, peak, error):
+        for axes in (weight, drain, peak, error):
             rotate_labels(axes)
         return figure
-
-
-def _summary_or_none(values: Sequence[float]) -> str:
-    return summary(values) if values else "no run"
 
 
 def int8_error(x: Float[Tensor, "b n d"]) -> float:

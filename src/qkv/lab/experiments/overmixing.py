@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.lab import track
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
+from qkv.lab.experiments.base import Experiment, Results, Setting
+from qkv.lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, number
+from qkv.lab.experiments.sinks import DATED, not_learnt
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.masks import Dense
@@ -29,6 +31,7 @@ HEAVY, LIGHT = 0.7, 0.3  # thresholds of the weight on the first key (mean over 
 TIMES = 1.5  # least ratio of the movement without the sink to that with it, for C074 and C077
 BARELY, LITTLE = 0.05, 0.1  # thresholds relative to a representation's norm: of movement, and of added output
 CASES = ("sink kept", "sink hidden", "untrained")
+TRAINED = "trained"
 
 
 class Overmixing(Experiment):
@@ -36,20 +39,24 @@ class Overmixing(Experiment):
 
     name = "overmixing"
     question = "Does the sink keep a changed token from moving the representations of the other tokens?"
-    claims = ("C074", "C076", "C077")
+    criteria = (
+        Criterion("C074", DATED, "Movement of tokens that do not depend on a changed token, with the first key masked "
+                  "(rows renormalised), over that with it", TIMES, ratio=True),
+        Criterion("C076", DATED, "Norm of what attention adds over that of the residual stream, on rows with more "
+                  f"than {HEAVY} of their weight on the first key, in the layer with the greatest sink", LITTLE,
+                  above=False),
+        Criterion("C077", DATED, "Movement of tokens that do not depend on a changed token", BARELY, above=False,
+                  parts=True),
+    )  # fmt: skip
+    looks = (10, 20)
 
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One model; the cases without a sink and without training are derived from it."""
         config = DecoderConfig(layers=3, heads=1, d_model=64)
         some: dict[str, Any] = (
             {"steps": 30, "warmup": 10} if quick else {"steps": 600, "lr": 6e-3, "evaluate_every": 600}
         )
-        return {
-            "trained": [
-                Setting(Backcopy(model=config), replace(Backcopy.training(), seed=seed, **some))
-                for seed in range(1 if quick else 3)
-            ]
-        }
+        return {TRAINED: Setting(Backcopy(model=config), replace(Backcopy.training(), seed=seed, **some))}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """Movement by layer and token in each case, and the relative norm of the attention output.
@@ -70,63 +77,54 @@ class Overmixing(Experiment):
         }
         first = track.weights(model, ids)["first"].mean(2)  # (text, layer, query)
         added = output_ratio(model, ids)  # (layer, text, query)
-        rows = np.moveaxis(first, 1, 0)[..., 2:], added[..., 2:]
-        heavy, light = rows[0] > HEAVY, rows[0] < LIGHT
+        weight, ratio = np.moveaxis(first, 1, 0)[..., 2:], added[..., 2:]  # (layer, text, query)
+        greatest = int(weight.mean((1, 2)).argmax())
+        heavy, light = weight[greatest] > HEAVY, weight[greatest] < LIGHT
         return {
             "moved": {case: x.tolist() for case, x in moved.items()},
             "far": {case: float(x[-1, CHANGED + 2 :].mean()) for case, x in moved.items()},
-            "sink": float(rows[0].mean((1, 2)).max()),
+            "sink": float(weight.mean((1, 2)).max()),
+            "layer": greatest,
             "heavy_rows": float(heavy.mean()),
-            "added_heavy": float(rows[1][heavy].mean()) if heavy.any() else 0.0,
-            "added_light": float(rows[1][light].mean()) if light.any() else 0.0,
+            "added_heavy": float(ratio[greatest][heavy].mean()) if heavy.any() else None,
+            "added_light": float(ratio[greatest][light].mean()) if light.any() else None,
         }
 
-    def conclude(self, results: Results) -> Conclusion:
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """By the movement of later tokens, and the norm of the attention output."""
-        far = {case: results.values("trained", f"measured.far.{case}") for case in CASES}
-        kept, hidden = far["sink kept"], far["sink hidden"]
-        sink = results.values("trained", "measured.sink")
-        seen = min(sink) > track.THRESHOLD
-        prevents = larger(hidden, [TIMES * x for x in kept])
-        ratio = float(np.mean(hidden)) / max(float(np.mean(kept)), 1e-12)
-        heavy = [x for x in results.values("trained", "measured.added_heavy") if x]
-        light = [x for x in results.values("trained", "measured.added_light") if x]
-        movement_text = (
-            f"A changed token moves tokens that do not depend on it by {summary(kept, 3)} of their norm at the last "
-            f"layer, and by {summary(hidden, 3)}, {ratio:.1f} times as much, with the first key masked and rows "
-            "renormalised"
-        )
-        sink_text = f"the layer with the greatest sink has {summary(sink)} of its weight on the first key"
-        added_text = "No row has that much weight on the first key."
-        if heavy:
-            added_text = (
-                f"On rows with more than {HEAVY} of their weight on the first key attention adds {summary(heavy, 3)} "
-                "of the residual's norm"
-                + (f", on those with less than {LIGHT} {summary(light, 3)}" if light else "")
-                + f". It holds at {LITTLE} or less, for every seed."
-            )
-        verdicts = [
-            Verdict(
-                "C074",
-                holds_if(prevents, seen=seen),
-                f"{movement_text}. It holds if masking makes it more than {TIMES} times as much, beyond the spread "
-                f"over seeds; {sink_text}, and without more than {track.THRESHOLD} it could not be seen.",
-            ),
-            Verdict("C076", holds_if(bool(heavy) and max(heavy) <= LITTLE, seen=seen and bool(heavy)), added_text),
-            Verdict(
-                "C077",
-                holds_if(max(kept) <= BARELY and prevents, seen=seen),
-                f"{movement_text}; in the untrained model by {summary(far['untrained'], 3)}. It holds if it is at most "
-                f"{BARELY} with the sink, and more than {TIMES} times as much without.",
-            ),
-        ]
-        if not seen:
-            title = "These models form no sink that could be masked"
-        elif prevents:
-            title = f"A changed token moves the others {ratio:.1f} times as far when the sink is masked"
-        else:
-            title = "A changed token does not move the others much further when the sink is masked"
-        return Conclusion(verdicts, title, " ".join(v.text for v in verdicts))
+        kept, hidden = (results.by_seed(TRAINED, f"measured.far.{case}") for case in CASES[:2])
+        why = not_learnt(results, TRAINED)
+        seen = Effect(
+            "the weight on the first key in the layer with the greatest sink", results.values(TRAINED, "measured.sink"),
+            (TRAINED,), bound=track.THRESHOLD, above=True, premise=True,
+        )  # fmt: skip
+        ratio = [hidden[seed] / kept[seed] for seed in kept]
+        heavy = [o.measured["added_heavy"] for o in results.finished(TRAINED)]
+        more = f"moves so many times as far with the first key masked (ratio {number(geometric_mean(ratio))})"
+        return {
+            "C074": [seen, Effect("", ratio, (TRAINED,), unless=why)],
+            "C076": [seen, Effect("", [x for x in heavy if x is not None], (TRAINED,), unless=why)],
+            "C077": [
+                seen,
+                Effect("with the sink", list(kept.values()), (TRAINED,), unless=why),
+                Effect(f"and {more}", ratio, (TRAINED,), unless=why, bound=TIMES, above=True),
+            ],
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The movements themselves, and what attention adds on other rows of the same layer."""
+        far = {case: number(float(np.mean(results.values(TRAINED, f"measured.far.{case}")))) for case in CASES}
+        light = [o.measured["added_light"] for o in results.finished(TRAINED) if o.measured["added_light"] is not None]
+        added = f"On rows of that layer with less than {LIGHT} it is {number(float(np.mean(light)))}." if light else ""
+        moved = "; ".join(f"{case}: {value}" for case, value in far.items())
+        return {"C074": f"Movement at the last layer, as a share of the norm: {moved}.", "C076": added}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """How much further a changed token moves the others without the sink."""
+        kept, hidden = (results.by_seed(TRAINED, f"measured.far.{case}") for case in CASES[:2])
+        ratio = number(geometric_mean([hidden[seed] / kept[seed] for seed in kept]))
+        so = "" if verdicts["C074"].holds == HOLDS else f"; at least {TIMES} was expected, which is not shown"
+        return f"With the sink masked a changed token moves the others {ratio} times as far{so} ({results.seeds} seeds)"
 
     def figure(self, results: Results) -> Figure:
         """The movement by position at the last layer, and by layer."""
@@ -141,7 +139,7 @@ class Overmixing(Experiment):
             self.conclude(results).title, note, columns=2, width=7.6, height=3.0
         )
         found = {
-            case: np.array([o.measured["moved"][case] for o in results.finished("trained")]) for case in CASES
+            case: np.array([o.measured["moved"][case] for o in results.finished(TRAINED)]) for case in CASES
         }  # (seed, layer, position)
         n = found[CASES[0]].shape[2]
         far = {case: 100 * x[:, -1, CHANGED + 2 :] for case, x in found.items()}
@@ -155,6 +153,15 @@ class Overmixing(Experiment):
         by_layer.set_xticks(list(layers))
         by_layer.legend(fontsize=8, frameon=False)
         return figure
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """e to the mean of the logarithms; NaN without values.
+
+    >>> round(geometric_mean([1.0, 4.0]), 6)
+    2.0
+    """
+    return float(np.exp(np.mean(np.log(values)))) if len(values) else float("nan")
 
 
 def changed_texts(task: Backcopy) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b n"]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from qkv._registry import Registry
@@ -24,6 +25,7 @@ BUILT_IN = {
     "normalizers": "normalizers.Normalizers",
     "streaming": "streaming.Streaming",
     "overmixing": "overmixing.Overmixing",
+    "random_scores": "random_scores.RandomScores",
     "scaling": "scaling.Scaling",
     "bottleneck": "bottleneck.Bottleneck",
     "mini": "mini.Mini",
@@ -37,8 +39,14 @@ def _problem(cls: Any) -> str | None:
     if not issubclass(cls, Experiment):
         return "is not a subclass of qkv.lab.experiments.Experiment"
     missing = [name for name in ("name", "question", "claims") if not hasattr(cls, name)]
-    missing += sorted(cls.__abstractmethods__)
-    return f"does not define {', '.join(missing)}" if missing else None
+    if cls.conclude is Experiment.conclude:
+        missing += [name for name in ("criteria", "effects") if getattr(cls, name) is getattr(Experiment, name)]
+    if missing:
+        return f"does not define {', '.join(missing)}"
+    for name in ("settings", "compute"):
+        if "seed" not in signature(getattr(cls, name)).parameters:
+            return f"has {name}(quick), expected {name}(seed, quick), which returns the runs of one seed"
+    return None
 
 
 REGISTRY = Registry("experiment", "qkv.lab.experiments", BUILT_IN, GROUP, _problem)

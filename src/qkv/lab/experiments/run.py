@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qkv._files import write_atomically
 from qkv._progress import bar
 from qkv.errors import InputError
-from qkv.lab import log, settings
-from qkv.lab.experiments.base import UNSEEN, Conclusion, Experiment, Outcome, Results, Setting, Verdict
-from qkv.lab.experiments.registry import BUILT_IN, experiment
+from qkv.lab import settings
+from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
+from qkv.lab.experiments.evidence import ERROR, UNSEEN, Verdict
+from qkv.lab.experiments.record import conclusion_fields, described, load, rounded, text_of
+from qkv.lab.experiments.registry import experiment
 
+T = TypeVar("T")
 RUNS = "runs"
 """The subfolder of trained models, which all experiments share."""
-POINTS = 200
+POINTS = 60
 """The largest number of points of a curve in the JSON file."""
-DIGITS = 5
-"""The significant digits of the numbers in the JSON file."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,24 @@ class Result:
     paragraph: str
 
 
-def run(name: str, out: str | Path, *, quick: bool = False, jobs: int = 1, progress: bool = True) -> Result:
+def run(
+    name: str, out: str | Path, *, quick: bool = False, seeds: int | None = None, jobs: int = 1, progress: bool = True
+) -> Result:
     """Train and measure the models of an experiment and write its results; resume an interrupted call.
+
+    Seeds are added, up to the last of the experiment's `looks`, until no claim is undecided.
 
     Args:
         name: the name of an experiment, see `names`.
         out: the output folder. It gets NAME.json, NAME.png and the models, as ``runs/<hash of the settings>``;
             experiments share runs with equal settings. Until all runs are measured, NAME.json.part has those so far.
-        quick: short runs of few seeds, to test that everything works; the verdicts say so.
+        quick: short runs of one seed, to test that everything works; the verdicts say so.
+        seeds: exactly so many seeds, and one look at their results; by default the experiment's `looks`.
         jobs: the number of processes that train models in parallel, one thread each.
         progress: show a progress bar if standard error is a terminal.
 
     Raises:
-        InputError: for an unknown experiment, or if the folder cannot be written.
+        InputError: for an unknown experiment, fewer than 2 seeds, or if the folder cannot be written.
         qkv.lab.Interrupted: after an interrupt; the same call resumes.
 
     >>> import tempfile
@@ -64,47 +68,80 @@ def run(name: str, out: str | Path, *, quick: bool = False, jobs: int = 1, progr
     """
     if jobs < 1:
         raise InputError(f"jobs is {jobs}, expected at least 1 process")
-    return run_experiment(experiment(name), Path(out), quick=quick, jobs=jobs, progress=progress)
+    return run_experiment(experiment(name), Path(out), quick=quick, seeds=seeds, jobs=jobs, progress=progress)
 
 
-def run_experiment(made: Experiment, out: Path, *, quick: bool, jobs: int = 1, progress: bool = False) -> Result:
+def run_experiment(
+    made: Experiment, out: Path, *, quick: bool, seeds: int | None = None, jobs: int = 1, progress: bool = False
+) -> Result:
     """As `run`, but of an experiment that need not be registered."""
-    from qkv.lab.draw import save_figure
-
-    planned = {variant: list(rows) for variant, rows in made.settings(quick).items()}
-    keys = {variant: [key(s) for s in rows] for variant, rows in planned.items()}
+    looks = looks_of(made, quick, seeds)
+    level = 1 - ERROR / len(looks)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        kept = _PartialResults(out / f"{made.name}.json.part", quick)
-        todo = {key(s): s for rows in planned.values() for s in rows if key(s) not in kept.runs}
-        with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
-            for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
-                kept.add(k, outcome)
-                step(1)
-        if kept.computed is None:
-            kept.add_computed(_computed(made, quick))
-        variants = {v: [Outcome(**kept.runs[k]) for k in rows] for v, rows in keys.items()}
-        variants |= {v: [Outcome(**x) for x in rows] for v, rows in (kept.computed or {}).items()}
-        results = Results(variants, quick)
-        found = _mark_quick(made.conclude(results), quick)
-        target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
-        save_figure(made.figure(results), picture)
-        described = {
-            "name": made.name,
-            "question": made.question,
-            "claims": list(made.claims),
-            "quick": quick,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": _versions(),
-            "machine": {**_machine(), "jobs": jobs},
-            **_conclusion_fields(found),
-            "variants": {v: _variant_fields(planned.get(v), keys.get(v), rows) for v, rows in variants.items()},
-        }
-        write_atomically(target, _json(described))
+        kept = _PartialResults(out / f"{made.name}.json.part")
+        active: tuple[str, ...] | None = None
+        plan: dict[str, dict[int, Setting]] = {}
+        computed: dict[str, dict[int, dict[str, Any]]] = {}
+        for look in looks:
+            for seed in range(look):
+                for variant, setting in made.settings(seed, quick).items():
+                    if active is None or variant in active:
+                        plan.setdefault(variant, {})[seed] = setting
+            todo = {key(s): s for rows in plan.values() for s in rows.values() if key(s) not in kept.runs}
+            with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
+                for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
+                    kept.add(k, outcome)
+                    step(1)
+            for variant, rows in _computed(made, look, active, kept, quick, jobs, progress).items():
+                computed.setdefault(variant, {}).update(rows)
+            variants = {v: [Outcome(**kept.runs[key(s)]) for s in rows.values()] for v, rows in plan.items()}
+            variants |= {v: [Outcome(**row) for row in rows.values()] for v, rows in computed.items()}
+            results = Results(variants, quick, level)
+            found = made.conclude(results)
+            active = tuple(dict.fromkeys(v for verdict in found.verdicts for v in verdict.undecided))
+            if not active:
+                break
+        found = _mark_quick(found, quick)
+        _write(made, out, results, found, {"looks": list(looks), "level": level}, plan, jobs)
         kept.path.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
-    return Result(target, picture, tuple(found.verdicts), found.paragraph)
+    return _result(out, made.name, found)
+
+
+def looks_of(made: Experiment, quick: bool, seeds: int | None = None) -> tuple[int, ...]:
+    """The numbers of seeds at which a run looks at its results."""
+    if seeds is not None and seeds < 2:
+        raise InputError(f"seeds is {seeds}, expected at least 2: one seed has no interval")
+    return (1,) if quick else made.looks if seeds is None else (seeds,)
+
+
+def _write(
+    made: Experiment,
+    out: Path,
+    results: Results,
+    found: Conclusion,
+    design: Mapping[str, Any],
+    plan: Mapping[str, Mapping[int, Setting]],
+    jobs: int,
+) -> None:
+    """Write NAME.json and NAME.png."""
+    from qkv.lab.draw import save_figure
+
+    save_figure(made.figure(results), out / f"{made.name}.png")
+    runs = {variant: [key(setting) for setting in rows.values()] for variant, rows in plan.items()}
+    write_atomically(out / f"{made.name}.json", text_of(described(made, results, found, design, plan, runs, jobs)))
+
+
+def _result(out: Path, name: str, found: Conclusion) -> Result:
+    return Result(out / f"{name}.json", out / f"{name}.png", tuple(found.verdicts), found.paragraph)
+
+
+def key(setting: Setting) -> str:
+    """The name of a run's folder: a hash of all settings."""
+    text = settings.to_toml(setting.task, setting.training)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def redraw(name: str, out: str | Path) -> Result:
@@ -117,106 +154,62 @@ def redraw(name: str, out: str | Path) -> Result:
 
     made, out = experiment(name), Path(out)
     target, picture = out / f"{name}.json", out / f"{name}.png"
-    described = load(target)
-    rows = {v: [Outcome(**row) for row in described["variants"][v]["results"]] for v in described["variants"]}
-    results = Results(rows, described["quick"])
+    kept = load(target)
+    rows = {v: [Outcome(**row) for row in kept["variants"][v]["results"]] for v in kept["variants"]}
+    results = Results(rows, kept["quick"], kept.get("design", {}).get("level", 1 - ERROR))
     found = _mark_quick(made.conclude(results), results.quick)
     try:
         save_figure(made.figure(results), picture)
-        write_atomically(target, _json(described | {"question": made.question} | _conclusion_fields(found)))
+        write_atomically(target, text_of(kept | {"question": made.question} | conclusion_fields(found)))
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
-    return Result(target, picture, tuple(found.verdicts), found.paragraph)
-
-
-def _conclusion_fields(found: Conclusion) -> dict[str, Any]:
-    return {"title": found.title, "verdicts": [asdict(v) for v in found.verdicts], "paragraph": found.paragraph}
-
-
-def key(setting: Setting) -> str:
-    """The name of a run's folder: a hash of all settings."""
-    text = settings.to_toml(setting.task, setting.training)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def table(out: str | Path) -> str:
-    """All results in a folder as a Markdown page with questions, verdicts and links to the figures."""
-    lines = [
-        "# Experiments",
-        "",
-        "Each was made by `qkv experiment NAME`. Verdicts are computed from the numbers in NAME.json by the criterion "
-        "that their text states; they hold for the small models trained here.",
-    ]
-    for name, found in _results(Path(out)):
-        lines += ["", f"## {name}", "", f"*{found['question']}*", "", found["paragraph"], ""]
-        lines += [f"- **{v['claim']} {v['holds']}**: {v['text']}" for v in found["verdicts"]]
-        lines += ["", f"![{found['title']}]({name}.png)"]
-    return "\n".join(lines).replace("<s>", "`<s>`") + "\n"  # a browser would take <s> for strike-through
-
-
-def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The results in a folder by name: of built-in experiments in their order, then of all others."""
-    for name in BUILT_IN:
-        if (folder / f"{name}.json").exists():
-            yield name, load(folder / f"{name}.json")
-    for file in sorted(folder.glob("*.json")):
-        if file.stem not in BUILT_IN:
-            with suppress(InputError):  # a JSON file of something else
-                yield file.stem, load(file)
-
-
-def load(file: Path) -> dict[str, Any]:
-    """The contents of a result file; `InputError` if it is missing or is no result of an experiment."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        missing = {"question", "paragraph", "title", "verdicts", "quick", "variants"} - set(found)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"out: no result of an experiment in {file} ({error})") from error
-    if missing:
-        raise InputError(f"out: no result of an experiment in {file}: it has no {', '.join(sorted(missing))}")
-    return dict(found)
+    return _result(out, name, found)
 
 
 class _PartialResults:
-    """The outcomes so far, written to disk after every run, so that an interrupted experiment can resume."""
+    """The outcomes so far, written to disk after every run, so that an interrupted experiment can resume.
 
-    def __init__(self, path: Path, quick: bool) -> None:
-        self.path, self.quick = path, quick
+    Trained runs are kept by the hash of their settings, and computed ones by seed, for the quick and the full form.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.runs: dict[str, dict[str, Any]] = {}
-        self.computed: dict[str, list[dict[str, Any]]] | None = None
+        self.computed: dict[str, dict[str, dict[str, Any]]] = {}
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            self.runs = found["runs"]  # keys are hashes of the settings, so quick and full runs cannot be confused
-            if found["quick"] == quick:
-                self.computed = found["computed"]
+            self.runs, self.computed = found["runs"], found["computed"] or {}
 
     def add(self, k: str, outcome: Outcome) -> None:
         self.runs[k] = asdict(outcome)
         self._save()
 
-    def add_computed(self, rows: dict[str, list[dict[str, Any]]]) -> None:
-        self.computed = rows
+    def add_computed(self, k: str, rows: dict[str, dict[str, Any]]) -> None:
+        self.computed[k] = rows
         self._save()
 
     def _save(self) -> None:
-        write_atomically(self.path, _json({"quick": self.quick, "runs": self.runs, "computed": self.computed}))
+        write_atomically(self.path, text_of({"runs": self.runs, "computed": self.computed}))
 
 
-def _outcomes(made: Experiment, todo: Mapping[str, Setting], runs: Path, jobs: int) -> Iterator[tuple[str, Outcome]]:
-    """Yield each run's key and outcome when it is finished."""
-    if jobs == 1 or len(todo) < 2:
-        for k, setting in todo.items():
-            yield k, _outcome(made, setting, runs / k)
+def _in_order(work: Callable[..., T], given: Mapping[str, tuple[Any, ...]], jobs: int) -> Iterator[tuple[str, T]]:
+    """Yield each key and the result of ``work(*arguments)`` when it is finished, from one or several processes."""
+    if jobs == 1 or len(given) < 2:
+        for k, arguments in given.items():
+            yield k, work(*arguments)
         return
-    pool = ProcessPoolExecutor(min(jobs, len(todo)), mp_context=get_context("spawn"), initializer=_use_one_thread)
+    pool = ProcessPoolExecutor(min(jobs, len(given)), mp_context=get_context("spawn"), initializer=_use_one_thread)
     try:
-        futures: dict[Future[Outcome], str] = {
-            pool.submit(_outcome, made, setting, runs / k): k for k, setting in todo.items()
-        }
+        futures: dict[Future[T], str] = {pool.submit(work, *arguments): k for k, arguments in given.items()}
         for done in as_completed(futures):
             yield futures[done], done.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _outcomes(made: Experiment, todo: Mapping[str, Setting], runs: Path, jobs: int) -> Iterator[tuple[str, Outcome]]:
+    """Yield each run's key and outcome when it is finished."""
+    return _in_order(_outcome, {k: (made, setting, runs / k) for k, setting in todo.items()}, jobs)
 
 
 def _use_one_thread() -> None:
@@ -226,9 +219,9 @@ def _use_one_thread() -> None:
 
 def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     """Train one model and measure it."""
-    from qkv.lab.loop import Diverged, train
+    from qkv.lab.loop import RESULT, Diverged, train
 
-    seed = setting.training.seed
+    seed, finished, start = setting.training.seed, (folder / RESULT).exists(), time.process_time()
     try:
         trained = train(setting.task, setting.training, folder, progress=False, figures=False)
     except Diverged as error:
@@ -236,14 +229,44 @@ def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     with torch.no_grad():
         measured = made.measure(trained.model.eval(), setting)
     curves = {name: _curve(trained.metrics, name) for name in made.curves}
-    return Outcome(seed, _rounded(trained.evaluation), _rounded(trained.check), _rounded(measured), _rounded(curves))
+    return Outcome(
+        seed, rounded(trained.evaluation), rounded(trained.check), rounded(measured), rounded(curves),
+        seconds=None if finished else round(time.process_time() - start, 1),
+    )  # fmt: skip
 
 
-def _computed(made: Experiment, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    rows = {
-        v: [Outcome(seed, measured=_rounded(m)) for seed, m in enumerate(r)] for v, r in made.compute(quick).items()
-    }
-    return {v: [asdict(outcome) for outcome in r] for v, r in rows.items()}
+def _computed(
+    made: Experiment,
+    look: int,
+    active: tuple[str, ...] | None,
+    kept: _PartialResults,
+    quick: bool,
+    jobs: int,
+    progress: bool,
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """The results of `Experiment.compute` by variant and seed, of the seeds of a look that are still to be computed."""
+    if type(made).compute is Experiment.compute:
+        return {}
+    names = {seed: f"{'quick ' * quick}{seed}" for seed in range(look)}
+    wanted = [seed for seed in names if names[seed] not in kept.computed]
+    if active is not None and kept.computed and not set(active) & set(next(iter(kept.computed.values()))):
+        wanted = []
+    with bar(f"{made.name}, computed", "seeds", len(wanted), show=progress and bool(wanted)) as step:
+        for k, rows in _in_order(_compute_one, {names[seed]: (made, seed, quick) for seed in wanted}, jobs):
+            kept.add_computed(k, rows)
+            step(1)
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for seed, name in names.items():
+        for variant, row in kept.computed.get(name, {}).items():
+            found.setdefault(variant, {})[seed] = row
+    return found
+
+
+def _compute_one(made: Experiment, seed: int, quick: bool) -> dict[str, dict[str, Any]]:
+    start = time.process_time()
+    rows = made.compute(seed, quick)
+    seconds = round((time.process_time() - start) / max(1, len(rows)), 1)
+    return {v: asdict(Outcome(seed, measured=rounded(m), seconds=seconds)) for v, m in rows.items()}
 
 
 def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
@@ -260,61 +283,9 @@ def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[An
     return {"steps": steps[::-1][::every][::-1], "values": values[::-1][::every][::-1]}
 
 
-def _rounded(value: Any) -> Any:
-    """The value with all floats rounded to `DIGITS` significant digits."""
-    if isinstance(value, Mapping):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
 def _mark_quick(found: Conclusion, quick: bool) -> Conclusion:
     """The verdicts of a quick form become `UNSEEN`: its runs are too short, and one seed has no range."""
     if not quick:
         return found
-    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}") for v in found.verdicts]
+    verdicts = [replace(v, holds=UNSEEN, text=f"quick form: {v.text}", undecided=()) for v in found.verdicts]
     return Conclusion(verdicts, found.title, f"Quick form, too short to judge by: {found.paragraph}")
-
-
-def _variant_fields(
-    planned: list[Setting] | None, keys: list[str] | None, outcomes: Sequence[Outcome]
-) -> dict[str, Any]:
-    """The entry of a variant in the JSON file: all settings of its first run, and the outcome of each run."""
-    rows = [{name: x for name, x in asdict(outcome).items() if x not in ({}, None)} for outcome in outcomes]
-    if not planned:
-        return {"seeds": [o.seed for o in outcomes], "results": rows}
-    first = settings.parse_toml(settings.to_toml(planned[0].task, planned[0].training))
-    return {"settings": first, "seeds": [o.seed for o in outcomes], "runs": keys, "results": rows}
-
-
-def _json(value: Any) -> str:
-    """The text of a JSON file, with NaN and infinity as null."""
-    return _lines(log.finite(value)) + "\n"
-
-
-def _lines(value: Any, indent: int = 0) -> str:
-    """JSON with one line per entry, except short values and lists of numbers, so that people can read and diff it."""
-    flat = json.dumps(value, allow_nan=False)
-    if len(flat) + indent <= 110 or not isinstance(value, dict | list):
-        return flat
-    if isinstance(value, list) and not any(isinstance(x, dict) for x in value):
-        return flat
-    pad = " " * (indent + 1)
-    if isinstance(value, list):
-        return "[\n" + ",\n".join(pad + _lines(x, indent + 1) for x in value) + "\n" + " " * indent + "]"
-    rows = (f"{pad}{json.dumps(k)}: {_lines(x, indent + 1)}" for k, x in value.items())
-    return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
-
-
-def _versions() -> dict[str, str]:
-    from qkv import __version__
-
-    return {"qkv": __version__, "torch": torch.__version__}
-
-
-def _machine() -> dict[str, Any]:
-    from qkv.bench.timing import machine
-
-    found = machine(torch.get_num_threads())
-    return {"cpu": found["cpu"], "threads": int(found["threads"]), "cores": os.cpu_count(), "python": found["python"]}

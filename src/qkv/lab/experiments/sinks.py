@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from torch import nn
 
 from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting, summary, value_of
+from qkv.lab.experiments.evidence import Effect
 from qkv.lab.task import Training
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderLM
@@ -18,7 +19,6 @@ from qkv.models import DecoderLM
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEEDS, QUICK_SEEDS = 3, 1
 TASK = Backcopy()
 TRAINING = Training(steps=500, batch=32, lr=1e-2, warmup=100, weight_decay=0.1, evaluate_every=50, save_every=500)
 QUICK_TASK: Mapping[str, Any] = {"length": 16}
@@ -27,7 +27,11 @@ QUICK_TRAINING: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 2, "evalu
 SINK = 0.3
 """A head has a sink if it puts more than this on a key (ε of Gu et al. 2025, arXiv:2410.10781, §3.2)."""
 LEARNT = 0.9
-"""A model has learnt the task if it gets this share of the copies right."""
+"""A run has learnt the task if the model gets this share of the copies right, and a variant if this share of its runs
+has. Only variants that have learnt the task count as evidence."""
+DATED = "2026-11-23"
+"""When the criteria were written: before the runs of 10 seeds and more, and after pilots of at most 3 seeds."""
+STRONGEST = "Weight of the strongest head on the first token"
 ALPHA = "check.sink"
 """The mean weight on the first key by layer and head; `Results.values` takes the strongest head of each run."""
 ACCURACY = "evaluation.backcopy_accuracy"
@@ -76,27 +80,27 @@ def decoder_and_task(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Bac
 
 
 class Sweep(Experiment):
-    """An experiment that trains variants of one run."""
+    """An experiment that trains variants of one run. A run takes about 10 seconds, so it starts with 20 seeds."""
 
+    looks: ClassVar[tuple[int, ...]] = (20, 40)
     variants: ClassVar[Mapping[str, Change]]
     axis: ClassVar[str] = ""
     """The label of the figure's x axis: the setting that varies."""
 
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
-        """The settings of every variant with every seed."""
-        seeds = range(QUICK_SEEDS if quick else SEEDS)
-        return {name: [change.setting(seed, quick) for seed in seeds] for name, change in self.variants.items()}
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """The settings of every variant with a seed."""
+        return {name: change.setting(seed, quick) for name, change in self.variants.items()}
 
     def figure(self, results: Results) -> Figure:
         """The strongest head's weight on the first token, and the excess loss, for every variant."""
         from qkv.lab import draw
 
         figure, (left, right) = draw.panels(
-            self.conclude(results).title, note(results), columns=2, width=7.6, height=2.9
+            self.conclude(results).title, note(results), columns=2, width=8.4, height=2.9
         )
-        plot_sinks(left, results.by_variant(ALPHA))
+        plot_sinks(left, results)
         panel_title(right, "Loss over that of the chain itself")
-        draw.by_seed(right, results.by_variant(EXCESS), colour=draw.COLOURS[1])
+        draw.by_seed(right, by_seed(results, EXCESS), colour=draw.COLOURS[1], grey=unlearnt_runs(results))
         right.set_ylabel("excess loss (nats a token)")
         right.set_ylim(bottom=min(0, right.get_ylim()[0]))
         for axes in (left, right):
@@ -105,15 +109,16 @@ class Sweep(Experiment):
         return figure
 
 
-def plot_sinks(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
-    """Plot one dot per seed, and the threshold of a sink as a line."""
+def plot_sinks(axes: Axes, results: Results, values: Mapping[str, Mapping[int, float]] | None = None) -> None:
+    """Plot weights on the first token, by default of the strongest heads, and the threshold of a sink as a line."""
     from qkv.lab import draw
 
     panel_title(axes, "The strongest head's sink")
-    draw.by_seed(axes, values)
+    shown = by_seed(results, ALPHA) if values is None else values
+    draw.by_seed(axes, shown, grey=unlearnt_runs(results) if values is None else {})
     axes.axhline(SINK, color=draw.MUTED, linewidth=0.9, linestyle="--")
     axes.text(
-        len(values) - 0.42, SINK + 0.03, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right",
+        len(shown) - 0.42, SINK + 0.03, f"a sink is > {SINK}", size=7, color=draw.MUTED, ha="right",
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}, zorder=2,
     )  # fmt: skip
     axes.set_ylabel(ALPHA_LABEL)
@@ -135,7 +140,9 @@ def rotate_labels(axes: Axes) -> None:
             label.set(rotation=35, ha="right", rotation_mode="anchor")
 
 
-def note(results: Results, marks: str = "Dots: seeds; line: mean") -> str:
+def note(
+    results: Results, marks: str = "Dots: seeds, joined by thin lines, grey if not learnt; bars: mean and interval"
+) -> str:
     """The line under a figure's title: task, model and training."""
     model = TASK.model
     length, steps = TASK.length, TRAINING.steps
@@ -147,17 +154,57 @@ def note(results: Results, marks: str = "Dots: seeds; line: mean") -> str:
     )
 
 
-# --- criteria ---------------------------------------------------------------------------------------------------------
+# --- evidence ---------------------------------------------------------------------------------------------------------
 
 
-def has_sink(values: Sequence[float]) -> bool:
-    """Whether every run of a variant has a sink (and there is at least one)."""
-    return bool(values) and min(values) > SINK
+def by_seed(results: Results, name: str) -> dict[str, dict[int, float]]:
+    """`Results.by_seed` of every variant with at least one run that did not diverge."""
+    return {variant: results.by_seed(variant, name) for variant in results.variants if results.finished(variant)}
 
 
-def learnt_variants(results: Results) -> list[str]:
-    """The variants whose mean accuracy shows that they learnt the task."""
-    return [v for v, found in results.by_variant(ACCURACY).items() if np.mean(found) >= LEARNT]
+def sink(results: Results, variant: str, condition: str | None = None, **own: Any) -> Effect:
+    """The effect of a variant's weight on the first token; it counts if the variant has learnt the task."""
+    values = results.values(variant, ALPHA)
+    name = variant if condition is None else condition
+    return Effect(name, values, (variant,), unless=not_learnt(results, variant), **own)
+
+
+def has_sink(results: Results, variant: str = PLAIN) -> Effect:
+    """The premise that a variant has a sink."""
+    return Effect(
+        f"a weight of {variant} on the first token", results.values(variant, ALPHA), (variant,), bound=SINK,
+        above=True, premise=True,
+    )  # fmt: skip
+
+
+def difference(results: Results, a: str, b: str, condition: str = "", name: str = ALPHA, **own: Any) -> Effect:
+    """The effect of variant `a` minus variant `b` with the same seed; it counts if both have learnt the task."""
+    return Effect(condition, results.differences(a, b, name), (a, b), unless=not_learnt(results, a, b), **own)
+
+
+def learnt(outcome: Outcome) -> bool:
+    """Whether a run has learnt the task."""
+    return outcome.diverged is None and value_of(outcome, ACCURACY) >= LEARNT
+
+
+def not_learnt(results: Results, *variants: str) -> str:
+    """Why variants do not count, such as "elu learnt its task in 1 of 20 runs"; an empty text if they do."""
+    for variant in variants:
+        runs = results.variants.get(variant, ())
+        count = sum(map(learnt, runs))
+        if not runs or count < LEARNT * len(runs):
+            return f"{variant} learnt its task in {count} of {len(runs)} runs"
+    return ""
+
+
+def unlearnt_runs(results: Results) -> dict[str, set[int]]:
+    """For each variant the seeds of the runs that did not learn the task."""
+    return {v: {o.seed for o in runs if not learnt(o)} for v, runs in results.variants.items()}
+
+
+def mean_of(values: Sequence[float]) -> str:
+    """The mean with two decimals, for titles; "none" without values."""
+    return f"{np.mean(values):.2f}" if len(values) else "none"
 
 
 def summaries(values: Mapping[str, Sequence[float]], digits: int = 2) -> str:
@@ -184,13 +231,13 @@ def argmax_head(values: Any) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def at_strongest_head(results: Results, name: str) -> dict[str, list[float]]:
-    """The value of a measure by layer and head at each run's strongest head, for every variant."""
-    found = {}
+def at_strongest_head(results: Results, name: str) -> dict[str, dict[int, float]]:
+    """The value of a measure by layer and head at each run's strongest head, for every variant by seed."""
+    found: dict[str, dict[int, float]] = {}
     for variant in results.variants:
-        outcomes = results.finished(variant)
-        if outcomes:
-            found[variant] = [float(value_of(o, name)[strongest_head(o)[0]][strongest_head(o)[1]]) for o in outcomes]
+        for outcome in results.finished(variant):
+            layer, head = strongest_head(outcome)
+            found.setdefault(variant, {})[outcome.seed] = float(value_of(outcome, name)[layer][head])
     return found
 
 

@@ -13,7 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from qkv.cache import Cache, Full, Sinks, Sliding
-from qkv.lab.experiments.base import Conclusion, Experiment, Results, Setting, Verdict, holds_if, larger, summary
+from qkv.lab.experiments.base import Experiment, Results, Setting, paired
+from qkv.lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict
+from qkv.lab.experiments.sinks import DATED, mean_of, not_learnt
 from qkv.lab.task import Measured
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig, DecoderLM
@@ -33,6 +35,7 @@ CACHES: dict[str, Callable[[], Cache]] = {
     "first + last": lambda: Sinks(KEPT, BUDGET - KEPT),
 }
 ALL, WINDOW, SINKS = CACHES
+FULL = f"measured.inside.{ALL}"
 PLAIN, LEARNED, KEY = "plain", "learned sink", "key bias"
 
 
@@ -41,13 +44,16 @@ class Streaming(Experiment):
 
     name = "streaming"
     question = "How much does the loss rise when the first token is evicted, and does keeping this token avoid it?"
-    claims = ("C101",)
+    criteria = (
+        Criterion("C101", DATED, f"Rise of the loss (nats) when a cache of {BUDGET} keys evicts the first token, "
+                  "without a sink of the model's own minus with", LEAST),
+    )  # fmt: skip
+    looks = (10, 20, 40)
 
-    def settings(self, quick: bool) -> Mapping[str, Sequence[Setting]]:
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """Models with plain softmax, with a learned sink logit, and with a learned key whose value is 0."""
         own: dict[str, dict[str, Any]] = {PLAIN: {}, LEARNED: {"sink": True}, KEY: {"key_bias": True}}
-        seeds = range(1 if quick else 3)
-        return {variant: [_setting(seed, quick, **parts) for seed in seeds] for variant, parts in own.items()}
+        return {variant: _setting(seed, quick, **parts) for variant, parts in own.items()}
 
     def measure(self, model: nn.Module, setting: Setting) -> Measured:
         """The loss in nats by position for each cache, and its means over two spans.
@@ -66,74 +72,73 @@ class Streaming(Experiment):
             "beyond": {name: float(x[TRAINED:].mean()) for name, x in nats.items()},
         }
 
-    def conclude(self, results: Results) -> Conclusion:
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
         """By the rise of the loss over that of the full cache, on the same tokens."""
-        plain, sink, key = (rise(results, variant, WINDOW) for variant in (PLAIN, LEARNED, KEY))
-        kept = rise(results, PLAIN, SINKS)
-        lost = larger(plain, [0.0], LEAST)
-        saved = lost and larger(plain, kept, LEAST)
-        helped = lost and any(larger(plain, own, LEAST) for own in (sink, key))
-        text = (
-            f"When a cache of {BUDGET} keys evicts the first token the loss rises by {summary(plain, 3)} nats without "
-            "a sink "
-            f"of the model's own, by {summary(sink, 3)} with a learned sink and by {summary(key, 3)} with a learned "
-            "key of value "
-            f"0. It holds if one of these two rises less than the first, by more than {LEAST} nats and the spread over "
-            f"seeds; it cannot be seen unless the first rises by as much."
+        plain = rise(results, PLAIN, WINDOW)
+        found = [
+            Effect("the rise without a sink of the model's own", list(plain.values()), (PLAIN,), bound=LEAST,
+                   above=True, premise=True)
+        ]  # fmt: skip
+        for variant in (LEARNED, KEY):
+            found.append(
+                Effect(variant, paired(plain, rise(results, variant, WINDOW)), (PLAIN, variant),
+                       unless=not_learnt(results, PLAIN, variant))
+            )  # fmt: skip
+        return {"C101": found}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The rises themselves, and losses beyond the training length."""
+        each = ", ".join(
+            f"{v} {np.mean(list(rise(results, v, WINDOW).values())):.3f}" for v in results.by_variant(FULL)
         )
-        far = {name: summary(results.values(PLAIN, f"measured.beyond.{name}"), 3) for name in CACHES}
-        paragraph = (
-            f"{text} With {KEPT} first and {BUDGET - KEPT} last keys it rises by {summary(kept, 3)}. From the "
-            f"{TRAINED} tokens "
-            f"of training up to {LENGTH} the first model's loss is {far[ALL]} nats with all keys, {far[WINDOW]} with "
-            "the "
-            f"last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} (StreamingLLM, Xiao et al. "
-            "2024)."
-        )
-        if not lost:
-            title = "This model does not need its first token: a window does not raise its loss"
-        elif saved:
-            own = " or a learned sink" if helped else ""
-            title = f"The loss rises when the first token is evicted; keeping it{own} avoids this"
-        else:
-            title = "The loss rises when the first token is evicted, and keeping it does not help"
-        return Conclusion([Verdict("C101", holds_if(helped, seen=lost), text)], title, paragraph)
+        kept = np.mean(list(rise(results, PLAIN, SINKS).values())) if results.finished(PLAIN) else float("nan")
+        far = {name: mean_of(results.values(PLAIN, f"measured.beyond.{name}")) for name in CACHES}
+        return {
+            "C101": f"Rises: {each} nats. With {KEPT} first and {BUDGET - KEPT} last keys the first model's is "
+            f"{kept:.3f}. From the {TRAINED} tokens of training up to {LENGTH} its loss is {far[ALL]} nats with all "
+            f"keys, {far[WINDOW]} with the last {BUDGET} and {far[SINKS]} with the first and the last {BUDGET - KEPT} "
+            "(StreamingLLM, Xiao et al. 2024)."
+        }
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """Whether evicting the first token costs anything, and what avoids it."""
+        plain = np.mean(list(rise(results, PLAIN, WINDOW).values())) if results.finished(PLAIN) else float("nan")
+        end = "; a sink of the model's own avoids this" if verdicts["C101"].holds == HOLDS else ""
+        return f"Evicting the first token raises the loss by {plain:.3f} nats{end} ({results.seeds} seeds)"
 
     def figure(self, results: Results) -> Figure:
-        """The loss with each cache by position, one panel per model."""
+        """The rise of the loss by model and cache, and by position for the model with plain softmax."""
         from qkv.lab import draw
 
-        shown = [variant for variant in (PLAIN, LEARNED, KEY) if results.finished(variant)]
         note = (
-            f"Bigram-Backcopy, 1 layer × 1 head, rotary positions, trained on {TRAINED} tokens (dotted line); {TEXTS} "
-            "held-out "
-            f"texts. “Last keys” holds {BUDGET}, “first + last” {KEPT} + {BUDGET - KEPT}; {WINDOW} and {ALL} are "
-            "drawn against "
-            f"{SINKS}, on the same tokens. {results.note}"
+            f"Bigram-Backcopy, 1 layer × 1 head, rotary positions, trained on {TRAINED} tokens; {TEXTS} held-out "
+            f"texts. “Last {BUDGET}” is a window; “first + last” holds {KEPT} first and {BUDGET - KEPT} last keys. "
+            f"Dots: seeds, joined by thin lines; bars: mean and interval. {results.note}"
         )
-        title = self.conclude(results).title
-        figure, panels = draw.panels(title, note, columns=len(shown), width=2.6 * len(shown), height=2.6)
+        figure, (left, right) = draw.panels(self.conclude(results).title, note, columns=2, width=8.8, height=2.9)
+        shown = [variant for variant in (PLAIN, LEARNED, KEY) if results.finished(variant)]
+        cases = {f"{v},\nlast {BUDGET}": rise(results, v, WINDOW) for v in shown}
+        draw.by_seed(left, {**cases, f"{PLAIN},\nfirst + last": rise(results, PLAIN, SINKS)})
+        left.axhline(0, color=draw.MUTED, linewidth=0.8)
+        left.set(ylabel=f"rise of the loss, positions {BUDGET}–{TRAINED} (nats)")
+        left.tick_params(axis="x", labelsize=7.5)
         x = [BUCKET * (i + 0.5) for i in range(LENGTH // BUCKET)]
-        low, high = 0.0, LEAST
-        for axes, variant in zip(panels, shown, strict=True):
-            nats = {name: np.array([o.measured["nats"][name] for o in results.finished(variant)]) for name in CACHES}
-            lost = {name: values - nats[SINKS] for name, values in nats.items()}
-            low, high = min(low, *(v.min() for v in lost.values())), max(high, *(v.max() for v in lost.values()))
-            draw.curves(axes, x, lost)
-            axes.axvline(TRAINED, color=draw.MUTED, linewidth=0.8, linestyle=":")
-            axes.set_title(variant, loc="left", size=9)
-            axes.set_xlabel("position (tokens)")
-        for axes in panels:
-            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-        panels[0].set_ylabel(f"loss over {SINKS} (nats)")
-        panels[0].legend(fontsize=8, frameon=False)
+        nats = {name: np.array([o.measured["nats"][name] for o in results.finished(PLAIN)]) for name in CACHES}
+        names = {WINDOW: f"last {BUDGET}", SINKS: "first + last"}
+        draw.curves(right, x, {what: nats[name] - nats[ALL] for name, what in names.items()})
+        right.axvline(TRAINED, color=draw.MUTED, linewidth=0.8, linestyle=":")
+        right.text(TRAINED, right.get_ylim()[1], " beyond the training length", size=7, color=draw.MUTED, va="top")
+        right.axhline(0, color=draw.MUTED, linewidth=0.8)
+        right.set(xlabel="position (tokens)", ylabel="rise over all keys (nats)", xlim=(0, LENGTH))
+        right.set_title(PLAIN, loc="left", size=9)
+        right.legend(fontsize=8, frameon=False)
         return figure
 
 
-def rise(results: Results, variant: str, cache: str) -> list[float]:
+def rise(results: Results, variant: str, cache: str) -> dict[int, float]:
     """The rise of the loss over that of the full cache, in nats, for each seed, within the training length."""
-    found = [results.values(variant, f"measured.inside.{name}") for name in (cache, ALL)]
-    return [a - b for a, b in zip(*found, strict=True)]
+    one, all_ = (results.by_seed(variant, f"measured.inside.{name}") for name in (cache, ALL))
+    return {seed: one[seed] - all_[seed] for seed in one}
 
 
 def perplexity_by_position(

@@ -168,11 +168,15 @@ class Language:
 
     @cached_property
     def unseen(self) -> Int[Tensor, "windows width"]:
-        """The held-out sequences: windows evenly spaced over the held-out text, without overlap."""
+        """The held-out sequences of `evaluate`: about 8,192 tokens."""
+        return self.held_out(max(8, EVALUATED // self.context))
+
+    def held_out(self, most: int) -> Int[Tensor, "windows width"]:
+        """At most so many windows, evenly spaced over the held-out text, without overlap."""
         tokens = self._data.held_out
         self._check_length(tokens, "held out")
         windows = len(tokens) // self._window_length
-        count = min(windows, max(8, EVALUATED // self.context))
+        count = min(windows, most)
         return self._windows(tokens, np.arange(count) * windows // count * self._window_length)
 
     def _check_length(self, tokens: Integer[np.ndarray, " tokens"], what: str) -> None:
