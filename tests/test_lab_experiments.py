@@ -22,8 +22,8 @@ from qkv.errors import InputError
 from qkv.lab import Diverged, experiments
 from qkv.lab.experiments import data, experiment, masks, mechanism, names, normalizers, optimisation
 from qkv.lab.experiments.base import Conclusion, Outcome, Results, Setting
-from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
 from qkv.lab.experiments.estimate import estimate
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN, Verdict
 from qkv.lab.experiments.page import table
 from qkv.lab.experiments.run import key, run_experiment
 from qkv.lab.experiments.sinks import TASK, Sweep

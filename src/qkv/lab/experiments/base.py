@@ -52,7 +52,7 @@ class Outcome:
     diverged: str | None = None
     """The error message if the loss became NaN or infinite; the other fields are empty then."""
     seconds: float | None = field(default=None, compare=False)
-    """The processor time of training and measuring; None if the run was trained earlier."""
+    """The processor time of training and measuring, in seconds; None if it is not known."""
 
 
 @dataclass(frozen=True)

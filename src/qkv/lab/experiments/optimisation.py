@@ -23,7 +23,7 @@ from qkv.lab.experiments.sinks import (
     training_variants,
 )
 
-RATES, UNSTABLE = (1e-3, 3e-3, 1e-2, 3e-2), (3e-2, 5e-2, 7e-2)
+RATES, UNSTABLE = (1e-3, 3e-3, 1e-2, 3e-2), (5e-2, 6e-2, 7e-2)
 LONGER = "0.003, 3 × the steps"
 DECAYS, SLOW = (0.0, 0.1, 0.5, 1.0, 2.0), 3e-3
 KEY = "key bias, "

@@ -26,6 +26,8 @@ from qkv.lab.experiments.registry import experiment
 T = TypeVar("T")
 RUNS = "runs"
 """The subfolder of trained models, which all experiments share."""
+SECONDS = "seconds.txt"
+"""The file in a run's folder with the processor time of its training and first measurement."""
 POINTS = 60
 """The largest number of points of a curve in the JSON file."""
 
@@ -222,6 +224,7 @@ def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     from qkv.lab.loop import RESULT, Diverged, train
 
     seed, finished, start = setting.training.seed, (folder / RESULT).exists(), time.process_time()
+    spent = folder / SECONDS
     try:
         trained = train(setting.task, setting.training, folder, progress=False, figures=False)
     except Diverged as error:
@@ -229,9 +232,11 @@ def _outcome(made: Experiment, setting: Setting, folder: Path) -> Outcome:
     with torch.no_grad():
         measured = made.measure(trained.model.eval(), setting)
     curves = {name: _curve(trained.metrics, name) for name in made.curves}
+    if not finished:
+        write_atomically(spent, f"{time.process_time() - start:.1f}\n")
     return Outcome(
         seed, rounded(trained.evaluation), rounded(trained.check), rounded(measured), rounded(curves),
-        seconds=None if finished else round(time.process_time() - start, 1),
+        seconds=float(spent.read_text(encoding="utf-8")) if spent.exists() else None,
     )  # fmt: skip
 
 
