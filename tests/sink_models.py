@@ -37,7 +37,7 @@ def decoder(layers: int) -> DecoderLM:
 def add_head(model: DecoderLM, layer: int, dimension: int, factor: float) -> None:
     """A head with the query (1, 0, 0, …), the keys (factor · x̂[dimension], x̂[2], 0, …), and the values x̂[2:]."""
     attention = model.get_submodule(f"blocks.{layer}.attention")
-    q, k, v = attention.in_proj.weight.view(3, WIDTH, WIDTH)  # type: ignore[operator, union-attr]
+    _, k, v = attention.in_proj.weight.view(3, WIDTH, WIDTH)  # type: ignore[operator, union-attr]
     attention.in_proj.bias[0] = 1  # type: ignore[index, union-attr]
     k[0, dimension], k[1, 2] = factor, 1
     v[2:, 2:] = torch.eye(WIDTH - 2)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import qkv
 import sink_models as made
 from conftest import close, enlarged, refused
 from hf_models import build
-from qkv.edits import Patch
+from qkv.cli.claims_model import run_model
+from qkv.edits import HideFirst, Patch
 from qkv.lab.experiments.evidence import FAILS, HOLDS, UNSEEN
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.sinks import Study, conclude, criteria, removal, result, study
@@ -167,7 +169,8 @@ def test_a_dimension_that_is_large_in_the_embedding_is_no_peak() -> None:
     states = torch.ones(4, 2, 3, 5)
     states[:, :, 0, 4] = 50
     states[2, :, 0, 1] = -30
-    assert peaks(list(states)) == {2: [1]}
+    assert peaks(list(states), written=True) == {2: [1]}
+    assert peaks(list(states), written=False) == {0: [4], 1: [4], 2: [1, 4]}
     drawn = others({2: [1, 3]}, 5, torch.Generator().manual_seed(0))
     assert len(drawn[2]) == 2
     assert not {1, 3} & set(drawn[2])
@@ -193,6 +196,29 @@ def test_verdicts_on_hand_made_models(studied: dict[bool, Study]) -> None:
     assert set(cost) == {"kept", *removal.CASES}
 
 
+class Letters:
+    """A tokenizer of letters with a special token at each end."""
+
+    all_special_ids = (0, 1)
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
+        ids = [ord(x) - 95 for x in text]
+        return {"input_ids": [0, *ids, 1] if add_special_tokens else ids}
+
+
+def test_other_first_tokens_and_random_tokens() -> None:
+    """The sink of the known head is on token 0, which the tokenizer puts first, and on no other token."""
+    found = study(made.with_known_head(), ["b" * 64 + "ca" * 500], tokenizer=Letters(), progress=False)
+    size = math.exp(made.STRENGTH)
+    with_mark, uniform = (np.mean([first / (first + i) for i in range(64)]) for first in (size, 1))
+    for text in found.lengths[64]["texts"]:
+        assert (text["strongest"], text["random"]) == pytest.approx((with_mark, with_mark))
+        assert [*text["other_first"], text["own_first"]] == pytest.approx([uniform] * 5)
+    verdict = found.verdicts[64][1]
+    assert (verdict.claim, verdict.holds) == ("C062", FAILS)
+    assert [interval.mean for interval in verdict.intervals] == [0, 0]
+
+
 def test_studies_are_saved_and_loaded(studied: dict[bool, Study], tmp_path: Path) -> None:
     studied[True].save(tmp_path / "study.json")
     again = Study.load(tmp_path / "study.json")
@@ -214,7 +240,7 @@ def test_what_heads_add_sums_to_what_attention_adds(name: str) -> None:
     sums: list[Tensor] = []
     module = model.get_submodule(inside)
     handle = module.register_forward_hook(lambda _, __, out: sums.append(out if isinstance(out, Tensor) else out[0]))
-    call = subject.record(IDS).calls[1].call
+    subject.states(IDS)
     handle.remove()
     bias = {"gpt2": "c_proj", "bert": ""}.get(name)
     shift = 0 if bias is None else module.get_submodule(bias).bias.detach()  # type: ignore[union-attr, operator]
@@ -271,6 +297,39 @@ def test_only_later_tokens_of_a_causal_model_are_counted() -> None:
         assert removal.movement(subject, changed, 5) == pytest.approx(np.mean(moved))
 
 
+def test_the_cost_is_the_rise_of_the_loss(tmp_path: Path) -> None:
+    """Of a Hugging Face model from a folder: the loss with the sink masked is that with `HideFirst` in its heads."""
+    config = LlamaConfig(vocab_size=97, hidden_size=24, intermediate_size=16, num_hidden_layers=2,
+                         num_attention_heads=4, max_position_embeddings=64)  # fmt: skip
+    enlarged(LlamaForCausalLM(config)).save_pretrained(tmp_path)
+    found = study(str(tmp_path), torch.randint(97, (16, 64)), progress=False)
+    assert found.attrs["model"] == str(tmp_path)
+    model = qkv.load(str(tmp_path), head=True)[0]
+    subject = Subject.of(model, IDS)
+    heads = [(0, 1), (1, 2)]
+    cost = removal.cost(subject, IDS[:1], heads)
+    with qkv.edit(model, {head: HideFirst() for head in heads}), torch.no_grad():
+        loss = nn.functional.cross_entropy(model(IDS[:1]).logits[0, :-1], IDS[0, 1:])
+    assert cost["masked"] == pytest.approx(float(loss), rel=1e-4)
+    assert abs(cost["masked"] - cost["kept"]) > 1e-3
+
+
+def test_command_prints_verdicts_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = DecoderLM(DecoderConfig(context=64, d_model=16, layers=1, heads=2))
+    qkv.models.save(model, str(tmp_path / "model"))
+    (tmp_path / "text.txt").write_text("one two three. " * 80)
+    run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert "C061" in shown
+    assert "does not hold" in shown
+    assert Study.load(tmp_path / "out" / "sinks.json").verdicts[64][0].holds == FAILS
+    assert (tmp_path / "out" / "sinks.png").stat().st_size > 5000
+    (tmp_path / "text.txt").write_text("one two three. ")
+    with refused("--text"):
+        run_model(str(tmp_path / "model"), tmp_path / "text.txt", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 class Reversed(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return ids.flip(1)
@@ -292,16 +351,6 @@ def test_a_block_whose_output_is_changed_before_the_next_is_refused() -> None:
     model.blocks[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]), prepend=True)
     with refused("model", "residual stream"):
         Subject.of(model, IDS)
-
-
-class Letters:
-    """A tokenizer of letters with a special token at each end."""
-
-    all_special_ids = (0, 1)
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
-        ids = [ord(x) - 95 for x in text]
-        return {"input_ids": [0, *ids, 1] if add_special_tokens else ids}
 
 
 def test_texts_are_cut_into_windows_of_different_texts_first() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import geometric_mean, mean
+from statistics import mean
 from typing import Any
 
 from qkv.lab.experiments.evidence import Effect, Verdict, judge, number
 from qkv.sinks.criteria import CRITERIA, MASSIVE, SINK, TIMES
 from qkv.sinks.measure import Found
+from qkv.sinks.ratios import TINY, geometric, ratio
 
 NO_SINK = f"no head gives the first token more than {SINK} on the texts that choose"
-TINY = 1e-9
-"""A norm or a ratio below it counts as this much, because ratios are averaged by their logarithms."""
 
 
 def conclude(found: Found, *, causal: bool) -> list[Verdict]:
@@ -71,17 +70,13 @@ def _random_tokens(found: Found, causal: bool) -> Decided:
 
 
 def _massive(found: Found, causal: bool) -> Decided:
-    """At the depth at which the ratio to the median is largest in the mean over texts."""
-    blocks = range(1, len(found["texts"][0]["magnitudes"]))
-    ratio = {d: [_ratio(text["magnitudes"][d], "first", "median") for text in found["texts"]] for d in blocks}
-    depth = max(ratio, key=lambda d: _geometric(ratio[d]))
-    elsewhere = [_ratio(text["magnitudes"][depth], "first", "others") for text in found["texts"]]
+    at = [text["magnitudes"][found["depth"]] for text in found["texts"]]
     return [
-        Effect("over the median", ratio[depth]),
-        Effect("over the other tokens", elsewhere, bound=1.0),
+        Effect("over the median", [ratio(one["first"], one["median"]) for one in at]),
+        Effect("over the other tokens", [ratio(one["first"], one["others"]) for one in at], bound=1.0),
     ], (
-        f"Both are after block {depth - 1}, where the first is largest. Sun et al. 2024 call an activation massive if "
-        f"it is above {MASSIVE:g} and about 1,000 times the median or more."
+        f"Measured after block {found['depth'] - 1}, where the first is largest on other texts. Sun et al. 2024 call "
+        f"an activation massive if it is above {MASSIVE:g} and about 1,000 times the median or more."
     )
 
 
@@ -108,45 +103,53 @@ def _angle(found: Found, causal: bool) -> Decided:
 def _peaks(found: Found, causal: bool) -> Decided:
     if not found["heads"]:
         return _no_sink()
-    if "peaks" not in found["texts"][0]:
-        return [Effect("", [], unless="no block writes a peak at the first token before a sink head")], ""
-    texts = [text["peaks"] for text in found["texts"]]
+    remark = ""
+    if all("all_peaks" in text for text in found["texts"]):
+        kept, left = number(mean(map(mean, _each(found, "sink")))), number(mean(_each(found, "all_peaks")))
+        remark = f"With all peaks replaced, those of the embedding too, all sink heads have {left} instead of {kept}."
+    if not all("peaks" in text for text in found["texts"]):
+        return [Effect("", [], unless="no block writes a peak at the first token before a sink head")], remark
+    texts = _each(found, "peaks")
     kept, zero = (number(mean(text[name] for text in texts)) for name in ("kept", "zero"))
-    count = max(map(len, found["peaks"].values()))
+    control = "the weight without as many random dimensions"
     return [
-        Effect("the weight without as many random dimensions", [text["control"] for text in texts], bound=SINK,
-               above=True, premise=True),
+        Effect(control, [text["control"] for text in texts], bound=SINK, above=True, premise=True),
         Effect("", [text["mean"] for text in texts]),
-    ], f"With the peaks, at most {count} in a block, it is {kept}; with zeros in their place {zero}."  # fmt: skip
+    ], (
+        f"This concerns {texts[0]['heads']} of {len(found['heads'])} sink heads, which come after a block with peaks; "
+        f"with the peaks it is {kept}, with zeros in their place {zero}. {remark}"
+    )
 
 
 def _moved(found: Found, causal: bool) -> Decided:
     if not found["heads"]:
         return _no_sink()
-    return [Effect("", [_ratio(text["moved"], "without", "with") for text in found["texts"]])], _counted(causal)
+    return [Effect("", [ratio(text["moved"]["without"], text["moved"]["with"]) for text in found["texts"]])], _counted(
+        causal
+    )
 
 
 def _barely(found: Found, causal: bool) -> Decided:
     if not found["heads"]:
         return _no_sink()
-    (ratio,), remark = _moved(found, causal)
+    (times,), remark = _moved(found, causal)
     return [
         Effect("with the sink", [max(text["moved"]["with"], TINY) for text in found["texts"]]),
-        Effect("without over with", ratio.values, bound=TIMES, above=True),
+        Effect("without over with", times.values, bound=TIMES, above=True),
     ], remark
 
 
 def _output(found: Found, causal: bool) -> Decided:
-    ratio, unless = _heavy_and_light(found, lambda one: _ratio(one, "heavy", "light"))
-    return [Effect("", ratio, unless=unless)], ""
+    quotient, unless = _heavy_and_light(found, lambda one: ratio(one["heavy"], one["light"]))
+    return [Effect("", quotient, unless=unless)], ""
 
 
 def _residual(found: Found, causal: bool) -> Decided:
     heavy, unless = _heavy_and_light(found, lambda one: one["heavy"])
-    ratio, _ = _heavy_and_light(found, lambda one: _ratio(one, "heavy", "light"))
+    quotient, _ = _heavy_and_light(found, lambda one: ratio(one["heavy"], one["light"]))
     return [
         Effect("over the residual", heavy, unless=unless),
-        Effect("over that on other rows", ratio, unless=unless, bound=1.0),
+        Effect("over that on other rows", quotient, unless=unless, bound=1.0),
     ], ""
 
 
@@ -158,19 +161,11 @@ def _each(found: Found, name: str) -> list[Any]:
     return [text[name] for text in found["texts"]]
 
 
-def _ratio(numbers: Found, above: str, below: str) -> float:
-    return max(float(numbers[above]), TINY) / max(float(numbers[below]), TINY)
-
-
-def _geometric(ratios: Sequence[float]) -> float:
-    return geometric_mean([max(x, TINY) for x in ratios])
-
-
 def _heavy_and_light(found: Found, of: Callable[[Found], float]) -> tuple[Sequence[float], str]:
     """The geometric mean over heads of a number, for each text that has heads with both kinds of rows."""
     if not found["adds"]:
         return [], "attention is scaled or gated before it is added to the residual stream"
-    values = [_geometric([of(one) for one in text["added"]]) for text in found["texts"] if text["added"]]
+    values = [geometric([of(one) for one in text["added"]]) for text in found["texts"] if text["added"]]
     few = len(values) < math.ceil(len(found["texts"]) / 2)
     return values, "in fewer than half of the texts a head has 8 rows of each kind" if few else ""
 
@@ -188,9 +183,9 @@ DECIDE: dict[str, Callable[[Found, bool], Decided]] = {
     "C064": _untrained,
     "C065": _random_tokens,
     "C067": _massive,
-    "C068": _first_key("value_norm", _geometric),
+    "C068": _first_key("value_norm", geometric),
     "C069": _angle,
-    "C070": _first_key("key_norm", _geometric),
+    "C070": _first_key("key_norm", geometric),
     "C073": _peaks,
     "C074": _moved,
     "C075": _output,

@@ -16,6 +16,7 @@ from qkv.sinks.added import added, output_weights
 from qkv.sinks.criteria import SINK
 from qkv.sinks.geometry import FirstKey, Magnitudes
 from qkv.sinks.peaks import By, Dimensions, others, peaks, replaced
+from qkv.sinks.ratios import geometric, ratio
 from qkv.sinks.removal import HeadNumber, cost, movement, removed
 from qkv.sinks.rows import Rows
 from qkv.sinks.subject import Subject, self_attention
@@ -41,7 +42,12 @@ class Chosen:
     heads: list[HeadNumber]
     """The sink heads."""
     strongest: HeadNumber
+    depth: int
+    """The depth behind a block at which the largest magnitude of the first token is largest, over the median."""
     peaks: dict[int, list[int]]
+    """The peaks that blocks write."""
+    all_peaks: dict[int, list[int]]
+    """With those that are in the embedding."""
 
     @staticmethod
     def of(subject: Subject, ids: Int[Tensor, "t n"]) -> Chosen:
@@ -50,7 +56,10 @@ class Chosen:
         alpha = [Rows.of(observed.call).alpha.mean(0).tolist() for observed in recording.calls]
         by_head = {(layer, head): x for layer, row in enumerate(alpha) for head, x in enumerate(row)}
         heads = [head for head, x in by_head.items() if x > SINK]
-        return Chosen(alpha, heads, max(by_head, key=by_head.__getitem__), peaks(recording.states))
+        strongest = max(by_head, key=by_head.__getitem__)
+        depth = max(range(1, len(recording.states)), key=lambda depth: _massive(recording.states[depth]))
+        of_blocks, every = (peaks(recording.states, written=written) for written in (True, False))
+        return Chosen(alpha, heads, strongest, depth, of_blocks, every)
 
     @property
     def later_heads(self) -> list[HeadNumber]:
@@ -114,6 +123,9 @@ def of_text(
     found["random"] = _weights(subject, texts.random(n, generator)[text][None], chosen.heads)[0]
     if chosen.later_heads:
         found["peaks"] = _without_peaks(subject, chosen, ids, generator)
+    if chosen.all_peaks:
+        with replaced(subject, chosen.all_peaks, "mean"):
+            found["all_peaks"] = _weights(subject, ids, chosen.heads)[0]
     found["moved"] = _moved(subject, chosen.heads, ids, texts, generator)
     found["cost"] = cost(subject, ids, chosen.heads)
     return found
@@ -126,6 +138,12 @@ def of_untrained(model: nn.Module, ids: Int[Tensor, "1 n"]) -> Found:
         "largest": max(float(row.alpha.max()) for row in rows),
         "uniformity": float(torch.cat([row.uniformity[0] for row in rows]).mean()),
     }
+
+
+def _massive(states: Float[Tensor, "t n d"]) -> float:
+    """The largest magnitude of the first token over the median: the mean over texts."""
+    found = map(Magnitudes.of, states)
+    return geometric([ratio(one.first, one.median) for one in found])
 
 
 def _weights(subject: Subject, ids: Int[Tensor, "b n"], heads: Sequence[HeadNumber]) -> list[float]:
@@ -144,6 +162,7 @@ def _without_peaks(subject: Subject, chosen: Chosen, ids: Tensor, generator: tor
     width = subject.states(ids)[0].shape[-1]
     control = [weight(others(chosen.peaks, width, generator), "mean") for _ in range(DRAWS)]
     return {
+        "heads": len(chosen.later_heads),
         "kept": weight({}, "mean"),
         "mean": weight(chosen.peaks, "mean"),
         "zero": weight(chosen.peaks, "zero"),

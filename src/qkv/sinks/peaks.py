@@ -1,4 +1,4 @@
-"""Peaks: dimensions of the first token's hidden state that blocks make large, and a context that replaces them."""
+"""Peaks: dimensions in which the first token's hidden state is large, and a context that replaces them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ Dimensions = Mapping[int, Sequence[int]]
 """The dimensions at the input of each block, by the number of the block."""
 
 
-def peaks(states: Sequence[Float[Tensor, "b n d"]]) -> dict[int, list[int]]:
-    """The peaks at the first token that most texts of the batch have, at the input of every block but the first.
+def peaks(states: Sequence[Float[Tensor, "b n d"]], *, written: bool) -> dict[int, list[int]]:
+    """The peaks at the first token that most texts of the batch have, by block, at its input.
 
-    A dimension is a peak if it is more than 10 times the median magnitude of its text and depth, and if the blocks
-    before have moved it by as much: a dimension that is large in the embedding alone is none.
+    A dimension is a peak if it is more than 10 times the median magnitude of its text and depth.
+
+    Args:
+        states: the residual stream by depth.
+        written: only peaks that blocks write: those that are as far from the embedding, too. Then the first block has
+            none, and a dimension that is as large in the embedding is none.
 
     >>> embeddings = torch.ones(1, 3, 4)
-    >>> written = embeddings.clone()
-    >>> written[0, 0, 2] = 50.0
-    >>> peaks([embeddings, written, written])
-    {1: [2]}
+    >>> embeddings[0, 0, 3] = 20.0
+    >>> states = embeddings.clone()
+    >>> states[0, 0, 2] = 50.0
+    >>> peaks([embeddings, states, states], written=True), peaks([embeddings, states, states], written=False)
+    ({1: [2]}, {0: [3], 1: [2, 3]})
     """
     found = {}
-    for depth in range(1, len(states) - 1):
-        x, embedded = states[depth].double(), states[0].double()
+    for depth, state in enumerate(states[:-1]):
+        x, embedded = state.double(), states[0].double()
         least = PEAK * x.abs().flatten(1).median(1).values[:, None]
-        is_peak = (x[:, 0].abs() > least) & ((x - embedded)[:, 0].abs() > least)
+        is_peak = x[:, 0].abs() > least
+        if written:
+            is_peak &= (x - embedded)[:, 0].abs() > least
         if dimensions := (is_peak.double().mean(0) > 0.5).nonzero()[:, 0].tolist():
             found[depth] = dimensions
     return found

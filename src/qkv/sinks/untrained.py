@@ -15,8 +15,8 @@ def untrained(model: nn.Module, seed: int) -> nn.Module:
 
     >>> from qkv.models import DecoderConfig
     >>> model = DecoderLM(DecoderConfig(vocab_size=9, d_model=8, layers=1, heads=2))
-    >>> made = untrained(model, seed=1)
-    >>> made.config == model.config, torch.equal(made.embedding.weight, model.embedding.weight)
+    >>> one, other = untrained(model, seed=1), untrained(model, seed=2)
+    >>> one.config == model.config, torch.equal(one.embedding.weight, other.embedding.weight)
     (True, False)
     """
     like = next(model.parameters())
