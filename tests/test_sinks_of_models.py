@@ -340,8 +340,11 @@ def test_models_that_cannot_be_studied_are_refused() -> None:
         Subject.of(DecoderLM(DecoderConfig(vocab_size=97, d_model=24, layers=1, heads=2, normalizer="sigmoid")), IDS)
     with refused("model", "Reversed"):
         Subject.of(Reversed(), IDS)
-    with refused("model", "encoder"):
-        Subject.of(build("bart"), IDS)
+    for name in ("bart", "vit", "whisper"):
+        with refused("model", "one sequence of tokens"):
+            Subject.of(build(name), IDS)
+    with refused("model", "forms its weights itself"):
+        Subject.of(build("gptj"), IDS)
     with refused("model", "one stack"):
         Subject.of(build("albert"), IDS)  # the same block several times
 

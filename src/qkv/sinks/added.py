@@ -27,8 +27,8 @@ def output_weights(subject: Subject, ids: Int[Tensor, "b n"]) -> list[Float[Tens
     """The part of the output projection that belongs to each head, by layer.
 
     The projection is the module of a block whose input are the outputs of the heads side by side, and whose output is
-    added to the input of the block: both are checked on the given tokens. None if a block has no such module, because
-    it scales or gates what attention adds.
+    added to the input of the block: both are checked on the given tokens. None if a block has no such module, as where
+    the output is gated or scaled, or added together with that of the feed-forward layer.
     """
     runs: list[list[tuple[nn.Module, Tensor, Tensor]]] = [[] for _ in subject.blocks]
 

@@ -164,7 +164,7 @@ def _each(found: Found, name: str) -> list[Any]:
 def _heavy_and_light(found: Found, of: Callable[[Found], float]) -> tuple[Sequence[float], str]:
     """The geometric mean over heads of a number, for each text that has heads with both kinds of rows."""
     if not found["adds"]:
-        return [], "attention is scaled or gated before it is added to the residual stream"
+        return [], "no projection was found that adds the outputs of the heads to the residual stream as they are"
     values = [geometric([of(one) for one in text["added"]]) for text in found["texts"] if text["added"]]
     few = len(values) < math.ceil(len(found["texts"]) / 2)
     return values, "in fewer than half of the texts a head has 8 rows of each kind" if few else ""

@@ -92,6 +92,7 @@ def cost(subject: Subject, ids: Int[Tensor, "1 n"], heads: Sequence[HeadNumber])
     The loss on the next token in nats, with the entry ``"kept"`` for the whole model, if the model predicts it;
     otherwise the mean of ‖x′ − x‖ / ‖x‖ over the tokens at the last depth.
     """
+    ids = ids.to(next(subject.model.parameters()).device)
     predicts = subject.causal and predicts_next_token(subject.model)
     before = subject.states(ids)[-1].double()
     found = {"kept": next_token_loss(subject.model, ids)} if predicts else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -112,11 +113,9 @@ def self_attention(model: nn.Module, ids: Int[Tensor, "b n"]) -> list[ObservedCa
         InputError: unless all attention is self-attention by a softmax of products, with queries, keys and values that
             can be observed.
     """
-    from transformers import PreTrainedModel
-
     name = type(model).__name__
-    if not isinstance(model, DecoderLM | PreTrainedModel):
-        raise InputError(f"model is {name}, expected qkv's DecoderLM or a decoder or encoder of Hugging Face")
+    if not isinstance(model, DecoderLM):
+        _check_hugging_face(model)
     (batch,) = batches(model, ids, None, None)
     calls = calls_of(model, batch)
     for call in calls:
@@ -126,10 +125,19 @@ def self_attention(model: nn.Module, ids: Int[Tensor, "b n"]) -> list[ObservedCa
     return calls
 
 
+def _check_hugging_face(model: nn.Module) -> None:
+    name, base = type(model).__name__, getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if base is None or not isinstance(model, base):
+        raise InputError(f"model is {name}, expected qkv's DecoderLM or a decoder or encoder of Hugging Face")
+    config: Any = model.config
+    if config.is_encoder_decoder or model.main_input_name != "input_ids":
+        raise InputError(f"model {name} does not read one sequence of tokens, expected a decoder or an encoder of text")
+
+
 def _unsupported_reason(observed: ObservedCall, n: int) -> str | None:
     call = observed.call
     if observed.group != "self":
-        return f"has attention of the kind {observed.group!r}, expected a single decoder or encoder,"
+        return f"has attention of the kind {observed.group!r}, but the criteria are for self-attention,"
     if observed.source in WEIGHTS_ONLY:
         return "forms its weights itself, so that its queries, keys and values are not known,"
     if not isinstance(call.normalizer, Softmax):
@@ -143,7 +151,9 @@ def _unsupported_reason(observed: ObservedCall, n: int) -> str | None:
 
 def hidden_of(args: tuple[Any, ...], named: Mapping[str, Any]) -> Float[Tensor, "b n d"]:
     """The hidden states among the arguments of a block."""
-    found: Tensor = args[0] if args else named["hidden_states"]
+    found = args[0] if args else named.get("hidden_states")
+    if not isinstance(found, Tensor):
+        raise InputError("model has a block that is not called with hidden states, expected them as its first argument")
     return found
 
 
