@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench gpu-libs bench-gpu test-gpu models experiments dist clean
+.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -94,6 +94,9 @@ models: venv  ## train the bundled models again, on one core, about 90 minutes
 
 experiments: venv  ## run all experiments of the lab, about an hour on two cores; writes docs/experiments
 	$(BIN)/qkv experiment all --jobs 2 --out docs/experiments
+
+sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes src/qkv/sinks/results
+	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.sinks
 
 SITE := docs/_build/html
 

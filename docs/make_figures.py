@@ -28,8 +28,10 @@ from make_screenshots import small
 import qkv
 from qkv import cli
 from qkv.bench import run, show
+from qkv.figures.save import save_figure
 from qkv.profiler.capture.models import load
 from qkv.profiler.texts import default_text
+from qkv.sinks.stored import stored
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -95,6 +97,11 @@ def masks() -> None:
         ax.set_title(f"{name}\n{mask.sparsity(n):.0%} of {n:,} × {n:,} masked", fontsize=9)
     fig.savefig(DOCS / "figures" / "masks.png", dpi=120)
     plt.close(fig)
+
+
+def sinks() -> None:
+    """docs/figures/sinks-minilm.png: the stored study of MiniLM's sinks."""
+    save_figure(stored("minilm").figure(), DOCS / "figures" / "sinks-minilm.png")
 
 
 def minilm() -> None:
@@ -303,6 +310,7 @@ if __name__ == "__main__":
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
     (DOCS / "coverage.md").write_text(make_coverage.page(make_coverage.every_row()))
+    sinks()
     minilm()
     trained_models.figures(DOCS / "figures")
     folder = DOCS.parent / "src" / "qkv" / "models" / "trained"

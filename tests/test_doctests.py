@@ -12,7 +12,7 @@ import qkv
 from conftest import CORE
 
 SOURCE = Path(qkv.__file__).parent
-LIGHT, HEAVY = (*CORE, "testing", "lab"), ("huggingface", "profiler", "plot", "view", "bench", "server")
+LIGHT, HEAVY = (*CORE, "testing", "lab"), ("huggingface", "profiler", "plot", "view", "bench", "sinks", "server")
 
 
 def modules(packages: tuple[str, ...]) -> list[str]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         reference,
         ring,
         scores,
+        sinks,
         statistics,
         testing,
         tracking,
@@ -91,6 +92,7 @@ __all__ = [
     "reference",
     "ring",
     "scores",
+    "sinks",
     "statistics",
     "testing",
     "tracking",
@@ -100,7 +102,8 @@ __all__ = [
 # All names but `InputError` load on first use: the command line starts without torch, the core without the profiler.
 _MODULES = (
     "biases", "cache", "course", "edits", "features", "huggingface", "kernels", "lab", "masks", "models", "nn",
-    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "statistics", "testing", "tracking",
+    "normalizers", "plot", "positions", "profiler", "reference", "ring", "scores", "sinks", "statistics", "testing",
+    "tracking",
 )  # fmt: skip
 _NAMES = {
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),

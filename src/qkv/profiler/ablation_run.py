@@ -125,20 +125,26 @@ def ablation(
 @torch.no_grad()
 def next_token_loss(model: nn.Module, ids: Int[Tensor, "1 n"]) -> float:
     """The mean loss on the next token, in nats."""
+    _check_head(model)
     if isinstance(model, DecoderLM):
         logits = model(ids)
     else:
-        _check_head(model)
         logits = model(input_ids=ids, use_cache=False).logits
     return float(nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:].to(logits.device)))
 
 
-def _check_head(model: nn.Module) -> None:
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether a model is a causal language model with its output head."""
+    if isinstance(model, DecoderLM):
+        return True
     config: Any = getattr(model, "config", None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or getattr(config, "is_encoder_decoder", False) or not type(model).__name__.endswith(
-        ("ForCausalLM", "LMHeadModel")
-    ):  # fmt: skip
+    whole = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return head is not None and whole and not getattr(config, "is_encoder_decoder", False)
+
+
+def _check_head(model: nn.Module) -> None:
+    if not predicts_next_token(model):
         raise InputError(
             f"model {type(model).__name__} has no loss on the next token; expected a causal language model with its "
             "output head, such as qkv-mini or one that AutoModelForCausalLM loads"
@@ -146,8 +152,7 @@ def _check_head(model: nn.Module) -> None:
 
 
 def _heads(model: nn.Module, batch: dict[str, Any], layers: Collection[int] | None) -> list[tuple[int, int]]:
-    if not isinstance(model, DecoderLM):
-        _check_head(model)
+    _check_head(model)
     calls = calls_of(model, batch | ({} if isinstance(model, DecoderLM) else {"use_cache": False}), layers=layers)
     return [
         (call.layer, head) for call in calls if call.group in ("self", "text") for head in range(call.call.q.shape[1])
