@@ -108,10 +108,10 @@ docs-serve: docs  ## build the documentation and serve it on http://127.0.0.1:80
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(SITE)
 
 claims: venv  ## run every check of the ledger of claims; writes docs/claims
-	$(BIN)/python -m ledger
+	$(BIN)/python -m qkv.ledger
 
-trials: venv  ## repeat the small training runs behind some claims, about 30 minutes; writes ledger/results
-	$(BIN)/python -m ledger.trials all
+trials: venv  ## repeat the small training runs behind some claims, about 30 minutes; writes src/qkv/ledger/results
+	$(BIN)/python -m qkv.ledger.trials all
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py

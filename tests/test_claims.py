@@ -5,20 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import sys
 import time
 from itertools import zip_longest
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from ledger import CLAIMS, Drifted, Verdict, claim, false, holds  # noqa: E402
-from ledger.page import PAGES, pages  # noqa: E402
-from ledger.settled import load  # noqa: E402
-from ledger.trials.__main__ import names  # noqa: E402
+from qkv.ledger import CLAIMS, Drifted, Verdict, claim, false, holds
+from qkv.ledger.page import PAGES, pages
+from qkv.ledger.settle import RESULTS
+from qkv.ledger.settled import load
+from qkv.ledger.trials.__main__ import names
 
 load()
 PUBLISHED = json.loads((PAGES / "verdicts.json").read_text(encoding="utf-8"))
@@ -98,10 +94,10 @@ def assert_readable(text: str) -> None:
 @pytest.mark.parametrize("name", names())
 def test_quick_trial_has_the_structure_of_its_result(name: str) -> None:
     """A quick run has the same nested names as the committed result."""
-    committed = json.loads((ROOT / "ledger" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    committed = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     del committed["made"]
     start = time.process_time()
-    quick = json.loads(json.dumps(importlib.import_module(f"ledger.trials.{name}").run(quick=True)))
+    quick = json.loads(json.dumps(importlib.import_module(f"qkv.ledger.trials.{name}").run(quick=True)))
     assert time.process_time() - start < 10  # 3 s on a quiet machine
     assert_same_structure(quick, committed, name)
 

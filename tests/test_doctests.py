@@ -12,7 +12,10 @@ import qkv
 from conftest import CORE
 
 SOURCE = Path(qkv.__file__).parent
-LIGHT, HEAVY = (*CORE, "testing", "lab"), ("huggingface", "profiler", "plot", "view", "bench", "sinks", "server")
+LIGHT, HEAVY = (
+    (*CORE, "testing", "lab"),
+    ("huggingface", "profiler", "plot", "view", "bench", "sinks", "ledger", "server"),
+)
 
 
 def modules(packages: tuple[str, ...]) -> list[str]:

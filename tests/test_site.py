@@ -143,7 +143,7 @@ def test_tests_named_in_the_documentation_exist() -> None:
 def test_files_named_in_the_documentation_exist() -> None:
     for page in pages.pages():
         text = (pages.ROOT / page).read_text(encoding="utf-8")
-        for name in re.findall(r"`((?:src|tests|benchmarks|docs|ledger)/[\w./-]+\.\w+)`", text):
+        for name in re.findall(r"`((?:src|tests|benchmarks|docs)/[\w./-]+\.\w+)`", text):
             assert (pages.ROOT / name).exists(), f"{page} names {name}, which does not exist"
 
 

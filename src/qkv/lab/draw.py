@@ -106,14 +106,19 @@ def by_seed(
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def curves(axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False) -> None:
-    """Plot one line per name over x. Values (seeds, x) become their mean, with a band over the range of seeds."""
+def curves(
+    axes: Axes, x: Sequence[float], by_name: Mapping[str, Any], *, markers: bool = False, level: float = 0.95
+) -> None:
+    """Plot one line per name over x. Values (seeds, x) become their mean, with its confidence interval as a band."""
+    from qkv.lab.experiments.evidence import confidence
+
     for at, (name, values) in enumerate(by_name.items()):
         y = np.atleast_2d(np.asarray(values, float))
         colour, marker = COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)] if markers else None
         axes.plot(x, y.mean(0), color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
         if len(y) > 1:
-            axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
+            _, low, high = np.array([confidence(column, level) for column in y.T.tolist()]).T
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def heatmap(

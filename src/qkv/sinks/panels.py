@@ -155,7 +155,7 @@ def _dots(
     if not shown:
         _empty(axes, "no sink head")
         return
-    draw.by_seed(axes, shown, colour=colour)
+    draw.by_seed(axes, {name: dict(enumerate(found)) for name, found in shown.items()}, colour=colour)
     low, high = min(0.0, *map(min, shown.values())), max(map(max, shown.values()))
     axes.set(ylabel=label, ylim=(1.08 * low, 1.08 * high))
     axes.tick_params(axis="x", labelsize=6.5)

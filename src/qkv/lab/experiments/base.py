@@ -152,7 +152,7 @@ class Experiment(ABC):
     ...     name, question = "coins", "Does a coin show heads more often than not?"
     ...     criteria = (Criterion("C1", "2026-11-23", "Share of heads", bound=0.5),)
     ...     def compute(self, seed, quick):
-    ...         return {"coin": {"heads": float(np.random.default_rng(seed).integers(2, size=200).mean())}}
+    ...         return {"coin": {"heads": float(np.random.default_rng(seed).integers(2, size=10).mean())}}
     ...     def effects(self, results):
     ...         return {"C1": [Effect("", results.values("coin", "measured.heads"), ("coin",))]}
     >>> shares = [Outcome(seed, measured=Coins().compute(seed, False)["coin"]) for seed in range(20)]

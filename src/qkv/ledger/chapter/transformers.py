@@ -1,0 +1,241 @@
+"""Checks for section 6: attention in Transformers, masks, positions, the block."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import torch
+from torch import nn
+
+import qkv
+from qkv import masks
+from qkv.lab.experiments.estimate import SHIPPED
+from qkv.ledger import Verdict, claim, holds, only_when, trial
+from qkv.ledger.trials.chapter_block import TASK
+from qkv.models import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
+from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
+from qkv.positions import Learned, Rotary, Sinusoidal
+
+
+@claim(
+    "C038", "chapter", "6.1", "In the original Transformer the encoder has self-attention, the decoder that and cross."
+)
+def c038() -> Verdict:
+    sizes = {"source_vocab": 9, "target_vocab": 9, "d_model": 16, "heads": 2, "layers": 2, "d_hidden": 32}
+    crossed: dict[str, set[bool]] = {"encoder": set(), "decoder": set()}
+    for name, part in EncoderDecoder(EncoderDecoderConfig(**sizes)).named_modules():
+        if isinstance(part, TransformerBlock):
+            crossed[name.split(".")[0]].add(part.cross is not None)
+    official = nn.Transformer(16, 2, 2, 2, 32, batch_first=True)
+    torchs = [hasattr(x.layers[0], "multihead_attn") for x in (official.encoder, official.decoder)]
+    return holds(
+        crossed == {"encoder": {False}, "decoder": {True}} and torchs == [False, True],
+        "So it is in `qkv.models.EncoderDecoder` and in torch's `nn.Transformer`: cross-attention in every layer of "
+        "the decoder and in none of the encoder, self-attention in all.",
+    )
+
+
+@claim("C039", "chapter", "6.1", "Decoder-only models (GPT, LLaMA) have causal self-attention only.")
+def c039() -> Verdict:
+    found = []
+    for config in (DecoderConfig.gpt2, DecoderConfig.llama):
+        torch.manual_seed(0)
+        model, ids = DecoderLM(config(vocab_size=50, d_model=16, layers=2, heads=2)).eval(), torch.arange(12)[None]
+        changed = ids.clone()
+        changed[:, 8] = 40
+        moved = (model(ids) - model(changed)).abs().amax((0, 2)) > 0
+        found.append(all(b.cross is None for b in model.blocks) and moved.tolist() == [False] * 8 + [True] * 4)
+    return holds(
+        all(found), "No layer has cross-attention; a changed token moves no output before it, and all from it on."
+    )
+
+
+@claim("C040", "chapter", "6.2", "Adding −∞ to the scores of later keys before the softmax removes the future.")
+def c040() -> Verdict:
+    torch.manual_seed(0)
+    s = torch.randn(9, 9) + torch.full((9, 9), -torch.inf).triu(1)
+    most = s.softmax(-1).triu(1).max().item()
+    return holds(most == 0, f"The largest weight above the diagonal of 9 × 9 is {most:g}, exactly.")
+
+
+@claim("C041", "chapter", "6.2", "Position i, counted from 1, may attend to exactly i positions.")
+def c041() -> Verdict:
+    seen = masks.Causal().dense(7, 7)[0, 0].sum(-1).tolist()
+    return holds(seen == [1, 2, 3, 4, 5, 6, 7], f"Of 7 queries: {seen}.")
+
+
+@claim(
+    "C042", "chapter", "6.3", "Self-attention is permutation equivariant: shuffled inputs give the outputs, shuffled."
+)
+def c042() -> Verdict:
+    torch.manual_seed(0)
+    layer, x, order = (
+        MultiHeadAttention(16, 2).double(),
+        torch.randn(1, 10, 16, dtype=torch.float64),
+        torch.randperm(10),
+    )
+    error = {
+        name: (layer(x[:, order], mask=mask) - layer(x, mask=mask)[:, order]).abs().max().item()
+        for name, mask in (("none", None), ("causal", masks.Causal()))
+    }
+    return only_when(
+        error["none"] < 1e-14 and error["causal"] > 0.1,
+        f"Without a mask it is, to {error['none']:.1g}. A causal mask knows the order: shuffled, outputs differ by "
+        f"up to {error['causal']:.1f}.",
+    )
+
+
+@claim("C043", "chapter", "6.3", "Without positions, *dog bites man* and *man bites dog* have the same representation.")
+def c043() -> Verdict:
+    found = {}
+    for name, mask in (("both ways", None), ("causal", masks.Causal())):
+        torch.manual_seed(0)
+        words, layer = torch.randn(3, 16, dtype=torch.float64), MultiHeadAttention(16, 2).double()
+        one, other = (layer(words[list(order)][None], mask=mask)[0] for order in ((0, 1, 2), (2, 1, 0)))
+        by_word = (one - other.flip(0)).abs().max().item()
+        found[name] = by_word, (one - other).abs().max().item(), (one.mean(0) - other.mean(0)).abs().max().item()
+    return only_when(
+        max(found["both ways"][::2]) < 1e-14 < found["both ways"][1] and min(found["causal"]) > 0.01,
+        "In an encoder, and taken as a set: every word gets the same vector in both (to "
+        f"{found['both ways'][0]:.1g}), so their mean is the same, in another order. A causal model tells them apart "
+        f"with no positions at all: the vectors of words differ by up to {found['causal'][0]:.1f}.",
+    )
+
+
+@claim(
+    "C044", "chapter", "6.3", "Sinusoidal positions: sines at even, cosines at odd dimensions, of pos / 10000^(2i/d)."
+)
+def c044() -> Verdict:
+    d, pos = 16, torch.arange(50, dtype=torch.float64)[:, None]
+    angle = pos / 10_000 ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+    table = torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
+    error = (Sinusoidal(d)(torch.arange(50)) - table).abs().max().item()
+    gram = table @ table.T
+    off = max((gram.diagonal(k) - gram[0, k]).abs().max().item() for k in range(50))
+    return holds(
+        error < 1e-5 and off < 1e-13,
+        f"`qkv.positions.Sinusoidal` has that table to {error:.1g} (float32). The product of two positions' vectors "
+        f"depends on their distance alone, to {off:.1g}.",
+    )
+
+
+@claim("C045", "chapter", "6.3", "Learned positions are a table of n_max × d_model, with nothing beyond n_max.")
+def c045() -> Verdict:
+    table, said = Learned(8, 4), ""
+    try:
+        table(torch.tensor([8]))
+    except qkv.InputError as error:
+        said = str(error)
+    return holds(tuple(table.weight.shape) == (8, 4) and said != "", f"Position 8 of a table of 8: “{said}”.")
+
+
+@claim("C046", "chapter", "6.3", "RoPE turns queries and keys so that their score depends on relative position.")
+def c046() -> Verdict:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 1, 40, 16)
+    turned_q, turned_k = (Rotary(16)(x, torch.arange(40)) for x in (q, k))
+    scores = (turned_q @ turned_k.mT)[0, 0]
+    same = max((scores.diagonal(i) - scores.diagonal(i)[0]).abs().max().item() for i in range(-39, 40))
+    return holds(
+        same < 1e-5 and scores[0].std() > 0.1,
+        f"One query and one key at 40 × 40 positions: scores of equal distance agree to {same:.1g}, and of different "
+        f"distance they vary with deviation {scores[0].std():.1f}.",
+    )
+
+
+@claim("C047", "chapter", "6.3", "ALiBi adds terms that depend on position to the scores.")
+def c047() -> Verdict:
+    q = torch.zeros(1, 4, 20, 8)  # scores of 0: what is left is the bias
+    _, weights = qkv.attend(q, q, q, mask=masks.Causal(), bias=qkv.biases.ALiBi(), return_weights=True)
+    steps = weights[0, :, -1].double().log().diff(dim=-1)
+    slopes, said = steps.mean(-1), [2**-i for i in (2, 4, 6, 8)]
+    return holds(
+        steps.std(-1).max() < 1e-5 and (slopes - torch.tensor(said)).abs().max() < 1e-5,
+        f"Each step away lowers the score by the same: with 4 heads by "
+        f"{', '.join(f'{x:.3g}' for x in slopes.tolist())}.",
+    )
+
+
+@claim("C048", "chapter", "6.3", "The choice of positional encoding affects the attention sink.")
+def c048() -> Verdict:
+    variants = json.loads((SHIPPED / "positions.json").read_text())["variants"]
+    runs = {n: [max(map(max, r["check"]["sink"])) for r in v["results"]] for n, v in variants.items()}
+    least, most = (f(runs, key=lambda n: sum(runs[n])) for f in (min, max))
+    return holds(
+        min(runs[most]) > max(runs[least]) and min(runs[least]) > 0.3,
+        "Its strength: the strongest head's weight on the first token is "
+        f"{min(runs[most]):.2f}–{max(runs[most]):.2f} with {most} positions and "
+        f"{min(runs[least]):.2f}–{max(runs[least]):.2f} with {least} (3 seeds each). It holds if these do not "
+        "overlap. A sink there is with each ([C085](#c085)).",
+        "[experiment `positions`](../experiments/README.md#positions)",
+    )
+
+
+@claim("C049", "chapter", "6.4", "A block is norm, attention, residual, norm, feed-forward, residual; so is the lab's.")
+def c049() -> Verdict:
+    torch.manual_seed(0)
+    block, x = TransformerBlock(MultiHeadAttention(16, 2), FeedForward(16)), torch.randn(1, 5, 16)
+    middle = x + block.attention(block.attention_norm(x))
+    by_hand = middle + block.feed_forward(block.feed_forward_norm(middle))
+    error = (block(x) - by_hand).abs().max().item()
+    return holds(
+        error < 1e-6,
+        f"That is a pre-norm block, x + f(norm(x)) twice: the same as `TransformerBlock` to {error:.1g}, and the "
+        "order of Lab 5. The original Transformer puts the norm after the sum.",
+    )
+
+
+@cache
+def frequencies(seed: int) -> float:
+    """The unigram loss on the last 15 batches of a run of the trial."""
+    targets = torch.cat([TASK.batch(step, 8, seed)["targets"] for step in range(135, 150)]).flatten()
+    share = targets.bincount().double() / len(targets)
+    return torch.special.entr(share).sum().item()
+
+
+@claim("C050", "chapter", "6.4", "Residual connections let gradients flow directly and enable very deep networks.")
+def c050() -> Verdict:
+    found, known = trial("chapter_block"), [frequencies(seed) for seed in range(3)]
+    gain = {
+        variant: {rate: [k - x for k, x in zip(known, runs, strict=True)] for rate, runs in found[variant].items()}
+        for variant in ("both", "no residuals")
+    }
+    with_, without = gain["both"], max(map(max, gain["no residuals"].values()))
+    return holds(
+        max(map(min, with_.values())) > 0.1 > without + 0.05,
+        "Of language models of 8 layers, trained alike for 150 steps, none without residuals learns more than how "
+        f"often each symbol occurs, which by itself costs {min(known):.2f}–{max(known):.2f} nats: at 4 learning rates "
+        f"and 3 seeds all end at {-without:.2f} nats above that or more. With residuals they end below it by "
+        + ", ".join(f"{min(runs):.2f}–{max(runs):.2f} at {rate}" for rate, runs in with_.items())
+        + ". It holds if at one rate all runs with residuals are below by 0.1, and without them no run is at any.",
+        "trial `chapter_block`",
+    )
+
+
+@claim("C051", "chapter", "6.4", "Layer normalisation stabilises training.")
+def c051() -> Verdict:
+    found = trial("chapter_block")
+    lost = {
+        variant: {rate: sum(x is None or x > found["guessing"] for x in runs) for rate, runs in found[variant].items()}
+        for variant in ("both", "no norms")
+    }
+    text = {variant: ", ".join(f"{n} at {rate}" for rate, n in rates.items()) for variant, rates in lost.items()}
+    return holds(
+        all(lost["both"][rate] <= n for rate, n in lost["no norms"].items())
+        and sum(lost["no norms"].values()) - sum(lost["both"].values()) > 2,
+        "Of 3 runs each of language models of 8 layers, trained alike for 150 steps, end worse than guessing, or in no "
+        f"number, by learning rate: with layer norms {text['both']}; without {text['no norms']}. It holds if at least "
+        "3 more of the 12 do without norms, and at no rate fewer.",
+        "trial `chapter_block`",
+    )
+
+
+@claim("C052", "chapter", "6.4", "The feed-forward network widens 512 to 2048 numbers, applies GELU, and comes back.")
+def c052() -> Verdict:
+    layer = FeedForward(512, 2048, activation="gelu")
+    count = sum(p.numel() for p in layer.parameters())
+    return holds(
+        count == 512 * 2048 + 2048 + 2048 * 512 + 512 and layer(torch.randn(1, 512)).shape == (1, 512),
+        f"It has {count:,} parameters, biases included: twice as many as the attention of that width.",
+    )
