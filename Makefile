@@ -92,8 +92,13 @@ models: venv  ## train the bundled models again, on one core, about 90 minutes
 	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
 	done
 
-experiments: venv  ## run all experiments of the lab, about an hour on two cores; writes docs/experiments
-	$(BIN)/qkv experiment all --jobs 2 --out docs/experiments
+JOBS ?= 2
+RESULTS := src/qkv/lab/experiments/results
+
+experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimate comes first, about a night; resumes; writes docs/experiments
+	$(BIN)/qkv experiment all --jobs $(JOBS) --out qkv-experiments
+	cp qkv-experiments/*.json $(RESULTS)/
+	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/
 
 sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes src/qkv/sinks/results
 	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.sinks
