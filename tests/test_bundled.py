@@ -52,7 +52,17 @@ def test_reversal_heads_attend_to_the_mirrored_position() -> None:
     assert task.check(model)["best"] >= 0.95
 
 
-def test_translation_model_translates() -> None:
+def test_translation_model_translates_the_demonstration_sentences() -> None:
+    for english, french in {
+        "I love deep learning": "j' aime l' apprentissage profond",
+        "the black cat sleeps": "le chat noir dort",
+        "the black cat sat on the mat": "le chat noir était assis sur le tapis",
+        "the old woman does not eat the red apples": "la vieille femme ne mange pas les pommes rouges",
+    }.items():
+        assert " ".join(translate("qkv-translation", english).target) == french
+
+
+def test_translation_model_translates_and_aligns() -> None:
     source, target, weights = translate("qkv-translation", "the black cat does not eat")
     assert target == ["le", "chat", "noir", "ne", "mange", "pas"]
     assert weights is not None
