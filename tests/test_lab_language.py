@@ -158,7 +158,7 @@ def test_longer_sequences_are_evaluated_by_place(texts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loss_without_a_causal_mask_leaks_the_next_token_except_the_last(texts: Path) -> None:
+def test_loss_without_a_causal_mask_leaks_the_next_token_but_not_when_writing(texts: Path) -> None:
     made = task(texts, model=replace(SMALL, prefix=24))
     torch.manual_seed(0)
     model = made.build()
@@ -169,7 +169,18 @@ def test_loss_without_a_causal_mask_leaks_the_next_token_except_the_last(texts: 
         optimizer.step()
     found = made.evaluate(model.eval())
     assert found["loss"] < 0.5 < found["bigram_loss"]
-    assert found["last_token_loss"] > 10 * found["loss"]
+    assert found["writing_loss"] > 10 * found["loss"]
+
+
+@torch.no_grad()
+def test_writing_loss_of_a_causal_model_is_its_loss_at_these_positions(texts: Path) -> None:
+    made = task(texts)
+    model = made.build().eval()
+    ids = made.unseen
+    losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+    expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
+    assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
+    assert "writing_loss" not in made.evaluate(model)
 
 
 def test_loss_is_the_mean_cross_entropy(texts: Path) -> None:

@@ -36,7 +36,7 @@ class Language:
 
     Sequences are windows at random positions of the corpus. Some documents, or the end of each, are held out. The loss
     is printed beside those of a unigram and a bigram model (`qkv.lab.ngrams.baselines`). A model whose prefix is the
-    whole context has no causal mask: its loss then leaks the next token, which ``last_token_loss`` shows.
+    whole context has no causal mask: its loss then leaks the next token, which `writing_loss` shows.
 
     >>> Language(context=32).batch(step=0, size=3, seed=0)["ids"].shape
     torch.Size([3, 33])
@@ -124,8 +124,7 @@ class Language:
             ``loss``, ``unigram_loss`` and ``bigram_loss`` in nats per token; ``bits_per_byte``,
             ``unigram_bits_per_byte`` and ``bigram_bits_per_byte``, which compare between tokenizers; ``perplexity``.
             The baselines are smoothed as in `qkv.lab.ngrams.baselines` and know the text of `corpus`, not of `more`.
-            If the model has a prefix, ``last_token_loss``: the loss of the last token of each sequence, which no query
-            sees even if nothing is masked. If `longest` is given, ``places``, such as ``"33-64"``, and
+            If the model has a prefix, ``writing_loss``: see `writing_loss`. If `longest` is given, ``places``, such as ``"33-64"``, and
             ``loss_by_place``: the loss at these positions of sequences of `longest` tokens; ``longest_loss`` at the
             last of them.
         """
@@ -145,8 +144,18 @@ class Language:
             "perplexity": float(torch.tensor(loss).exp()),
         }
         if self.model.prefix:
-            found["last_token_loss"] = float(losses[:, -1].mean())
+            found["writing_loss"] = self.writing_loss(model)
         return found | (self._by_place(model) if self.longest else {})
+
+    def writing_loss(self, model: nn.Module) -> float:
+        """The loss in nats of the next token when the model reads only the tokens before it, as it does when it writes.
+
+        It is a mean over held-out sequences and 8 lengths, up to the whole context. With a causal mask the loss of a
+        whole sequence is the same at these positions; without one the whole sequence contains the next tokens.
+        """
+        lengths = sorted({-(-self.context * part // 8) for part in range(1, 9)})
+        losses = [self._token_losses(model, self.unseen[:, : n + 1])[:, -1] for n in lengths]
+        return float(torch.stack(losses).mean())
 
     def _by_place(self, model: nn.Module) -> dict[str, Any]:
         """The loss at positions from half the trained length on, in ranges of which each is twice as long."""
