@@ -124,9 +124,9 @@ class Language:
             ``loss``, ``unigram_loss`` and ``bigram_loss`` in nats per token; ``bits_per_byte``,
             ``unigram_bits_per_byte`` and ``bigram_bits_per_byte``, which compare between tokenizers; ``perplexity``.
             The baselines are smoothed as in `qkv.lab.ngrams.baselines` and know the text of `corpus`, not of `more`.
-            If the model has a prefix, ``writing_loss``: see `writing_loss`. If `longest` is given, ``places``, such as ``"33-64"``, and
-            ``loss_by_place``: the loss at these positions of sequences of `longest` tokens; ``longest_loss`` at the
-            last of them.
+            If the model has a prefix, ``writing_loss``: see `writing_loss`. If `longest` is given, ``places``, such as
+            ``"33-64"``, and ``loss_by_place``, the loss at these positions of sequences of `longest` tokens;
+            ``longest_loss`` is that at the last of them.
         """
         ids = self.unseen
         losses = self._token_losses(model, ids)
