@@ -32,8 +32,8 @@ class TwoLookups(Experiment):
                   "same total width", LEAST),
     )  # fmt: skip
     looks = (20, 40)
-    kinds: Mapping[str, int | None] = {"without a feed-forward layer": 1, "with one": None}
-    """The width of the feed-forward layer: a single hidden unit is next to none."""
+    kinds: Mapping[str, int | None] = {"without a feed-forward layer": 1, "with a feed-forward layer": None}
+    """The number of hidden units: a single one is next to no feed-forward layer."""
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
         """One and two heads, with and without a feed-forward layer."""

@@ -49,7 +49,11 @@ class Pronouns(Experiment):
         best, right = (results.values(READER, x) for x in ("check.best", "evaluation.accuracy"))
         few = sum(x < PICKS for x in best)
         named = f"The models name the right noun in {min(right):.1%} of the sentences or more" if right else ""
-        return {"C006": f"{named}; in {few} of {len(best)} runs no head reaches {PICKS:.0%}." if right else ""}
+        return {
+            "C006": f"{named}; in {few} of {len(best)} runs that head prefers it in fewer than {PICKS:.0%}."
+            if right
+            else ""
+        }
 
 
 class Depth(Experiment):
