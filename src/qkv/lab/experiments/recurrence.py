@@ -79,9 +79,9 @@ class Recurrence(Experiment):
     criteria = (
         Criterion("C146", DATED, f"Recall of symbols {FAR} tokens back: accuracy with attention, and that minus the "
                   "accuracy of a tanh RNN", RIGHT, parts=True),
-        Criterion("C291", DATED, "Accuracy with attention minus that of a GRU, on sequences of at most 68 tokens",
-                  LEAST),
-        Criterion("C373", DATED, "Accuracy with attention minus that of a GRU", -LEAST),
+        Criterion("C291", DATED, "Accuracy with attention minus that of a GRU after as many steps (300), on sequences "
+                  "of at most 68 tokens", LEAST),
+        Criterion("C373", DATED, "Accuracy with attention minus that of a GRU after as many steps (300)", -LEAST),
     )  # fmt: skip
     tasks: Mapping[str, str] = {
         "recall": "recall of 8 symbols",
