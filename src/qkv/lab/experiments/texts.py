@@ -66,6 +66,7 @@ class Dropout(Experiment):
         Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
                   "without dropout minus with 0.3, and what is left with 0.3", LEAST),
     )  # fmt: skip
+    looks = (10, 20)
     rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
     curves = ("evaluation.loss",)
 
@@ -75,7 +76,7 @@ class Dropout(Experiment):
         return {
             name: setting(
                 replace(task, model=replace(MODEL, dropout=rate)), seed, quick, steps=600, warmup=20,
-                decay="none", weight_decay=0.0, evaluate_every=4 if quick else 50,
+                decay="none", weight_decay=0.0, evaluate_every=4 if quick else 100,
             )
             for name, rate in self.rates.items()
         }  # fmt: skip
