@@ -109,6 +109,7 @@ class FourLookups(Experiment):
         Criterion("C324", DATED, "Share of the values of four keys that one query finds at once, with eight heads "
                   "minus with one of the same total width", LEAST),
     )  # fmt: skip
+    looks = (20, 40)
     heads = (8, 1)
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:

@@ -137,7 +137,7 @@ class Projections(Experiment):
         Criterion("C009", DATED, "Share of tokens that find the colour of the next symbol, with separate W_Q, W_K and "
                   "W_V minus with X itself in all three places", LEAST),
     )  # fmt: skip
-    looks: ClassVar[tuple[int, ...]] = (10, 20)
+    looks: ClassVar[tuple[int, ...]] = (20, 40)
     variants: ClassVar[Mapping[str, int]] = {"three": 3, "one for all": 1, "X itself": 0}
 
     def compute(self, seed: int, quick: bool) -> Mapping[str, Measured]:

@@ -35,7 +35,7 @@ class TextSink(Experiment):
         return {
             condition: setting(
                 Language(context=64, model=MODEL, first=first),  # type: ignore[arg-type]
-                seed, quick, steps=600, lr=5e-3, warmup=0, decay="none", evaluate_every=4 if quick else 100,
+                seed, quick, steps=400, lr=5e-3, warmup=0, decay="none", evaluate_every=4 if quick else 100,
             )
             for first, condition in FIRST.items()
         }  # fmt: skip
@@ -75,7 +75,7 @@ class Dropout(Experiment):
         task = Language(context=64, tokens=6000, first="random", model=MODEL)
         return {
             name: setting(
-                replace(task, model=replace(MODEL, dropout=rate)), seed, quick, steps=600, warmup=20,
+                replace(task, model=replace(MODEL, dropout=rate)), seed, quick, steps=500, warmup=20,
                 decay="none", weight_decay=0.0, evaluate_every=4 if quick else 100,
             )
             for name, rate in self.rates.items()
