@@ -144,7 +144,7 @@ class ScoreFunctions(Experiment):
         unscaled = mean_of(results, [f"dot, {n}" for n in self.sizes], ACCURACY)
         scaled = mean_of(results, [v for v in results.variants if not v.startswith("dot")], ACCURACY)
         return {
-            "C257": f"Dot products without a scale find: {unscaled}.",
+            "C257": f"Dot products without a scale: {unscaled}.",
             "C261": f"Means: {scaled}.",
             "C332": f"Means: {unscaled}.",
             "C337": f"Without a scale: {unscaled}. Queries and keys have unit variance at the start.",

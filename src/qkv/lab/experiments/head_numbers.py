@@ -123,7 +123,7 @@ class FourLookups(Experiment):
                 given, answer = model.questions(64, generator)
                 return nn.functional.cross_entropy(model(*given).flatten(0, 1), answer.flatten())
 
-            fit(model, loss, Training(steps=3 if quick else 500, warmup=20, weight_decay=0.0))
+            fit(model, loss, Training(steps=3 if quick else 1000, warmup=20, weight_decay=0.0))
             given, answer = model.questions(1000, torch.Generator().manual_seed(10_000 + seed))
             with torch.no_grad():
                 right = (model(*given).argmax(-1) == answer).double().mean().item()
@@ -179,6 +179,6 @@ class SharedKeys(Experiment):
         """The means, and the baselines."""
         return {
             "C308": f"Mean losses: {mean_of(results, list(self.key_heads), 'evaluation.loss')}; a bigram model "
-            f"{mean_of(results, ['multi-head'], 'evaluation.bigram_loss').removeprefix('multi-head ')}. Models of two "
+            f"{mean_of(results, ['multi-head'], 'evaluation.bigram_loss').removeprefix('multi-head: ')}. Models of two "
             "layers and 64 dimensions only."
         }

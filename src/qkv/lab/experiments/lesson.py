@@ -112,7 +112,7 @@ class Lesson(Experiment):
         layers = np.mean([o.measured["distance"] for o in results.finished(MODEL)], 0) if mirrors else []
         many = f"{min(mirrors)} to {max(mirrors)} of 8 heads do" if mirrors else "No head does"
         far = ", ".join(f"{x:.2f}" for x in layers)
-        left = mean_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL} ")
+        left = mean_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
         return {
             "C215": f"{many} this at {PATTERN:.0%} of the queries.",
             "C220": f"{many} so for the mirrored position.",

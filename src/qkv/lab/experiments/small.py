@@ -93,6 +93,11 @@ def minus(results: Results, a: str, b: str, name: str, condition: str = "", *, u
 
 
 def mean_of(results: Results, variants: Sequence[str], name: str) -> str:
-    """The mean of an entry in each variant, as text, for remarks."""
+    """The mean of an entry in each variant, as text, for remarks.
+
+    >>> from qkv.lab.experiments import Outcome
+    >>> mean_of(Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})]}), ["a", "b"], "check.x")
+    'a: 1.50'
+    """
     found = {v: results.values(v, name) for v in variants}
-    return ", ".join(f"{v} {sum(x) / len(x):.2f}" for v, x in found.items() if x)
+    return "; ".join(f"{v}: {sum(x) / len(x):.2f}" for v, x in found.items() if x)
