@@ -14,7 +14,7 @@ from qkv.features import elu_plus_one
 from qkv.lab.experiments.base import Experiment, Results
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, mean_of, minus
+from qkv.lab.experiments.small import LEAST, fit, means_of, minus
 from qkv.lab.task import Measured, Training
 from qkv.normalizers import Hard, Identity, Normalizer
 from qkv.scores import Additive, Dot, Features, Score
@@ -141,8 +141,8 @@ class ScoreFunctions(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means of all scores."""
-        unscaled = mean_of(results, [f"dot, {n}" for n in self.sizes], ACCURACY)
-        scaled = mean_of(results, [v for v in results.variants if not v.startswith("dot")], ACCURACY)
+        unscaled = means_of(results, [f"dot, {n}" for n in self.sizes], ACCURACY)
+        scaled = means_of(results, [v for v in results.variants if not v.startswith("dot")], ACCURACY)
         return {
             "C257": f"Dot products without a scale: {unscaled}.",
             "C261": f"Means: {scaled}.",
@@ -181,7 +181,7 @@ class LinearAttention(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means of all runs."""
-        means = mean_of(results, list(results.variants), ACCURACY)
+        means = means_of(results, list(results.variants), ACCURACY)
         return {"C298": f"Means: {means} (linear: φ = elu + 1). Its sum of 16 × 64 numbers must hold all pairs."}
 
 
@@ -247,4 +247,4 @@ class HardAttention(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means of all ways; a guess among 4 is right in a quarter of the cases."""
-        return {"C365": f"Means: {mean_of(results, list(self.ways), ACCURACY)}; guessing one of 4 would be 0.25."}
+        return {"C365": f"Means: {means_of(results, list(self.ways), ACCURACY)}; guessing one of 4 would be 0.25."}

@@ -12,7 +12,7 @@ import qkv
 from qkv.lab.experiments.base import Experiment, Results, Setting, paired
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, mean_of, minus, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting, unlearnt
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.copy import Copy
 from qkv.lab.tasks.language import Language
@@ -107,9 +107,9 @@ class NoMask(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means."""
-        losses = mean_of(results, ["text, masked", "text, unmasked"], "measured.writing_loss")
-        trained = mean_of(results, [f"{n}, unmasked" for n in self.steps], "measured.training_loss")
-        wrote = mean_of(
+        losses = means_of(results, ["text, masked", "text, unmasked"], "measured.writing_loss")
+        trained = means_of(results, [f"{n}, unmasked" for n in self.steps], "measured.training_loss")
+        wrote = means_of(
             results, [f"{n}, {k}" for n in ("copying", "reversal") for k in ("masked", "unmasked")],
             "evaluation.token_accuracy",
         )  # fmt: skip

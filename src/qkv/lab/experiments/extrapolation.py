@@ -9,7 +9,7 @@ import numpy as np
 from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, mean_of, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, means_of, setting, unlearnt
 from qkv.lab.tasks.language import Language
 from qkv.lab.tasks.lookups import Lookups
 from qkv.models import DecoderConfig
@@ -124,5 +124,5 @@ class RelativePositions(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means of all schemes."""
-        means = mean_of(results, list(results.variants), "evaluation.longer_accuracy")
+        means = means_of(results, list(results.variants), "evaluation.longer_accuracy")
         return {"C374": f"Mean accuracies beyond the trained positions: {means}."}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qkv.lab.experiments.base import Experiment, Results, Setting
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, mean_of, minus, setting
+from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.language import Language
 from qkv.lab.tasks.lookups import Lookups
@@ -56,9 +56,9 @@ class TwoLookups(Experiment):
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The accuracies, and how much of the heads' weights is on the two symbols."""
         heads = [_variant(2, kind) for kind in self.kinds]
-        near, far = (mean_of(results, heads, f"check.best_{which}") for which in ("first", "second"))
+        near, far = (means_of(results, heads, f"check.best_{which}") for which in ("first", "second"))
         return {
-            "C031": f"Means: {mean_of(results, list(results.variants), 'evaluation.accuracy')}. Largest mean weight of "
+            "C031": f"Means: {means_of(results, list(results.variants), 'evaluation.accuracy')}. Largest mean weight of "
             f"a head on the symbol 1 back: {near}; 4 back: {far}."
         }
 
@@ -136,7 +136,7 @@ class FourLookups(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means."""
-        return {"C324": f"Means: {mean_of(results, list(results.variants), 'measured.accuracy')}."}
+        return {"C324": f"Means: {means_of(results, list(results.variants), 'measured.accuracy')}."}
 
 
 class SharedKeys(Experiment):
@@ -178,7 +178,7 @@ class SharedKeys(Experiment):
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means, and the baselines."""
         return {
-            "C308": f"Mean losses: {mean_of(results, list(self.key_heads), 'evaluation.loss')}; a bigram model "
-            f"{mean_of(results, ['multi-head'], 'evaluation.bigram_loss').removeprefix('multi-head: ')}. Models of two "
+            "C308": f"Mean losses: {means_of(results, list(self.key_heads), 'evaluation.loss')}; a bigram model "
+            f"{means_of(results, ['multi-head'], 'evaluation.bigram_loss').removeprefix('multi-head: ')}. Models of two "
             "layers and 64 dimensions only."
         }

@@ -15,7 +15,7 @@ from qkv.lab import heads, settings
 from qkv.lab.experiments.base import Experiment, Results, Setting
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import mean_of
+from qkv.lab.experiments.small import means_of
 from qkv.lab.task import Measured
 from qkv.lab.tasks.reversal import MIRRORS, Reversal
 
@@ -112,7 +112,7 @@ class Lesson(Experiment):
         layers = np.mean([o.measured["distance"] for o in results.finished(MODEL)], 0) if mirrors else []
         many = f"{min(mirrors)} to {max(mirrors)} of 8 heads do" if mirrors else "No head does"
         far = ", ".join(f"{x:.2f}" for x in layers)
-        left = mean_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
+        left = means_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
         return {
             "C215": f"{many} this at {PATTERN:.0%} of the queries.",
             "C220": f"{many} so for the mirrored position.",

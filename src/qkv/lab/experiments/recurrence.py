@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qkv.lab.experiments.base import Experiment, Results
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, mean_of, minus
+from qkv.lab.experiments.small import LEAST, fit, means_of, minus
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.recall import Recall
 from qkv.models import DecoderConfig, DecoderLM
@@ -121,7 +121,7 @@ class Recurrence(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The mean accuracies."""
-        means = f"Mean accuracies: {mean_of(results, list(results.variants), ACCURACY)}."
+        means = f"Mean accuracies: {means_of(results, list(results.variants), ACCURACY)}."
         return {"C291": means, "C373": means}
 
 

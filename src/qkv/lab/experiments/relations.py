@@ -15,7 +15,7 @@ import qkv
 from qkv.lab.experiments.base import Experiment, Results, Setting
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, mean_of, minus, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting, unlearnt
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.coreference import PICKS, Coreference
 from qkv.lab.tasks.hops import Hops
@@ -164,5 +164,5 @@ class Projections(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means; with W_Q = W_K scores are symmetric."""
-        means = mean_of(results, list(self.variants), "measured.accuracy")
+        means = means_of(results, list(self.variants), "measured.accuracy")
         return {"C009": f"Means: {means}; by chance 0.08. With W_Q = W_K no relation has a direction."}

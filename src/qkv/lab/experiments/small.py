@@ -92,11 +92,11 @@ def minus(results: Results, a: str, b: str, name: str, condition: str = "", *, u
     return Effect(condition, results.differences(a, b, name), (a, b), unless=unless)
 
 
-def mean_of(results: Results, variants: Sequence[str], name: str) -> str:
+def means_of(results: Results, variants: Sequence[str], name: str) -> str:
     """The mean of an entry in each variant, as text, for remarks.
 
     >>> from qkv.lab.experiments import Outcome
-    >>> mean_of(Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})]}), ["a", "b"], "check.x")
+    >>> means_of(Results({"a": [Outcome(0, check={"x": 1.0}), Outcome(1, check={"x": 2.0})]}), ["a", "b"], "check.x")
     'a: 1.50'
     """
     found = {v: results.values(v, name) for v in variants}

@@ -12,7 +12,7 @@ from torch import nn
 from qkv.lab.experiments.base import Experiment, Results, Setting
 from qkv.lab.experiments.evidence import Criterion, Effect
 from qkv.lab.experiments.sinks import DATED, SINK, STRONGEST
-from qkv.lab.experiments.small import LEAST, mean_of, setting
+from qkv.lab.experiments.small import LEAST, means_of, setting
 from qkv.lab.task import Measured
 from qkv.lab.tasks.language import Language
 from qkv.models import DecoderConfig
@@ -101,7 +101,7 @@ class Dropout(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means."""
-        held, train = (mean_of(results, list(self.rates), x) for x in ("evaluation.loss", "measured.train_loss"))
+        held, train = (means_of(results, list(self.rates), x) for x in ("evaluation.loss", "measured.train_loss"))
         return {"C179": f"Mean held-out losses: {held}; on the training text: {train}."}
 
 
