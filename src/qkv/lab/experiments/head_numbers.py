@@ -57,10 +57,8 @@ class TwoLookups(Experiment):
         """The accuracies, and how much of the heads' weights is on the two symbols."""
         heads = [_variant(2, kind) for kind in self.kinds]
         near, far = (means_of(results, heads, f"check.best_{which}") for which in ("first", "second"))
-        return {
-            "C031": f"Means: {means_of(results, list(results.variants), 'evaluation.accuracy')}. Largest mean weight of "
-            f"a head on the symbol 1 back: {near}; 4 back: {far}."
-        }
+        means = means_of(results, list(results.variants), "evaluation.accuracy")
+        return {"C031": f"Means: {means}. Largest mean weight of a head on the symbol 1 back: {near}; 4 back: {far}."}
 
 
 def _variant(heads: int, kind: str) -> str:
@@ -177,8 +175,7 @@ class SharedKeys(Experiment):
 
     def remarks(self, results: Results) -> Mapping[str, str]:
         """The means, and the baselines."""
-        return {
-            "C308": f"Mean losses: {means_of(results, list(self.key_heads), 'evaluation.loss')}; a bigram model "
-            f"{means_of(results, ['multi-head'], 'evaluation.bigram_loss').removeprefix('multi-head: ')}. Models of two "
-            "layers and 64 dimensions only."
-        }
+        means = means_of(results, list(self.key_heads), "evaluation.loss")
+        bigram = means_of(results, ["multi-head"], "evaluation.bigram_loss").removeprefix("multi-head: ")
+        size = "Models of two layers and 64 dimensions only."
+        return {"C308": f"Mean losses: {means}; a bigram model {bigram}. {size}"}

@@ -110,12 +110,12 @@ class Lesson(Experiment):
         """How many heads do the same."""
         mirrors = [o.measured["mirrors"] for o in results.finished(MODEL)]
         layers = np.mean([o.measured["distance"] for o in results.finished(MODEL)], 0) if mirrors else []
-        many = f"{min(mirrors)} to {max(mirrors)} of 8 heads do" if mirrors else "No head does"
+        many = " to ".join(str(x) for x in sorted({min(mirrors), max(mirrors)})) if mirrors else "0"
         far = ", ".join(f"{x:.2f}" for x in layers)
         left = means_of(results, [MODEL], "check.without_mirrors").removeprefix(f"{MODEL}: ")
         return {
-            "C215": f"{many} this at {PATTERN:.0%} of the queries.",
-            "C220": f"{many} so for the mirrored position.",
+            "C215": f"{many} of 8 heads do this at {PATTERN:.0%} of the queries.",
+            "C220": f"{many} of 8 heads attend to the mirrored position.",
             "C221": f"Mean distances by layer: {far}; the mirrored symbol is 6 tokens back on average.",
             "C224": f"Chance is {1 / 14:.2f}; without all such heads the accuracy is {left}.",
         }
