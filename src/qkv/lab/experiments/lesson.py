@@ -27,7 +27,11 @@ CHECKED = 100
 
 
 class Lesson(Experiment):
-    """The lesson's model, learning rate and number of steps, with new sequences in every batch."""
+    """The lesson's model, learning rate and number of steps.
+
+    Two things differ from the lesson: every batch has new sequences, and the initial weights are those of GPT-2 (the
+    lesson's embeddings have a standard deviation of 1).
+    """
 
     name = "lesson"
     question = "What do the heads of a lesson's small model learn, and does its analysis find it?"
