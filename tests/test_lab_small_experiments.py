@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.lab import experiments
-from qkv.lab.experiments import associations, blocks, experiment, head_numbers, recurrence, relations, small
+from qkv.lab.experiments import associations, blocks, experiment, head_numbers, lookup, recurrence, relations, small
 from qkv.lab.experiments.base import Outcome, Results
 from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN
 from qkv.lab.task import Training
@@ -52,6 +52,11 @@ def verdicts(name: str, variants: Mapping[str, Sequence[Outcome]]) -> dict[str, 
         assert verdict.criterion is not None
         assert verdict.criterion.dated == "2026-11-23"
         assert {v for effect in made.effects(results)[verdict.claim] for v in effect.variants} <= set(variants)
+    first, title = found[0], made.conclude(results).title
+    assert isinstance(made, small.Small)
+    expected = made.says.get(first.holds, made.question)
+    assert expected in title, f"{name}: no sentence for a title if {first.claim} {first.holds}"
+    assert first.holds in made.says or first.holds in (UNDECIDED, UNSEEN)
     return {verdict.claim: verdict.holds for verdict in found}
 
 
@@ -297,10 +302,10 @@ def test_recall_of_a_recurrent_network_uses_the_loss_of_the_task() -> None:
 
 def test_hard_lookup_takes_the_value_of_the_best_key() -> None:
     torch.manual_seed(0)
-    model = associations.Lookup(8, lambda _: Dot(), qkv.normalizers.Hard())
-    (query, keys, values), _ = associations.questions(5, 4, torch.Generator().manual_seed(0))
+    model = lookup.Lookup(8, lambda _: Dot(), qkv.normalizers.Hard())
+    (query, keys, values), _ = lookup.questions(5, 4, torch.Generator().manual_seed(0))
     chosen = model.logits(query, keys).argmax(-1)
-    torch.testing.assert_close(model(query, keys, values), associations._taken(model, values, chosen))
+    torch.testing.assert_close(model(query, keys, values), lookup._taken(model, values, chosen))
 
 
 def test_four_questions_ask_for_keys_of_the_list() -> None:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import Experiment, Outcome, Results
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Outcome, Results
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import fit
+from qkv.lab.experiments.small import Small, fit
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.backcopy import Backcopy
 from qkv.models import DecoderConfig
@@ -38,11 +38,15 @@ class Chained(nn.Module):
         return out
 
 
-class Blocks(Experiment):
+class Blocks(Small):
     """Language models of 8 layers at three learning rates, with residuals and norms, and without either."""
 
     name = "blocks"
     question = "Do deep models train without residual connections, and is training stable without layer norms?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Eight layers learn with residual connections, and not without",
+        FAILS: "Eight layers learn without residual connections, or not even with them",
+    }
     criteria = (
         Criterion("C050", DATED, "Loss (nats per token) of token frequencies minus that of models of 8 layers, at the "
                   "best of three learning rates", GAIN, parts=True),

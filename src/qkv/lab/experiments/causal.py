@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 import qkv
-from qkv.lab.experiments.base import Experiment, Results, Setting, paired
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results, Setting, paired
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, Small, fit, means_of, minus, setting, unlearnt
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.copy import Copy
 from qkv.lab.tasks.language import Language
@@ -30,11 +31,16 @@ CLEAR, LEAK = 0.1, 0.1
 """Nats: a difference of losses that counts, and the loss below which training looks perfect."""
 
 
-class NoMask(Experiment):
+class NoMask(Small):
     """Text, copying and reversal with and without a causal mask; text without each query's own key."""
 
     name = "no_mask"
     question = "What happens without a causal mask, and must the diagonal stay open?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Without a causal mask no task is learnt",
+        FAILS: "Without a causal mask all tasks are learnt",
+        ONLY: "Without a causal mask models fail where the past leaves open what comes next",
+    }
     criteria = (
         Criterion("C158", DATED, "Without the causal mask: rise of the loss in nats when only earlier tokens are read "
                   "(text), loss of accuracy of what the model writes (copying, reversal)", LEAST),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from qkv.lab.experiments.base import Experiment, Outcome, Results, Setting
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Outcome, Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, means_of, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, Small, means_of, setting, unlearnt
 from qkv.lab.tasks.language import Language
 from qkv.lab.tasks.lookups import Lookups
 from qkv.models import DecoderConfig
@@ -22,11 +23,15 @@ RISE = 0.1
 """A loss that rises by more than this (nats per byte) has not generalised."""
 
 
-class Extrapolation(Experiment):
+class Extrapolation(Small):
     """Byte language models trained on 32 tokens and evaluated on 128."""
 
     name = "extrapolation"
     question = "Which position schemes work beyond the trained length?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "With sinusoidal positions the loss stays low beyond the trained length",
+        FAILS: "With sinusoidal positions the loss rises beyond the trained length",
+    }
     criteria = (
         Criterion("C227", DATED, f"Loss (nats per byte) with sinusoidal positions at positions 65–{LONGEST} minus that "
                   f"at 17–{TRAINED}", RISE, above=False),
@@ -74,11 +79,16 @@ def _rises(results: Results, kind: str, at: int) -> dict[int, float]:
     return {outcome.seed: rise(outcome) for outcome in results.finished(kind)}
 
 
-class RelativePositions(Experiment):
+class RelativePositions(Small):
     """The symbol two positions before, with absolute and relative positions, within the trained length and beyond."""
 
     name = "relative_positions"
     question = 'Is "attend to the word two before" easier to learn, or to carry over, with relative positions?'
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Relative positions are learnt more quickly, and carry over to longer sequences",
+        FAILS: "Relative positions are no easier",
+        ONLY: "Relative positions carry over to longer sequences, but are not learnt more quickly",
+    }
     criteria = (
         Criterion("C374", DATED, "Accuracy in finding the symbol two before, with relative positions (T5, rotary) "
                   "minus with absolute ones (learned, sinusoidal)", LEAST),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import Experiment, Results, Setting
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting
+from qkv.lab.experiments.small import LEAST, Small, fit, means_of, minus, setting
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.language import Language
 from qkv.lab.tasks.lookups import Lookups
@@ -22,11 +23,16 @@ WIDTH, HEADS = 64, 8
 """The shape of the language models."""
 
 
-class TwoLookups(Experiment):
+class TwoLookups(Small):
     """Two look-ups at each position, with one head or two of equally many parameters."""
 
     name = "two_lookups"
     question = "Do two heads do two look-ups at once that one head cannot?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Two look-ups at once need two heads",
+        FAILS: "One head does two look-ups as well as two heads",
+        ONLY: "Two look-ups need two heads only where no feed-forward layer follows",
+    }
     criteria = (
         Criterion("C031", DATED, "Share of positions with both symbols correct, with two heads minus with one of the "
                   "same total width", LEAST),
@@ -98,11 +104,15 @@ class FourQuestions(nn.Module):
         return (keys.gather(1, at), keys, values), values.gather(1, at)
 
 
-class FourLookups(Experiment):
+class FourLookups(Small):
     """A token that needs four others at once, with eight heads or one of full width."""
 
     name = "four_lookups"
     question = "Is one head of full width more constrained than several of the same total width?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Eight heads find four values at once that one head of the same width cannot",
+        FAILS: "One head finds four values at once as well as eight",
+    }
     criteria = (
         Criterion("C324", DATED, "Share of the values of four keys that one query finds at once, with eight heads "
                   "minus with one of the same total width", LEAST),
@@ -137,13 +147,15 @@ class FourLookups(Experiment):
         return {"C324": f"Means: {means_of(results, list(results.variants), 'measured.accuracy')}."}
 
 
-class SharedKeys(Experiment):
+class SharedKeys(Small):
     """Language models whose 8 query heads have 8, 2 or 1 heads of keys and values, with equally many parameters."""
 
     name = "shared_keys"
-    question = (
-        "Is multi-head attention better than grouped-query attention, and this better than multi-query attention?"
-    )
+    question = "Is multi-head attention better than grouped-query, and this better than multi-query attention?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Multi-head attention is best, grouped-query next, multi-query last",
+        FAILS: "Multi-head, grouped-query and multi-query attention are not in this order",
+    }
     criteria = (
         Criterion("C308", DATED, "Held-out loss (nats per byte) of multi-query minus multi-head, multi-query minus "
                   "grouped-query, and grouped-query minus multi-head attention", 0.0, parts=True),

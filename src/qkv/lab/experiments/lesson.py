@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from qkv.lab import heads, settings
-from qkv.lab.experiments.base import Experiment, Results, Setting
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import means_of
+from qkv.lab.experiments.small import Small, means_of
 from qkv.lab.task import Measured
 from qkv.lab.tasks.reversal import MIRRORS, Reversal
 
@@ -26,7 +26,7 @@ HALF = 0.5
 CHECKED = 100
 
 
-class Lesson(Experiment):
+class Lesson(Small):
     """The lesson's model, learning rate and number of steps.
 
     Two things differ from the lesson: every batch has new sequences, and the initial weights are those of GPT-2 (the
@@ -35,6 +35,10 @@ class Lesson(Experiment):
 
     name = "lesson"
     question = "What do the heads of a lesson's small model learn, and does its analysis find it?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "The lesson's model writes what its training accuracy says",
+        FAILS: "The lesson's model writes worse than its training accuracy says",
+    }
     criteria = (
         Criterion("C213", DATED, "Share of symbols predicted in the last batches of training minus that written by "
                   "itself on new sequences (absolute difference)", 0.01, above=False),

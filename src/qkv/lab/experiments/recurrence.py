@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import Experiment, Results
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, means_of, minus
+from qkv.lab.experiments.small import LEAST, Small, fit, means_of, minus
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.recall import Recall
 from qkv.models import DecoderConfig, DecoderLM
@@ -71,11 +71,15 @@ def on_parity(model: nn.Module, seed: int, training: Training) -> dict[str, floa
     return {"accuracy": right, "parameters": float(_count(model))}
 
 
-class Recurrence(Experiment):
+class Recurrence(Small):
     """Attention, a GRU and a tanh RNN, trained alike on three tasks."""
 
     name = "recurrence"
     question = "On which tasks is attention better than a recurrent network, and on which can it replace one?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Attention recalls over long distances that a recurrent network loses",
+        FAILS: "Attention does not recall over long distances better than a recurrent network",
+    }
     criteria = (
         Criterion("C146", DATED, f"Recall of symbols {FAR} tokens back: accuracy with attention, and that minus the "
                   "accuracy of a tanh RNN", RIGHT, parts=True),

@@ -12,10 +12,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 import qkv
-from qkv.lab.experiments.base import Experiment, Results, Setting
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED
-from qkv.lab.experiments.small import LEAST, fit, means_of, minus, setting, unlearnt
+from qkv.lab.experiments.small import LEAST, Small, fit, means_of, minus, setting, unlearnt
 from qkv.lab.task import Measured, Training
 from qkv.lab.tasks.coreference import PICKS, Coreference
 from qkv.lab.tasks.hops import Hops
@@ -24,11 +24,15 @@ from qkv.models import DecoderConfig
 READER = "2 layers × 2 heads"
 
 
-class Pronouns(Experiment):
+class Pronouns(Small):
     """Models that name the antecedent of a pronoun, without supervision of the link."""
 
     name = "coreference"
     question = "Does a head attend from a pronoun to its antecedent when the model resolves it?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "A head attends from the pronoun to its antecedent",
+        FAILS: "Models resolve the pronoun, often without a head that attends to its antecedent",
+    }
     criteria = (
         Criterion("C006", DATED, "Share of sentences in which the head with the largest weight on the antecedent gives "
                   "it more than the other noun", PICKS),
@@ -56,11 +60,15 @@ class Pronouns(Experiment):
         }
 
 
-class Depth(Experiment):
+class Depth(Small):
     """Pointer chasing with 1, 2 and 3 layers."""
 
     name = "hops"
     question = "Does depth allow reasoning in several hops?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Three layers follow more hops than one",
+        FAILS: "One layer follows as many hops as three",
+    }
     criteria = (
         Criterion("C059", DATED, "Share of positions right after 4 hops, with 3 layers minus with 1 layer", LEAST),
     )
@@ -128,11 +136,15 @@ class NextColour(nn.Module):
         return symbols, colours, colours.gather(1, where)
 
 
-class Projections(Experiment):
+class Projections(Small):
     """One attention layer on a directed relation, with three projections, one, or none."""
 
     name = "projections"
     question = "What do separate projections of queries, keys and values express that the input itself cannot?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Separate projections find a direction that the input itself cannot",
+        FAILS: "Separate projections are no better than the input itself",
+    }
     criteria = (
         Criterion("C009", DATED, "Share of tokens that find the colour of the next symbol, with separate W_Q, W_K and "
                   "W_V minus with X itself in all three places", LEAST),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from qkv.lab.experiments.base import Results, Setting
-from qkv.lab.experiments.evidence import Effect
+from qkv.lab.experiments.base import Experiment, Results, Setting
+from qkv.lab.experiments.evidence import UNDECIDED, Effect, Verdict
 from qkv.lab.task import Task, Training
 
 LEARNT = 0.9
@@ -20,6 +20,19 @@ QUICK: Mapping[str, Any] = {"steps": 4, "batch": 4, "warmup": 1}
 """The training settings of the quick form."""
 LEAST = 0.05
 """Smaller differences of accuracies do not count as an effect."""
+
+
+class Small(Experiment):
+    """An experiment whose figure has a sentence for a title, by the outcome of its first claim."""
+
+    says: ClassVar[Mapping[str, str]]
+    """The finding for each outcome: `evidence.HOLDS`, `FAILS`, `ONLY`."""
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The finding, or that it is undecided, and the number of seeds."""
+        first = verdicts[self.claims[0]]
+        unknown = "Undecided" if first.holds == UNDECIDED else "Not seen at this scale"
+        return f"{self.says.get(first.holds, f'{unknown}: {self.question}')} ({results.seeds} seeds)"
 
 
 def setting(task: Task, seed: int, quick: bool, **changes: Any) -> Setting:

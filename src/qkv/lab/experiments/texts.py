@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from qkv.lab.experiments.base import Experiment, Results, Setting
-from qkv.lab.experiments.evidence import Criterion, Effect
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
 from qkv.lab.experiments.sinks import DATED, SINK, STRONGEST
-from qkv.lab.experiments.small import LEAST, means_of, setting
+from qkv.lab.experiments.small import LEAST, Small, means_of, setting
 from qkv.lab.task import Measured
 from qkv.lab.tasks.language import Language
 from qkv.models import DecoderConfig
@@ -22,11 +22,16 @@ MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
 FIRST: Mapping[str, str] = {"fixed": "every sequence begins with <s>", "random": "sequences begin anywhere"}
 
 
-class TextSink(Experiment):
+class TextSink(Small):
     """The chapter's small Transformer on text in bytes, whose sequences begin with ``<s>`` or anywhere."""
 
     name = "text_sink"
     question = "Does a small Transformer that is trained on text develop a sink?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "A small Transformer on text forms a sink",
+        FAILS: "A small Transformer on text forms no sink",
+        ONLY: "A sink forms when every sequence begins with the same token",
+    }
     criteria = (Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK),)
     curves = ("check.sink", "evaluation.loss")
 
@@ -57,11 +62,16 @@ class TextSink(Experiment):
         return {"C139": f"With <s> it is there by step {max(steps)} in all runs that have one (looked at every 100)."}
 
 
-class Dropout(Experiment):
+class Dropout(Small):
     """Language models that can memorise 6,000 bytes of text, with and without dropout."""
 
     name = "dropout"
     question = "Does dropout in attention prevent overfitting, or make less of it?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Dropout prevents overfitting",
+        FAILS: "Dropout does not reduce overfitting",
+        ONLY: "Dropout makes less of overfitting, but does not prevent it",
+    }
     criteria = (
         Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
                   "without dropout minus with 0.3, and what is left with 0.3", LEAST),
