@@ -39,6 +39,7 @@ def ids_of(*shape: int, seed: int = 0, below: int = 23) -> Tensor:
 FLAVOURS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False},
+    "output bias": {"tied": False, "output_bias": True},
     "post-norm": {"place": "post", "activation": "relu"},
     "gated": {"gate": "elementwise", "qk_norm": True, "positions": "alibi"},
     "gated by head": {"gate": "head", "positions": "none"},

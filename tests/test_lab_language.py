@@ -15,6 +15,8 @@ import qkv
 from conftest import refused
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers, track
+from qkv.lab.history import loss_figure
+from qkv.lab.ngrams import baselines
 from qkv.lab.tasks.language import Language
 from qkv.models import DecoderConfig, checkpoint
 from qkv.models.generation import generate
@@ -124,6 +126,63 @@ def test_uniform_predictions_have_the_loss_of_the_vocabulary_size(tokenizer: str
 
 
 @torch.no_grad()
+def test_baselines_are_beside_the_loss_and_on_the_figure(texts: Path, tmp_path: Path) -> None:
+    made = task(texts)
+    model = made.build().eval()
+    found = made.evaluate(model)
+    expected = baselines(made._train, made.unseen.numpy(), 257)
+    assert (found["unigram_loss"], found["bigram_loss"]) == (expected.unigram, expected.bigram)
+    assert found["bigram_loss"] < found["unigram_loss"] < found["loss"], "the model is untrained"
+    ratio = found["bits_per_byte"] / found["loss"]
+    assert found["bigram_bits_per_byte"] == pytest.approx(ratio * found["bigram_loss"])
+    assert found["unigram_bits_per_byte"] == pytest.approx(ratio * found["unigram_loss"])
+    (axes,) = loss_figure("language", [{"step": 1, "loss": 6.0}, {"step": 1, "evaluation": found}]).axes
+    dashed = {float(np.ravel(line.get_ydata())[0]) for line in axes.lines if line.get_linestyle() == "--"}
+    assert dashed == {expected.unigram, expected.bigram}
+
+
+def test_longer_sequences_are_evaluated_by_place(texts: Path) -> None:
+    made = task(texts, longest=80, model=replace(SMALL, positions="learned"))
+    model = made.build().eval()
+    assert model.config.context == 80
+    with torch.no_grad():
+        found = made.evaluate(model)
+        ids = task(texts, context=80).unseen
+        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none").mean(0)
+    assert found["places"] == ["13-24", "25-48", "49-80"]
+    expected = [losses[a:b].mean().item() for a, b in ((12, 24), (24, 48), (48, 80))]
+    assert found["loss_by_place"] == pytest.approx(expected, rel=1e-4)
+    assert found["longest_loss"] == found["loss_by_place"][-1]
+    assert set(made.figures(model)) == {"first_token", "places"}
+    assert "longest_loss" not in task(texts).evaluate(task(texts).build().eval())
+
+
+@pytest.mark.slow
+def test_loss_without_a_causal_mask_leaks_the_next_token_but_not_when_writing(texts: Path) -> None:
+    made = task(texts, model=replace(SMALL, prefix=24))
+    torch.manual_seed(0)
+    model = made.build()
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for step in range(250):
+        optimizer.zero_grad()
+        made.loss(model, made.batch(step, 16, 0)).backward()
+        optimizer.step()
+    found = made.evaluate(model.eval())
+    assert found["loss"] < 0.5 < found["bigram_loss"]
+    assert found["writing_loss"] > 10 * found["loss"]
+
+
+@torch.no_grad()
+def test_writing_loss_of_a_causal_model_is_its_loss_at_these_positions(texts: Path) -> None:
+    made = task(texts)
+    model = made.build().eval()
+    ids = made.unseen
+    losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+    expected = losses[:, [n - 1 for n in range(3, 25, 3)]].mean().item()
+    assert made.writing_loss(model) == pytest.approx(expected, rel=1e-4)
+    assert "writing_loss" not in made.evaluate(model)
+
+
 def test_loss_is_the_mean_cross_entropy(texts: Path) -> None:
     made = task(texts)
     model, batch = made.build(), made.batch(0, 3, 0)
@@ -132,7 +191,7 @@ def test_loss_is_the_mean_cross_entropy(texts: Path) -> None:
     torch.testing.assert_close(made.loss(model, batch), expected)
     whole = made.unseen
     expected = torch.nn.functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
-    assert made.evaluate(model)["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert made.evaluate(model)["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_few_steps_beat_token_frequencies(texts: Path) -> None:

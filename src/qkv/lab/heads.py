@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +47,8 @@ def __dir__() -> list[str]:
 
 PAD, SEPARATOR, FIRST_SYMBOL = 0, 1, 2
 """The special tokens, and the number of the first symbol."""
-Pairs = tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]
-"""Queries, and one key for each of them."""
+Pairs = tuple[Int[np.ndarray, " m"], Int[np.ndarray, "*b m"]]
+"""Queries (m), and one key for each of them, (m) or (b, m)."""
 HELD_OUT = 10
 """One in this many sequences is held out."""
 ENOUGH = 1000
@@ -99,8 +99,17 @@ def loss_after(model: DecoderLM, ids: Int[Tensor, "b n"], start: int) -> Float[T
 
 
 def continued(model: DecoderLM, prompt: Int[Tensor, "b n"], new: int) -> Int[Tensor, "b new"]:
-    """Greedy generation: the `new` tokens with which the model continues each prompt."""
+    """Greedy generation: the `new` tokens with which the model continues each prompt.
+
+    A model whose prefix is longer than the prompt computes the whole sequence at each step, because earlier tokens
+    attend to the new ones.
+    """
     prompt = prompt.to(next(model.parameters()).device)
+    if model.config.prefix > prompt.shape[1]:
+        ids = prompt
+        for _ in range(new):
+            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+        return ids[:, prompt.shape[1] :].cpu()
     rows = generate(model, model.start(len(prompt)), prompt, max_new_tokens=new, sampling=Sampler(temperature=0))
     return torch.tensor(rows)
 
@@ -115,16 +124,31 @@ def maps(model: nn.Module, ids: Int[Tensor, "b n"]) -> Float[np.ndarray, "b laye
 def share_of_strongest(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
     """The share of (sequence, query) pairs whose strongest key is the given one, for each head.
 
-    Of equally strong keys the first counts.
+    The keys are the same for all sequences (m), or each sequence has its own (b, m). Of equally strong keys the first
+    counts.
+
+    >>> weights = np.eye(3)[None, None, None, [0, 2, 1]].repeat(2, 0)  # two sequences, one layer, one head
+    >>> share_of_strongest(weights, (np.array([1, 2]), np.array([[2, 1], [2, 0]]))).tolist()
+    [[0.75]]
     """
     queries, keys = pairs
-    return np.asarray((weights[..., queries, :].argmax(-1) == keys).mean((0, -1)))
+    return np.asarray((weights[..., queries, :].argmax(-1) == _by_head(keys)).mean((0, -1)))
 
 
 def mean_weight(weights: Float[np.ndarray, "b layer head n n"], pairs: Pairs) -> Float[np.ndarray, "layer head"]:
-    """The mean weight of the queries on the given keys, over pairs and sequences, for each head."""
+    """The mean weight of the queries on the given keys, over pairs and sequences, for each head.
+
+    The keys are those of `share_of_strongest`.
+    """
     queries, keys = pairs
-    return np.asarray(weights[..., queries, keys].mean((0, -1)))
+    rows = weights[..., queries, :]
+    found = np.take_along_axis(rows, np.broadcast_to(_by_head(keys), rows.shape[:-1])[..., None], -1)
+    return np.asarray(found.mean((0, -2, -1)))
+
+
+def _by_head(keys: Int[np.ndarray, "*b m"]) -> Int[np.ndarray, "*b layer head m"]:
+    """Keys that broadcast to (b, layer, head, m)."""
+    return keys[:, None, None] if keys.ndim == 2 else keys
 
 
 def best(
@@ -173,11 +197,20 @@ def bars(axes: Axes, scores: Float[np.ndarray, "layer head"], bar: float) -> Non
     axes.set_xlabel("layer and head, counted from 0")
 
 
-def show_map(axes: Axes, weights: Float[np.ndarray, "n n"], ids: Int[Tensor, " n"], pairs: Pairs) -> None:
-    """Plot one head's attention map of one sequence; squares mark the key that each query should attend to."""
+def show_map(
+    axes: Axes,
+    weights: Float[np.ndarray, "n n"],
+    ids: Int[Tensor, " n"],
+    pairs: Pairs,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Plot one head's attention map of one sequence; squares mark the key that each query should attend to.
+
+    Tokens are labelled with `names`, or else with their numbers.
+    """
     from qkv.lab.draw import COLOURS, heatmap
 
-    names = ["SEP" if token == SEPARATOR else str(token) for token in ids.tolist()]
+    names = names or ["SEP" if token == SEPARATOR else str(token) for token in ids.tolist()]
     image = heatmap(axes, weights, rows=names, columns=names, vmax=1)
     side = min(90.0, 1.6e4 / len(names) ** 2)
     queries, keys = pairs

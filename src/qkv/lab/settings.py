@@ -14,6 +14,8 @@ from qkv.lab.task import Task, Training
 
 C = TypeVar("C")
 RUN = "run.toml"
+CONFIGS = Path(__file__).parent / "configs"
+"""The folder of configurations that come with the package: `qkv train --config lesson`."""
 
 
 def with_entries(config: C, **needed: Any) -> C:
@@ -96,11 +98,20 @@ def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
 def from_toml(path: Path) -> tuple[Task, Training]:
     """The task and the training settings in a file; settings that it leaves out have the task's defaults.
 
+    Args:
+        path: the file, or the name of a configuration in the package: ``lesson``.
+
     Raises:
         InputError: if the file cannot be read, or has an unknown task, table or setting.
+
+    >>> task, training = from_toml(Path("lesson"))
+    >>> task.name, task.model.d_model, training.steps
+    ('reversal', 32, 4000)
     """
     from qkv.lab.tasks import names, task_class  # the modules of tasks import this one
 
+    if not path.exists() and (CONFIGS / f"{path}.toml").is_file():
+        path = CONFIGS / f"{path}.toml"
     found = read_toml(path)
     name = found.get("task")
     if not isinstance(name, str):

@@ -84,6 +84,8 @@ class DecoderConfig:
     """Whether the linear layers of the attention have biases; as `bias` if None."""
     tied: bool = True
     """Whether the embedding is also the output matrix."""
+    output_bias: bool | None = None
+    """Whether an output matrix that is not tied has a bias; None, as in GPT-2 and Llama, for no."""
     qk_norm: bool = False
     gate: str | None = None
     sink: bool = False
@@ -114,6 +116,8 @@ class DecoderConfig:
                 raise InputError(
                     f"rotary_scaling is {self.rotary_scaling!r} with positions {self.positions!r}, expected 'rotary'"
                 )
+        if self.output_bias and self.tied:
+            raise InputError("output_bias is True with tied, expected tied=False: an embedding has no bias")
         if not self.norm_eps > 0:
             raise InputError(f"norm_eps is {self.norm_eps}, expected a positive number")
         check_dropout("DecoderConfig", self.dropout)
@@ -212,7 +216,9 @@ class DecoderLM(nn.Module):
         self.blocks = nn.ModuleList(_block(config, attention, rotary) for _ in range(config.layers))
         last = config.place == "pre"
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps, bias=config.bias) if last else nn.Identity()
-        self.output = None if config.tied else Projection(config.d_model, config.vocab_size, bias=False)
+        self.output = (
+            None if config.tied else Projection(config.d_model, config.vocab_size, bias=bool(config.output_bias))
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
@@ -259,7 +265,7 @@ class DecoderLM(nn.Module):
         (2, torch.Size([1, 4, 3, 3]))
         """
         weights: list[Tensor] | None = [] if return_weights else None
-        logits = project(self._hidden(ids, weights), self._output())
+        logits = project(self._hidden(ids, weights), *self._output())
         return logits if weights is None else (logits, tuple(weights))
 
     if TYPE_CHECKING:
@@ -294,7 +300,10 @@ class DecoderLM(nn.Module):
             ids, targets = ids[:, :-1], ids[:, 1:]
         if targets.shape != ids.shape:
             raise InputError(f"targets has shape {tuple(targets.shape)}, expected that of ids, {tuple(ids.shape)}")
-        return linear_cross_entropy(self.hidden(ids).flatten(0, 1), self._output(), targets.flatten())
+        x, (weight, bias) = self.hidden(ids).flatten(0, 1), self._output()
+        if bias is not None:  # a bias is the weight of an input that is always 1
+            x, weight = torch.cat([x, x.new_ones(len(x), 1)], 1), torch.cat([weight, bias[:, None]], 1)
+        return linear_cross_entropy(x, weight, targets.flatten())
 
     def start(
         self,
@@ -384,7 +393,7 @@ class DecoderLM(nn.Module):
         for block, cache in zip(self.blocks, state.caches, strict=True):
             x = block(x, mask=mask, positions=positions, cache=cache)
         state.seen += tokens.shape[1]
-        return project(self.norm(x[:, -1]), self._output())
+        return project(self.norm(x[:, -1]), *self._output())
 
     def _check(self, ids: Tensor, seen: int) -> None:
         check_ids("tokens", ids, self.config.vocab_size)
@@ -405,8 +414,9 @@ class DecoderLM(nn.Module):
         dropped: Tensor = self.dropout(x)
         return dropped
 
-    def _output(self) -> Tensor:
-        return self.embedding.weight if self.output is None else self.output.weight
+    def _output(self) -> tuple[Tensor, Tensor | None]:
+        """The output matrix, and its bias or None."""
+        return (self.embedding.weight, None) if self.output is None else (self.output.weight, self.output.bias)
 
 
 def _padded(padding: Tensor, seen: int, n: int) -> tuple[Tensor, Mask]:

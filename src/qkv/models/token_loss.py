@@ -53,7 +53,7 @@ def token_loss(
         raise InputError(f"chunk is {chunk}, expected at least 1 token")
     ids = ids.to(model.embedding.weight.device)
     state, outputs = model.start(len(ids), cache=make_cache), []
-    weight = model.embedding.weight if model.output is None else model.output.weight
+    weight, bias = (model.embedding.weight, None) if model.output is None else (model.output.weight, model.output.bias)
     # `step` returns the logits of the last token only: the hook keeps the last layer's output for all tokens.
     handle = model.blocks[-1].register_forward_hook(lambda _, __, x: outputs.append(x))
     n = ids.shape[1] - 1
@@ -63,7 +63,7 @@ def token_loss(
         for start, stop in zip([0, *stops], stops, strict=False):
             part, targets = ids[:, start:stop], ids[:, start + 1 : stop + 1]
             model.step(part, state)
-            logits = project(model.norm(outputs.pop()), weight).double()
+            logits = project(model.norm(outputs.pop()), weight, bias).double()
             found.append(nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
             on_chunk(part.shape[1])
     finally:

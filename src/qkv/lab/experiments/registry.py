@@ -29,6 +29,23 @@ BUILT_IN = {
     "scaling": "scaling.Scaling",
     "bottleneck": "bottleneck.Bottleneck",
     "mini": "mini.Mini",
+    "coreference": "relations.Pronouns",
+    "hops": "relations.Depth",
+    "projections": "relations.Projections",
+    "two_lookups": "head_numbers.TwoLookups",
+    "four_lookups": "head_numbers.FourLookups",
+    "shared_keys": "head_numbers.SharedKeys",
+    "score_functions": "associations.ScoreFunctions",
+    "linear_attention": "associations.LinearAttention",
+    "hard_attention": "associations.HardAttention",
+    "recurrence": "recurrence.Recurrence",
+    "no_mask": "causal.NoMask",
+    "extrapolation": "extrapolation.Extrapolation",
+    "relative_positions": "extrapolation.RelativePositions",
+    "lesson": "lesson.Lesson",
+    "blocks": "blocks.Blocks",
+    "text_sink": "texts.TextSink",
+    "dropout": "texts.Dropout",
 }
 GROUP = "qkv.experiments"
 """The group of entry points in which an installed package registers subclasses of `Experiment`."""

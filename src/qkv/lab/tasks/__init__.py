@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from qkv.lab.tasks.backcopy import Backcopy
     from qkv.lab.tasks.caption import Caption
     from qkv.lab.tasks.copy import Copy
+    from qkv.lab.tasks.coreference import Coreference
+    from qkv.lab.tasks.hops import Hops
     from qkv.lab.tasks.language import Language
+    from qkv.lab.tasks.lookups import Lookups
     from qkv.lab.tasks.recall import Recall
     from qkv.lab.tasks.reversal import Reversal
     from qkv.lab.tasks.translation import Translation
@@ -20,7 +23,10 @@ __all__ = [
     "Backcopy",
     "Caption",
     "Copy",
+    "Coreference",
+    "Hops",
     "Language",
+    "Lookups",
     "Recall",
     "Reversal",
     "Translation",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from qkv.errors import InputError
 from qkv.lab import settings, tokenizers, track
+from qkv.lab.ngrams import Baselines, baselines
 from qkv.lab.task import Batch, Measured, Training
 from qkv.lab.tokens import Prepared, prepare, prepare_more
 from qkv.models.config import one_of
@@ -33,7 +34,9 @@ PART = 4096
 class Language:
     """Predict each token of a text from the tokens before it.
 
-    Sequences are windows at random positions of the corpus. Some documents, or the end of each, are held out.
+    Sequences are windows at random positions of the corpus. Some documents, or the end of each, are held out. The loss
+    is printed beside those of a unigram and a bigram model (`qkv.lab.ngrams.baselines`). A model whose prefix is the
+    whole context has no causal mask: its loss then leaks the next token, which `writing_loss` shows.
 
     >>> Language(context=32).batch(step=0, size=3, seed=0)["ids"].shape
     torch.Size([3, 33])
@@ -50,6 +53,8 @@ class Language:
     """The number of BPE tokens, ``<s>`` included. The byte tokenizer always has 257."""
     context: int = 128
     """The number of tokens that the model reads, and predicts, in a sequence."""
+    longest: int | None = None
+    """Also evaluate on sequences of so many tokens, more than in training; None for no longer ones."""
     first: Literal["fixed", "random"] = "fixed"
     """The first token of a sequence: always ``<s>``, or the first token of the window."""
     tokens: int | None = None
@@ -71,6 +76,8 @@ class Language:
             )
         if self.context < 2:
             raise InputError(f"context is {self.context}, expected at least 2 tokens")
+        if self.longest is not None and self.longest <= self.context:
+            raise InputError(f"longest is {self.longest}, expected more than the context, {self.context}, or None")
         if self.tokens is not None and self.tokens <= self.context:
             raise InputError(f"tokens is {self.tokens}, expected more than the context, {self.context}")
         if not 0 <= self.more_share <= 1:
@@ -85,7 +92,8 @@ class Language:
         """A new model with random weights; `InputError` if the corpus cannot be loaded or is too small."""
         vocabulary = self._data.vocab_size
         self._train, self._more, self.unseen  # noqa: B018  (raises if a corpus is too small)
-        return DecoderLM(settings.with_entries(self.model, vocab_size=vocabulary, context=self.context))
+        needed = {"vocab_size": vocabulary, "context": self.longest or self.context}
+        return DecoderLM(settings.with_entries(self.model, **needed))
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
         """``ids`` (size, context + 1): windows at random positions; every token but the first is a target."""
@@ -110,18 +118,74 @@ class Language:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Measured:
-        """Held-out loss in nats per token, perplexity, and bits per byte, which compares between tokenizers."""
-        device = next(model.parameters()).device
+        """Losses on held-out text, beside those of a unigram and a bigram model of the training text.
+
+        Returns:
+            ``loss``, ``unigram_loss`` and ``bigram_loss`` in nats per token; ``bits_per_byte``,
+            ``unigram_bits_per_byte`` and ``bigram_bits_per_byte``, which compare between tokenizers; ``perplexity``.
+            The baselines are smoothed as in `qkv.lab.ngrams.baselines` and know the text of `corpus`, not of `more`.
+            If the model has a prefix, ``writing_loss``: see `writing_loss`. If `longest` is given, ``places``, such as
+            ``"33-64"``, and ``loss_by_place``, the loss at these positions of sequences of `longest` tokens;
+            ``longest_loss`` is that at the last of them.
+        """
         ids = self.unseen
-        parts = ids.split(max(1, PART // self.context))
-        loss = sum(float(self.loss(model, {"ids": x.to(device)})) * len(x) for x in parts) / len(ids)
+        losses = self._token_losses(model, ids)
+        loss = float(losses.mean())
         lengths = tokenizers.byte_lengths(self._data.tokenizer)
-        bytes_per_token = float(lengths[ids[:, 1:].numpy()].mean())
-        return {
+        bits = 1 / log(2) / float(lengths[ids[:, 1:].numpy()].mean())
+        known = self._baselines
+        found: dict[str, Any] = {
             "loss": loss,
-            "bits_per_byte": loss / log(2) / bytes_per_token,
+            "unigram_loss": known.unigram,
+            "bigram_loss": known.bigram,
+            "bits_per_byte": loss * bits,
+            "unigram_bits_per_byte": known.unigram * bits,
+            "bigram_bits_per_byte": known.bigram * bits,
             "perplexity": float(torch.tensor(loss).exp()),
         }
+        if self.model.prefix:
+            found["writing_loss"] = self.writing_loss(model)
+        return found | (self._by_place(model) if self.longest else {})
+
+    def writing_loss(self, model: nn.Module) -> float:
+        """The loss in nats of the next token when the model reads only the tokens before it, as it does when it writes.
+
+        It is a mean over held-out sequences and 8 lengths, up to the whole context. With a causal mask the loss of a
+        whole sequence is the same at these positions; without one the whole sequence contains the next tokens.
+        """
+        lengths = sorted({-(-self.context * part // 8) for part in range(1, 9)})
+        losses = [self._token_losses(model, self.unseen[:, : n + 1])[:, -1] for n in lengths]
+        return float(torch.stack(losses).mean())
+
+    def _by_place(self, model: nn.Module) -> dict[str, Any]:
+        """The loss at positions from half the trained length on, in ranges of which each is twice as long."""
+        assert self.longest is not None
+        longer = replace(self, context=self.longest, longest=None)
+        losses = self._token_losses(model, longer.unseen).mean(0)
+        stops = [self.context]
+        while stops[-1] < self.longest:
+            stops.append(min(2 * stops[-1], self.longest))
+        places = list(zip([self.context // 2, *stops], stops, strict=False))
+        by_place = [float(losses[start:stop].mean()) for start, stop in places]
+        return {
+            "places": [f"{start + 1}-{stop}" for start, stop in places],
+            "loss_by_place": by_place,
+            "longest_loss": by_place[-1],
+        }
+
+    @torch.no_grad()
+    def _token_losses(self, model: nn.Module, ids: Int[Tensor, "texts width"]) -> Float[Tensor, "texts n"]:
+        """The loss of every token of some texts but the first, in nats, on the CPU."""
+        device = next(model.parameters()).device
+        found = []
+        for part in ids.split(max(1, PART // (ids.shape[1] - 1))):
+            logits = model(part[:, :-1].to(device)).transpose(1, 2)
+            found.append(nn.functional.cross_entropy(logits, part[:, 1:].to(device), reduction="none").cpu())
+        return torch.cat(found)
+
+    @cached_property
+    def _baselines(self) -> Baselines:
+        return baselines(self._train, self.unseen.numpy(), self._data.vocab_size)
 
     def check(self, model: nn.Module) -> Measured:
         """Attention statistics of every head on held-out text: see `qkv.lab.track.attention`."""
@@ -129,8 +193,12 @@ class Language:
         return track.attention(model, ids)  # type: ignore[arg-type]  # `build` returns a DecoderLM
 
     def figures(self, model: nn.Module) -> Mapping[str, Figure]:
-        """``first_token``: the mean weight on the first token in every head."""
-        return {"first_token": _first_token_figure(np.asarray(self.check(model)["sink"]), self)}
+        """``first_token``: the mean weight on the first token in every head.
+
+        If `longest` is given, also ``places``: the loss by position, within the trained length and beyond it.
+        """
+        found = {"first_token": _first_token_figure(np.asarray(self.check(model)["sink"]), self)}
+        return found | ({"places": _places_figure(self._by_place(model), self)} if self.longest else {})
 
     def files(self) -> Mapping[str, str]:
         """tokenizer.json, which prepends ``<s>`` if the training texts began with it."""
@@ -219,4 +287,22 @@ def _first_token_figure(weight: np.ndarray, task: Language) -> Figure:
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("mean weight on the first token", size=9)
     bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def _places_figure(found: Mapping[str, Any], task: Language) -> Figure:
+    """The loss in ranges of positions, of which the first is within the trained length."""
+    from qkv.lab.draw import COLOURS, panels
+
+    rise = found["longest_loss"] - found["loss_by_place"][0]
+    says = f"rises by {rise:.2f}" if rise > 0 else f"falls by {-rise:.2f}"
+    figure, (axes,) = panels(
+        f"Trained on {task.context} tokens, the loss {says} nats per token up to position {task.longest}",
+        f"Held-out text ({task.corpus}), {task.model.positions} positions.",
+        width=5.6,
+        height=2.8,
+    )
+    shades = [COLOURS[0], *[COLOURS[1]] * (len(found["places"]) - 1)]
+    axes.bar(found["places"], found["loss_by_place"], color=shades)
+    axes.set(xlabel="position (orange: beyond the trained length)", ylabel="loss (nats per token)")
     return figure

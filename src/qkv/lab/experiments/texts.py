@@ -1,0 +1,121 @@
+"""Experiments on language models of text: when a sink forms, and what dropout does to overfitting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from qkv.lab.experiments.base import Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
+from qkv.lab.experiments.sinks import DATED, SINK, STRONGEST
+from qkv.lab.experiments.small import LEAST, Small, means_of, setting
+from qkv.lab.task import Measured
+from qkv.lab.tasks.language import Language
+from qkv.models import DecoderConfig
+
+MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
+"""Learned positions, pre-norm, GELU, a tied output: the chapter's Lab 5 at a smaller size."""
+FIRST: Mapping[str, str] = {"fixed": "every sequence begins with <s>", "random": "sequences begin anywhere"}
+
+
+class TextSink(Small):
+    """The chapter's small Transformer on text in bytes, whose sequences begin with ``<s>`` or anywhere."""
+
+    name = "text_sink"
+    question = "Does a small Transformer that is trained on text develop a sink?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "A small Transformer on text forms a sink",
+        FAILS: "A small Transformer on text forms no sink",
+        ONLY: "A sink forms when every sequence begins with the same token",
+    }
+    criteria = (Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK),)
+    curves = ("check.sink", "evaluation.loss")
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """One model for each kind of beginning."""
+        return {
+            condition: setting(
+                Language(context=64, model=MODEL, first=first),  # type: ignore[arg-type]
+                seed, quick, steps=400, lr=5e-3, warmup=0, decay="none", evaluate_every=4 if quick else 100,
+            )
+            for first, condition in FIRST.items()
+        }  # fmt: skip
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """The strongest head's mean weight on the first token, for each kind of beginning."""
+        return {"C139": [Effect(name, results.values(name, "check.sink"), (name,)) for name in FIRST.values()]}
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The first evaluation with a sink."""
+        steps = []
+        for outcome in results.finished(FIRST["fixed"]):
+            curve = outcome.curves.get("check.sink", {"steps": [], "values": []})
+            strongest = [max(max(layer) for layer in x) for x in curve["values"]]
+            seen = [step for step, x in zip(curve["steps"], strongest, strict=True) if x > SINK]
+            steps += seen[:1]
+        if not steps:
+            return {}
+        return {"C139": f"With <s> it is there by step {max(steps)} in all runs that have one (looked at every 100)."}
+
+
+class Dropout(Small):
+    """Language models that can memorise 6,000 bytes of text, with and without dropout."""
+
+    name = "dropout"
+    question = "Does dropout in attention prevent overfitting, or make less of it?"
+    says: ClassVar[Mapping[str, str]] = {
+        HOLDS: "Dropout prevents overfitting",
+        FAILS: "Dropout does not reduce overfitting",
+        ONLY: "Dropout makes less of overfitting, but does not prevent it",
+    }
+    criteria = (
+        Criterion("C179", DATED, "Rise of the held-out loss (nats per byte) after its minimum, trained on 6,000 bytes: "
+                  "without dropout minus with 0.3, and what is left with 0.3", LEAST),
+    )  # fmt: skip
+    looks = (10, 20)
+    rates: ClassVar[Mapping[str, float]] = {"no dropout": 0.0, "dropout 0.3": 0.3}
+    curves = ("evaluation.loss",)
+
+    def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
+        """One model for each rate."""
+        task = Language(context=64, tokens=6000, first="random", model=MODEL)
+        return {
+            name: setting(
+                replace(task, model=replace(MODEL, dropout=rate)), seed, quick, steps=500, warmup=20,
+                decay="none", weight_decay=0.0, evaluate_every=4 if quick else 100,
+            )
+            for name, rate in self.rates.items()
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, setting: Setting) -> Measured:
+        """``train_loss``: the loss in nats per byte on windows of the training text, without dropout."""
+        batch = setting.task.batch(10**6, 90, setting.training.seed)
+        return {"train_loss": float(setting.task.loss(model, batch))}
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """Less of it, and none of it, are two readings of the claim."""
+        none, some = (_rises(results, name) for name in self.rates)
+        fewer = [none[seed] - some[seed] for seed in some if seed in none]
+        both = tuple(self.rates)
+        return {
+            "C179": [
+                Effect("less of it", fewer, both),
+                Effect("next to none", list(some.values()), both[1:], above=False),
+            ]
+        }
+
+    def remarks(self, results: Results) -> Mapping[str, str]:
+        """The means."""
+        held, train = (means_of(results, list(self.rates), x) for x in ("evaluation.loss", "measured.train_loss"))
+        return {"C179": f"Mean held-out losses: {held}; on the training text: {train}."}
+
+
+def _rises(results: Results, variant: str) -> dict[int, float]:
+    """By seed, the held-out loss at the end of training minus its minimum over training."""
+    curves = {o.seed: o.curves["evaluation.loss"]["values"] for o in results.finished(variant)}
+    return {seed: float(values[-1] - min(values)) for seed, values in curves.items()}
