@@ -46,7 +46,6 @@ class Positions(SinkEverywhere):
     name = "positions"
     question = "Does a sink form with every position scheme, and without positions?"
     criteria = (Criterion("C085", DATED, STRONGEST, SINK),)
-    looks = (10, 20, 40)
     axis = "positions"
     what = "Position schemes"
     variants: ClassVar[Mapping[str, Change]] = {

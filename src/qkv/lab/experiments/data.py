@@ -16,6 +16,7 @@ from qkv.lab.experiments.sinks import (
     ALPHA,
     DATED,
     LEARNT,
+    MAIN_LOOKS,
     PLAIN,
     SINK,
     TRAINING,
@@ -109,6 +110,7 @@ class FirstToken(Sweep):
 
     name = "first_token"
     question = "Does a sink depend on which token is first, and does it form on random tokens?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C062", DATED, "Weight of the strongest head on the first position", SINK),
         Criterion("C065", DATED, "Weight of the strongest head on the first token, followed by random symbols", SINK),

@@ -14,6 +14,7 @@ from qkv.lab.experiments.sinks import (
     DATED,
     EXCESS,
     LEARNT,
+    MAIN_LOOKS,
     PLAIN,
     QUICK_TASK,
     SINK,
@@ -39,6 +40,7 @@ class Emergence(Sweep):
 
     name = "emergence"
     question = "When in training does a sink on the first token form, and does it exist at initialisation?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C061", DATED, f"{STRONGEST}, at the end of training", SINK),
         Criterion("C063", DATED, f"{STRONGEST}, among {TASK.length} tokens", SINK),

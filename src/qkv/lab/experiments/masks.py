@@ -14,6 +14,7 @@ from qkv.lab.experiments.base import Results, Setting, paired, value_of
 from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdict
 from qkv.lab.experiments.sinks import (
     DATED,
+    MAIN_LOOKS,
     PLAIN,
     SINK,
     Change,
@@ -93,6 +94,7 @@ class PrefixMask(MaskSweep):
 
     name = "prefix"
     question = "Does a bidirectional prefix move the sink to other keys inside the prefix?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C083", DATED, "Weight of the strongest head, by queries after the prefix, on all other keys of the "
                   "prefix minus that on its first key", 0.0),
@@ -128,6 +130,7 @@ class WindowMask(MaskSweep):
 
     name = "window"
     question = "With a sliding window, is the sink the first token of the text or the first of the window?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C084", DATED, "Weight of the strongest head on the first token of the text, by queries that see it, "
                   "minus that on the oldest key of the window, by all others", 0.1),

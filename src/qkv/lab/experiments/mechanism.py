@@ -16,6 +16,7 @@ from qkv.lab.experiments.evidence import HOLDS, Criterion, Effect, Verdict, numb
 from qkv.lab.experiments.sinks import (
     ALPHA,
     DATED,
+    MAIN_LOOKS,
     SINK,
     Change,
     Sweep,
@@ -49,6 +50,7 @@ class Mechanism(Sweep):
 
     name = "mechanism"
     question = "Which properties of the first token make it a sink: its value, the angle of its key, its residual?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C067", DATED, "Largest magnitude of the hidden states at the first token over the median magnitude "
                   "in the text", MASSIVE, ratio=True),

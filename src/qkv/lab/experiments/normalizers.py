@@ -17,6 +17,7 @@ from qkv.lab.experiments.sinks import (
     ALPHA,
     DATED,
     EXCESS,
+    MAIN_LOOKS,
     SINK,
     STRONGEST,
     Change,
@@ -67,6 +68,7 @@ class Normalizers(Sweep):
 
     name = "normalizers"
     question = "Which normalizers, learned sinks and gates remove the sink, and what else changes?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LESS),
         Criterion("C090", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,

@@ -13,6 +13,7 @@ from qkv.lab.experiments.evidence import FAILS, HOLDS, Criterion, Effect, Verdic
 from qkv.lab.experiments.sinks import (
     ALPHA,
     DATED,
+    MAIN_LOOKS,
     PLAIN,
     TRAINING,
     Change,
@@ -37,6 +38,7 @@ class LearningRate(Sweep):
 
     name = "learning_rate"
     question = "Does a larger learning rate strengthen the sink, and does a key bias stabilise training at high rates?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C078", DATED, "Weight of the strongest head on the first token at a learning rate minus that at a "
                   "lower one", LEAST),
@@ -92,6 +94,7 @@ class WeightDecay(Sweep):
 
     name = "weight_decay"
     question = "Does stronger weight decay strengthen the sink?"
+    looks = MAIN_LOOKS
     criteria = (
         Criterion("C082", DATED, "Weight of the strongest head on the first token with weight decay minus that "
                   f"without, at learning rate {SLOW:g}", LEAST),

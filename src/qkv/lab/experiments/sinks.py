@@ -37,6 +37,8 @@ ALPHA = "check.sink"
 ACCURACY = "evaluation.backcopy_accuracy"
 EXCESS = "evaluation.excess"
 ALPHA_LABEL = "weight on the first token"
+MAIN_LOOKS = (20, 40)
+"""The looks of the experiments on the main claims about sinks."""
 PLAIN = "plain"
 """The variant without changes, whose runs all experiments share."""
 
@@ -80,9 +82,8 @@ def decoder_and_task(model: nn.Module, setting: Setting) -> tuple[DecoderLM, Bac
 
 
 class Sweep(Experiment):
-    """An experiment that trains variants of one run. A run takes about 10 seconds, so it starts with 20 seeds."""
+    """An experiment that trains variants of one run, of about 10 seconds."""
 
-    looks: ClassVar[tuple[int, ...]] = (20, 40)
     variants: ClassVar[Mapping[str, Change]]
     axis: ClassVar[str] = ""
     """The label of the figure's x axis: the setting that varies."""
