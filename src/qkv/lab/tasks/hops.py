@@ -41,7 +41,7 @@ class Hops:
     name: ClassVar[str] = "hops"
 
     places: int = 8
-    """The number of positions, and of tokens: pointer p is token 2 + p."""
+    """The number of positions, and of tokens; pointer p is token 2 + p."""
     hops: int = 4
     """The largest number of hops to answer for."""
     model: DecoderConfig = field(default_factory=lambda: DecoderConfig(d_model=64, layers=2, heads=4, tied=False))
