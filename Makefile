@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz lint docs docs-serve claims trials figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick fuzz lint docs docs-serve claims mutants figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -26,7 +26,7 @@ demo: venv  ## profile the bundled model, then a model at 8,192 tokens against p
 	$(BIN)/python -m benchmarks.demo --out $(OUT)/long
 	@echo
 	@echo "Open the reports in a browser:"
-	@echo "  $(OUT)/mini/report.html     qkv-mini, a small model of Python code: where its 24 heads attend"
+	@echo "  $(OUT)/mini/report.html     qkv-mini, a small model of Python code: where its heads attend"
 	@echo "  $(OUT)/long/report.html     a causal model at 8,192 tokens"
 	@echo "Or explore them in the viewer: $(BIN)/qkv view $(OUT)/mini (the saved profile) or $(BIN)/qkv view (the model)"
 
@@ -86,9 +86,9 @@ test-gpu:  ## run the tests of the CUDA kernels from the source tree, without in
 
 TRAINED := src/qkv/models/trained
 
-models: venv  ## train the bundled models again, on one core, about 90 minutes
+models: venv  ## train the bundled models again, on two cores, about two hours
 	for m in qkv-reversal qkv-translation qkv-caption qkv-mini; do \
-	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 1 && \
+	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 2 && \
 	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
 	done
 
@@ -99,9 +99,11 @@ experiments: venv  ## run all experiments of the lab on JOBS=2 cores: an estimat
 	$(BIN)/qkv experiment all --jobs $(JOBS) --out qkv-experiments
 	cp qkv-experiments/*.json $(RESULTS)/
 	cp qkv-experiments/*.png qkv-experiments/README.md docs/experiments/
+	$(BIN)/python docs/make_larger.py
 
 sinks: venv  ## study the attention sinks of the bundled models, about two minutes on one core; writes src/qkv/sinks/results
 	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.sinks
+	$(BIN)/python docs/make_larger.py
 
 SITE := docs/_build/html
 
@@ -113,10 +115,10 @@ docs-serve: docs  ## build the documentation and serve it on http://127.0.0.1:80
 	$(BIN)/python -m http.server 8000 --bind 127.0.0.1 --directory $(SITE)
 
 claims: venv  ## run every check of the ledger of claims; writes docs/claims
-	$(BIN)/python -m qkv.ledger
+	$(BIN)/qkv claims --out docs/claims
 
-trials: venv  ## repeat the small training runs behind some claims, about 30 minutes; writes src/qkv/ledger/results
-	$(BIN)/python -m qkv.ledger.trials all
+mutants: venv  ## test the ledger's checks: give them wrong answers, and count those that notice; about five minutes on one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m qkv.ledger.mutation
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py

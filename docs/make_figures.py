@@ -16,6 +16,7 @@ from typing import Any
 
 import linear_error
 import make_coverage
+import make_larger
 import make_launches
 import make_matrix
 import make_quantities
@@ -61,17 +62,15 @@ def pictures() -> None:
 
 
 def of_mini() -> None:
-    """The figures of `qkv map`, `qkv flow`, `qkv evict` and `qkv ablate` for the bundled model."""
+    """The figures of `qkv flow`, `qkv evict` and `qkv ablate` for the bundled model."""
     with tempfile.TemporaryDirectory() as folder:
         for command in (
-            "map --layer 1 --head 2 --out map.png",
             "flow --out flow",
             "evict --out evict",
             "ablate --out ablate",
         ):
             subprocess.run([sys.executable, "-m", "qkv.cli", *command.split()], cwd=folder, check=True)
         drawn = {
-            "map": "map.png",
             "flow": "flow/flow-from-320.png",
             "eviction": "evict/eviction.png",
             "ablation": "ablate/ablation.png",
@@ -306,6 +305,7 @@ if __name__ == "__main__":
     make_screenshots.screenshots(DOCS / "figures")
     of_mini()
     (DOCS / "quantities.md").write_text(make_quantities.page())
+    (DOCS / "larger-models.md").write_text(make_larger.page())
     masks()
     linear_error.linear_error(DOCS / "figures" / "linear_error.png")
     (DOCS / "matrix.md").write_text(make_matrix.page())
@@ -314,8 +314,8 @@ if __name__ == "__main__":
     minilm()
     trained_models.figures(DOCS / "figures")
     folder = DOCS.parent / "src" / "qkv" / "models" / "trained"
-    (folder / "README.md").write_text(trained_models.page("../../../../docs/experiments/README.md"))
-    (DOCS / "trained.md").write_text(trained_models.page("experiments/README.md"))
+    (folder / "README.md").write_text(trained_models.page("../../../../docs/howto/sinks-of-a-model.md"))
+    (DOCS / "trained.md").write_text(trained_models.page("howto/sinks-of-a-model.md"))
     benchmarks()
     make_launches.fill(DOCS / "gpu.md", "launches", make_launches.page_on_gpus())
     scale()

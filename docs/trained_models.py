@@ -25,8 +25,8 @@ SHORT = 64
 """Tokens of a text on which sinks are measured (T of Gu et al. 2025)."""
 
 
-def page(experiments: str) -> str:
-    """The page of the bundled models; `experiments` is the path from the page to the experiments' README."""
+def page(sinks: str) -> str:
+    """The page of the bundled models; `sinks` is the path from the page to that of studies of sinks."""
     lines = [
         "# Trained models",
         "",
@@ -40,7 +40,7 @@ def page(experiments: str) -> str:
         result = _result(name)
         lines += ["", f"## {name}", "", f"{what[0].upper()}{what[1:]}. {_size(name, result)}", ""]
         lines += _SAID[name](result)
-    return ("\n".join(lines) + "\n").replace("EXPERIMENTS", experiments)
+    return ("\n".join(lines) + "\n").replace("SINKS", sinks)
 
 
 def figures(folder: Path) -> None:
@@ -87,7 +87,7 @@ def _mini(result: dict[str, Any]) -> list[str]:
         f"{found['bits_per_byte']:.3f} bits per byte. On the first {SHORT} tokens of the program that `qkv profile` "
         f"reads by default, {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`. "
         f"On longer texts the share is smaller (all {profile.data.sizes['query']} tokens: last column). "
-        "The [experiment mini](EXPERIMENTS#mini) measures the loss without that token.",
+        "`qkv.sinks` measures the loss [without that token](SINKS).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
         "|---|---:|---:|",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import math
 import re
-import time
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 
+from qkv.lab.experiments.evidence import Interval
 from qkv.ledger import CLAIMS, Drifted, Verdict, claim, false, holds
-from qkv.ledger.page import PAGES, pages
-from qkv.ledger.settle import RESULTS
+from qkv.ledger.claim import Finding
+from qkv.ledger.index import can_fail, index, needed
+from qkv.ledger.page import pages
 from qkv.ledger.settled import load
-from qkv.ledger.trials.__main__ import names
 
 load()
+PAGES = Path(__file__).parents[1] / "docs" / "claims"
 PUBLISHED = json.loads((PAGES / "verdicts.json").read_text(encoding="utf-8"))
 
 
@@ -54,7 +56,8 @@ def test_pages_are_up_to_date() -> None:
     def compared(text: str) -> list[str]:
         """Headings, claims with their verdicts, counts and code; the list of errors sorted by id."""
         lines = text.splitlines()
-        found = [x for x in lines if x.startswith(("## ", "**C", "> ", "def ", "    ", "| ")) or " claims: <" in x]
+        starts = ("## ", "**C", "> ", "def ", "    ", "| the ", "| **all")
+        found = [x for x in lines if x.startswith(starts) or " claims: <" in x]
         return found + sorted(x for x in lines if x.startswith("- [C"))
 
     stand_in = {id_: Verdict(PUBLISHED[id_], "…") for id_ in CLAIMS}
@@ -65,7 +68,8 @@ def test_pages_are_up_to_date() -> None:
 
 
 def test_page_groups_and_links_its_claims() -> None:
-    found = {id_: Verdict("holds", "As C001 and [C002](#c002).", ("trial `x`", "[Y](https://y)")) for id_ in CLAIMS}
+    by = ("the bundled model `x`", "[Y](https://y)")
+    found = {id_: Verdict("holds", "As C001 and [C002](#c002).", by) for id_ in CLAIMS}
     lines = pages(found)["chapter.md"].splitlines()
     headings = [line for line in lines if line.startswith("## ")]
     assert headings[:2] == ["## Section 1", "## Section 2"]
@@ -73,7 +77,52 @@ def test_page_groups_and_links_its_claims() -> None:
     assert len(headings) == len(set(headings))
     assert lines[6].startswith("142 claims: <span")
     assert "As [C001](chapter.md#c001) and [C002](#c002)." in lines
-    assert "Settled with small models: trial `x`. To read: [Y](https://y)." in lines
+    assert "Settled with small models: bundled model `x`. To read: [Y](https://y)." in lines
+
+
+def test_page_says_how_an_experiment_decided() -> None:
+    found = {id_: Verdict("holds", "…", ("[experiment `window`](x)",) if id_ == "C084" else ()) for id_ in CLAIMS}
+    (line,) = [x for x in pages(found)["chapter.md"].splitlines() if x.startswith("Experiment `")]
+    assert re.fullmatch(r"Experiment `window`: .*\d+ seeds, \d+ runs.*\. Command: `qkv experiment window`\.", line)
+
+
+def test_page_shows_the_verdict_on_each_model() -> None:
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    found["C061"] = Verdict("only when", "…", (), (Finding("MiniLM", "64 tokens", "false", "0.1 (0.0 to 0.2)"),))
+    row = '| MiniLM | 64 tokens | <span class="verdict false">false</span> | 0.1 (0.0 to 0.2) |'
+    assert row in pages(found)["chapter.md"].splitlines()
+
+
+def test_index_lists_undecided_claims_with_what_would_decide() -> None:
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    assert "## What is undecided" not in index(found)
+    found["C061"] = Verdict("undecided", "…", (), (Finding("MiniLM", "64 tokens", "undecided", "0.3 (0.2 to 0.4)"),))
+    found["C014"] = Verdict("undecided", "It is 1. And more.")
+    section = index(found).split("## What is undecided")[1]
+    assert "→ MiniLM, 64 tokens: 0.3 (0.2 to 0.4). More texts would decide." in section
+    assert "→ It is 1.\n" in section
+
+
+def test_number_of_seeds_that_would_decide() -> None:
+    """The half-width of 0.2 at 10 seeds must fall to the distance from the bound."""
+    clear, near, at, one = (
+        Interval("", n, mean, mean - half, mean + half, 0.5, True)
+        for n, mean, half in ((10, 0.8, 0.2), (10, 0.55, 0.2), (10, 0.5, 0.2), (1, 0.6, math.inf))
+    )
+    assert needed((clear,)) == needed((one,)) == ""
+    assert needed((clear, near)) == "About 160 seeds would decide if the mean stays."
+    assert "More than 1,000 seeds" in needed((near, at))
+
+
+def test_index_states_the_share_of_checks_that_can_fail(tmp_path: Path) -> None:
+    file = tmp_path / "mutation.json"
+    found = {id_: Verdict("holds", "…") for id_ in CLAIMS}
+    assert can_fail(file) == []
+    assert "can fail" not in index(found, file)
+    file.write_text('{"computed": 200, "can_fail": 199, "cannot": ["C034"], "by": {}}')
+    text = " ".join(can_fail(file))
+    assert "199 of 200 (99.5 %) then contradict their verdict. The others are [C034](chapter.md#c034)." in text
+    assert text in index(found, file).replace("\n", " ")
 
 
 def test_claims_are_valid_markdown() -> None:
@@ -88,47 +137,3 @@ def assert_readable(text: str) -> None:
     assert plain.count("$") % 2 == 0, text
     assert len(re.findall(r"(?<!\\)\*", re.sub(r"\$[^$]*\$", "", plain))) % 2 == 0, text
     assert "\n" not in text, text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", names())
-def test_quick_trial_has_the_structure_of_its_result(name: str) -> None:
-    """A quick run has the same nested names as the committed result."""
-    committed = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    del committed["made"]
-    start = time.process_time()
-    quick = json.loads(json.dumps(importlib.import_module(f"qkv.ledger.trials.{name}").run(quick=True)))
-    assert time.process_time() - start < 10  # 3 s on a quiet machine
-    assert_same_structure(quick, committed, name)
-
-
-def assert_same_structure(quick: object, committed: object, at: str) -> None:
-    """Both have the same nested names; the quick run may have fewer numeric names (seeds, steps) and list entries."""
-    if isinstance(quick, dict) and isinstance(committed, dict):
-        extra, missing = set(quick) - set(committed), set(committed) - set(quick)
-        assert not extra, f"{at}: the committed result lacks {sorted(extra)}"
-        assert not missing or (quick and all(x.isdigit() for x in committed)), (
-            f"{at}: the quick run lacks {sorted(missing)}"
-        )
-        for key, value in quick.items():
-            assert_same_structure(value, committed[key], f"{at}, {key}")
-    elif isinstance(quick, list) and isinstance(committed, list):
-        assert 0 < len(quick) <= len(committed), f"{at}: {len(quick)} entries, committed {len(committed)}"
-        for i, (one, other) in enumerate(zip(quick, committed, strict=False)):
-            assert_same_structure(one, other, f"{at}, {i}")
-    else:
-        known = {type(x) for x in (quick, committed)} - {type(None)}  # None: never reached, or NaN
-        assert known <= {int, float} or len(known) == 1, f"{at}: {quick!r}, committed {committed!r}"
-
-
-def test_quick_run_may_have_fewer_seeds_but_no_other_names() -> None:
-    committed = {"a": {"0": {"x": 1.0}, "1": {"x": 2.0}}, "curve": [[1, None], [2, 0.5]]}
-    assert_same_structure({"a": {"1": {"x": 3}}, "curve": [[1, 0.25]]}, committed, "it")
-    for other, said in (
-        ({"a": {"1": {"x": 3}}}, "lacks .'curve'"),
-        ({"a": {"0": {"y": 3}}, "curve": [[1, 0.25]]}, "it, a, 0: the committed result lacks"),
-        ({"a": {}, "curve": [[1, 0.25]]}, "it, a: the quick run lacks"),
-        ({"a": {"0": {"x": "3"}}, "curve": [[1, 0.25]]}, "it, a, 0, x: '3', committed 1.0"),
-    ):
-        with pytest.raises(AssertionError, match=said):
-            assert_same_structure(other, committed, "it")

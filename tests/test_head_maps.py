@@ -102,9 +102,9 @@ def test_tokens_of_a_part(program: AttentionMap) -> None:
 @pytest.mark.parametrize(
     ("changed", "argument", "match"),
     [
-        ({"layer": 4}, "layers", "has 4"),
+        ({"layer": 99}, "layers", "has 99"),
         ({"layer": -1}, "layers", "has -1"),
-        ({"head": 6}, "head", None),
+        ({"head": 99}, "head", None),
         ({"group": "cross"}, "layers", "'cross'"),
         ({"inputs": ["a", "b"]}, "inputs", None),
     ],
@@ -302,8 +302,8 @@ def test_command_draws_and_writes_numbers(
 
 
 BAD = {
-    "layer beyond": (["--layer", "4"], "--layer has 4, expected 0 to 3"),
-    "head beyond": (["--head", "6"], "head is 6, but layer 0 has heads 0..5"),
+    "layer beyond": (["--layer", "99"], "--layer has 99, expected 0 to "),
+    "head beyond": (["--head", "99"], "head is 99, but layer 0 has heads 0.."),
     "rows beyond": (["--rows", "5:3000"], "--rows is 5:3000, expected a:b with 0 ≤ a < b ≤"),
     "columns backwards": (["--cols", "9:5"], "--cols is 9:5, expected a:b with"),
     "no colon": (["--rows", "5"], "--rows is '5', expected a range of tokens, such as 100:200"),
@@ -312,7 +312,7 @@ BAD = {
     "no tokens": (["--tokens", "0"], "--tokens is 0, expected at least 1"),
     "no such file": (["qkv-mini", "none.txt"], "FILE: cannot read none.txt"),
     "not a picture": (["--out", "map.jpg"], "--out is map.jpg, expected a file name that ends in .png"),
-    "too long": (["--tokens", "600"], "600 tokens"),
+    "too long": (["minilm", "--tokens", "600"], "600 tokens"),
 }
 
 

@@ -21,7 +21,8 @@ ORDER = [
     "_diagram", "attention",
     "edits", "testing", "cache", "nn", "course", "models", "huggingface",
     "profiler.data", "profiler.capture", "profiler.surveys", "profiler.explore", "profiler.analyses",
-    "figures", "page", "report", "profiler", "plot", "tracking", "bench", "lab", "sinks", "ledger", "server", "cli",
+    "figures", "page", "report", "profiler", "plot", "tracking", "bench", "lab", "testing.lab",
+    "sinks", "ledger", "server", "cli",
 ]  # fmt: skip
 FILES = {
     ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file

@@ -1,4 +1,4 @@
-"""The experiments streaming, overmixing, scaling, bottleneck and mini."""
+"""The experiments streaming, overmixing, scaling and bottleneck."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from conftest import refused
 from qkv.cache import Full, Sinks, Sliding
-from qkv.lab.experiments import bottleneck, mini, overmixing, random_scores, scaling, streaming
+from qkv.lab.experiments import bottleneck, overmixing, random_scores, scaling, streaming
 from qkv.lab.experiments.base import Conclusion, Outcome, Results
 from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN
 from qkv.lab.experiments.run import run_experiment
@@ -281,43 +281,12 @@ def test_bottleneck_criterion(results: Results, expected: dict[str, str]) -> Non
     assert by_claim(bottleneck.Bottleneck().conclude(results)) == expected
 
 
-# --- the language model that comes with the package -------------------------------------------------------------------
-
-
-def resting(alpha: float, drain: float = 0.2, massive: float = 12.0, window: float = 0.3) -> Results:
-    """Three groups of texts: head 1 of layer 1 has a sink, and windows without it have a higher loss."""
-    late = {name: 3.0 + (window if name.startswith("last") else 0.0) for name in mini._caches(1)}
-    rows = [
-        Outcome(
-            seed,
-            measured={
-                "sink": [[0.1, 0.0], [0.2, alpha + 0.01 * seed]],
-                "value_drain": [[1.0, 1.0], [1.0, drain]],
-                "massive": [5.0, massive],
-                "late": late,
-            },
-        )
-        for seed in range(3)
-    ]
-    return Results({mini.MODEL: rows})
-
-
-def test_mini_criteria_with_and_without_a_sink() -> None:
-    found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.8)).verdicts}
-    assert found == {"C061": HOLDS, "C063": HOLDS, "C067": FAILS, "C068": HOLDS}
-    found = {v.claim: v.holds for v in mini.Mini().conclude(resting(0.2, massive=2000.0)).verdicts}
-    assert found == {"C061": FAILS, "C063": FAILS, "C067": HOLDS, "C068": UNSEEN}
-    assert mini.Mini().conclude(resting(0.8, drain=0.9)).verdicts[-1].holds == FAILS
-
-
-def test_mini_title_states_the_cost_of_a_window() -> None:
-    assert "rises by 0.30 nats, and by 0 if" in mini.Mini().conclude(resting(0.8)).title
+# --- all of them ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("made", "results"),
     [
-        (mini.Mini(), resting(0.8)),
         (streaming.Streaming(), streamed(plain=0.05, sink=0.0, key=0.0)),
         (overmixing.Overmixing(), mixed(0.01, 0.05)),
         (scaling.Scaling(), excesses(unit=1.0)),
@@ -334,7 +303,7 @@ def test_conclusion_covers_all_claims_and_figure_has_labels(made: object, result
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck(), mini.Mini()]
+    "made", [streaming.Streaming(), overmixing.Overmixing(), scaling.Scaling(), bottleneck.Bottleneck()]
 )
 def test_quick_form_gives_all_verdicts(made: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, held_out in ((backcopy, ("EVALUATED", "CHECKED")), (streaming, ("TEXTS",)), (overmixing, ("TEXTS",))):

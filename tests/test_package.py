@@ -85,6 +85,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     assert Path(where).is_relative_to(tmp_path / "env")
     assert len(re.findall(r"'(\w+)'", loaded)) == len(bundled.NAMES)
     assert "qkv-mini" in (tmp_path / "found" / "report.html").read_text(encoding="utf-8")
+    assert "holds only when" in run(qkv_command, "claims", "C180", cwd=tmp_path)  # it reads a benchmark
     assert "qkv.reference  largest difference" in run(qkv_command, "lab", "03-by-hand", cwd=tmp_path)
     assert list((tmp_path / "qkv-lab" / "03-by-hand").glob("*.png"))
 

@@ -133,7 +133,8 @@ def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> N
     assert said["computing"] is None
     assert said["sources"][4]["name"] == "qkv-mini with off-by-one"
     assert said["version"] == session.version != Session("other").version
-    assert (said["live"]["layers"], said["live"]["heads"]) == (4, 6)
+    config = models.load("qkv-mini").model.config
+    assert (said["live"]["layers"], said["live"]["heads"]) == (config.layers, config.heads)
     assert [x["kind"] for x in said["align"]["models"]] == ["translation", "reversal"]
 
 
@@ -453,8 +454,8 @@ def test_tiles_of_a_long_text_pool_the_weights(stored: bool) -> None:
         ("/api/sources/9/page", 404, "source is 9, expected 0..4"),
         ("/api/sources/0/curves/1/0", 404, "group is 1, expected 0"),
         ("/api/sources/0/curves/0/2", 404, "text is 2"),
-        ("/api/sources/0/map/0/0/4/0", 404, "layer is 4, expected 0..3"),
-        ("/api/sources/0/map/0/0/0/6", 404, "head is 6"),
+        ("/api/sources/0/map/0/0/99/0", 404, "layer is 99, expected 0.."),
+        ("/api/sources/0/map/0/0/0/99", 404, "head is 99"),
         ("/api/sources/0/row/0/1/0/0?query=5000", 404, "query is 5000"),
         ("/api/sources/0/column/0/1/0/0?key=100000", 404, "key is 100000"),
         ("/api/sources/0/pair/0/1/0/0?query=0&key=99", 404, "key is 99"),

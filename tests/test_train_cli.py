@@ -140,7 +140,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert set(COMMANDS) == {
         "profile", "view", "survey", "evict", "ablate", "flow", "map", "generate", "bench", "train", "experiment",
-        "lab", "check",
+        "lab", "check", "claims",
     }  # fmt: skip
     assert set(re.findall(r"^  qkv (\w+)", said, re.MULTILINE)) == set(COMMANDS)
 

@@ -53,6 +53,11 @@ def percent(share: float) -> str:
     return f"{value:.{1 if 0 < value < 0.95 else 0}f} %"
 
 
+def nats(divergence: float) -> str:
+    """Format a positive divergence as live_next.js does."""
+    return "under 0.001 nats" if divergence < 0.001 else f"{divergence:#.2g}".rstrip(".") + " nats"
+
+
 def plain(text: str) -> str:
     """Text with ordinary spaces."""
     return text.replace("\u00a0", " ").strip()
@@ -152,7 +157,7 @@ def test_another_normalizer_changes_the_next_token(tab: Opens, mini: Served, liv
     answer = answer_of(live, LIVE_TEXT, *edits)
     assert answer["divergence"] > 0
     check_bars(one, answer, edited=True)
-    expect(one.page.locator(".live-headline")).to_contain_text(f"{answer['divergence']:.2g} nats")
+    expect(one.page.locator(".live-headline")).to_contain_text(f"KL divergence {nats(answer['divergence'])}")
     cells = [f"{100 * x:.0f}" for row in answer["sink"]["after"] for x in row]
     expect(one.page.locator(".live-cell > span")).to_have_text(cells)
     one.arrives(edits="o1-all")

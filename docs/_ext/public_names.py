@@ -24,7 +24,7 @@ MODULES = {
     "qkv.huggingface": "models of the transformers library with these kernels",
     "qkv.ring": "sequence parallelism over several processes",
     "qkv.statistics": "statistics of the weights",
-    "qkv.testing": "checks of your own masks, scores, biases, normalizers and statistics",
+    "qkv.testing": "checks of your own masks, scores, biases, normalizers, statistics, edits, tasks and experiments",
     "qkv.kernels": "kernels, and the interface for your own",
     "qkv.reference": "the definitions, in float64 and plain loops",
     "qkv.profiler": "profiles of models: statistics of all heads",

@@ -3,10 +3,13 @@
 import pytest
 import qkv_example as mine
 import torch
+from qkv_example.experiment import Temperature
+from qkv_example.task import First
 
 import qkv
 from qkv import testing
 from qkv.lab import experiments, tasks
+from qkv.models import DecoderConfig
 
 
 def test_mask_bias_score_normalizer_and_statistic_keep_the_contract() -> None:
@@ -23,6 +26,11 @@ def test_the_policy_evicts_the_key_of_least_mean_attention() -> None:
         out = cache.attend(causal, q, k, v)
     assert out.shape == (1, 2, 1, 8)
     assert (cache.seen, cache.length) == (20, 6)
+
+
+def test_task_and_experiment_keep_the_contract() -> None:
+    testing.check_task(First(length=4, model=DecoderConfig(d_model=8, layers=1, heads=2)))
+    testing.check_experiment(Temperature())
 
 
 def test_the_command_line_finds_the_task_and_the_experiment() -> None:

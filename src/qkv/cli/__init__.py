@@ -12,7 +12,22 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
-from qkv.cli import ablate, bench, check, evict, experiment, flow, generate, lab, maps, profile, survey, train, view
+from qkv.cli import (
+    ablate,
+    bench,
+    check,
+    claims,
+    evict,
+    experiment,
+    flow,
+    generate,
+    lab,
+    maps,
+    profile,
+    survey,
+    train,
+    view,
+)
 from qkv.cli.files import discard_output
 from qkv.cli.menu import show_menu
 from qkv.errors import InputError, nearest
@@ -29,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "train": train.train,
     "experiment": experiment.experiment,
+    "claims": claims.claims,
     "lab": lab.lab,
     "check": check.check,
 }

@@ -14,7 +14,7 @@ from qkv.errors import InputError
 if TYPE_CHECKING:
     from qkv.profiler.analyses.eviction import Eviction
 
-DEFAULT_TOKENS = 512  # as many as qkv-mini has positions for
+DEFAULT_TOKENS = 512  # as many as qkv-mini read in training
 
 
 def evict(

@@ -19,6 +19,7 @@ MENU: dict[str, dict[str, str]] = {
         "qkv check multi_head my.py": "check your answer to an exercise of a lab",
         "qkv train reversal": "train a small model whose correct attention is known (half a minute)",
         "qkv experiment": "claims about attention, tested on small models",
+        "qkv claims C014 C061": "what courses claim about attention: verdicts with evidence",
     },
     "Run": {
         'qkv generate qkv-mini "class Stack:"': "continue a text",

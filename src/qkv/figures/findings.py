@@ -67,10 +67,10 @@ class Findings:
         group: the name of the group.
 
     >>> import qkv
-    >>> profile = qkv.profile("qkv-mini", "for name in names:", progress=False)
+    >>> profile = qkv.profile("minilm", "The keeper kept two logbooks.", progress=False)
     >>> found = Findings(profile.data, profile.attrs)
     >>> found.all[0].label
-    'heads have an attention sink at the first token in this text of 7 tokens'
+    'heads have an attention sink at the first token ([CLS]) in this text of 9 tokens'
     """
 
     def __init__(self, data: xr.Dataset, attrs: Mapping[str, Any] | None = None, group: str = "self") -> None:

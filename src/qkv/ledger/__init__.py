@@ -1,12 +1,12 @@
 """The ledger of claims: every claim of the five sources, with the code that checks it.
 
 A check is a function that computes a verdict. If the condition of a verdict no longer holds, the check raises `Drifted`
-and the pages are not written. `python -m qkv.ledger` runs all checks and writes docs/claims, and with the
-number of a claim prints its verdict; `python -m qkv.ledger.trials NAME` trains the small models behind a verdict again.
+and the pages are not written. `qkv claims` runs all checks, and with the number of a claim prints its verdict.
+The experiments of `qkv.lab` train the models behind a verdict: `qkv experiment`.
 """
 
 from qkv.ledger.claim import CLAIMS, Claim, Drifted, Verdict, claim
-from qkv.ledger.settle import cited, experiment, false, holds, only_when, trial, unseen
+from qkv.ledger.settle import cited, experiment, false, holds, only_when, together, unseen
 
 __all__ = [
     "CLAIMS",
@@ -19,6 +19,6 @@ __all__ = [
     "false",
     "holds",
     "only_when",
-    "trial",
+    "together",
     "unseen",
 ]

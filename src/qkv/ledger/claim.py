@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from qkv.errors import InputError
+from qkv.errors import InputError, nearest
 
 SOURCES = {
     "chapter": "Attention Mechanisms in Deep Learning: From First Principles to Attention Sinks",
@@ -18,12 +18,26 @@ KINDS = {
     "holds": "holds",
     "false": "false",
     "only when": "holds only when …",
+    "undecided": "undecided",
     "unseen": "cannot be settled here",
 }
 
 
 class Drifted(AssertionError):  # noqa: N818  # a name without "Error"
     """The computed result of a check contradicts its verdict."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one model, for a claim that is judged on several."""
+
+    model: str
+    length: str
+    """The length of the texts, such as "64 tokens"; empty if the model has its own."""
+    kind: str
+    """One of `KINDS`."""
+    number: str
+    """What was measured, with its interval; empty if the text of the verdict has the numbers."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,9 @@ class Verdict:
     text: str
     """The computed numbers. For a false claim also the correct value, for a conditional one the condition. Markdown."""
     by: tuple[str, ...] = field(default=())
-    """Markdown links to further evidence: experiments, trials, publications. The code of the check is always shown."""
+    """Markdown links to further evidence: experiments, studies, publications. The code of the check is always shown."""
+    findings: tuple[Finding, ...] = field(default=())
+    """The verdicts on single models, if the claim is judged on several."""
 
 
 @dataclass(frozen=True)
@@ -69,3 +85,17 @@ def claim(id_: str, source: str, section: str, text: str) -> Callable[[Callable[
         return check
 
     return register
+
+
+def find(id_: str) -> Claim:
+    """The claim of a number.
+
+    Raises:
+        InputError: if no claim that is loaded has this number (with the nearest one).
+    """
+    if id_ not in CLAIMS:
+        known = f"{min(CLAIMS)} to {max(CLAIMS)}" if CLAIMS else "a claim that is loaded"
+        padded = "C" + id_.lstrip("Cc").zfill(3)  # of C14, whose characters are nearer to C314
+        hint = f"; did you mean {padded!r}?" if padded in CLAIMS else nearest(id_, CLAIMS)
+        raise InputError(f"claim is {id_!r}, expected {known}{hint}")
+    return CLAIMS[id_]

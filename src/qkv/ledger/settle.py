@@ -1,18 +1,21 @@
-"""Functions that make verdicts. All except `cited` and `unseen` need a condition that the check computed."""
+"""Functions that make verdicts: from a condition that a check computed, an experiment, or a publication."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
-from qkv.lab.experiments.estimate import SHIPPED
-from qkv.ledger.claim import Drifted, Verdict
+from qkv.ledger.claim import KINDS, Drifted, Verdict
+from qkv.ledger.results import result, verdict_in
 
-ROOT = Path(__file__).parents[3]
-"""The checkout, whose benchmarks/results some checks read."""
-RESULTS = Path(__file__).parent / "results"
-KIND_OF = {"holds": "holds", "does not hold": "false", "cannot be seen here": "unseen"}
+KIND_OF = {
+    "holds": "holds",
+    "does not hold": "false",
+    "holds only when": "only when",
+    "undecided": "undecided",
+    "not seen at this scale": "unseen",
+    "cannot be seen here": "unseen",
+}
+"""The kind of verdict for each outcome of an experiment."""
 
 
 def _verdict(condition: bool, kind: str, text: str, by: tuple[str, ...]) -> Verdict:
@@ -51,7 +54,7 @@ def cited(kind: str, text: str, *links: str) -> Verdict:
 
 
 def experiment(id_: str, name: str, wording: str | None = None) -> Verdict:
-    """The computed verdict of `qkv experiment NAME` on a claim, from the results that come with the package.
+    """The computed verdict of `qkv experiment NAME` on a claim, from the results that `qkv.ledger.results` reads.
 
     If several experiments cover a claim, the check calls this for each and combines the verdicts.
 
@@ -59,14 +62,34 @@ def experiment(id_: str, name: str, wording: str | None = None) -> Verdict:
         id_: the number of the claim.
         name: the name of the experiment.
         wording: a sentence to put before the experiment's own text, or None.
+
+    Raises:
+        MissingResult: if there is no result of the experiment, or it has no verdict on the claim.
     """
-    result: dict[str, Any] = json.loads((SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
-    (verdict,) = [v for v in result["verdicts"] if v["claim"] == id_]
+    verdict = verdict_in(result(name), name, id_)
     text = (verdict["text"] if wording is None else f"{wording} {verdict['text']}").replace("<s>", "`<s>`")
     return Verdict(KIND_OF[verdict["holds"]], text, (f"[experiment `{name}`](../experiments/README.md#{name})",))
 
 
-def trial(name: str) -> dict[str, Any]:
-    """The results of a trial, from results/NAME.json."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+def together(id_: str, *names: str) -> Verdict:
+    """The common verdict of several experiments on a claim, see `common`, with the text of each.
+
+    >>> together("C061", "emergence").kind
+    'holds'
+    """
+    found = [experiment(id_, name) for name in names]
+    text = " ".join(f"`{name}`, {KINDS[v.kind]}: {v.text}" for name, v in zip(names, found, strict=True))
+    return Verdict(common(v.kind for v in found), text, tuple(link for v in found for link in v.by))
+
+
+def common(kinds: Iterable[str]) -> str:
+    """The common verdict: the kind of all that decide, "only when" if they differ.
+
+    >>> common(["holds", "undecided"]), common(["holds", "false"]), common(["unseen", "undecided"])
+    ('holds', 'only when', 'undecided')
+    """
+    found = list(kinds)
+    decided = {kind for kind in found if kind not in ("undecided", "unseen")}
+    if len(decided) > 1:
+        return "only when"
+    return decided.pop() if decided else "undecided" if "undecided" in found else "unseen"

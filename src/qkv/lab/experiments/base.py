@@ -215,10 +215,10 @@ class Experiment(ABC):
         return Conclusion(list(verdicts.values()), title, " ".join(v.text for v in verdicts.values()))
 
     def figure(self, results: Results) -> Figure:
-        """The results, under the title of the conclusion; by default the interval of every effect and its bound."""
+        """The results, under the title of the conclusion; by default the seeds, interval and bound of every effect."""
         from qkv.lab.experiments.draw import intervals_figure
 
-        return intervals_figure(self.conclude(results), results)
+        return intervals_figure(self.conclude(results), results, self.effects(results))
 
 
 def summary(values: Sequence[float], digits: int = 2) -> str:

@@ -28,7 +28,6 @@ BUILT_IN = {
     "random_scores": "random_scores.RandomScores",
     "scaling": "scaling.Scaling",
     "bottleneck": "bottleneck.Bottleneck",
-    "mini": "mini.Mini",
     "coreference": "relations.Pronouns",
     "hops": "relations.Depth",
     "projections": "relations.Projections",

@@ -152,10 +152,14 @@ def redraw(name: str, out: str | Path) -> Result:
     Raises:
         InputError: if ``NAME.json`` is missing or is no result of an experiment.
     """
+    return redraw_experiment(experiment(name), Path(out))
+
+
+def redraw_experiment(made: Experiment, out: Path) -> Result:
+    """As `redraw`, but of an experiment that need not be registered."""
     from qkv.lab.draw import save_figure
 
-    made, out = experiment(name), Path(out)
-    target, picture = out / f"{name}.json", out / f"{name}.png"
+    target, picture = out / f"{made.name}.json", out / f"{made.name}.png"
     kept = load(target)
     rows = {v: [Outcome(**row) for row in kept["variants"][v]["results"]] for v in kept["variants"]}
     results = Results(rows, kept["quick"], kept.get("design", {}).get("level", 1 - ERROR))
@@ -165,7 +169,7 @@ def redraw(name: str, out: str | Path) -> Result:
         write_atomically(target, text_of(kept | {"question": made.question} | conclusion_fields(found)))
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
-    return _result(out, name, found)
+    return _result(out, made.name, found)
 
 
 class _PartialResults:

@@ -29,7 +29,7 @@ def _problem(cls: Any) -> str | None:
     if not is_dataclass(cls):
         return "is not a dataclass, as qkv.lab.Task requires"
     missing = [name for name in _METHODS if not callable(getattr(cls, name, None))]
-    missing += ["model"] * ("model" not in {field.name for field in fields(cls)})
+    missing += ["model"] * ("model" not in {field.name for field in fields(cls)} and not hasattr(cls, "model"))
     missing += ["name"] * (not hasattr(cls, "name"))
     name: str = getattr(cls, "name", "")
     if not missing and name in ("task", "training"):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import qkv
 from qkv import masks
-from qkv.ledger import Verdict, claim, holds, only_when, trial
+from qkv.ledger import Verdict, claim, experiment, holds, only_when
 from qkv.nn import MultiHeadAttention
 
 
@@ -50,16 +50,19 @@ def c054() -> Verdict:
     )
 
 
+def estimated(n: int, heads: int, kernel: str) -> tuple[int, int]:
+    """Operations and peak memory by `qkv.plan`."""
+    q = torch.empty(1, heads, n, 64)
+    cost = qkv.plan(q, q, q, kernel=kernel).cost
+    return cost.flops, cost.peak
+
+
 @claim("C055", "chapter", "7.1", "The space of attention is O(n²), for the attention matrix.")
 def c055() -> Verdict:
-    peak = {}
-    for n in (1024, 2048):
-        for heads in (1, 8):
-            q = torch.empty(1, heads, n, 64)
-            peak[n, heads] = {kernel: qkv.plan(q, q, q, kernel=kernel).cost.peak for kernel in ("eager", "flash")}
-    eager, flash = [peak[2048, 8][kernel] / peak[1024, 8][kernel] for kernel in ("eager", "flash")]
+    eager, flash = [estimated(2048, 8, kernel)[1] / estimated(1024, 8, kernel)[1] for kernel in ("eager", "flash")]
+    by_heads = estimated(1024, 8, "eager")[1] / estimated(1024, 1, "eager")[1]
     return only_when(
-        eager > 3.5 and flash < 2.1 and 7 < peak[1024, 8]["eager"] / peak[1024, 1]["eager"] < 8.1,
+        3.5 < eager < 4.1 and flash < 2.1 and 7 < by_heads < 8.1,
         f"If the matrix is formed, and then one for each head: with twice the tokens the estimate of `qkv.plan` is "
         f"{eager:.1f} times as much. A kernel that works through it in tiles, such as FlashAttention, never holds it: "
         f"{flash:.1f} times.",
@@ -68,12 +71,8 @@ def c055() -> Verdict:
 
 @claim("C056", "chapter", "7.1", "FlashAttention is one of the efficient answers to the quadratic cost.")
 def c056() -> Verdict:
-    found = {}
-    for n in (1024, 4096):
-        q = torch.empty(1, 1, n, 64)
-        found[n] = {kernel: qkv.plan(q, q, q, kernel=kernel).cost for kernel in ("eager", "flash")}
-    work = [found[4096][kernel].flops / found[1024][kernel].flops for kernel in ("eager", "flash")]
-    memory = [found[4096][kernel].peak / found[1024][kernel].peak for kernel in ("eager", "flash")]
+    small, large = [[estimated(n, 1, kernel) for kernel in ("eager", "flash")] for n in (1024, 4096)]
+    work, memory = [[many[i] / few[i] for few, many in zip(small, large, strict=True)] for i in (0, 1)]
     return only_when(
         work == [16, 16] and memory[0] > 15 and memory[1] < 4.1,
         f"To the quadratic memory: with 4 times the tokens it takes {memory[1]:.1f} times as much, by the estimates of "
@@ -120,20 +119,8 @@ def c058() -> Verdict:
 
 @claim("C059", "chapter", "7.3", "Depth L allows reasoning in several hops.")
 def c059() -> Verdict:
-    found = trial("chapter_depth")
-    mean = {depth: [sum(x) / 3 for x in zip(*found[depth], strict=True)] for depth in ("1", "2", "3")}
-    shallow, deep = max(run[2] for run in found["1"]), min(run[2] for run in found["3"])
-    text = "; ".join(
-        f"{depth} {'layer' if depth == '1' else 'layers'}: {', '.join(f'{x:.2f}' for x in hops)}"
-        for depth, hops in mean.items()
-    )
-    return holds(
-        deep - shallow > 0.05,
-        "Pointer chasing on 8 places, where each next place is known at the last one only. Right after 2, 3 and 4 "
-        f"hops, with {text} (means of 3 seeds, by chance 0.12). It holds if after 4 hops the worst model of 3 layers "
-        "is right more often than the best of 1, by 0.05. One layer goes further than one hop, too: its heads see the "
-        "whole permutation.",
-        "trial `chapter_depth`",
+    return experiment(
+        "C059", "hops", "Pointer chasing on 8 places, where the next place is known at the last one only."
     )
 
 

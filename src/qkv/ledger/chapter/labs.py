@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
+from matplotlib.gridspec import GridSpec
 from torch.nn import functional as F
 
 import qkv
 from qkv import kernels, masks
 from qkv.ledger import Verdict, claim, false, holds, only_when, unseen
+from qkv.ledger.chapter.lab_code import LabAttention, into_heads
 from qkv.ledger.chapter.mini import heads_of_mini
 from qkv.nn import MultiHeadAttention
 
@@ -82,20 +84,44 @@ def c113() -> Verdict:
 
 @claim("C114", "chapter", "Lab 2", "The layer is four d × d matrices without biases.")
 def c114() -> Verdict:
-    layer = MultiHeadAttention(64, 4, bias=False, fused=False)
-    shapes = {tuple(p.shape) for p in layer.parameters()}
-    count = sum(p.numel() for p in layer.parameters())
-    return holds(shapes == {(64, 64)} and count == 4 * 64**2, f"{count:,} parameters at d = 64.")
+    torch.manual_seed(0)
+    lab, ours = LabAttention(64, 4), MultiHeadAttention(64, 4, bias=False, fused=False)
+    matrices = lab.state_dict()
+    ours.load_state_dict(matrices)  # there is nothing else in either
+    x, mask = torch.randn(2, 8, 64), torch.ones(8, 8).tril()
+    error = (lab(x, mask)[0] - ours(x, mask=masks.Causal())).abs().max().item()
+    shapes, count = [tuple(m.shape) for m in matrices.values()], sum(p.numel() for p in lab.parameters())
+    return holds(
+        shapes == [(64, 64)] * 4 and count == 4 * 64**2 and error < 1e-6,
+        f"{count:,} parameters at d = 64. With the matrices of the lab's layer, and nothing else, qkv's has the same "
+        f"output to {error:.1g}.",
+    )
 
 
 @claim("C115", "chapter", "Lab 2", "d_model must be divisible by the number of heads.")
 def c115() -> Verdict:
-    said = ""
-    try:
-        MultiHeadAttention(64, 5)
-    except qkv.InputError as error:
-        said = str(error)
-    return holds(said != "", f"64 in 5 heads: “{said}”.")
+    x = torch.randn(2, 8, 64)
+    found: dict[str, list[int]] = {"lab": [], "views": [], "qkv": []}
+    for heads in range(1, 65):
+        runs = {
+            "lab": lambda h=heads: LabAttention(64, h)(x)[0],
+            "views": lambda h=heads: into_heads(x, h),
+            "qkv": lambda h=heads: MultiHeadAttention(64, h)(x),
+        }
+        for name, run in runs.items():
+            try:
+                run()
+            except (AssertionError, RuntimeError, qkv.InputError):
+                continue
+            found[name].append(heads)
+    free = MultiHeadAttention(64, 5, head_dim=12)(x)
+    divisors = [h for h in range(1, 65) if 64 % h == 0]
+    return holds(
+        list(found.values()) == [divisors] * 3 and free.shape == (2, 8, 64),
+        f"In the lab: of 1 to 64 heads it takes {', '.join(map(str, divisors))}. Without its assertion the view into "
+        "heads would fail at the others. qkv refuses them, too, unless it is told the size of a head: 5 heads of 12 "
+        "make 60 numbers, which the output projection takes back to 64.",
+    )
 
 
 @claim(
@@ -174,11 +200,23 @@ def c120() -> Verdict:
 
 @claim("C121", "chapter", "Lab 3", "The grid of plots, 2 × min(6, L // 2), fits models of any number of layers L.")
 def c121() -> Verdict:
-    short = [layers for layers in range(1, 49) if 2 * min(6, layers // 2) < min(12, layers)]
+    def drawn(layers: int) -> int:
+        """How many of up to 12 layers find a place in the lab's grid, row by row."""
+        grid, places = GridSpec(2, min(6, layers // 2)), []
+        for layer in range(min(12, layers)):
+            try:
+                places.append(grid[layer])
+            except IndexError:
+                break
+        return len(places)
+
+    missing = {layers: min(12, layers) - drawn(layers) for layers in range(2, 49)}
+    short = [layers for layers, n in missing.items() if n]
     return false(
-        short == [1, 3, 5, 7, 9, 11],
-        f"It has too few places for L = {', '.join(map(str, short))}: it fits an even number of layers, or 12 and "
-        "more (of which it shows the first 12).",
+        short == [3, 5, 7, 9, 11] and sum(missing.values()) == 5,
+        f"With {', '.join(map(str, short))} layers the last one has no place, which is an IndexError. It fits an even "
+        "number of layers, or 12 and more (of which it shows the first 12); tried up to 48. One layer asks for a grid "
+        "of 2 × 0.",
     )
 
 

@@ -167,12 +167,45 @@ def c105() -> Verdict:
     return experiment("C105", "normalizers")
 
 
+def with_gate(projected: torch.Tensor, logit: float) -> torch.Tensor:
+    """The output of Qwen3-Next's query projection, two heads of 8 numbers and 8 gate logits, with other logits."""
+    changed = projected.unflatten(-1, (2, 2, 8)).clone()
+    changed[..., 1, :] = logit
+    return changed.flatten(-3)
+
+
 @claim("C106", "chapter", "8.7", "Gated attention won a best-paper award of NeurIPS 2025, and Qwen3-Next has it.")
 def c106() -> Verdict:
-    return cited(
-        "holds",
+    from transformers.models.qwen3_next import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+    layers = [name == "full_attention" for name in Qwen3NextConfig().layer_types]
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Qwen3NextConfig(**sizes, attn_implementation="eager")
+    torch.manual_seed(0)
+    layer, x = Qwen3NextAttention(config, 0), torch.randn(1, 5, 16)
+    turn = torch.ones(1, 5, 2), torch.zeros(1, 5, 2)  # cosines and sines of no rotation
+
+    def output(gate: float) -> torch.Tensor:
+        """The output without its last projection, with the gate's half of the query projection set to a logit."""
+        seen: list[torch.Tensor] = []
+        handles = [layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))]
+        handles.append(layer.q_proj.register_forward_hook(lambda *given: with_gate(given[2], gate)))
+        try:
+            layer(x, turn, None)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen[0]
+
+    shut, half, open_ = (output(logit) for logit in (-1e4, 0.0, 1e4))
+    scaled = (half - open_ / 2).abs().max().item()
+    return holds(
+        shut.abs().max() == 0 < open_.abs().max() and scaled < 1e-6 and sum(layers) == len(layers) // 4,
         "It was one of the four best papers of the conference. Qwen3-Next has gated attention in its layers of full "
-        "attention, between layers of gated DeltaNet.",
+        f"attention, between layers of gated DeltaNet: {sum(layers)} of {len(layers)} by its configuration in "
+        "transformers, whose layer multiplies the output of attention by the sigmoid of the gate's logit (at −10⁴ the "
+        f"output is 0; at 0 it is half of that at 10⁴, to {scaled:.1g}).",
         "[the authors' repository](https://github.com/qiuzh20/gated_attention)",
         "[Qiu et al. 2025](https://arxiv.org/abs/2505.06708)",
     )

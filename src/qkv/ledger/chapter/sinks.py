@@ -8,39 +8,33 @@ import qkv
 from qkv import masks
 from qkv.ledger import Verdict, claim, experiment, holds, only_when
 from qkv.ledger.chapter.mini import heads_of_mini
+from qkv.ledger.models import everywhere
 from qkv.models import DecoderConfig, DecoderLM
-
-
-def agreed(id_: str, *names: str) -> Verdict:
-    """The common verdict of several experiments."""
-    found = [experiment(id_, name) for name in names]
-    (kind,) = {verdict.kind for verdict in found}
-    return Verdict(kind, " ".join(v.text for v in found), tuple(link for v in found for link in v.by))
 
 
 @claim("C061", "chapter", "8.1", "Trained language models attend massively to a first token that carries no meaning.")
 def c061() -> Verdict:
-    return agreed("C061", "emergence", "mini")
+    return everywhere("C061")
 
 
 @claim("C062", "chapter", "8.1", "It happens whatever the first token is.")
 def c062() -> Verdict:
-    return experiment("C062", "first_token")
+    return everywhere("C062")
 
 
 @claim("C063", "chapter", "8.1", "The first token often gets more than 0.3 of the weight, even among 64 and more.")
 def c063() -> Verdict:
-    return agreed("C063", "emergence", "mini")
+    return everywhere("C063")
 
 
 @claim("C064", "chapter", "8.1", "The pattern appears during training; it is not there at initialisation.")
 def c064() -> Verdict:
-    return experiment("C064", "emergence")
+    return everywhere("C064")
 
 
 @claim("C065", "chapter", "8.1", "It appears even if the text is random tokens.")
 def c065() -> Verdict:
-    return experiment("C065", "first_token")
+    return everywhere("C065")
 
 
 @claim("C066", "chapter", "8.1", "It appears in models as small as 14 million parameters.")
@@ -50,17 +44,17 @@ def c066() -> Verdict:
 
 @claim("C067", "chapter", "8.2", "Massive activations, a few huge entries of the hidden state, sit at the first token.")
 def c067() -> Verdict:
-    return agreed("C067", "mechanism", "mini")
+    return everywhere("C067")
 
 
 @claim("C068", "chapter", "8.2", "Value drain: the sink's value vectors become very small.")
 def c068() -> Verdict:
-    return agreed("C068", "mechanism", "mini")
+    return everywhere("C068")
 
 
 @claim("C069", "chapter", "8.3", "The sink's key makes a small angle with nearly every query.")
 def c069() -> Verdict:
-    return experiment("C069", "mechanism")
+    return everywhere("C069")
 
 
 @claim("C070", "chapter", "8.3", "A small angle to a query is the same as a high dot product with it.")
@@ -71,15 +65,19 @@ def c070() -> Verdict:
     visible = torch.ones(cosine.shape[2:]).tril(1).bool()
     best = [x.masked_fill(~visible, -torch.inf).argmax(-1) for x in (products, cosine)]
     other = (best[0] != best[1]).double().mean().item()
-    ratio = (norm[1, 4, 0] / norm[1, 4, 1:].mean()).item()
-    return only_when(
-        other > 0.1 and ratio < 0.5,
+    sink = weights[:, :, 1:, 0].mean(-1)
+    layer, head = divmod(int(sink.argmax()), sink.shape[1])
+    ratio = (norm[layer, head, 0] / norm[layer, head, 1:].mean()).item()
+    computed = only_when(
+        other > 0.1 and abs(ratio - 1) > 0.1,
         "Of vectors equally long: q · k = ‖q‖ ‖k‖ cos θ has the lengths, too. In qkv-mini the visible key of the "
-        f"smallest angle is not that of the greatest product for {other:.0%} of the queries, over all heads. Head 1.4, "
-        f"which puts {weights[1, 4, 1:, 0].mean():.2f} of its weight on the first token, has a *short* first key, "
-        f"{ratio:.2f} of the others' mean: there the angle has to make up for the length.",
+        f"smallest angle is not that of the greatest product for {other:.0%} of the queries, over all heads. In head "
+        f"{layer}.{head}, which puts {sink.max():.2f} of its weight on the first token, the length of the first key is "
+        f"{ratio:.2f} of the others' mean, so that "
+        f"{'the angle has to make up for the length' if ratio < 1 else 'the length adds to the angle'}.",
         "[Gu et al. 2025](https://arxiv.org/abs/2410.10781)",
     )
+    return everywhere("C070", computed)
 
 
 @claim("C071", "chapter", "8.3", "At position 1, under a causal mask, attention returns exactly v_1.")
@@ -115,12 +113,12 @@ def c072() -> Verdict:
     "C073", "chapter", "8.3", "Massive activations at position 1 are what makes the key bias that queries attend to."
 )
 def c073() -> Verdict:
-    return experiment("C073", "mechanism")
+    return everywhere("C073")
 
 
 @claim("C074", "chapter", "8.4", "Sinks are there to prevent over-mixing.")
 def c074() -> Verdict:
-    return experiment("C074", "overmixing")
+    return everywhere("C074")
 
 
 @claim("C075", "chapter", "8.4", "With weight 0.9 on a sink of value near 0 the output is only small contributions.")
@@ -129,20 +127,21 @@ def c075() -> Verdict:
     v = torch.randn(1000, 31, 16, dtype=torch.float64)
     weights = 0.1 * torch.rand(1000, 31, dtype=torch.float64).softmax(-1)  # what is left for the others
     out, longest = (weights[..., None] * v).sum(1).norm(dim=-1), v.norm(dim=-1).amax(-1)
-    return holds(
+    computed = holds(
         bool((out <= 0.1 * longest).all()),
         f"It cannot be longer than 0.1 of the longest value; of 1,000 random rows of 31 other keys it is "
         f"{(out / longest).mean():.3f} of it in the mean.",
     )
+    return everywhere("C075", computed)
 
 
 @claim("C076", "chapter", "8.4", "Then the state passes through nearly unchanged, by the residual.")
 def c076() -> Verdict:
-    return experiment("C076", "overmixing")
+    return everywhere("C076")
 
 
 @claim(
     "C077", "chapter", "8.4", "Changing a word (*greatest* to *best*) barely moves other tokens, thanks to the sink."
 )
 def c077() -> Verdict:
-    return experiment("C077", "overmixing")
+    return everywhere("C077")

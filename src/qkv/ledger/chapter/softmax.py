@@ -31,12 +31,12 @@ def c021() -> Verdict:
 
 @claim("C022", "chapter", "4.3", "A smaller temperature makes the distribution sharper.")
 def c022() -> Verdict:
-    return experiment("C022", "scaling")
+    return experiment("C022", "random_scores")
 
 
 @claim("C023", "chapter", "4.3", "Softmax makes the keys compete: what one gains the others lose.")
 def c023() -> Verdict:
-    return experiment("C023", "scaling", "Raising one score lowers every other weight.")
+    return experiment("C023", "random_scores", "Raising one score lowers every other weight.")
 
 
 @claim("C024", "chapter", "4.4", "$o_i = \\sum_j A_{ij} v_j$: an output is the sum of the values by the weights.")

@@ -6,21 +6,11 @@ import numpy as np
 import torch
 
 import qkv
-from qkv.ledger import Verdict, claim, false, holds, only_when, trial
+from qkv.ledger import Verdict, claim, experiment, false, holds, only_when
 from qkv.ledger.deep_dive.efficient import BENCHMARKS, measured
 from qkv.scores import Additive, Dot, General
 
 SECTION = "Additive vs multiplicative"
-SCORES = "the trial `dive_scores`"
-
-
-def learnt(score: str) -> dict[int, list[float]]:
-    """The accuracy by head dimension, one number per seed."""
-    return {int(size): runs for size, runs in trial("dive_scores")["accuracy"][score].items()}
-
-
-def told(score: str) -> str:
-    return ", ".join(f"{sum(runs) / len(runs):.2f} at {size}" for size, runs in learnt(score).items())
 
 
 @claim("C255", "deep dive", SECTION, "The additive score is $v^T \\tanh(W_q q + W_k k)$.")
@@ -53,14 +43,8 @@ def c256() -> Verdict:
 
 @claim("C257", "deep dive", SECTION, "Additive scores work without scaling.")
 def c257() -> Verdict:
-    """It holds if every run at every size answers at least 0.9 of the questions."""
-    additive = learnt("additive")
-    return holds(
-        min(map(min, additive.values())) >= 0.9,
-        f"Share of questions that a head learns to answer by looking a value up, by head size: additive "
-        f"{told('additive')}; the dot product without its scale {told('dot')}. Three seeds, 500 steps, unit-variance "
-        "queries and keys. It holds at 0.9 or more in every run.",
-        SCORES,
+    return experiment(
+        "C257", "score_functions", "A head looks up a value by its key; queries and keys have a variance of 1."
     )
 
 
@@ -108,12 +92,4 @@ def c260() -> Verdict:
 
 @claim("C261", "deep dive", SECTION, "In practice additive and scaled multiplicative scores do equally well.")
 def c261() -> Verdict:
-    """Equally well: means over seeds within 0.05 of each other."""
-    gaps = {size: np.mean(runs) - np.mean(learnt("scaled dot")[size]) for size, runs in learnt("additive").items()}
-    return only_when(
-        abs(gaps[16]) <= 0.05 and abs(gaps[128]) <= 0.05 and gaps[512] > 0.05,
-        f"Heads of usual size do. Questions answered after 500 steps, by head size: additive {told('additive')}; "
-        f"scaled dot product {told('scaled dot')}. It holds within 0.05; at 512 the product has not learnt it all by "
-        "then.",
-        SCORES,
-    )
+    return experiment("C261", "score_functions")

@@ -57,8 +57,12 @@ def c239() -> Verdict:
 
 @claim("C240", "deep dive", "QKV", "The output projection W_O is $d_v \\times d_{model}$.")
 def c240() -> Verdict:
-    one = qkv.nn.MultiHeadAttention(512, heads=1, head_dim=64).out_proj.weight.T.shape
-    eight = qkv.nn.MultiHeadAttention(512, heads=8).out_proj.weight.T.shape
+    def shape(heads: int, size: int) -> tuple[int, int]:
+        """Rows and columns of W_O, from what it takes and returns: the outputs of the unit vectors."""
+        layer = qkv.nn.MultiHeadAttention(512, heads=heads, head_dim=size, bias=False)
+        return tuple(layer.out_proj(torch.eye(heads * size)).shape)
+
+    one, eight = shape(1, 64), shape(8, 64)
     return holds(
         one == (64, 512) and eight == (512, 512),
         f"For one head of 64, of which the section speaks: {one[0]} × {one[1]}. For $h$ heads side by side it is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
@@ -9,11 +10,10 @@ import numpy as np
 import torch
 
 import qkv
-from qkv.ledger import Verdict, cited, claim, false, holds, trial, unseen
+from qkv.ledger import Verdict, cited, claim, experiment, false, holds
 from qkv.nn import MultiHeadAttention
 
 SECTION = "GQA/MQA"
-HEADS = "the trial `dive_heads`"
 CLARK = "[Clark et al. 2019](https://arxiv.org/abs/1906.04341)"
 
 
@@ -101,18 +101,8 @@ def c307() -> Verdict:
 
 @claim("C308", "deep dive", SECTION, "Quality: multi-head is best, grouped-query near it, multi-query slightly lower.")
 def c308() -> Verdict:
-    """It would hold if means over seeds had this order, the first and the last more than the spread apart."""
-    found = trial("dive_heads")["accuracy"]
-    found = {name: runs for name, runs in found.items() if name != "1 head"}
-    text = "; ".join(f"{name}: {min(runs):.3f}–{max(runs):.3f}" for name, runs in found.items())
-    return unseen(
-        f"Answering four questions at once, models of as many weights all get everything right ({text}): no difference "
-        "to be seen at this size. That sharing one key head costs something, and sharing a few little, is reported of "
-        "large T5 models; trainings of that size would settle it.",
-        HEADS,
-        "[Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)",
-        unless=min(map(min, found.values())) < 0.99,
-    )
+    found, reported = experiment("C308", "shared_keys"), "[Ainslie et al. 2023](https://arxiv.org/abs/2305.13245)"
+    return replace(found, by=(*found.by, f"{reported}, for large T5 models"))
 
 
 @claim("C309", "deep dive", SECTION, "Llama 2 uses grouped-query attention.")
@@ -138,13 +128,4 @@ def c323() -> Verdict:
 
 @claim("C324", "deep dive", "Q6", "One head of full width is more constrained than several.")
 def c324() -> Verdict:
-    """It holds if 8 heads get more right than one of the same width, by more than 0.05 and the spread over seeds."""
-    found = trial("dive_heads")
-    eight, one = found["accuracy"]["8 heads"], found["accuracy"]["1 head"]
-    return holds(
-        min(eight) > max(one) + 0.05,
-        f"Where one token needs several others at once. A query asks for the values of four keys: 8 heads of 8 name "
-        f"{min(eight):.2f}–{max(eight):.2f} of them, one head of 64 {min(one):.2f}–{max(one):.2f} (3 seeds, "
-        f"{found['weights']['8 heads']:,} weights each). Its one row of weights mixes the four values.",
-        HEADS,
-    )
+    return experiment("C324", "four_lookups", "One row of weights mixes the values it attends to.")

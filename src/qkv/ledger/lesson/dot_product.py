@@ -47,7 +47,7 @@ def c183() -> Verdict:
 
 @claim("C184", "lesson", SDPA, "The variance of $q · k$ is $d_k$, and 1 after scaling.")
 def c184() -> Verdict:
-    return experiment("C184", "scaling")
+    return experiment("C184", "random_scores")
 
 
 @claim("C185", "lesson", SDPA, "With $d_k = 512$ raw dot products might be in the range [−30, 30].")
@@ -60,13 +60,13 @@ def c185() -> Verdict:
         f"Most are: {inside:.0%}, for it is {30 / deviation:.2f} standard deviations to both sides. As the range of "
         f"all it is too small: three deviations are {3 * deviation:.0f}. The experiment asks for 99%, so it says that "
         "the claim does not hold.",
-        *experiment("C185", "scaling").by,
+        *experiment("C185", "random_scores").by,
     )
 
 
 @claim("C186", "lesson", SDPA, "The softmax of such scores is essentially one-hot.")
 def c186() -> Verdict:
-    return experiment("C186", "scaling")
+    return experiment("C186", "random_scores")
 
 
 @claim("C187", "lesson", SDPA, "√512 ≈ 22.6, which takes ±30 to ±1.3.")

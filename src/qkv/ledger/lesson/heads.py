@@ -10,7 +10,7 @@ from torch import nn
 
 import qkv
 from qkv.ledger import Verdict, claim, holds, only_when
-from qkv.ledger.trials.lesson_reversal import LENGTH, VOCABULARY, Layer, Model, causal
+from qkv.ledger.lesson.model import LENGTH, VOCABULARY, Layer, Model, causal
 from qkv.nn import EinsumAttention, MultiHeadAttention
 
 EINSUM, TINY = "Step 1: einsum", "Step 2: tiny Transformer"
@@ -52,7 +52,12 @@ def c193() -> Verdict:
 @claim("C194", "lesson", "Multi-head attention", "That is as many as one head of full width has.")
 def c194() -> Verdict:
     counts = [parameters(64, heads, bias=True) for heads in (1, 2, 8)]
-    return holds(len(set(counts)) == 1, f"1, 2 and 8 heads at d = 64 have {counts[0]:,} parameters each.")
+    matrix = nn.Linear(64, 64)
+    one = 4 * sum(p.numel() for p in matrix.parameters())
+    return holds(
+        counts == [one] * 3,
+        f"1, 2 and 8 heads at d = 64 have {counts[0]:,} parameters each, those of four maps of 64 to 64.",
+    )
 
 
 @claim("C195", "lesson", "Multi-head attention", "One batched product over all heads replaces h separate ones.")

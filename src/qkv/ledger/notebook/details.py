@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import torch
 from torch import nn
 
 import qkv
-from qkv.ledger import Verdict, cited, claim, experiment, holds, only_when, trial
-from qkv.ledger.settle import ROOT
+from qkv.ledger import Verdict, cited, claim, experiment, holds, only_when
+from qkv.ledger.results import benchmark
 from qkv.masks import Causal, Padding
 
 INF = math.inf
@@ -31,13 +30,19 @@ def c170() -> Verdict:
 
 @claim("C171", "notebook", "8.1", "The scaling factor 1/√64 is printed as 0.1250.")
 def c171() -> Verdict:
-    printed = f"{1 / torch.sqrt(torch.tensor(64, dtype=torch.float32)):.4f}"
-    return holds(printed == "0.1250", f"It is {printed}.")
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 5, 64, dtype=torch.float64)
+    weights = qkv.attend(q, k, k, return_weights=True)[1]
+    ratio = weights.log().diff(dim=-1) / (q @ k.mT).diff(dim=-1)  # of log weights to products: the factor applied
+    printed = {f"{value:.4f}" for value in ratio.flatten().tolist()} | {f"{64**-0.5:.4f}"}
+    return holds(printed == {"0.1250"}, f"It is {printed.pop()}, which is what attention applies: 1/√64.")
 
 
 @claim("C172", "notebook", "8.1", "Without scaling the gradients of the softmax go to zero ($d_k = 64$).")
 def c172() -> Verdict:
-    return experiment("C172", "scaling", "They are halved on average, and vanish in the rows that really saturate.")
+    return experiment(
+        "C172", "random_scores", "They are halved on average, and vanish in the rows that really saturate."
+    )
 
 
 @claim("C173", "notebook", "8.2", "The softmax of a row of nothing but −∞ is NaN.")
@@ -125,26 +130,12 @@ def c178() -> Verdict:
 
 @claim("C179", "notebook", "8.3", "Dropout in attention prevents overfitting.")
 def c179() -> Verdict:
-    found = trial("lesson_dropout")
-    runs = {rate: list(found[rate].values()) for rate in ("0.0", "0.1", "0.3")}
-    gap = {rate: [r["held_out"] - r["train"] for r in of] for rate, of in runs.items()}
-    held_out = {rate: [r["held_out"] for r in of] for rate, of in runs.items()}
-    text = "; ".join(f"{rate}: {min(gap[rate]):.2f} to {max(gap[rate]):.2f}" for rate in runs)
-    less = all(max(by["0.1"]) < min(by["0.0"]) and max(by["0.3"]) < min(by["0.1"]) for by in (gap, held_out))
-    return only_when(
-        less and min(gap["0.3"]) > 0.1,
-        "In degree: it makes less of it. A small model learns 6,000 characters of text; what it loses on new text "
-        f"beyond that on its own is, in nats a byte by rate of dropout (three seeds), {text}, and new text itself "
-        "costs less, by more than the spread. To prevent it would be a difference of next to nothing. After its best "
-        f"the loss on new text rises by {min(r['rise'] for r in runs['0.0']):.2f} or more without dropout, and by up "
-        f"to {max(r['rise'] for r in runs['0.3']):.2f} with 0.3.",
-        "trial `lesson_dropout`",
-    )
+    return experiment("C179", "dropout")
 
 
 @claim("C180", "notebook", "9", "No sequential dependency is why transformers are so fast.")
 def c180() -> Verdict:
-    cells = json.loads((ROOT / "benchmarks" / "results" / "decoder.json").read_text(encoding="utf-8"))["cells"]
+    cells = benchmark("decoder.json")["cells"]
     training, decoding = (
         cells[name]["tokens a second"]["DecoderLM"]
         for name in ("training, vocabulary 256", "decoding, vocabulary 256, batch 8")

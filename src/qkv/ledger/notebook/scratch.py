@@ -8,7 +8,7 @@ import torch
 from matplotlib import colormaps
 
 import qkv
-from qkv.ledger import Verdict, claim, false, holds, only_when, trial
+from qkv.ledger import Verdict, claim, experiment, false, holds, only_when
 from qkv.masks import Causal
 
 
@@ -141,26 +141,14 @@ def c157() -> Verdict:
         "65,504 and refuses the fill with an error, and a row that sees nothing becomes uniform "
         f"({nothing[0, 0, 0]:.2f} on each of 4 hidden keys) instead of 0. The experiment asks for both as well, so it "
         "says that the claim as it stands does not hold.",
-        "[experiment `scaling`](../experiments/README.md#scaling)",
+        "[experiment `random_scores`](../experiments/README.md#random_scores)",
     )
 
 
 @claim("C158", "notebook", "4", "Causal masking is essential for training an autoregressive model.")
 def c158() -> Verdict:
-    found = trial("lesson_no_mask")
-    fed = [run["fed_with_the_truth"] for run in found["chains"]["none"].values()]
-    alone = {name: [run["alone"] for run in found["chains"][name].values()] for name in ("none", "causal")}
-    reversal = [run["alone"] for run in found["reversal"]["none"].values()]
-    return only_when(
-        max(fed) < found["entropy_of_chains"] - 0.5
-        and min(alone["none"]) > max(alone["causal"]) + 0.1
-        and min(reversal) > 0.95,
-        "It is where the past leaves open what comes next, as in any text. Without it a model reads the next state of "
-        f"a Markov chain off its input: its loss in training is {max(fed):.2f} nats, where "
-        f"{found['entropy_of_chains']:.2f} is the least that can be predicted. Knowing only the past, as it does when "
-        f"it writes, it is {min(alone['none']):.1f} to {max(alone['none']):.1f} nats; trained with the mask, "
-        f"{min(alone['causal']):.2f} to {max(alone['causal']):.2f} (three seeds). That counts as essential if the "
-        "first is 0.5 below that least and the last two differ by more than 0.1 in every pair. Where the past has the "
-        f"whole answer a model may learn without it: {min(reversal):.1%} or more of reversed symbols are right (C200).",
-        "trial `lesson_no_mask`",
+    return experiment(
+        "C158",
+        "no_mask",
+        "Without the mask a model can read the next token off its input, which it does not have when it writes.",
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import qkv
+from qkv import kernels
 from qkv.ledger import Verdict, claim, false, holds, only_when
 
 SECTION = "3"
@@ -18,8 +21,9 @@ def shown(x: torch.Tensor, digits: int) -> str:
 @claim("C344", "overview", SECTION, "softmax(2.5, 0.8, 0.3, 0.2) is about 0.77, 0.14, 0.05, 0.04.")
 def c344() -> Verdict:
     right, printed = SCORES.softmax(-1), torch.tensor([0.77, 0.14, 0.05, 0.04])
+    e_17 = math.e ** (2.5 - 0.8)  # how far the first weight is above the second
     return false(
-        (right - printed).abs().max() > 0.03,
+        (right - printed).abs().max() > 0.03 and abs(right.sum() - 1) < 1e-9 and abs(right[0] / right[1] - e_17) < 1e-9,
         f"It is {shown(right, 4)}. The printed numbers add up to 1 and have the right order, but are too sharp.",
     )
 
@@ -47,9 +51,18 @@ def c347() -> Verdict:
 
 @claim("C348", "overview", SECTION, "H heads of $d_v$ side by side are $d_{model}$ wide.")
 def c348() -> Verdict:
-    widths = {heads: qkv.nn.MultiHeadAttention(512, heads).out_proj.in_features for heads in (1, 8, 16)}
+    widths = {}
+    for heads in (1, 8, 16):
+        seen: list[torch.Tensor] = []
+        with kernels.watching(lambda call, _, seen=seen: seen.append(call.v)):
+            qkv.nn.MultiHeadAttention(512, heads)(torch.randn(1, 3, 512))
+        beside = seen[0].transpose(1, 2).flatten(2)
+        widths[heads] = tuple(seen[0].shape[1:]), beside.shape[-1]
     return holds(
-        set(widths.values()) == {512}, f"By construction, $d_v = d_{{model}} / H$: 512 wide for {list(widths)} heads."
+        widths == {heads: ((heads, 3, 512 // heads), 512) for heads in (1, 8, 16)},
+        "With $d_v = d_{model} / H$, as it is chosen: "
+        + ", ".join(f"{heads} × {shape[-1]} = {width}" for heads, (shape, width) in widths.items())
+        + ".",
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 
 import qkv
-from qkv.lab.experiments.estimate import SHIPPED
 from qkv.ledger import Verdict, claim, experiment, false, holds, only_when
 from qkv.ledger.deep_dive.efficient import pairs, reached
 from qkv.ledger.deep_dive.heads import CLARK, after_earlier, previous, strongest
+from qkv.ledger.results import result
 from qkv.masks import Causal, Strided, Window
 
 SECTION = "Pitfalls"
@@ -56,7 +54,7 @@ def c377() -> Verdict:
 @claim("C378", "overview", SECTION, "Normalizing is not optional but essential for stable training.")
 def c378() -> Verdict:
     """It is wrong if sigmoid weights train to a loss not above that of softmax by more than the spread over seeds."""
-    variants = json.loads((SHIPPED / "normalizers.json").read_text(encoding="utf-8"))["variants"]
+    variants = result("normalizers")["variants"]
     names = ("softmax", "sigmoid", "elu")
     loss = {name: [run["evaluation"]["excess"] for run in variants[name]["results"]] for name in names}
     text = ", ".join(f"{name} {min(runs):.3f}–{max(runs):.3f}" for name, runs in loss.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import qkv
-from qkv.ledger import Verdict, cited, claim, false, holds, only_when, trial
+from qkv.ledger import Verdict, cited, claim, experiment, false, holds
 from qkv.normalizers import Hard
 
 LUONG = "[Luong et al. 2015](https://arxiv.org/abs/1508.04025)"
@@ -13,15 +13,11 @@ LUONG = "[Luong et al. 2015](https://arxiv.org/abs/1508.04025)"
 
 @claim("C365", "overview", "5", "Hard attention would need reinforcement learning to train.")
 def c365() -> Verdict:
-    """It is wrong if another estimator answers at least 0.9 of the questions in every run."""
-    found = trial("overview_hard")["accuracy"]
-    text = ", ".join(f"{name} {min(runs):.2f}–{max(runs):.2f}" for name, runs in found.items())
-    return false(
-        min(found["straight-through"]) >= 0.9 and max(found["plain"]) < 0.5,
-        f"Plain backpropagation indeed does not train it, since no gradient reaches the scores. A straight-through "
-        f"gradient does, without a reward. Questions answered by looking one of 4 values up, 3 seeds: {text}; guessing "
-        "one of the 4 is 0.25.",
-        "the trial `overview_hard`",
+    return experiment(
+        "C365",
+        "hard_attention",
+        "No gradient reaches the scores through the choice of one key; a straight-through estimator passes it on all "
+        "the same.",
     )
 
 
@@ -120,20 +116,7 @@ def c372() -> Verdict:
     "“Attend to the word two before” is easier with relative positions than with absolute ones.",
 )
 def c374() -> Verdict:
-    """Easier to learn: fewer steps in every run. To carry over: more right at 64 tokens in every run, by 0.05."""
-    runs = trial("overview_relative")["runs"]
-    kinds = {"absolute": ("learned", "sinusoidal"), "relative": ("t5", "rotary")}
-    far = {kind: [run["64"] for name in names for run in runs[name]] for kind, names in kinds.items()}
-    steps = {name: sorted(run["steps until 90 %"] for run in found) for name, found in runs.items()}
-    text = ", ".join(f"{name} {found[0]}–{found[-1]}" for name, found in steps.items())
-    return only_when(
-        min(far["relative"]) > max(far["absolute"]) + 0.05 and steps["learned"][-1] <= steps["rotary"][0],
-        f"For other lengths than those of training. One layer, taught with 16 tokens, gets all of 16 right with any "
-        f"positions; of 64 tokens relative ones get {min(far['relative']):.2f}–{max(far['relative']):.2f} right, "
-        f"absolute ones {min(far['absolute']):.2f}–{max(far['absolute']):.2f}. Within the length of training learned "
-        f"absolute positions are as quick, in steps until 90 %: {text}.",
-        "the trial `overview_relative`",
-    )
+    return experiment("C374", "relative_positions")
 
 
 @claim("C375", "overview", "6", "Shaw's relative encodings were adopted by T5 and Transformer-XL.")

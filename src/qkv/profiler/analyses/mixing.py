@@ -74,7 +74,7 @@ def mixing(
 
     >>> data = mixing("qkv-mini", "def mean(values):", position=3)
     >>> data.sizes["depth"], float(data["response"][0, -1, :3].max()) < 1e-5
-    (5, True)
+    (9, True)
     """
     if isinstance(model, str):
         loaded = load(model)

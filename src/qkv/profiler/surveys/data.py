@@ -49,7 +49,7 @@ class Survey:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
     >>> found, len(found.heads())
-    (Survey('qkv-mini', 2 documents, 6 tokens), 24)
+    (Survey('qkv-mini', 2 documents, 6 tokens), 48)
     """
 
     def __init__(self, definition: dict[str, Any], groups: dict[str, Group], record: dict[str, Any]) -> None:

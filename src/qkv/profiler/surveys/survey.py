@@ -99,7 +99,7 @@ def survey(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["def f(x): return x", "import os"], out=folder, shards=2)
     >>> found.record["documents"], len(found.heads())
-    (2, 24)
+    (2, 48)
     """
     if isinstance(model, str):
         loaded = load(model, dtype=dtype)

@@ -1,0 +1,77 @@
+"""`check` runs the checks of claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from qkv._progress import Step
+from qkv.errors import InputError
+from qkv.ledger.claim import CLAIMS, Claim, Drifted, Verdict, find
+from qkv.ledger.results import MissingResult
+from qkv.ledger.settled import load
+
+NEEDED = ("transformers", "tokenizers", "accelerate", "scipy")
+"""Optional packages that checks import."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the check of a claim found."""
+
+    claim: Claim
+    verdict: Verdict | None
+    """None if there is an error."""
+    error: Drifted | MissingResult | None
+    """`Drifted` if what is computed contradicts the verdict, `MissingResult` if the check has nothing to read."""
+    seconds: float
+
+    @property
+    def drifted(self) -> bool:
+        """True if what the check computes contradicts its verdict."""
+        return isinstance(self.error, Drifted)
+
+
+def check(ids: Iterable[str] | None = None, *, progress: Step | None = None) -> dict[str, Checked]:
+    """Run the checks of claims, on one thread.
+
+    Args:
+        ids: numbers of claims; all if None.
+        progress: called after each check, with its number as the note.
+
+    Raises:
+        InputError: for an unknown claim, before the first check runs, or if a package that checks need is missing.
+
+    >>> found = check(["C014"])["C014"]
+    >>> found.verdict.kind, found.error
+    ('holds', None)
+    """
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise InputError(f"claims need {', '.join(missing)}, not installed here: pip install 'qkv[hf,train]'")
+    load()
+    claims = [find(id_) for id_ in (sorted(CLAIMS) if ids is None else ids)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = {}
+        for one in claims:
+            found[one.id] = _checked(one)
+            if progress is not None:
+                progress(1, note=one.id)
+        return found
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _checked(one: Claim) -> Checked:
+    start = time.perf_counter()
+    verdict, error = None, None
+    try:
+        verdict = one.check()
+    except (Drifted, MissingResult) as raised:
+        error = raised
+    return Checked(one, verdict, error, time.perf_counter() - start)

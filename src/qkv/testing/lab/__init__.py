@@ -1,0 +1,1 @@
+"""Checks of tasks and experiments, which need the lab."""
