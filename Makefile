@@ -91,6 +91,7 @@ models: venv  ## train the bundled models again, on two cores, about two hours
 	  $(BIN)/qkv train --config $(TRAINED)/$$m/run.toml --out qkv-runs/$$m --threads 2 && \
 	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
 	done
+	$(BIN)/python -c "from qkv import models; models.save(models.load('qkv-runs/qkv-mini/model').half(), '$(TRAINED)/qkv-mini')"
 
 JOBS ?= 2
 RESULTS := src/qkv/lab/experiments/results

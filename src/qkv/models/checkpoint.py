@@ -71,6 +71,8 @@ def load(folder: str | Path) -> nn.Module: ...
 def load(folder: str | Path) -> nn.Module:
     """Load a model that `save` wrote, in evaluation mode and with its saved dtypes, or a model that comes with qkv.
 
+    Models that come with qkv have float32 weights once loaded; the file of qkv-mini holds them in float16.
+
     >>> type(load("qkv-reversal")).__name__
     'DecoderLM'
 
@@ -81,7 +83,8 @@ def load(folder: str | Path) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = bundled.folder_of(str(folder)) or Path(folder)
+    own = bundled.folder_of(str(folder))
+    folder = own or Path(folder)
     described = read_config(folder)
     kind, entries = described.get("model"), described.get("config")
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
@@ -93,7 +96,7 @@ def load(folder: str | Path) -> nn.Module:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{WEIGHTS} in {folder} cannot be read ({error})") from error
     fill(model, tensors)
-    return model.eval()
+    return (model.float() if own else model).eval()
 
 
 def _build(folder: Path, config_class: type[Any], model_class: type[nn.Module], entries: dict[str, Any]) -> nn.Module:

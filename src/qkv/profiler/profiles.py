@@ -165,8 +165,8 @@ class Profile:
 
         >>> import qkv
         >>> profile = qkv.profile("qkv-mini", "def mean(values):", progress=False, probe=False)
-        >>> profile.first_token().round(2).shape
-        (8, 6)
+        >>> profile.first_token().shape == (profile.data.sizes["layer"], profile.data.sizes["head"])
+        True
         """
         return sinks.first_token_table(self.group(group))
 
@@ -254,8 +254,8 @@ class Profile:
 
         >>> import qkv
         >>> table = qkv.profile("qkv-mini", "import os\\nimport sys\\n", progress=False).similarity()
-        >>> table.shape, table.attrs["maps"]
-        ((48, 48), 'weights')
+        >>> table.shape == (len(table),) * 2, table.attrs["maps"]
+        (True, 'weights')
         >>> alike = table[2, 4].drop((2, 4)).nlargest(3)  # the heads most like head 4 of layer 2
         """
         from qkv.profiler.data.similarity import similarity_table

@@ -8,7 +8,19 @@ from typing import ClassVar
 
 from qkv.lab.experiments.base import Results
 from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN, Criterion, Effect, Verdict
-from qkv.lab.experiments.sinks import DATED, PLAIN, SINK, STRONGEST, TASK, Change, Sweep, model_variants, sink
+from qkv.lab.experiments.sinks import (
+    DATED,
+    LESS,
+    PLAIN,
+    SINK,
+    STRONGEST,
+    TASK,
+    Change,
+    Sweep,
+    difference,
+    model_variants,
+    sink,
+)
 
 LIMIT = 14_000_000
 """The number of parameters of the smallest model with sinks, according to the sources."""
@@ -45,13 +57,20 @@ class Positions(SinkEverywhere):
 
     name = "positions"
     question = "Does a sink form with every position scheme, and without positions?"
-    criteria = (Criterion("C085", DATED, STRONGEST, SINK),)
+    criteria = (
+        Criterion("C085", DATED, STRONGEST, SINK),
+        Criterion("C048", "2026-11-24", f"{STRONGEST} with learned positions minus with rotary positions", LESS),
+    )
     axis = "positions"
     what = "Position schemes"
     variants: ClassVar[Mapping[str, Change]] = {
         positions: Change(model={"positions": positions, "layers": 2, "heads": 4}, training={"steps": 1000})
         for positions in ("none", "learned", "sinusoidal", "rotary", "alibi", "t5")
     }
+
+    def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
+        """The weight with each scheme, and the difference between two that were chosen after three seeds of each."""
+        return {**super().effects(results), "C048": [difference(results, "learned", "rotary")]}
 
 
 class NormPlace(SinkEverywhere):

@@ -17,6 +17,7 @@ from qkv.lab.experiments.sinks import (
     ALPHA,
     DATED,
     EXCESS,
+    LESS,
     MAIN_LOOKS,
     SINK,
     STRONGEST,
@@ -55,8 +56,8 @@ TEXTS = 16
 PEAK = 10.0
 """A layer has a peak if its largest magnitude at the first token is above this multiple of the median. It would be a
 massive activation above 100 and 1,000 times the median (Sun et al. 2024, arXiv:2402.17762)."""
-LESS = 0.05
-"""Smaller differences of weight do not count as an effect."""
+WORSE = 0.02
+"""Smaller differences of loss, in nats a token, do not count as an effect."""
 
 
 def _normalizer(name: str, value: str) -> Change:
@@ -84,6 +85,8 @@ class Normalizers(Sweep):
         Criterion("C134", DATED, f"{STRONGEST} with softmax minus with a learned key of value 0", LESS),
         Criterion("C135", DATED, f"{STRONGEST} with softmax minus with softmax off by one", LESS),
         Criterion("C140", DATED, "Weight on a learned first token <s> minus that on the first token of the text", LESS),
+        Criterion("C378", "2026-11-24", "Excess loss, in nats a token, without normalisation minus with the same "
+                  "weights divided by their sum", WORSE),
     )  # fmt: skip
     variants: ClassVar[Mapping[str, Change]] = {
         SOFTMAX: Change(),
@@ -139,6 +142,9 @@ class Normalizers(Sweep):
             "C134": [premise, difference(results, SOFTMAX, KEY)],
             "C135": off,
             "C140": [premise, Effect("", token, (SOFTMAX,), unless=not_learnt(results, SOFTMAX))],
+            "C378": [
+                Effect(of, results.differences(of, by_sum, EXCESS), (of, by_sum)) for of, by_sum in DIVIDED.items()
+            ],  # also of runs that did not learn the task, which is a harm
         }
 
     def remarks(self, results: Results) -> Mapping[str, str]:

@@ -32,6 +32,8 @@ has. Only variants that have learnt the task count as evidence."""
 DATED = "2026-11-23"
 """When the criteria were written: before the runs of 10 seeds and more, and after pilots of at most 3 seeds."""
 STRONGEST = "Weight of the strongest head on the first token"
+LESS = 0.05
+"""Smaller differences of weight do not count as an effect."""
 ALPHA = "check.sink"
 """The mean weight on the first key by layer and head; `Results.values` takes the strongest head of each run."""
 ACCURACY = "evaluation.backcopy_accuracy"

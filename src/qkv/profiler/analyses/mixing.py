@@ -73,8 +73,8 @@ def mixing(
             replacement is the token itself or not in the vocabulary.
 
     >>> data = mixing("qkv-mini", "def mean(values):", position=3)
-    >>> data.sizes["depth"], float(data["response"][0, -1, :3].max()) < 1e-5
-    (9, True)
+    >>> float(data["response"][0, -1, :3].max()) < 1e-5
+    True
     """
     if isinstance(model, str):
         loaded = load(model)

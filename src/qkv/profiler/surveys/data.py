@@ -48,8 +48,8 @@ class Survey:
     >>> from qkv.profiler.surveys.survey import survey
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     found = survey("qkv-mini", ["import os", "import sys"], out=folder, shards=1)
-    >>> found, len(found.heads())
-    (Survey('qkv-mini', 2 documents, 6 tokens), 48)
+    >>> found
+    Survey('qkv-mini', 2 documents, 6 tokens)
     """
 
     def __init__(self, definition: dict[str, Any], groups: dict[str, Group], record: dict[str, Any]) -> None:
