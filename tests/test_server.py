@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from qkv.server.app import create_app
 from qkv.server.connection import Connection
 from qkv.server.data_routes import _top_weights
 from qkv.server.guard import MAX_BODY, SECURITY, Guard
-from qkv.server.jobs import ClientDisconnected, JobQueue, QueueFull
+from qkv.server.jobs import ClientDisconnected, JobQueue, JobQueues, QueueFull
 from qkv.server.page_schema import Page
 from qkv.server.run import _socket, serve_in_thread
 from qkv.server.session import Session, copy_sharing_weights
@@ -749,8 +750,16 @@ def test_repeated_host_or_origin_is_rejected(app: Guard) -> None:
         assert ask(app, "/api/session", headers=headers).status_code == 403
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "HEAD"])
-def test_methods_other_than_get_and_post_are_rejected(app: Guard, method: str) -> None:
+def test_head_has_the_headers_of_get_and_no_body(app: Guard) -> None:
+    for path in ("/", "/api/session", "/static/charts.js", "/api/sources/99/page"):
+        got, head = ask(app, path), ask(app, path, "HEAD")
+        assert got.content
+        assert head.content == b""
+        assert (head.status_code, head.headers) == (got.status_code, got.headers)
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+def test_methods_other_than_get_head_and_post_are_rejected(app: Guard, method: str) -> None:
     assert ask(app, "/api/session", method).status_code == 405
 
 
@@ -1068,6 +1077,31 @@ def test_session_reports_the_progress_of_a_map(crowded: tuple[Session, Sluggish]
         sluggish.slow.go.set()
         waits.join()
         assert httpx.get(f"{url}api/session").json()["computing"] is None
+
+
+def test_end_of_the_server_stops_running_jobs_and_answers_their_clients(crowded: tuple[Session, Sluggish]) -> None:
+    session, sluggish = crowded
+    path = f"api/sources/0/tiles/{session.version}/0/0/0/0/max/0/0/0"
+    with ThreadPoolExecutor(1) as pool:
+        with serve_in_thread(session) as url:
+            waits = pool.submit(httpx.get, url + path, timeout=60)
+            until(lambda: len(sluggish.slow.begun) == 1)
+        assert sluggish.slow.stopped == sluggish.slow.begun
+        assert waits.result().status_code == 499
+
+
+def test_close_does_not_wait_for_a_job_that_never_looks_whether_it_should_stop() -> None:
+    jobs, go = JobQueues(), threading.Event()
+
+    async def waits() -> None:
+        asked = [asyncio.ensure_future(q.run(1, lambda stopped: go.wait())) for q in (jobs.quick, jobs.slow)]
+        await asyncio.sleep(0.05)
+        assert not await asyncio.to_thread(jobs.close, 0.1)
+        go.set()
+        await asyncio.gather(*asked)
+
+    asyncio.run(waits())
+    assert jobs.close()
 
 
 def test_closed_connections_cancel_their_jobs(crowded: tuple[Session, Sluggish]) -> None:

@@ -51,7 +51,7 @@ def create_app(
         host: the address that the server is bound to, which the Host header of requests must match.
         port: the port that the server is bound to, likewise.
         token: if given, every request must carry it.
-        queues: the job queues to compute in; new ones by default. They are closed when the server ends.
+        queues: the job queues to compute in; new ones by default. They are stopped when the server ends.
     """
     queues = queues or JobQueues()
 
@@ -59,7 +59,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         session.start()
         yield
-        queues.close()
+        queues.stop()
 
     app = FastAPI(
         title="qkv view", version=qkv.__version__, description=DESCRIPTION, lifespan=lifespan, docs_url=None,

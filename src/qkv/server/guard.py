@@ -25,7 +25,7 @@ MAX_QUERY = 4 * 1024  # bytes of the query string
 BODY_SECONDS = 10  # for a body to arrive: a slow sender occupies a connection no longer than this
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # addresses that stand for all interfaces
-METHODS = frozenset({"GET", "POST"})
+METHODS = frozenset({"GET", "HEAD", "POST"})
 OWN_SITE = frozenset({"same-origin", "none"})  # Sec-Fetch-Site of requests by our own page, and of a typed address
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
 
@@ -69,13 +69,13 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # WebSocket is not supported: uvicorn answers 403
-        started = False
+        head = scope["method"] == "HEAD"
 
         async def protected(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
                 message["headers"] = [*message.get("headers", ()), *_SECURITY]
+            elif head:
+                message = {**message, "body": b""}
             await send(message)
 
         headers = _Headers(scope)
@@ -93,7 +93,8 @@ class Guard:
                 await _send_error(protected, 401, sentence)
                 return
         if scope["method"] != "POST":
-            await self.app(scope, receive, protected)
+            # HEAD is answered as GET without the body (RFC 9110, section 9.3.2).
+            await self.app({**scope, "method": "GET"}, receive, protected)
             return
         try:
             body = await asyncio.wait_for(_body(receive), BODY_SECONDS)
@@ -119,7 +120,7 @@ class Guard:
         if scope["path"].startswith("/api/") and not OWN_SITE.issuperset(sites):
             return 403, "The request comes from a page of another site."
         if scope["method"] not in METHODS:
-            return 405, "The method is neither GET nor POST."
+            return 405, "The method is not GET, HEAD or POST."
         if len(scope["query_string"]) > MAX_QUERY:
             return 414, "The address is too long."
         length = headers.single("content-length") or "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -94,18 +95,18 @@ class JobQueue:
         """Called by a running job, from any thread: this share of it is finished."""
         self.progress = share
 
-    def close(self, wait: float = 2) -> bool:
-        """Refuse new jobs, fail the waiting ones and tell the running one to stop.
-
-        Returns:
-            Whether the thread has ended, after at most `wait` seconds.
-        """
+    def stop(self) -> None:
+        """Refuse new jobs, fail the waiting ones and tell the running one to stop."""
         with self._changed:
             self._closed = True
             for job in self._queue:
                 job.result.set_exception(QueueFull())
             self._queue.clear()
             self._changed.notify()
+
+    def close(self, wait: float = 2) -> bool:
+        """As `stop`; returns whether the thread has ended, after at most `wait` seconds."""
+        self.stop()
         if self._thread is None:
             return True
         self._thread.join(wait)
@@ -190,6 +191,13 @@ class JobQueues:
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.quick, self.slow = JobQueue(max_waiting), JobQueue(max_waiting)
 
-    def close(self) -> bool:
-        """Close both: see `JobQueue.close`."""
-        return all([self.quick.close(), self.slow.close()])
+    def stop(self) -> None:
+        """Stop both: see `JobQueue.stop`."""
+        self.quick.stop()
+        self.slow.stop()
+
+    def close(self, wait: float = 2) -> bool:
+        """Close both: see `JobQueue.close`. It takes at most `wait` seconds in all."""
+        self.stop()
+        end = time.monotonic() + wait
+        return all(queue.close(max(0.0, end - time.monotonic())) for queue in (self.quick, self.slow))

@@ -175,9 +175,13 @@ class Session:
                 self._thread = threading.Thread(target=self._prepare_in_thread, name="qkv prepare", daemon=True)
                 self._thread.start()
 
-    def close(self, wait: float = 2) -> bool:
-        """Cancel the preparation; returns whether its thread has ended after at most `wait` seconds."""
+    def stop(self) -> None:
+        """Tell the preparation to stop after the layer that it measures."""
         self._closed.set()
+
+    def close(self, wait: float = 2) -> bool:
+        """As `stop`; returns whether the thread has ended, after at most `wait` seconds."""
+        self.stop()
         thread = self._thread
         if thread is None:
             return True
