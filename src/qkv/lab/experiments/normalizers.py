@@ -18,7 +18,6 @@ from qkv.lab.experiments.sinks import (
     DATED,
     EXCESS,
     LESS,
-    MAIN_LOOKS,
     SINK,
     STRONGEST,
     Change,
@@ -69,7 +68,6 @@ class Normalizers(Sweep):
 
     name = "normalizers"
     question = "Which normalizers, learned sinks and gates remove the sink, and what else changes?"
-    looks = MAIN_LOOKS
     criteria = (
         Criterion("C089", DATED, f"{STRONGEST} with rows divided by their sum, minus without", LESS),
         Criterion("C090", DATED, f"{STRONGEST} without normalisation (rows divided by their sum to measure it)", SINK,

@@ -38,7 +38,6 @@ class LearningRate(Sweep):
 
     name = "learning_rate"
     question = "Does a larger learning rate strengthen the sink, and does a key bias stabilise training at high rates?"
-    looks = MAIN_LOOKS
     criteria = (
         Criterion("C078", DATED, "Weight of the strongest head on the first token at a learning rate minus that at a "
                   "lower one", LEAST),
