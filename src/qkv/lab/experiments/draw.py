@@ -35,8 +35,8 @@ def intervals_figure(found: Conclusion, results: Results, effects: Mapping[str, 
     count = max(1, sum(len(rows) for _, rows in claims))
     height = ROW + CAPTION * len(claims) / count
     note = (
-        f"Dots: seeds. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. The arrow points "
-        f"from the bound to where the claim holds. {results.note}"
+        f"Dots: seeds. Point and bar: their mean and its {100 * results.level:.3g} % confidence interval. The arrow "
+        f"points from the bound to where the claim holds. {results.note}"
     )
     figure, panels = draw.panels(found.title, note, rows=count, width=WIDTH, height=height)
     free = iter(panels)
