@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -16,6 +17,8 @@ import torch
 
 import qkv
 from qkv.cli import main
+from qkv.cli.files import folder
+from qkv.errors import InputError
 from qkv.profiler.capture import models
 
 pytest.importorskip("transformers", reason="profiling models needs transformers")
@@ -135,6 +138,45 @@ def test_output_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.Cap
     assert main(["profile", "minilm", "hi", "--out", str(tmp_path / "file")]) == 2
     assert "cannot write to" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_full_disk_is_one_sentence_and_leaves_only_files_to_continue_from(tmp_path: Path, resumes: bool) -> None:
+    def work() -> None:
+        with folder(tmp_path, resumes=resumes):
+            (tmp_path / "first.png").write_text("whole")
+            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "second.png"))
+
+    (tmp_path / "old.txt").write_text("mine")
+    with pytest.raises(InputError, match="--out") as error:
+        work()
+    assert "No space left" in str(error.value)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["first.png"] * resumes + ["old.txt"]
+
+
+def test_lost_output_folder_is_one_sentence(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with folder(out):
+            out.rmdir()
+            out.write_text("not a folder")
+            (out / "x").write_text("")
+
+    with pytest.raises(InputError, match="--out"):
+        work()
+    assert out.read_text() == "not a folder"
+
+
+def test_files_that_cannot_be_read_end_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "weights.bin")
+
+    monkeypatch.setattr("qkv.cli.tyro.cli", fails)
+    assert main(["profile"]) == 2
+    assert "weights.bin (Permission denied)" in capsys.readouterr().err
 
 
 def test_folder_without_tokenizer_refuses_text(

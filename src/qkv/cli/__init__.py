@@ -77,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of standard output, such as `head`, has closed it
         discard_output()
         return 141  # the exit code of a program that the signal SIGPIPE ended
+    except OSError as error:  # a disk is full, a drive is lost, a file may not be read
+        if error.strerror is None:
+            raise
+        print(f"qkv: cannot read or write {error.filename or 'a file'} ({error.strerror})", file=sys.stderr)
+        return 2
     return 0
 
 

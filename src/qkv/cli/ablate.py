@@ -60,7 +60,7 @@ def ablate(
         tokens = DEFAULT_TOKENS
     chosen = None if layers is None else numbers(layers)
     passage = text_of(model, text, file, tokens, least=2)
-    with folder(out):
+    with folder(out, resumes=True):
         loaded, inputs = load_inputs(model, passage, tokens, dtype, head=True)
         found = ablation(
             loaded.model, inputs, what=what, layers=chosen, tokenizer=loaded.tokenizer, folder=out, name=loaded.name

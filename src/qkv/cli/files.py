@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +27,53 @@ def read(file: Path, called: str = "--file") -> str:
 
 
 @contextmanager
-def folder(path: Path) -> Iterator[None]:
-    """Create a folder and check that it is writable before the work starts; if the work fails, remove it if empty."""
+def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
+    """Create a folder for results and check that it is writable before the work starts.
+
+    If the work fails, the folder is removed if it is new and empty. If the disk is full or lost, the error is one
+    sentence, and the files that the command has written so far are removed.
+
+    Args:
+        path: the folder.
+        resumes: the command continues an interrupted call: its files stay.
+    """
     created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        before = set(path.iterdir())
     except OSError as error:
         raise InputError(f"--out: cannot write to {path} ({error.strerror})") from error
     try:
         yield
-    except BaseException:
-        if created and not any(path.iterdir()):
-            path.rmdir()
-        raise
+    except BaseException as error:
+        failed = error if isinstance(error, OSError) and not isinstance(error, BrokenPipeError) else None
+        lost = failed is not None and _is_in(failed.filename, path)
+        if lost and not resumes:
+            _remove(path, before)
+        if created:
+            with suppress(OSError):  # it is not empty, or lost
+                path.rmdir()
+        if failed is None or not lost:
+            raise
+        kept = "; what is finished is kept, and the same command continues" if resumes else ""
+        raise InputError(f"--out: cannot write to {path} ({failed.strerror}){kept}") from error
+
+
+def _is_in(name: object, path: Path) -> bool:
+    """Whether the file of an OSError is in a folder; True if the error names none, as when a disk is full."""
+    return name is None or (
+        isinstance(name, str | os.PathLike) and Path(name).absolute().is_relative_to(path.absolute())
+    )
+
+
+def _remove(path: Path, before: set[Path]) -> None:
+    """Remove the files in a folder that were not there before, if it still exists."""
+    with suppress(OSError):
+        for file in set(path.iterdir()) - before:
+            if file.is_file():
+                file.unlink()
 
 
 def discard_output() -> None:

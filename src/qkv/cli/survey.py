@@ -90,7 +90,7 @@ def survey(
         raise InputError(f"--patience is {patience}, expected more than 0 seconds")
     own = statistics_of(statistics)
     prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
-    with folder(out), _stoppable(out, shards):
+    with folder(out, resumes=True), _stoppable(out, shards):
         corpus = _corpus(corpora or ("library",))
         loaded = models.load(model, dtype=dtype)
         loaded.model.to(_device(device))
