@@ -76,6 +76,7 @@ def by_seed(
     colour: str = COLOURS[0],
     grey: Mapping[str, Collection[int]] | None = None,
     level: float = 0.95,
+    joined: int | None = None,
 ) -> None:
     """Plot values by name along the x axis: a dot for every seed, the mean, and its confidence interval (Student's t).
 
@@ -85,13 +86,16 @@ def by_seed(
         colour: the colour of dots and intervals.
         grey: for each name the seeds to draw in grey, such as runs that did not learn their task.
         level: the level of the intervals.
+        joined: the lines join so many neighbouring names, which compare; all if None.
     """
     from qkv.lab.experiments.evidence import confidence
 
     names, grey = list(values), grey or {}
+    every = joined or max(1, len(names))
     for seed in sorted({seed for found in values.values() for seed in found}):
-        at = [i for i, name in enumerate(names) if seed in values[name]]
-        axes.plot(at, [values[names[i]][seed] for i in at], color=HAIRLINE, linewidth=0.6, zorder=1)
+        for start in range(0, len(names), every):
+            at = [i for i in range(start, min(start + every, len(names))) if seed in values[names[i]]]
+            axes.plot(at, [values[names[i]][seed] for i in at], color=HAIRLINE, linewidth=0.6, zorder=1)
     for place, name in enumerate(names):
         found = values[name]
         for hidden, tone in ((False, colour), (True, "#a8adb2")):

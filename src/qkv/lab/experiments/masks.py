@@ -82,7 +82,7 @@ class MaskSweep(Sweep):
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.set(
             xlabel="key (position of the token, from 1)",
-            ylabel="mean weight (over queries with the key visible)",
+            ylabel="mean weight of queries that see it",
             ylim=(0, 1),
         )
         axes.legend(fontsize=8, frameon=False)

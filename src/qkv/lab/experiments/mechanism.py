@@ -143,7 +143,7 @@ class Mechanism(Sweep):
         """How drained the sink's value is."""
         drained = verdicts["C068"]
         values = [i.mean for i in drained.intervals if not i.premise and not i.unless]
-        what = f"the norm of its value is {', '.join(map(number, values))} of the others' ({results.seeds} seeds)"
+        what = f"its norm is {' and '.join(map(number, values))} times that of the others ({results.seeds} seeds)"
         return f"A sink's value is drained: {what}" if drained.holds == HOLDS else f"The sink's value: {what}"
 
     def figure(self, results: Results) -> Figure:
@@ -160,7 +160,7 @@ class Mechanism(Sweep):
         pairs: dict[str, dict[int, float]] = {}
         for name, what in (("first", "check.key_cosine"), ("others", "check.key_cosine_others")):
             pairs |= {f"{variant}, {name}": values for variant, values in at_strongest_head(results, what).items()}
-        draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2])
+        draw.by_seed(angle, dict(sorted(pairs.items())), colour=draw.COLOURS[2], joined=2)
         panel_title(angle, "Cosine of queries with keys")
         angle.set(ylabel="mean cosine")
         pairs = {
@@ -168,7 +168,7 @@ class Mechanism(Sweep):
             for variant in results.by_variant(ALPHA)
             for name in ("resting", "busy")
         }
-        draw.by_seed(added, pairs, colour=draw.COLOURS[1])
+        draw.by_seed(added, pairs, colour=draw.COLOURS[1], joined=2)
         panel_title(added, "What attention adds to the residual")
         added.set(ylabel="ratio of norms", ylim=(0, None))
         for axes in (drain, angle, added):
