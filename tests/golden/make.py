@@ -17,8 +17,7 @@ import qkv
 from qkv import lab, sinks
 from qkv.bench.run import bench, save
 from qkv.cli import main
-from qkv.lab import tokenizers, tokens
-from qkv.lab import experiments
+from qkv.lab import experiments, tokenizers, tokens
 from qkv.lab.tasks import Reversal
 from qkv.lab.translation import Vocabulary, vocabulary_file
 from qkv.models import ByteTokenizer, DecoderConfig, DecoderLM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextvars
 import gc
 import inspect
 import re
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             command = _command(arguments[0])
             _join_lines(command)
-            tyro.cli(command, prog=f"qkv {arguments[0]}", args=arguments[1:])
+            context = contextvars.copy_context()  # the limit of --max-size ends with the command
+            context.run(tyro.cli, command, prog=f"qkv {arguments[0]}", args=arguments[1:])
     except InputError as error:
         print(f"qkv: {error}", file=sys.stderr)
         return 2

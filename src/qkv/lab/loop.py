@@ -282,7 +282,9 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
         if file.exists():
-            differs = settings.difference(settings.read_toml(file, "folder"), settings.parse_toml(text))
+            differs = settings.difference(
+                {"format_version": 1, **settings.read_toml(file, "folder")}, settings.parse_toml(text)
+            )
             if differs:
                 raise InputError(
                     f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"
