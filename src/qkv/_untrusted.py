@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -84,10 +85,10 @@ def in_bytes(size: int | str, argument: str = "size") -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
 
 
-def limit(stored: int = 0) -> int:
+def limit(stored: int = 0, ratio: int = RATIO) -> int:
     """The bytes of memory that a file of `stored` bytes may take."""
     given = _allowed.get()
-    return min(max(SPARE, RATIO * stored), free_memory()) if given is None else given
+    return min(max(SPARE, ratio * stored), free_memory()) if given is None else given
 
 
 def free_memory() -> int:
@@ -112,10 +113,11 @@ class Budget:
 
     Args:
         stored: the size of the file on disk.
+        ratio: how many times its size it may take, if that is more than `SPARE`.
     """
 
-    def __init__(self, stored: int) -> None:
-        self.stored, self.limit, self.declared = stored, limit(stored), 0
+    def __init__(self, stored: int, ratio: int = RATIO) -> None:
+        self.stored, self.limit, self.declared = stored, limit(stored, ratio), 0
 
     def take(self, size: int) -> None:
         """Add a declared size; raises `SizeError` if the sum exceeds the limit."""
@@ -171,7 +173,8 @@ def parse_json(data: bytes | str) -> Any:
     {'layers': 2}
     """
     text = data if isinstance(data, str) else data.decode("utf-8")
-    Budget(len(text)).take(len(text) + OBJECT * text.count("{") + ARRAY * text.count("[") + ENTRY * text.count(","))
+    entries = OBJECT * text.count("{") + ARRAY * text.count("[") + ENTRY * text.count(",")
+    Budget(len(text), ratio=1).take(len(text) + entries)
     try:
         found = json.loads(text)
     except RecursionError:
@@ -234,6 +237,8 @@ def read_zip(path: Path) -> tuple[dict[str, bytes], Budget]:
         ValueError: if it is not a zip file, is damaged, or declares more than the limit.
     """
     with _File(path) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not a file")
         try:
             return _members(file)
         except ValueError:

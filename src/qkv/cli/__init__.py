@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             context = contextvars.copy_context()  # the limit of --max-size ends with the command
             context.run(tyro.cli, command, prog=f"qkv {arguments[0]}", args=arguments[1:])
     except InputError as error:
-        print(f"qkv: {error}", file=sys.stderr)
+        print(f"qkv: {_printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         print(f"qkv: {str(error) or 'interrupted; no incomplete file was left behind'}", file=sys.stderr)
@@ -80,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard_output()
         return 141  # the exit code of a program that the signal SIGPIPE ended
     return 0
+
+
+def _printable(text: str) -> str:
+    """The text with control characters as escapes: a name in a stranger's file must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _command(name: str) -> Callable[..., None]:

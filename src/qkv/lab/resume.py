@@ -78,9 +78,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     try:
         described = load_json(checkpoint / STATE)
         check_version(described, VERSION)
-        step, digest = int(described["step"]), described["sha256"]
-        if step < 0 or checkpoint.name != _name(step):
-            raise ValueError(f"{STATE} has step {step}")
+        step, digest = described["step"], described["sha256"]
+        if type(step) is not int or step < 0 or checkpoint.name != _name(step):
+            raise ValueError(f"{STATE} has step {step!r}")
         tensors.header(checkpoint / TENSORS)
         found = _digest(checkpoint / TENSORS)
         weights = tensors.read(checkpoint / TENSORS)

@@ -95,12 +95,15 @@ def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
     try:
         found = parse_toml(read_bytes(path, TEXT).decode("utf-8"))
         check_nested(found)
-        check_version(found, VERSION)
-        return found
     except OSError as error:
         raise InputError(f"{argument}: cannot read {path} ({error.strerror})") from error
     except (ValueError, RecursionError) as error:  # of tomllib, also for numbers and dates that do not exist
         raise InputError(f"{argument}: the file {path} is not TOML ({first_line(error)})") from error
+    try:
+        check_version(found, VERSION)
+    except ValueError as error:
+        raise InputError(f"{argument}: cannot read {path}: {error}") from error
+    return found
 
 
 def from_toml(path: Path) -> tuple[Task, Training]:
@@ -173,7 +176,7 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
         if value not in get_args(annotation):
             raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, get_args(annotation)))}")
         return value
-    if annotation is float and type(value) is int:
+    if annotation is float and type(value) is int and value.bit_length() < 1024:  # larger ones are no float
         return float(value)
     if type(value) is not annotation:
         raise InputError(f"{name} is {value!r}, expected {getattr(annotation, '__name__', annotation)}")

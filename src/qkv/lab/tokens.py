@@ -146,8 +146,8 @@ def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
     try:
         described = load_json(_sidecar(path))
         check_version(described, VERSION)
-        count, dtype, length = int(described["count"]), described["dtype"], path.stat().st_size
-        if dtype not in DTYPES or described["settings"] != settings or count < 1:
+        count, dtype, length = described["count"], described["dtype"], path.stat().st_size
+        if dtype not in DTYPES or described["settings"] != settings or type(count) is not int or count < 1:
             raise InputError(f"corpus: the file {_sidecar(path)} does not describe these tokens; {_hint(path)}")
     except OSError as error:
         raise InputError(f"corpus: cannot read {error.filename} ({error.strerror}); {_hint(path)}") from error

@@ -25,7 +25,7 @@ LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # large files, read by the tokenizer
-MOST_TENSORS = 100_000  # of a model on the hub, whose files are not there yet
+MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
 

@@ -14,7 +14,7 @@ import xarray as xr
 from qkv._files import write_atomically
 from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
 from qkv.errors import InputError
-from qkv.profiler.data.declared import check_hierarchy
+from qkv.profiler.data.declared import META, check_hierarchy
 from qkv.profiler.data.variables import with_current_names
 
 FORMAT = "qkv-profile"
@@ -68,6 +68,9 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
             for name in header.get(part, []):
                 with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None, **AS_STORED) as data:
                     datasets[name] = with_current_names(_without_fill_values(data.load()))
+                arrays = {member.split("/")[2] for member in members if member.startswith(f"{part}/{name}/")}
+                if len(arrays - {META}) != len(datasets[name].variables):
+                    raise ValueError(f"some of the arrays of {name!r} cannot be read")
         return parts, dict(header["profile"])
 
 
@@ -110,8 +113,11 @@ def _checked(path: Path) -> tuple[dict[str, bytes], Budget, dict[str, Any]]:
         raise InputError(f"path: {str(path)!r} is not a profile, or is damaged ({error}); {expected}") from error
     if foreign:
         raise InputError(f"path: {str(path)!r} is not a profile; {expected}")
-    with damaged(path):
+    try:
         check_version(header, VERSION)
+    except ValueError as error:
+        raise InputError(f"path: {str(path)!r} cannot be read: {error}") from error
+    with damaged(path):
         names = [name for part in PARTS for name in header.get(part, [])]
         if not all(isinstance(name, str) and "/" not in name for name in names) or len(names) > len(members):
             raise ValueError("its groups have no names")

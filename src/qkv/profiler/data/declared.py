@@ -12,6 +12,7 @@ import numpy as np
 from qkv._untrusted import Budget, parse_json
 
 META = "zarr.json"
+REQUIRED = {"shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"}
 NUMBERS = {"bool"} | {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMBERS |= {"float16", "float32", "float64"}
 STRING = "string"
@@ -57,8 +58,11 @@ def check_hierarchy(members: Mapping[str, bytes], budget: Budget) -> None:
 
 def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes], budget: Budget) -> int:
     """Check an array and its chunks; returns the number of its chunks, those that are not stored included."""
-    shape, kind = _sizes(name, found.get("shape")), found.get("data_type")
-    grid, keys = found.get("chunk_grid"), found.get("chunk_key_encoding")
+    missing = REQUIRED - set(found)
+    if missing:
+        raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
+    shape, kind = _sizes(name, found["shape"]), found["data_type"]
+    grid, keys = found["chunk_grid"], found["chunk_key_encoding"]
     if not isinstance(grid, dict) or grid.get("name") != "regular" or keys != KEYS or found.get("storage_transformers"):
         raise ValueError(f"{name} has chunks in another order than qkv writes them")
     chunk = _sizes(name, grid["configuration"]["chunk_shape"])
@@ -70,7 +74,7 @@ def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes
     number, items = math.prod(counts), math.prod(chunk)
     item = STRING_BYTES if kind == STRING else np.dtype(kind).itemsize
     budget.take(number * items * item)
-    zstd = _compressed(name, found.get("codecs"), "vlen-utf8" if kind == STRING else "bytes")
+    zstd = _compressed(name, found["codecs"], "vlen-utf8" if kind == STRING else "bytes")
     base = name.removesuffix(META)
     for member, data in stored.items():
         at = member.removeprefix(base).removeprefix("c").removeprefix("/")

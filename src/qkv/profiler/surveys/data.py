@@ -231,7 +231,10 @@ class Survey:
         except OSError as error:
             raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
         except Exception as error:  # a damaged file can be wrong anywhere
-            raise InputError(f"path: {str(target)!r} cannot be read ({first_line(error)}): it is not a survey, or is damaged") from error
+            reason = first_line(error)
+            raise InputError(
+                f"path: {str(target)!r} cannot be read ({reason}): it is not a survey, or is damaged"
+            ) from error
         return cls(head["definition"], groups, head["record"])
 
 
