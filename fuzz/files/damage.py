@@ -32,7 +32,7 @@ TEXTS = (
 def damaged(data: bytes, name: str, random: Random) -> tuple[bytes, str, bool]:
     """A damaged copy of a file, what was done to it, and whether only its bytes were changed, not its meaning."""
     kinds: list[Callable[[bytes, Random], tuple[bytes, str]]] = [_bytes]
-    if name.endswith(".json"):
+    if name.endswith((".json", ".part")):
         kinds += [_json, _json, _text]
     elif name.endswith(".jsonl"):
         kinds += [_lines, _text]

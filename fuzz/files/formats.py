@@ -16,6 +16,7 @@ import qkv
 from qkv.bench import run as bench
 from qkv.lab import log, resume, settings, tokens
 from qkv.lab.experiments import record
+from qkv.lab.experiments.run import _PartialResults as PartialResults
 from qkv.lab.translation import read_vocabulary
 from qkv.models import DecoderConfig, DecoderLM, from_hugging_face
 from qkv.models.text import load_text_model
@@ -53,6 +54,7 @@ def _ablation(folder: Path) -> Any:
 
 
 MODEL = ("config.json", "model.safetensors")
+INDEX = "model.safetensors.index.json"
 FORMATS: dict[str, Format] = {
     "profile": Format(("profile.qkv.zip",), lambda f: qkv.Profile.load(f / "profile.qkv.zip"), _profile),
     "survey": Format(
@@ -62,7 +64,11 @@ FORMATS: dict[str, Format] = {
     "text model": Format(
         (*(f"model/{name}" for name in MODEL), "model/tokenizer.json"), lambda f: load_text_model(str(f / "model"))
     ),
-    "GPT-2": Format(tuple(f"gpt2/{name}" for name in MODEL), lambda f: from_hugging_face(f / "gpt2")),
+    "GPT-2": Format(tuple(f"gpt2/{name}" for name in (*MODEL, INDEX)), lambda f: from_hugging_face(f / "gpt2")),
+    "GPT-2 text": Format(
+        ("gpt2/config.json", "gpt2/generation_config.json", "gpt2/tokenizer.json", "gpt2/tokenizer_config.json"),
+        lambda f: load_text_model(str(f / "gpt2")),
+    ),
     "transformers": Format(
         (*(f"gpt2/{name}" for name in MODEL), "gpt2/tokenizer.json", "gpt2/tokenizer_config.json"),
         lambda f: models.load(str(f / "gpt2"), head=None),
@@ -72,6 +78,9 @@ FORMATS: dict[str, Format] = {
     "checkpoint": Format(("run/checkpoint-00000002/state.json", "run/checkpoint-00000002/state.safetensors"), _resume),
     "metrics": Format(("run/metrics.jsonl",), lambda f: log.read(f / "run/metrics.jsonl")),
     "experiment": Format(("experiment/norm_place.json",), lambda f: record.load(f / "experiment/norm_place.json")),
+    "unfinished experiment": Format(
+        ("experiment/x.json.part",), lambda f: PartialResults(f / "experiment/x.json.part").runs
+    ),
     "study": Format(("sinks.json",), lambda f: Study.load(f / "sinks.json")),
     "ablation": Format(("ablation.jsonl",), _ablation),
     "bench": Format(("bench.json",), lambda f: bench.load(f / "bench.json")),
@@ -102,6 +111,11 @@ def write(folder: Path) -> None:
         "n_embd": d, "n_layer": layers, "n_head": 2, "bos_token_id": 256, "eos_token_id": 256,
     }  # fmt: skip
     (folder / "gpt2" / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "gpt2" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}))
+    (folder / "gpt2" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
+    rows = json.loads((folder / "experiment" / "norm_place.json").read_text())["variants"]
+    runs = {variant: row["results"][0] for variant, row in rows.items()}
+    (folder / "experiment" / "x.json.part").write_text(json.dumps({"runs": runs, "computed": {"0": runs}}))
     shutil.copy(GOLDEN / "model" / "tokenizer.json", folder / "gpt2" / "tokenizer.json")
     known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<s>"}
     (folder / "gpt2" / "tokenizer_config.json").write_text(json.dumps(known, indent=1))

@@ -27,11 +27,16 @@ from qkv.errors import LONGEST
 
 SECONDS = 2.0
 """Processor time that opening a file may take."""
-HANG = 30.0
-"""Seconds after which a child is killed."""
+ENDLESS = 20
+"""Seconds of processor time after which a child is killed."""
+HANG = 300.0
+"""Seconds after which a child is killed that uses no processor time; long, because the machine may be busy."""
 MEMORY = 200 * 10**6
 """Bytes that opening a file may take beside the modules that are loaded."""
 OWN_WARNINGS = ("path: ",)
+OF_TOKENIZERS = (
+    "Ignored unknown kwarg option"  # what the library tokenizers prints, for an option that it does not know
+)
 """How warnings of qkv itself begin; warnings of libraries must not reach the user."""
 
 
@@ -97,12 +102,12 @@ def run(seed: int, numbers: Sequence[int], valid: Path) -> Iterator[Report]:
             _child(seed, left, valid, write)
         os.close(write)
         with os.fdopen(read, "rb", buffering=0) as pipe:
-            for report in _reports(seed, list(left), pipe, child):
+            for report in _reports(seed, list(left), valid, pipe, child):
                 left.pop(0)
                 yield report
 
 
-def _reports(seed: int, numbers: Sequence[int], pipe: FileIO, child: int) -> Iterator[Report]:
+def _reports(seed: int, numbers: Sequence[int], valid: Path, pipe: FileIO, child: int) -> Iterator[Report]:
     """The reports of one child, up to the case in which it ends."""
     for number in numbers:
         ready, _, _ = select.select([pipe], [], [], HANG)
@@ -131,6 +136,8 @@ def _child(seed: int, numbers: Sequence[int], valid: Path, write: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (space, space))
             for number in numbers:
                 printed.truncate(0)
+                used = int(time.process_time()) + ENDLESS
+                resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
                 report = _one(seed, number, valid, printed.fileno())
                 os.write(write, json.dumps(asdict(report)).encode() + b"\n")
     finally:
@@ -175,7 +182,7 @@ def _opened(form: Format, case: Case, folder: Path, valid: Path, printed: int) -
         outcome = "not one sentence"
     elif outcome != "escaped" and foreign:
         outcome, detail = "warned", foreign[0]
-    elif outcome != "escaped" and text:
+    elif outcome != "escaped" and text.strip() and not text.startswith(OF_TOKENIZERS):
         outcome, detail = "printed", text
     elif outcome != "escaped" and seconds > SECONDS:
         outcome, detail = "slow", f"{seconds:.1f} s"

@@ -34,6 +34,9 @@ DIRECTORY = 4 * 2**20
 """Bytes of the list of members in a zip file, enough for about 40,000 members."""
 TEXT = 2**20
 """Bytes of a TOML file, whose parser is slow."""
+CONFIG = 4 * 2**20
+"""Bytes of a JSON file of a model that is no vocabulary."""
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 OBJECT, ARRAY, ENTRY = 240, 96, 64
 """Bytes that a parsed object, array, and entry of either take at most."""
 
@@ -160,6 +163,16 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
 def load_json(path: Path) -> Any:
     """The contents of a JSON file; raises ValueError, or OSError if the file cannot be read."""
     return parse_json(read_bytes(path))
+
+
+def check_json_files(folder: Path) -> None:
+    """Check all JSON files of a model, for libraries that read them without a limit; raises as `load_json`.
+
+    Vocabularies may be large, and are left to the tokenizer.
+    """
+    for file in sorted(folder.glob("*.json")):
+        if file.name not in VOCABULARIES:
+            parse_json(read_bytes(file, CONFIG))
 
 
 def parse_json(data: bytes | str) -> Any:

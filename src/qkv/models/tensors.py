@@ -105,8 +105,13 @@ def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M
         SizeError: if the model has many more parameters than the file has tensors, or needs more memory than the limit
             of `qkv.max_size`.
     """
-    with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
-        model = build()
+    try:
+        with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
+            model = build()
+    except (RuntimeError, OverflowError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise SizeError("the configuration asks for tensors of more than 2⁶³ bytes") from error
     budget = Budget(stored)
     for x in (*model.parameters(), *model.buffers()):
         budget.take(x.numel() * x.element_size())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qkv._untrusted import first_line, load_json
+from qkv._untrusted import check_json_files, first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.models import bundled, checkpoint, hub, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
@@ -171,6 +171,7 @@ def _tokenizer(folder: Path, name: str) -> TextTokenizer:
 
     logging.set_verbosity_error()
     try:
+        check_json_files(folder)
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises no narrower kind
         raise InputError(f"model: cannot read the tokenizer of {name} ({first_line(error)})") from error

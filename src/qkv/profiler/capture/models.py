@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qkv._untrusted import SizeError, first_line, free_memory, load_json
+from qkv._untrusted import SizeError, check_json_files, first_line, free_memory
 from qkv.errors import InputError, nearest
 from qkv.models import bundled, checkpoint, hub, tensors
 from qkv.models.byte_tokenizer import ByteTokenizer
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
-VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # large files, read by the tokenizer
 MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
@@ -115,9 +114,7 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
 
 def _declared(folder: Path) -> tuple[int, int]:
     """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
-    for file in sorted(folder.glob("*.json")):
-        if file.name not in VOCABULARIES:
-            load_json(file)
+    check_json_files(folder)
     files = [file for name in tensors.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
     return sum(len(tensors.header(file)) for file in files), sum(file.stat().st_size for file in files)
 
