@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz torture lint docs docs-serve claims mutants figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -50,6 +50,9 @@ SEED  ?= 0
 
 fuzz: venv  ## test CASES=10000 random compositions from SEED=0 against a dense float64 formula; a failure prints how to replay it
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --cases $(CASES) --seed $(SEED) --jobs 2
+
+fuzz-files: venv  ## open CASES=10000 damaged and hostile files from SEED=0; a failure prints how to replay it
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.files --cases $(CASES) --seed $(SEED)
 
 KILLS ?= 20
 

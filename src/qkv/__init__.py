@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         testing,
         tracking,
     )
+    from qkv._untrusted import max_size
     from qkv.attention import Attention, Plan, attend, plan
     from qkv.choice import Choice, choose_keys
     from qkv.linear import LinearState, linear_attend, linformer
@@ -78,6 +79,7 @@ __all__ = [
     "linformer",
     "load",
     "masks",
+    "max_size",
     "measure",
     "measure_weights",
     "merge",
@@ -106,6 +108,7 @@ _MODULES = (
     "tracking",
 )  # fmt: skip
 _NAMES = {
+    "qkv._untrusted": ("max_size",),
     "qkv.attention": ("Attention", "Plan", "attend", "plan"),
     "qkv.choice": ("Choice", "choose_keys"),
     "qkv.linear": ("LinearState", "linear_attend", "linformer"),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+LONGEST = 2000  # characters of a message; a wrong value can be a text of any length
 _HEAD = re.compile(r"(?:(?P<of>[\w.]+(?:\[[^]]*\])?): )?(?P<word>-{0,2}[A-Za-z_][\w.-]*)?")
 _NO_NAMES = {"a", "an", "all", "cannot", "each", "expected", "got", "it", "no", "not", "one", "the", "these", "this"}
 
@@ -21,6 +22,9 @@ class InputError(ValueError):
     Window: size is 0, expected at least 1 (the query's own key)
     size
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} … {message[-200:]}")
 
     @property
     def argument(self) -> str:
@@ -69,5 +73,5 @@ def nearest(name: str, known: Collection[str]) -> str:
     >>> nearest("layer", ["layers", "heads"])
     "; did you mean 'layers'?"
     """
-    similar = difflib.get_close_matches(name, known, 1)
+    similar = difflib.get_close_matches(name[:100], known, 1)  # the time grows as the square of the length
     return f"; did you mean {similar[0]!r}?" if similar else ""

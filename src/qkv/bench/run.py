@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from qkv._files import write_atomically
+from qkv._untrusted import check_version, first_line, load_json
 from qkv.bench.contenders import MECHANISMS, Case, Mechanism, Run
 from qkv.bench.timing import allocated, alone, alternating, machine, timed, wait
 from qkv.errors import InputError, nearest
 
+VERSION = 1  # of the file of results
 ONCE = 5.0  # a contender whose first run takes more seconds than this is not repeated
 LEAST, MOST = 3, 15  # repeats
 DEVICES = ("cpu", "cuda")
@@ -65,6 +67,7 @@ def bench(
         )
     torch.set_num_threads(threads)
     result: dict[str, Any] = {
+        "format_version": VERSION,
         "machine": machine(threads, device),
         "device": device,
         "heads": heads,
@@ -131,7 +134,7 @@ def _done(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         return {}
     before = load(path)
     for name, value in settings.items():
-        known = before.get(name)
+        known = before.get(name, 1 if name == "format_version" else None)
         if name == "machine" and isinstance(known, dict):
             known, value = known | {"date": ""}, value | {"date": ""}  # noqa: PLW2901
         if known != value:
@@ -149,10 +152,14 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a file written by `save`."""
-    result: dict[str, Any] = json.loads(path.read_text())
-    result.setdefault("device", "cpu")
-    for row in result["mechanisms"].values():
-        row["cells"] = {int(n): cell for n, cell in row["cells"].items()}
+    try:
+        result: dict[str, Any] = load_json(path)
+        check_version(result, VERSION)
+        result.setdefault("device", "cpu")
+        for row in result["mechanisms"].values():
+            row["cells"] = {int(n): cell for n, cell in row["cells"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"path: {str(path)!r} has no results of qkv bench ({first_line(error)})") from error
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextvars
 import gc
 import inspect
 import re
@@ -67,9 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             command = _command(arguments[0])
             _join_lines(command)
-            tyro.cli(command, prog=f"qkv {arguments[0]}", args=arguments[1:])
+            context = contextvars.copy_context()  # the limit of --max-size ends with the command
+            context.run(tyro.cli, command, prog=f"qkv {arguments[0]}", args=arguments[1:])
     except InputError as error:
-        print(f"qkv: {error}", file=sys.stderr)
+        print(f"qkv: {_printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         print(f"qkv: {str(error) or 'interrupted; no incomplete file was left behind'}", file=sys.stderr)
@@ -83,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"qkv: cannot read or write {error.filename or 'a file'} ({error.strerror})", file=sys.stderr)
         return 2
     return 0
+
+
+def _printable(text: str) -> str:
+    """The text with control characters as escapes: a name in a stranger's file must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _command(name: str) -> Callable[..., None]:

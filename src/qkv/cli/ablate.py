@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, numbers, text_of
 
@@ -28,6 +29,7 @@ def ablate(
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-ablate"),
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Remove each head of a language model, or each head's sink, and measure how much its loss rises.
 
@@ -51,11 +53,13 @@ def ablate(
         tokens: Run on this many tokens from the start of the text.
         dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from qkv.figures.ablation import ablation_figure
     from qkv.figures.save import save_figure
     from qkv.profiler.ablation_run import ablation
 
+    allow(max_size)
     if tokens is None and text is None and file is None:
         tokens = DEFAULT_TOKENS
     chosen = None if layers is None else numbers(layers)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import folder
 from qkv.errors import InputError, renamed
 
@@ -26,6 +27,7 @@ def claims(
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = None,
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
     as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Check what five courses claim about attention, or judge the claims about attention sinks on your own model.
 
@@ -54,10 +56,12 @@ def claims(
             Hugging Face hub, as for qkv profile.
         text: With --model: a UTF-8 file from which 16 windows of up to 512 tokens are cut; a bundled text by default.
         as_json: Print the verdicts as JSON.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from qkv.ledger.claim import CLAIMS, find
     from qkv.ledger.settled import load
 
+    allow(max_size)
     load()
     ids = tuple(dict.fromkeys(id_.upper() for id_ in ids))
     for id_ in ids:

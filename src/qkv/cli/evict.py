@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, text_of
 from qkv.errors import InputError
@@ -30,6 +31,7 @@ def evict(
     run: bool = True,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-evict"),
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure what a language model loses when its key-value cache evicts keys.
 
@@ -63,12 +65,14 @@ def evict(
             for window and sinks only.
         dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
 
     from qkv.figures.eviction import budget_figure, heads_figure
     from qkv.figures.save import save_figure
     from qkv.profiler.analyses.eviction import eviction
 
+    allow(max_size)
     sizes = [part.strip() for part in budgets.split(",")]
     if not all(part.isdecimal() and len(part) <= 9 for part in sizes):
         raise InputError(f"--budgets is {budgets!r}, expected numbers of keys, such as 32,64,128")

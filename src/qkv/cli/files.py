@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qkv._untrusted import read_bytes
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
 def read(file: Path, called: str = "--file") -> str:
     """Read a UTF-8 text file, or standard input if its name is "-". Errors name the option `called`."""
     try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        data = sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise InputError(f"{called}: cannot read {file} ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{called}: {file} is not UTF-8 text") from error
+    except ValueError as error:
+        raise InputError(f"{called}: cannot read {file}: {error}") from error
 
 
 @contextmanager

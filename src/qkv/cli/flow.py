@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import folder
 from qkv.cli.inputs import load_inputs, text_of
 from qkv.cli.terminal import print_line
@@ -32,6 +33,7 @@ def flow(
     group: Annotated[str | None, tyro.conf.arg(metavar="KIND", help_behavior_hint="")] = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-flow"),
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Trace which input tokens a token's final hidden state comes from (attention rollout).
 
@@ -60,6 +62,7 @@ def flow(
         group: For an encoder-decoder: trace the encoder or the decoder.
         dtype: Number format of the weights.
         out: Folder for the results. It is created if it does not exist.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -69,6 +72,7 @@ def flow(
     from qkv.figures.save import save_figure
     from qkv.profiler.analyses.flow import flow_to, rollout
 
+    allow(max_size)
     backward, forward = from_ if from_ or to else (-1,), to
     passage = text_of(model, text, file, tokens)
     console = Console()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import discard_output, read
 from qkv.errors import InputError
 
@@ -44,6 +45,7 @@ def generate(
     seed: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     cache: Annotated[str, tyro.conf.arg(metavar="KIND")] = "full",
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Continue a text with a language model, and print the tokens as they are generated.
 
@@ -79,6 +81,7 @@ def generate(
             package that keeps N keys, of them the last R (qkv.cache.Evicting in the group of entry points
             qkv.policies).
         dtype: Number format of the weights.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -87,6 +90,7 @@ def generate(
     from qkv.models.sampling import Sampler
     from qkv.models.text import load_text_model
 
+    allow(max_size)
     if prompt is not None and file is not None:
         raise InputError("prompt and --file are both given, expected one of them")
     if prompt is None and file is None:

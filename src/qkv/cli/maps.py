@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.files import folder, read
 from qkv.cli.inputs import load_inputs, text_of
 from qkv.cli.terminal import print_line
@@ -36,6 +37,7 @@ def head_map(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("map.png"),
     data: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Draw the attention map of one head: queries down, keys across.
 
@@ -72,6 +74,7 @@ def head_map(
         out: Name of the PNG file.
         data: Also write the numbers to a file of the same name that ends in .npz: the arrays maximum, mean, visible
             (the share of unmasked pairs in each bin), row_edges and column_edges (the edges of the bins).
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     from rich.console import Console
 
@@ -82,6 +85,7 @@ def head_map(
     from qkv.profiler.explore import attention_map as maps
     from qkv.statistics.maps import checked_slice
 
+    allow(max_size)
     window = {"--rows": _slice("--rows", rows), "--cols": _slice("--cols", cols)}
     if size < 1:
         raise InputError(f"--size is {size}, expected at least 1 pixel")

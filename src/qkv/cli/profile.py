@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli import compare, mixing
 from qkv.cli.files import folder
 from qkv.cli.inputs import arguments_of, load_inputs, numbers, preset_text, statistics_of, text_of
@@ -43,6 +44,7 @@ def profile(
     perturb: Annotated[int | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="")] = None,
     no_probe: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     partial: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure where every attention head of a model attends on a text, and write a report.
 
@@ -87,8 +89,10 @@ def profile(
             later tokens change in every layer (over-mixing).
         no_probe: Skip the short synthetic texts that identify induction, duplicate-token and positional heads.
         partial: Continue even if some attention of the model cannot be observed.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
 
+    allow(max_size)
     clock = Stopwatch()
     with no_garbage_collection():
         from qkv.profiler import run

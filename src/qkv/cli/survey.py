@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.inputs import statistics_of
 from qkv.errors import InputError
 
@@ -40,6 +41,7 @@ def survey(
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 14_400.0,
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Measure where every attention head of a model attends over a whole corpus.
 
@@ -75,6 +77,7 @@ def survey(
         threads: Number of threads that torch uses in each process; by default torch decides.
         patience: Seconds to wait for the other processes before they are considered lost. It must be longer than a
             process needs for all its shards.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     import torch
 
@@ -82,6 +85,7 @@ def survey(
     from qkv.profiler.capture import models
     from qkv.profiler.surveys import survey as surveys
 
+    allow(max_size)
     if threads is not None:
         if threads < 1:
             raise InputError(f"--threads is {threads}, expected at least 1")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from qkv._untrusted import allow
 from qkv.cli.inputs import arguments_of, load_inputs, text_of
 from qkv.cli.terminal import print_line
 from qkv.errors import InputError
@@ -36,6 +37,7 @@ def view(
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8765,
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
     """Explore the attention of a model or a profile in a browser.
 
@@ -64,7 +66,9 @@ def view(
             the printed address.
         port: Port of the server; 0 chooses a free port.
         no_browser: Print the address without opening a browser.
+        max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
+    allow(max_size)
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise InputError("qkv view needs fastapi and uvicorn: pip install 'qkv[view]'")
     if not 0 <= port <= 65535:

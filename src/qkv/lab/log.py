@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import write_atomically
+from qkv._untrusted import first_line, parse_json, read_bytes
 from qkv.errors import InputError
 
 
@@ -52,15 +53,22 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines up to the first that is not valid JSON, which a crash may have cut short."""
+    """All lines up to the first that is not a JSON object with a step, which a crash may have cut short."""
     found: list[dict[str, Any]] = []
     if not path.exists():
         return found
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
+    except (OSError, ValueError) as error:
+        raise InputError(f"folder: cannot read {path} ({first_line(error)})") from error
+    for text in lines:
         try:
-            found.append(json.loads(line))
+            line = parse_json(text)
         except ValueError:
             break
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            break
+        found.append(line)
     return found
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import Bar, bar
+from qkv._untrusted import SizeError, free_memory
 from qkv.errors import InputError
 from qkv.lab import log, resume, settings
 from qkv.lab.task import Batch, Task, Training
-from qkv.models import checkpoint
+from qkv.models import checkpoint, tensors
 
 __all__ = [
     "Diverged",
@@ -30,6 +31,7 @@ __all__ = [
     "train",
 ]
 
+MOST_TENSORS = 2000  # of a model
 METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figures"
 
 
@@ -112,6 +114,7 @@ def train(
             f"batch is {training.batch}, expected a multiple of {parts}: {accelerator.num_processes} processes × "
             f"accumulate={training.accumulate}"
         )
+    _check_size(task)
     if accelerator.is_main_process:
         _claim_folder(folder, task, training)
     accelerator.wait_for_everyone()
@@ -163,6 +166,16 @@ class _Objective(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self._task.loss(self.model, batch)
+
+
+def _check_size(task: Task) -> None:
+    """Raise `InputError` for a model that does not fit in memory, before it is built: settings may be a stranger's."""
+    try:
+        tensors.build_without_memory(task.build, MOST_TENSORS, free_memory())
+    except SizeError as error:
+        raise InputError(f"model of the task {task.name!r} is too large: {error}") from error
+    except Exception:  # a task of the user's own may need real tensors to build its model; then it is just built
+        return
 
 
 def _prepare(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
@@ -282,7 +295,9 @@ def _claim_folder(folder: Path, task: Task, training: Training) -> None:
         text = settings.to_toml(task, training)
         file = folder / settings.RUN
         if file.exists():
-            differs = settings.difference(settings.read_toml(file, "folder"), settings.parse_toml(text))
+            differs = settings.difference(
+                {"format_version": 1, **settings.read_toml(file, "folder")}, settings.parse_toml(text)
+            )
             if differs:
                 raise InputError(
                     f"folder: the run in {folder} has other settings ({'; '.join(differs)}), expected another folder"

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
+from qkv.models import tensors
 
 STATE, TENSORS = "state.json", "state.safetensors"
+VERSION = 1
+"""The version of the format; increase it when an older qkv could misread a checkpoint that this version writes."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 KEPT = 2
 """The number of checkpoints to keep: the newest and the one before."""
@@ -27,13 +31,18 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     """
     from safetensors.torch import save_file
 
-    target = folder / f"checkpoint-{step:08d}"
+    target = folder / _name(step)
     unfinished = folder / f".{target.name}.part"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         save_file(_tensors(model, optimizer), unfinished / TENSORS)
-        described = {"step": step, "sha256": _digest(unfinished / TENSORS), "torch": torch.__version__}
+        described = {
+            "format_version": VERSION,
+            "step": step,
+            "sha256": _digest(unfinished / TENSORS),
+            "torch": torch.__version__,
+        }
         (unfinished / STATE).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         for file in unfinished.iterdir():
             _fsync(file)
@@ -64,32 +73,34 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         InputError: if the checkpoint is damaged or belongs to another model.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     before = [p for p in checkpoints(checkpoint.parent) if p < checkpoint]
     hint = f"; remove it to resume from {before[-1].name}" if before else "; remove it to start again"
     try:
-        described = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        step, digest = int(described["step"]), described["sha256"]
+        described = load_json(checkpoint / STATE)
+        check_version(described, VERSION)
+        step, digest = described["step"], described["sha256"]
+        if type(step) is not int or step < 0 or checkpoint.name != _name(step):
+            raise ValueError(f"{STATE} has step {step!r}")
+        tensors.header(checkpoint / TENSORS)
         found = _digest(checkpoint / TENSORS)
-        tensors = load_file(checkpoint / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError(f"checkpoint {checkpoint} cannot be read ({error}){hint}") from error
+        weights = tensors.read(checkpoint / TENSORS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"checkpoint {checkpoint} cannot be read ({first_line(error)}){hint}") from error
     if found != digest:
         raise InputError(f"checkpoint {checkpoint} is damaged: its checksum is not the one written with it{hint}")
     own = model.state_dict(keep_vars=True)
     for name, x in own.items():
-        kept = tensors.get(f"model/{name}")
-        if kept is None or kept.shape != x.shape:
-            shape = None if kept is None else tuple(kept.shape)
+        kept = weights.get(f"model/{name}")
+        if kept is None or (kept.shape, kept.dtype) != (x.shape, x.dtype):
+            other = None if kept is None else f"{kept.dtype} of shape {tuple(kept.shape)}"
             raise InputError(
-                f"checkpoint {checkpoint} is of another model: {name} is {shape}, expected {tuple(x.shape)}"
+                f"checkpoint {checkpoint} is of another model: {name} is {other}, expected {x.dtype} of shape "
+                f"{tuple(x.shape)}"
             )
     with torch.no_grad():
         for name, x in own.items():
-            x.copy_(tensors[f"model/{name}"])
-    _load_moments(optimizer, model, tensors)
+            x.copy_(weights[f"model/{name}"])
+    _load_moments(optimizer, model, weights)
     return step
 
 
@@ -102,13 +113,20 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return out
 
 
-def _load_moments(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def _load_moments(optimizer: torch.optim.Optimizer, model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Load AdamW's moments of the parameters that have had a gradient."""
     for name, parameter in model.named_parameters():
-        found: dict[str, Any] = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
+        found: dict[str, Any] = {m: weights[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in weights}
+        shapes = [x.shape for m, x in found.items() if m != "step"]
+        if found and (len(found) != len(MOMENTS) or set(shapes) != {parameter.shape} or found["step"].numel() != 1):
+            raise InputError(f"checkpoint has moments of {name} of another shape, expected those of AdamW")
         if found:
             on = {m: x.to(parameter.device) if m != "step" else x for m, x in found.items()}
             optimizer.state[parameter] = on
+
+
+def _name(step: int) -> str:
+    return f"checkpoint-{step:08d}"
 
 
 def _digest(file: Path) -> str:

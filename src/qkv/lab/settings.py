@@ -8,12 +8,15 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qkv._untrusted import TEXT, check_nested, check_version, first_line, read_bytes
 from qkv.attention import Attention
 from qkv.errors import InputError, nearest
 from qkv.lab.task import Task, Training
 
 C = TypeVar("C")
 RUN = "run.toml"
+VERSION = 1
+"""The version of the format; files without one have version 1."""
 CONFIGS = Path(__file__).parent / "configs"
 """The folder of configurations that come with the package: `qkv train --config lesson`."""
 
@@ -77,7 +80,9 @@ def to_toml(task: Task, training: Training) -> str:
     """All settings of a run, as the text of run.toml."""
     import tomli_w
 
-    return tomli_w.dumps({"task": task.name, task.name: entries_of(task), "training": entries_of(training)})
+    return tomli_w.dumps(
+        {"format_version": VERSION, "task": task.name, task.name: entries_of(task), "training": entries_of(training)}
+    )
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -88,11 +93,17 @@ def parse_toml(text: str) -> dict[str, Any]:
 def read_toml(path: Path, argument: str = "config") -> dict[str, Any]:
     """The contents of a TOML file; `InputError`, which names the caller's `argument`, if it cannot be read."""
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        found = parse_toml(read_bytes(path, TEXT).decode("utf-8"))
+        check_nested(found)
     except OSError as error:
         raise InputError(f"{argument}: cannot read {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{argument}: the file {path} is not TOML ({error})") from error
+    except (ValueError, RecursionError) as error:  # of tomllib, also for numbers and dates that do not exist
+        raise InputError(f"{argument}: the file {path} is not TOML ({first_line(error)})") from error
+    try:
+        check_version(found, VERSION)
+    except ValueError as error:
+        raise InputError(f"{argument}: cannot read {path}: {error}") from error
+    return found
 
 
 def from_toml(path: Path) -> tuple[Task, Training]:
@@ -124,7 +135,7 @@ def from_toml(path: Path) -> tuple[Task, Training]:
         )
     cls = task_class(name)
     for key in found:
-        if key not in ("task", name, "training"):
+        if key not in ("format_version", "task", name, "training"):
             raise InputError(f"{key} is an unknown table in {path}, expected [{name}] and [training]")
     task = updated(cls(), found.get(name, {}), f"{name}.")
     return task, updated(cls.training(), found.get("training", {}), "training.")
@@ -165,7 +176,7 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
         if value not in get_args(annotation):
             raise InputError(f"{name} is {value!r}, expected one of {', '.join(map(repr, get_args(annotation)))}")
         return value
-    if annotation is float and type(value) is int:
+    if annotation is float and type(value) is int and value.bit_length() < 1024:  # larger ones are no float
         return float(value)
     if type(value) is not annotation:
         raise InputError(f"{name} is {value!r}, expected {getattr(annotation, '__name__', annotation)}")

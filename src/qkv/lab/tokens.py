@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from qkv._progress import say, spinner
+from qkv._untrusted import check_version, load_json
 from qkv.errors import InputError
 from qkv.lab import corpora, tokenizers
 from qkv.lab.corpora import write_cached
@@ -120,7 +121,13 @@ def write_tokens(path: Path, tokens: Integer[np.ndarray, " n"], vocab_size: int,
     """
     dtype = DTYPES[0] if vocab_size <= 2**16 else DTYPES[1]
     write_cached(path, tokens.astype(dtype).tobytes())
-    described = {"count": len(tokens), "dtype": dtype, "vocab_size": vocab_size, "settings": settings}
+    described = {
+        "format_version": VERSION,
+        "count": len(tokens),
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "settings": settings,
+    }
     write_cached(_sidecar(path), (json.dumps(described, indent=1) + "\n").encode())
 
 
@@ -137,13 +144,14 @@ def open_tokens(path: Path, settings: str) -> Integer[np.ndarray, " n"]:
     [5, 6, 7]
     """
     try:
-        described = json.loads(_sidecar(path).read_text(encoding="utf-8"))
-        count, dtype, length = int(described["count"]), described["dtype"], path.stat().st_size
-        if dtype not in DTYPES or described["settings"] != settings or count < 1:
+        described = load_json(_sidecar(path))
+        check_version(described, VERSION)
+        count, dtype, length = described["count"], described["dtype"], path.stat().st_size
+        if dtype not in DTYPES or described["settings"] != settings or type(count) is not int or count < 1:
             raise InputError(f"corpus: the file {_sidecar(path)} does not describe these tokens; {_hint(path)}")
     except OSError as error:
         raise InputError(f"corpus: cannot read {error.filename} ({error.strerror}); {_hint(path)}") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"corpus: the file {_sidecar(path)} is damaged ({error}); {_hint(path)}") from error

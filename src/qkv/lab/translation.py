@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.lab import grammar
 from qkv.models import EncoderDecoder, RNNSeq2Seq, Sampler, bundled, generate, load
@@ -38,6 +39,8 @@ def __dir__() -> list[str]:
 
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<start>", "<end>")
+VERSION = 1
+"""The version of the vocabulary file; increase it when an older qkv could misread a file that this version writes."""
 VOCABULARY = "vocabulary.json"
 """The vocabulary file beside a model: lists of words under ``source`` and ``target``, in the order of their numbers."""
 
@@ -159,14 +162,26 @@ def read_vocabulary(folder: Path) -> tuple[Vocabulary, Vocabulary]:
     """The vocabularies of source and target in a model's folder, from the file of `vocabulary_file`."""
     file = folder / VOCABULARY
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
-        return Vocabulary(found["source"][len(SPECIAL) :]), Vocabulary(found["target"][len(SPECIAL) :])
+        found = load_json(file)
+        check_version(found, VERSION)
+        source, target = (Vocabulary(_words(found[half])) for half in ("source", "target"))
+        return source, target
     except OSError as error:
         raise InputError(f"model: no {VOCABULARY} in {folder} ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"model: the file {file} is not a vocabulary ({error!r})") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"model: the file {file} is not a vocabulary ({first_line(error)})") from error
+
+
+def _words(found: Any) -> list[str]:
+    """The words after the special tokens; raises ValueError unless they are different strings."""
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise ValueError("it is not a list of words")
+    if tuple(found[: len(SPECIAL)]) != SPECIAL or len(set(found)) != len(found):
+        raise ValueError(f"it does not begin with {', '.join(SPECIAL)}, or has a word twice")
+    return found[len(SPECIAL) :]
 
 
 def vocabulary_file(source: Vocabulary, target: Vocabulary) -> str:
     """The text of the vocabulary file that `read_vocabulary` reads."""
-    return json.dumps({"source": source.words, "target": target.words}, ensure_ascii=False, indent=0) + "\n"
+    found = {"format_version": VERSION, "source": source.words, "target": target.words}
+    return json.dumps(found, ensure_ascii=False, indent=0) + "\n"

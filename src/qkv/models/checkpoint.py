@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
+from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
-from qkv.models import bundled
+from qkv.models import bundled, tensors
 from qkv.models import config as configs
 from qkv.models.captioner import Captioner, CaptionerConfig
 from qkv.models.classifier import Classifier, ClassifierConfig
@@ -20,6 +22,10 @@ from qkv.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from qkv.models.seq2seq import RNNSeq2Seq, RNNSeq2SeqConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SHOWN = 20  # tensors of one problem that a message lists
+VERSION = 1
+"""The version of the format; increase it when an older qkv could misread a folder that this version writes."""
 KINDS: dict[str, tuple[type[Any], type[nn.Module]]] = {
     "DecoderLM": (DecoderConfig, DecoderLM),
     "EncoderDecoder": (EncoderDecoderConfig, EncoderDecoder),
@@ -47,12 +53,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     kind = type(model).__name__
     if kind not in KINDS or not isinstance(model, KINDS[kind][1]):
         raise InputError(f"model is {kind}, expected one of {', '.join(KINDS)}")
-    described = {"model": kind, "config": configs.to_dict(model.config)}
+    described = {"format_version": VERSION, "model": kind, "config": configs.to_dict(model.config)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
+    weights = {name: x.contiguous() for name, x in _unique_tensors(model).items()}
     unfinished = folder / f".{WEIGHTS}.part"
-    save_file(tensors, unfinished)
+    save_file(weights, unfinished)
     unfinished_config = folder / f".{CONFIG}.part"
     unfinished_config.write_text(json.dumps(described, indent=1) + "\n")
     unfinished.replace(folder / WEIGHTS)
@@ -80,9 +86,6 @@ def load(folder: str | Path) -> nn.Module:
         InputError: if the folder has no model, the kind of model or a key of its configuration is unknown, or weights
             do not fit the model; the message lists all of them.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     own = bundled.folder_of(str(folder))
     folder = own or Path(folder)
     described = read_config(folder)
@@ -90,29 +93,48 @@ def load(folder: str | Path) -> nn.Module:
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(entries, dict):
         raise InputError(f"{CONFIG} in {folder} has model {kind!r}, expected one of {', '.join(KINDS)} with its config")
     config_class, model_class = KINDS[kind]
-    model = _build(folder, config_class, model_class, entries)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{WEIGHTS} in {folder} cannot be read ({error})") from error
-    fill(model, tensors)
+    with readable(folder, WEIGHTS):
+        declared = tensors.declared(folder / WEIGHTS)
+    with valid_config(folder):
+        check_version(described, VERSION)
+        config = configs.from_dict(config_class, entries)
+        stored = (folder / WEIGHTS).stat().st_size
+        empty = tensors.build_without_memory(lambda: model_class(config), len(declared), stored)
+    check_fit(empty, declared)
+    with valid_config(folder):
+        model: nn.Module = model_class(config)
+    with readable(folder, WEIGHTS):
+        weights = tensors.read(folder / WEIGHTS)
+    fill(model, weights)
     return (model.float() if own else model).eval()
 
 
-def _build(folder: Path, config_class: type[Any], model_class: type[nn.Module], entries: dict[str, Any]) -> nn.Module:
-    """Build the model of a configuration; raise `InputError` if its entries are invalid."""
+@contextmanager
+def readable(folder: Path, name: str) -> Iterator[None]:
+    """Inside, OSError and ValueError mean that a file of weights cannot be read."""
     try:
-        return model_class(configs.from_dict(config_class, entries))
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name} in {folder} cannot be read ({first_line(error)}), expected weights as safetensors"
+        ) from error
+
+
+@contextmanager
+def valid_config(folder: Path) -> Iterator[None]:
+    """Inside, any error means that the entries of a configuration are invalid."""
+    try:
+        yield
     except InputError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({error})") from error
+    except Exception as error:  # entries can have any type and size
+        raise InputError(f"{CONFIG} in {folder} is not a valid configuration ({first_line(error)})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The contents of config.json."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = load_json(folder / CONFIG)
     except OSError as error:
         raise InputError(f"model: no {CONFIG} in {folder} ({error.strerror})") from error
     except ValueError as error:
@@ -122,30 +144,44 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy tensors into the model's parameters by name, with the dtypes of the tensors.
 
     Raises:
-        InputError: if any tensor is missing, unexpected or of another shape; all are listed, and none is copied.
+        InputError: as `check_fit`; then none is copied.
+    """
+    check_fit(model, weights)
+    kept = model.state_dict(keep_vars=True)
+    for name, x in _unique_tensors(model).items():
+        kept[name].data = weights[name].to(x.device, copy=True, memory_format=torch.contiguous_format)
+
+
+def check_fit(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Check tensors against the model's parameters; both may be on torch's meta device.
+
+    Raises:
+        InputError: if any tensor is missing, unexpected, of another shape, or not of floating point where the model's
+            is; all are listed.
     """
     own = _unique_tensors(model)
-    missing = sorted(set(own) - set(tensors))
-    unexpected = sorted(set(tensors) - set(own))
-    shapes = [
-        f"{name} is {tuple(tensors[name].shape)}, expected {tuple(x.shape)}"
-        for name, x in own.items()
-        if name in tensors and tensors[name].shape != x.shape
+    both = [(name, x, weights[name]) for name, x in own.items() if name in weights]
+    missing = sorted(set(own) - set(weights))
+    unexpected = sorted(set(weights) - set(own))
+    shapes = [f"{name} is {tuple(y.shape)}, expected {tuple(x.shape)}" for name, x, y in both if x.shape != y.shape]
+    dtypes = [
+        f"{name} is {y.dtype}, expected {', '.join(map(str, FLOATS)) if x.is_floating_point() else x.dtype}"
+        for name, x, y in both
+        if (y.dtype not in FLOATS if x.is_floating_point() else y.dtype != x.dtype)
     ]
     problems = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes))
+        f"{what}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        for what, names in (
+            ("missing", missing), ("unexpected", unexpected), ("wrong shape", shapes), ("wrong dtype", dtypes),
+        )
         if names
-    ]
+    ]  # fmt: skip
     if problems:
         raise InputError(f"checkpoint does not fit {type(model).__name__}, nothing was loaded: {'; '.join(problems)}")
-    kept = model.state_dict(keep_vars=True)
-    for name, x in own.items():
-        kept[name].data = tensors[name].to(x.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv import biases, features, masks, normalizers, scores
+from qkv._untrusted import Budget
 from qkv.attention import Attention
 from qkv.errors import InputError
 
@@ -83,6 +84,7 @@ def _made(place: str, x: Json) -> Any:
     if not isinstance(x, dict):
         return x
     if set(x) == {"parameter", "learned"}:
+        Budget(0).take(4 * math.prod(x["parameter"]))
         return nn.Parameter(torch.zeros(x["parameter"]), requires_grad=bool(x["learned"]))
     if set(x) == {"function"}:
         return _public(place, x["function"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv._untrusted import first_line, read_bytes
 from qkv.errors import InputError
 
 TOKENIZER = "tokenizer.json"
@@ -29,10 +30,9 @@ class FileTokenizer:
         except ImportError as error:
             raise InputError(f"model: {file} needs tokenizers: pip install 'qkv[hf]'") from error
         try:
-            self.backend_tokenizer = Tokenizer.from_file(str(file))
+            self.backend_tokenizer = Tokenizer.from_str(read_bytes(file).decode("utf-8"))
         except Exception as error:  # tokenizers raises no narrower class
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise InputError(f"model: {file} is not a tokenizer ({reason})") from error
+            raise InputError(f"model: {file} is not a tokenizer ({first_line(error)})") from error
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
 

@@ -6,7 +6,6 @@ Only the configuration and the safetensors files are read; transformers is not n
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qkv.errors import InputError
-from qkv.models.checkpoint import CONFIG, WEIGHTS, fill, read_config
+from qkv.models import tensors
+from qkv.models.checkpoint import CONFIG, WEIGHTS, check_fit, fill, read_config, readable, valid_config
 from qkv.models.decoder import DecoderConfig, DecoderLM
 
 Config = Mapping[str, Any]
@@ -30,45 +30,51 @@ def from_hugging_face(folder: str | Path) -> DecoderLM:
         InputError: for another architecture, a setting that `DecoderLM` does not support, or weights that do not fit.
     """
     folder = Path(folder)
-    return from_weights(read_config(folder), _read(folder))
+    config = read_config(folder)
+    with readable(folder, WEIGHTS):
+        names = tensors.files_of(folder, WEIGHTS)
+    declared: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        with readable(folder, name):
+            declared |= tensors.declared(folder / name)
+    stored = sum((folder / name).stat().st_size for name in names)
+    own, renamed = _flavour(config)
+    with valid_config(folder):
+        decoder = own(config)
+        empty = tensors.build_without_memory(lambda: DecoderLM(decoder), len(declared), stored)
+    check_fit(empty, renamed(decoder, declared))
+    for name in names:
+        with readable(folder, name):
+            weights |= tensors.read(folder / name)
+    return from_weights(config, weights)
 
 
 def from_weights(config: Config, weights: Weights) -> DecoderLM:
     """Convert a configuration and a state dict: ``model.config.to_dict(), model.state_dict()``."""
-    kind = config.get("model_type")
-    if kind not in FLAVOURS:
-        raise InputError(f"model_type is {kind!r}, expected one of {', '.join(map(repr, FLAVOURS))}")
-    own, renamed = FLAVOURS[kind]
-    try:
-        model = DecoderLM(own(config))
-    except KeyError as error:
-        raise InputError(f"{CONFIG}: {error.args[0]} is missing, expected a configuration of {kind}") from error
-    tensors = renamed(model.config, weights)
-    dtype = functools.reduce(torch.promote_types, {x.dtype for x in tensors.values()} or {torch.float32})
-    fill(model, {name: x.to(dtype) for name, x in tensors.items()})
+    own, renamed = _flavour(config)
+    model = DecoderLM(own(config))
+    found = renamed(model.config, weights)
+    check_fit(model, found)
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in found.values()} or {torch.float32})
+    fill(model, {name: x.to(dtype) for name, x in found.items()})
     return model.eval()
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _flavour(config: Config) -> tuple[Own, Renamed]:
+    """The functions that convert the configuration and the weights of this kind of model."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FLAVOURS:
+        raise InputError(f"model_type is {kind!r}, expected one of {', '.join(map(repr, FLAVOURS))}")
+    own, renamed = FLAVOURS[kind]
 
-    index = folder / f"{WEIGHTS}.index.json"
-    files = [WEIGHTS]
-    if index.exists():
+    def converted(config: Config) -> DecoderConfig:
         try:
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise InputError(f"{index.name} in {folder} is not an index of safetensors files") from error
-    weights: dict[str, Tensor] = {}
-    for name in files:
-        if Path(name).name != name:
-            raise InputError(f"{index.name} in {folder} names {name!r}, expected a file in the same folder")
-        try:
-            weights |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{name} in {folder} cannot be read ({error}), expected weights as safetensors") from error
-    return weights
+            return own(config)
+        except KeyError as error:
+            raise InputError(f"{CONFIG}: {error.args[0]} is missing, expected a configuration of {kind}") from error
+
+    return converted, renamed
 
 
 def _expect(config: Config, **settings: Any) -> None:

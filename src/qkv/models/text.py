@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qkv._untrusted import check_json_files, first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.models import bundled, checkpoint, hub, pretrained
 from qkv.models.byte_tokenizer import ByteTokenizer
@@ -171,9 +171,10 @@ def _tokenizer(folder: Path, name: str) -> TextTokenizer:
 
     logging.set_verbosity_error()
     try:
+        check_json_files(folder)
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises no narrower kind
-        raise InputError(f"model: cannot read the tokenizer of {name} ({_first_line(error)})") from error
+        raise InputError(f"model: cannot read the tokenizer of {name} ({first_line(error)})") from error
     if len(found) <= len(found.all_special_tokens):  # empty: transformers found no files
         raise InputError(f"model: no tokenizer in {name}, expected {TOKENIZER} or the files that it is built from")
     return TextTokenizer(
@@ -187,10 +188,10 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
     file = folder / "generation_config.json"
     if file.exists():
         try:
-            generation = json.loads(file.read_text(encoding="utf-8"))
+            generation = load_json(file)
             found = found if generation.get("eos_token_id") is None else generation["eos_token_id"]
-        except (ValueError, AttributeError) as error:
-            raise InputError(f"{file.name} in {folder} is not a JSON object") from error
+        except (OSError, ValueError, AttributeError) as error:
+            raise InputError(f"{file.name} in {folder} is not a JSON object ({first_line(error)})") from error
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):
         raise InputError(f"model: eos_token_id is {found!r}, expected a token or a list of tokens")
@@ -221,10 +222,6 @@ def _of_hub(name: str) -> Path:
         raise
     except Exception as error:  # the HTTP library raises its own exceptions
         raise InputError(
-            f"model: cannot load {name!r} ({_first_line(error)}); expected a folder with a model, or the name of a "
+            f"model: cannot load {name!r} ({first_line(error)}); expected a folder with a model, or the name of a "
             "GPT-2 or Llama on the Hugging Face hub"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qkv._files import write_atomically
 from qkv._progress import bar
+from qkv._untrusted import parse_json, read_bytes
 from qkv.edits import Edit, HideFirst, Mean, Zero
 from qkv.errors import InputError, nearest
 from qkv.models.decoder import DecoderLM
@@ -173,9 +174,9 @@ def _read(file: Path | None, key: str) -> dict[tuple[int, int], float]:
     if file is None or not file.exists():
         return {}
     try:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [parse_json(line) for line in read_bytes(file).decode().splitlines()]
         return {(row["layer"], row["head"]): float(row["nats"]) for row in rows if row["key"] == key}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"folder has {file}, which is not a file of an ablation; expected another folder") from error
 
 

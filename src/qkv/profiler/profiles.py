@@ -314,9 +314,12 @@ class Profile:
             InputError: if the file is missing, not a profile, truncated, damaged, or written by a newer qkv.
         """
         parts, attrs = archive.read_archive(Path(path))
-        profile = cls(parts["groups"], attrs, parts["residual"])
-        for name, data in profile.groups.items():
-            unknown = data["module"].values[~tables.rows_known(data)].tolist()
+        with archive.damaged(Path(path)):
+            profile = cls(parts["groups"], attrs, parts["residual"])
+            older = {
+                name: data["module"].values[~tables.rows_known(data)].tolist() for name, data in profile.groups.items()
+            }
+        for name, unknown in older.items():
             if unknown:
                 warnings.warn(
                     f"path: {str(path)!r} was written by an older qkv, which did not divide rows by their sums: if the "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_atomically
+from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError
 from qkv.lab.experiments.evidence import Verdict
 from qkv.sinks.conclude import conclude
@@ -55,12 +56,17 @@ class Study:
             InputError: if the file cannot be read or is none of `save`.
         """
         try:
-            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            data = load_json(Path(file))
         except (OSError, ValueError) as error:
-            raise InputError(f"file: cannot read {file} as JSON ({error})") from error
+            raise InputError(f"file: cannot read {file} as JSON ({first_line(error)})") from error
         if not isinstance(data, dict) or data.get("form") != FORM:
             raise InputError(f"file is {str(file)!r}, expected one that Study.save wrote, of the form {FORM!r}")
-        return Study(data["attrs"], {found["tokens"]: found for found in data["lengths"]})
+        try:
+            found = Study(data["attrs"], {one["tokens"]: one for one in data["lengths"]})
+            _ = found.verdicts
+        except Exception as error:  # the verdicts read all measurements
+            raise InputError(f"file: {str(file)!r} is a damaged study ({first_line(error)})") from error
+        return found
 
     def figure(self) -> Figure:
         """The measurements at the first length: weights, vectors of the first token, and interventions."""

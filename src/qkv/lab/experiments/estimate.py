@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from qkv._untrusted import load_json
 from qkv.errors import InputError
 from qkv.lab.experiments.record import load, seconds_in
 from qkv.lab.experiments.registry import experiment
@@ -90,7 +90,6 @@ def cost(name: str) -> float:
 def _kept(file: Path) -> set[str]:
     """The runs in a partial result."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return set(load_json(file)["runs"])
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
-    return set(found["runs"])

@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 
+from qkv._untrusted import check_version, first_line, load_json
 from qkv.errors import InputError
 from qkv.lab import log, settings
 from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
 from qkv.lab.experiments.evidence import Verdict
 
+VERSION = 1
+"""The version of the JSON file; increase it when an older qkv could misread a file that this version writes."""
+ENTRIES = {"question": str, "paragraph": str, "title": str, "verdicts": list, "quick": bool, "variants": dict}
+"""The entries that every reader needs."""
 DIGITS = 5
 """The significant digits of the numbers in the JSON file."""
 
@@ -33,6 +38,7 @@ def described(
 ) -> dict[str, Any]:
     """The contents of NAME.json."""
     return {
+        "format_version": VERSION,
         "name": made.name,
         "question": made.question,
         "claims": list(made.claims),
@@ -84,12 +90,22 @@ def _variant_fields(
 def load(file: Path) -> dict[str, Any]:
     """The contents of a result file; `InputError` if it is missing or is no result of an experiment."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        missing = {"question", "paragraph", "title", "verdicts", "quick", "variants"} - set(found)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"out: no result of an experiment in {file} ({error})") from error
-    if missing:
-        raise InputError(f"out: no result of an experiment in {file}: it has no {', '.join(sorted(missing))}")
+        found = load_json(file)
+        check_version(found, VERSION)
+        missing = ENTRIES.keys() - set(found)
+        if missing:
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        wrong = [name for name, kind in ENTRIES.items() if type(found[name]) is not kind]
+        wrong += ["design"] * (not isinstance(found.get("design", {}), dict))
+        wrong += [f"verdict {v!r}"[:80] for v in found["verdicts"] if not isinstance(v.get("claim"), str)]
+        for variant, rows in found["variants"].items():
+            wrong += [f"the results of {variant[:80]!r}"] * (not all("seed" in row for row in rows["results"]))
+            for row in rows["results"]:
+                Outcome(**row)
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not what an experiment writes")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise InputError(f"out: no result of an experiment in {file} ({first_line(error)})") from error
     return dict(found)
 
 

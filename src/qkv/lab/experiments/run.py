@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -16,6 +15,7 @@ import torch
 
 from qkv._files import write_atomically
 from qkv._progress import bar
+from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError
 from qkv.lab import settings
 from qkv.lab.experiments.base import Conclusion, Experiment, Outcome, Results, Setting
@@ -183,8 +183,13 @@ class _PartialResults:
         self.runs: dict[str, dict[str, Any]] = {}
         self.computed: dict[str, dict[str, dict[str, Any]]] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            self.runs, self.computed = found["runs"], found["computed"] or {}
+            try:
+                found = load_json(path)
+                self.runs, self.computed = dict(found["runs"]), dict(found["computed"] or {})
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"out: cannot read {path} ({first_line(error)}); delete it to measure its runs again"
+                ) from error
 
     def add(self, k: str, outcome: Outcome) -> None:
         self.runs[k] = asdict(outcome)

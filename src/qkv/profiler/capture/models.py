@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qkv._untrusted import SizeError, check_json_files, first_line, free_memory
 from qkv.errors import InputError, nearest
-from qkv.models import bundled, checkpoint, hub
+from qkv.models import bundled, checkpoint, hub, tensors
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.file_tokenizer import TOKENIZER, FileTokenizer
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 LONGEST = 255  # characters of a model's name; a longer string must be a text
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+MOST_TENSORS = 20_000  # of a model on the hub, whose files are not there yet
 
 UNTRUSTING = {"trust_remote_code": False}  # without it, transformers asks on standard input whether to run remote code
 
@@ -79,7 +82,6 @@ def _quiet() -> None:
 
 
 def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool | None = False) -> Loaded:
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -87,24 +89,44 @@ def _load_hugging_face(path: str, name: str, dtype: torch.dtype, *, head: bool |
     known = ("qkv-mini", *BUILT_IN)
     options = UNTRUSTING | {"local_files_only": not Path(path).is_dir() and hub.only_cached(path, known)}
     try:
+        number, stored = _declared(Path(path)) if Path(path).is_dir() else (MOST_TENSORS, free_memory())
         config = AutoConfig.from_pretrained(path, **options)
         if head is None:
             head = any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in config.architectures or ())
         kind = AutoModelForCausalLM if head else AutoModel
+        _check_size(lambda: kind.from_config(config, dtype=dtype, trust_remote_code=False), number, stored)
         model: PreTrainedModel = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+    except Exception as error:  # a configuration and weights can be wrong in any way
         raise InputError(
-            f"model: cannot load {path!r} ({reason}); expected {', '.join(map(repr, known))}, a folder with a Hugging "
-            f"Face model, or a name on the Hugging Face hub{nearest(path, known)}"
+            f"model: cannot load {path!r} ({first_line(error)}); expected {', '.join(map(repr, known))}, a folder with "
+            f"a Hugging Face model, or a name on the Hugging Face hub{nearest(path, known)}"
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError):
         tokenizer = None
+    except Exception as error:  # tokenizers raises no narrower class
+        raise InputError(f"model: cannot read the tokenizer in {path!r} ({first_line(error)})") from error
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
         tokenizer = None  # transformers creates an empty tokenizer for a folder without tokenizer files
     return Loaded(name, model.eval(), tokenizer)
+
+
+def _declared(folder: Path) -> tuple[int, int]:
+    """The number of tensors in a folder's safetensors files, and their bytes; ValueError for a file that is damaged."""
+    check_json_files(folder)
+    files = [file for name in tensors.files_of(folder, checkpoint.WEIGHTS) if (file := folder / name).exists()]
+    return sum(len(tensors.header(file)) for file in files), sum(file.stat().st_size for file in files)
+
+
+def _check_size(build: Callable[[], nn.Module], tensors_in_file: int, stored: int) -> None:
+    """Raise `SizeError` for the configuration of a model that is too large; other errors come when it is loaded."""
+    try:
+        tensors.build_without_memory(build, tensors_in_file, stored)
+    except SizeError:
+        raise
+    except Exception:  # transformers builds the model without memory, too, and raises the same error
+        return
 
 
 def _is_qkv(folder: Path) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import xarray as xr
 
 from qkv._files import write_atomically
+from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
 from qkv.errors import InputError
+from qkv.profiler.data.declared import META, check_hierarchy
 from qkv.profiler.data.variables import with_current_names
 
 FORMAT = "qkv-profile"
@@ -19,6 +22,7 @@ VERSION = 2  # increase it when an older qkv could misread a file that this vers
 
 
 PARTS = ("groups", "residual")  # folders of data sets; the header has a list of names under each
+AS_STORED: dict[str, Any] = {"mask_and_scale": False, "decode_times": False, "decode_timedelta": False}
 
 
 def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: dict[str, Any]) -> None:
@@ -47,50 +51,74 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
 
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
-    """Read a file that `write_archive` wrote; raises `InputError` for any other file."""
-    from zarr.storage import ZipStore
+    """Read a file that `write_archive` wrote; raises `InputError` for any other file.
 
-    header = _header(path)
+    The whole file is read into memory and checked first (`qkv.profiler.data.declared`), because it may be a stranger's.
+    """
+    from zarr.core.buffer import default_buffer_prototype
+    from zarr.storage import MemoryStore
+
+    members, budget, header = _checked(path)
     parts: dict[str, dict[str, xr.Dataset]] = {part: {} for part in PARTS}
-    try:
-        with ZipStore(path, mode="r") as store:
-            for part, datasets in parts.items():
-                for name in header.get(part, []):
-                    with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None) as data:
-                        datasets[name] = with_current_names(data.load())
+    with damaged(path):
+        check_hierarchy(members, budget)
+        buffer = default_buffer_prototype().buffer
+        store = MemoryStore({name: buffer.from_bytes(data) for name, data in members.items()}, read_only=True)
+        for part, datasets in parts.items():
+            for name in header.get(part, []):
+                with xr.open_zarr(store, group=f"{part}/{name}", consolidated=False, chunks=None, **AS_STORED) as data:
+                    datasets[name] = with_current_names(_without_fill_values(data.load()))
+                arrays = {member.split("/")[2] for member in members if member.startswith(f"{part}/{name}/")}
+                if len(arrays - {META}) != len(datasets[name].variables):
+                    raise ValueError(f"some of the arrays of {name!r} cannot be read")
         return parts, dict(header["profile"])
+
+
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Inside, any error means that the profile is damaged: an `InputError` with its first line."""
+    try:
+        yield
     except InputError:
         raise
-    except Exception as error:  # zip, zarr and codecs each have their own family of errors
-        raise InputError(f"path: {str(path)!r} is a damaged profile ({_reason(error)})") from error
+    except Exception as error:  # zarr, xarray and codecs each have their own family of errors
+        raise InputError(f"path: {str(path)!r} is a damaged profile ({first_line(error)})") from error
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The root attributes of the file; raises `InputError` if this version of qkv cannot read it."""
+def _without_fill_values(data: xr.Dataset) -> xr.Dataset:
+    """Drop the fill values of zarr, which are NaN, from the attributes."""
+    for variable in data.variables.values():
+        variable.attrs.pop("_FillValue", None)
+    return data
+
+
+def _checked(path: Path) -> tuple[dict[str, bytes], Budget, dict[str, Any]]:
+    """The members of the file and its root attributes; `InputError` if this version of qkv cannot read it."""
     if not path.exists():
         raise InputError(f"path: no file at {str(path)!r}; expected a profile written by Profile.save")
     if path.is_dir():
         raise InputError(f"path: {str(path)!r} is a folder; expected a profile written by Profile.save")
+    expected = "expected a file written by Profile.save"
     try:
-        with zipfile.ZipFile(path) as archive:
-            header = json.loads(archive.read("zarr.json"))["attributes"]
-            foreign = header.get("format") != FORMAT
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, AttributeError, EOFError) as error:
-        raise InputError(
-            f"path: {str(path)!r} is not a profile, or is truncated; expected a file written by Profile.save"
-        ) from error
+        members, budget = read_zip(path)
+        header = parse_json(members["zarr.json"])["attributes"]
+        foreign = header.get("format") != FORMAT
+    except OSError as error:
+        raise InputError(f"path: cannot read {str(path)!r} ({error.strerror})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"path: {str(path)!r} is not a profile; {expected}") from error
+    except SizeError as error:
+        raise InputError(f"path: {str(path)!r} is too large: {error}") from error
+    except ValueError as error:
+        raise InputError(f"path: {str(path)!r} is not a profile, or is damaged ({error}); {expected}") from error
     if foreign:
-        raise InputError(f"path: {str(path)!r} is not a profile; expected a file written by Profile.save")
-    version = header.get("format_version")
-    if not isinstance(version, int) or version > VERSION:
-        raise InputError(
-            f"path: {str(path)!r} has profile format {version}; this version of qkv reads formats up to "
-            f"{VERSION}: update qkv"
-        )
-    return header
-
-
-def _reason(error: Exception) -> str:
-    """The first line of the error's message, at most 160 characters."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:160]
+        raise InputError(f"path: {str(path)!r} is not a profile; {expected}")
+    try:
+        check_version(header, VERSION)
+    except ValueError as error:
+        raise InputError(f"path: {str(path)!r} cannot be read: {error}") from error
+    with damaged(path):
+        names = [name for part in PARTS for name in header.get(part, [])]
+        if not all(isinstance(name, str) and "/" not in name for name in names) or len(names) > len(members):
+            raise ValueError("its groups have no names")
+    return members, budget, header

@@ -7,6 +7,7 @@ too. Only the sketches of quantiles (t-digests) are approximations; merged in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,8 +196,20 @@ class Layer:
     def of_arrays(
         cls, module: str, found: dict[str, np.ndarray], quantities: Quantities, order: Sequence[int]
     ) -> Layer:
-        """The inverse of `arrays`; `order` has the index in the file of each of `quantities`."""
-        layer = cls(module, len(found["queries"]), quantities)
+        """The inverse of `arrays`; `order` has the index in the file of each of `quantities`.
+
+        Raises:
+            ValueError: if an array has another shape or dtype than a survey of these quantities and heads writes.
+        """
+        size = (len(quantities), heads := len(found["queries"]))
+        if found["histogram"].shape != (*size, BINS) or len(found["sketch_lengths"]) != math.prod(size):
+            raise ValueError(f"the arrays of {module!r} do not have {size[0]} quantities of {heads} heads")
+        layer = cls(module, heads, quantities)
+        for name, x in layer.arrays():
+            if name not in ("sketch_bytes", "sketch_lengths") and (
+                (found[name].shape, found[name].dtype) != (x.shape, x.dtype)
+            ):
+                raise ValueError(f"{name!r} of {module!r} has shape {found[name].shape}, expected {x.shape}")
         for name, x in layer.added.items():
             if x.dtype == object:
                 layer.added[name] = joined(found[f"{name}.high"], found[f"{name}.low"])
@@ -205,6 +218,8 @@ class Layer:
         layer.minimum, layer.maximum = found["minimum"], found["maximum"]
         ends = np.cumsum(found["sketch_lengths"])
         packed = found["sketch_bytes"].tobytes()
+        if (found["sketch_lengths"] < 0).any() or ends[-1] != len(packed):
+            raise ValueError(f"the sketches of {module!r} do not have their lengths")
         for at, end, size in zip(np.ndindex(layer.sketches.shape), ends, found["sketch_lengths"], strict=True):
             layer.sketches[at] = _read_digest(packed[end - size : end]) if size else None
         layer.minimum, layer.maximum, layer.sketches = (

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkv._files import write_atomically
+from qkv._untrusted import check_version, first_line, parse_array, parse_json, read_zip
 from qkv.errors import InputError
 from qkv.profiler.data.variables import current_names
 from qkv.profiler.surveys.accumulators import LIMB, PREFIX, Group, Layer, joined, number
@@ -27,10 +27,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 EXAMPLES = 20
 """Number of texts that were left out whose names are kept."""
 _DATE = (1980, 1, 1, 0, 0, 0)  # fixed, so that equal surveys give equal files
-DAMAGE = (  # exceptions that reading a damaged file may raise
-    zipfile.BadZipFile, zlib.error, KeyError, IndexError, ValueError, TypeError, AttributeError, EOFError,
-    NotImplementedError, RuntimeError,
-)  # fmt: skip
+TOKEN = 40  # bytes of memory for each token of the vocabulary
 
 
 class Survey:
@@ -215,25 +212,29 @@ class Survey:
         """
         target = Path(path)
         try:
-            with zipfile.ZipFile(target) as archive:
-                head = json.loads(archive.read("survey.json"))
-                if head.get("format") != FORMAT or head.get("format_version") != VERSION:
-                    raise InputError(
-                        f"path: {str(target)!r} has format {head.get('format')} {head.get('format_version')}; "
-                        f"expected {FORMAT} {VERSION}"
-                    )
-                definition = head["definition"]
-                order = current_names(list(definition["quantities"]))
-                current = definition["quantities"] = with_current_texts(definition["quantities"])
-                quantities = of_description(current), [order.index(name) for name in current]
-                groups = {
-                    name: _read_group(archive, name, layers, definition["vocabulary"], quantities)
-                    for name, layers in head["groups"].items()
-                }
+            members, budget = read_zip(target)
+            head = parse_json(members["survey.json"])
+            if head.get("format") != FORMAT:
+                raise ValueError(f"its format is {str(head.get('format'))[:80]!r}, expected {FORMAT!r}")
+            check_version(head, VERSION)
+            definition = head["definition"]
+            order = current_names(list(definition["quantities"]))
+            current = definition["quantities"] = with_current_texts(definition["quantities"])
+            quantities = of_description(current), [order.index(name) for name in current]
+            for _ in head["groups"]:
+                budget.take(definition["vocabulary"] * TOKEN)
+            groups = {
+                name: _read_group(members, name, layers, definition["vocabulary"], quantities)
+                for name, layers in head["groups"].items()
+            }
+            _check_record(head["record"], definition, groups)
         except OSError as error:
             raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
-        except DAMAGE as error:
-            raise InputError(f"path: {str(target)!r} is not a survey, or is damaged") from error
+        except Exception as error:  # a damaged file can be wrong anywhere
+            reason = first_line(error)
+            raise InputError(
+                f"path: {str(target)!r} cannot be read ({reason}): it is not a survey, or is damaged"
+            ) from error
         return cls(head["definition"], groups, head["record"])
 
 
@@ -276,23 +277,33 @@ def _put_array(archive: zipfile.ZipFile, name: str, x: np.ndarray) -> None:
 
 
 def _read_group(
-    archive: zipfile.ZipFile,
+    members: Mapping[str, bytes],
     name: str,
     layers: dict[str, str],
     vocabulary: int,
     quantities: tuple[Quantities, Sequence[int]],
 ) -> Group:
-    def array(member: str) -> np.ndarray:
-        return np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
-
     found: dict[str, dict[str, np.ndarray]] = {}
-    for member in archive.namelist():
+    for member, data in members.items():
         if member.startswith(f"{name}/"):
             _, part, what = member.removesuffix(".npy").split("/")
-            found.setdefault(part, {})[what] = array(member)
+            found.setdefault(part, {})[what] = parse_array(data)
     group = Group(vocabulary)
     tokens = found.pop("tokens")
+    if tokens["id"].size and not 0 <= tokens["id"].min() <= tokens["id"].max() < vocabulary:
+        raise ValueError(f"it has tokens outside the vocabulary of {vocabulary}")
     group.token_weight[tokens["id"]] = joined(tokens["high"], tokens["low"])
     group.token_count[tokens["id"]] = tokens["count"]
+    if set(found) != set(layers):
+        raise ValueError("its layers are not those that it declares")
     group.layers = {int(n): Layer.of_arrays(module, found[n], *quantities) for n, module in layers.items()}
     return group
+
+
+def _check_record(record: dict[str, Any], definition: dict[str, Any], groups: Mapping[str, Group]) -> None:
+    """Raise ValueError if an entry of the header is missing or has another type."""
+    kinds = {"documents": int, "sequences": int, "tokens": int, "shards": list, "skipped": dict, "examples": list,
+             "names": dict, "sources": dict}  # fmt: skip
+    wrong = [name for name, kind in kinds.items() if type(record[name]) is not kind]
+    if wrong or not isinstance(definition["model"], str):
+        raise ValueError(f"its header is wrong: {', '.join(wrong) or 'model or groups'}")

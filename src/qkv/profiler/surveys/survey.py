@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qkv._files import write_atomically
+from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError
 from qkv.profiler.capture.inputs import positions
 from qkv.profiler.capture.models import load
@@ -226,10 +227,10 @@ def _open(folder: Path, settings: dict[str, Any], ranks: Ranks) -> Path:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         if not file.exists():
             write_atomically(file, (json.dumps(settings, indent=1, ensure_ascii=False) + "\n").encode())
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = load_json(file)
         before["definition"]["quantities"] = with_current_texts(before["definition"]["quantities"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"out: cannot use the folder {str(folder)!r} ({error})") from error
+        raise InputError(f"out: cannot use the folder {str(folder)!r} ({first_line(error)})") from error
     found = differing(before, settings)
     if found is not None:
         name, was, now = found

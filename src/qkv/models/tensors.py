@@ -1,0 +1,165 @@
+"""Read safetensors files of strangers: what they declare is compared with the model before anything is allocated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from qkv._untrusted import Budget, SizeError, first_line, load_json, parse_json
+
+M = TypeVar("M", bound=nn.Module)
+HEADER = 16 * 2**20
+"""Bytes of the header of a file, enough for 100,000 tensors."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+RANDOM = (nn.init.normal_, nn.init.uniform_, Tensor.normal_, Tensor.uniform_)
+SPARE_PARAMETERS = 1000
+"""Parameters that a model may have beside two for each tensor of its file, such as tied and new ones."""
+
+
+def header(path: Path) -> dict[str, Any]:
+    """The entries of a safetensors file's header: the dtype, shape and place of each tensor by name.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not such a file, or is larger than the limit of `qkv.max_size`.
+    """
+    with path.open("rb") as file:
+        stored = path.stat().st_size
+        Budget(stored).take(stored)
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(HEADER, stored - 8):
+            raise ValueError("it is not a safetensors file, or is truncated")
+        found = parse_json(file.read(size))
+    if not isinstance(found, dict):
+        raise ValueError("its header is not a JSON object")
+    found.pop("__metadata__", None)
+    end = max((_end(name, entry) for name, entry in found.items()), default=0)
+    if 8 + size + end != stored:
+        raise ValueError(f"it is {stored:,} bytes long, but declares {8 + size + end:,}: it is truncated or damaged")
+    return found
+
+
+def _end(name: str, entry: Any) -> int:
+    """The offset at which a tensor ends; raises ValueError for an entry that is not of this form."""
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [int(), int(end)]} if all(
+            type(n) is int and n >= 0 for n in shape
+        ):
+            return end
+    raise ValueError(f"its header has a wrong entry for {name[:80]!r}")
+
+
+def declared(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file without their data, on torch's meta device.
+
+    Raises:
+        OSError, ValueError: as `header`, and for a dtype that models of qkv do not have.
+    """
+    found = {}
+    for name, entry in header(path).items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name[:80]!r} has the dtype {entry['dtype'][:20]}, expected one of {', '.join(DTYPES)}")
+        try:
+            found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+        except RuntimeError as error:
+            raise ValueError(f"{name[:80]!r} is too large ({first_line(error)})") from error
+    return found
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        OSError, ValueError: as `header`.
+    """
+    from safetensors.torch import load_file
+
+    header(path)
+    try:
+        return dict(load_file(path))
+    except OSError:
+        raise
+    except Exception as error:  # errors of safetensors, and of torch for dtypes that it does not have
+        raise ValueError(first_line(error)) from error
+
+
+def build_without_memory(build: Callable[[], M], tensors: int, stored: int) -> M:
+    """Build a model on torch's meta device, which allocates nothing.
+
+    Args:
+        build: makes the model.
+        tensors: the number of tensors in its file.
+        stored: the bytes of its file.
+
+    Raises:
+        SizeError: if the model has many more parameters than the file has tensors, or needs more memory than the limit
+            of `qkv.max_size`.
+    """
+    try:
+        with torch.device("meta"), _NotInitialised(), _few_parameters(2 * tensors + SPARE_PARAMETERS):
+            model = build()
+    except (RuntimeError, OverflowError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise SizeError("the configuration asks for tensors of more than 2⁶³ bytes") from error
+    budget = Budget(stored)
+    for x in (*model.parameters(), *model.buffers()):
+        budget.take(x.numel() * x.element_size())
+    return model
+
+
+class _NotInitialised(TorchFunctionMode):
+    """Inside, random initial values are not drawn: on the meta device that would import large parts of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in RANDOM:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+@contextmanager
+def _few_parameters(most: int) -> Iterator[None]:
+    """Inside, this thread may register only so many parameters: a configuration can ask for 2⁴⁰ layers."""
+    count, thread = 0, threading.get_ident()
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise SizeError(f"the configuration asks for more than {most:,} parameters")
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def files_of(folder: Path, weights: str) -> list[str]:
+    """The names of the safetensors files of a model: those in its index, or `weights` if it has none.
+
+    Raises:
+        OSError, ValueError: if the index cannot be read, or names files outside of the folder.
+    """
+    index = folder / f"{weights}.index.json"
+    if not index.exists():
+        return [weights]
+    try:
+        names = sorted(set(load_json(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index.name} in {folder} is not an index of safetensors files") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index.name} in {folder} names {name!r}, expected a file in the same folder")
+    return names
