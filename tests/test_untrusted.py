@@ -1,4 +1,4 @@
-"""Files from strangers: what they declare is checked before anything is allocated; every loader refuses in one sentence."""
+"""Files from strangers: their declared sizes are checked first, and every loader refuses in one sentence."""
 
 from __future__ import annotations
 
