@@ -301,6 +301,6 @@ def parse_array(data: bytes) -> np.ndarray:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters."""
+    """The first line of an error's message, at most 240 characters."""
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160].rstrip(".;")
+    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")
