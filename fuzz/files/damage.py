@@ -243,7 +243,20 @@ def _bomb(data: bytes, random: Random) -> tuple[bytes, str]:
     name = random.choice(sorted(members))
     size = len(members.pop(name)) if what == "false size" else 512 * MIB
     members.pop(name, None)
-    body, packed, copies = _zipped(members), _zeros(512), 9 if what == "nine times" else 1
+    return with_bomb(members, name, size, 512, 9 if what == "nine times" else 1), f"{name}: {what}"
+
+
+def with_bomb(members: dict[str, bytes], name: str, size: int, mib: int, copies: int = 1) -> bytes:
+    """A zip file with one more member, of zeros.
+
+    Args:
+        members: the other members.
+        name: the name of the member.
+        size: the size that it declares.
+        mib: the MiB to which it inflates.
+        copies: how often the list of members has it.
+    """
+    body, packed = _zipped(members), _zeros(mib)
     count, length, start = struct.unpack_from("<HLL", body, body.rindex(b"PK\5\6") + 10)
     about = struct.pack("<HHHHHLLLHH", 20, 0, 8, 0, 33, 0, len(packed), size, len(name), 0)
     local = b"PK\3\4" + about + name.encode()
@@ -251,7 +264,7 @@ def _bomb(data: bytes, random: Random) -> tuple[bytes, str]:
     directory = body[start : start + length] + central * copies
     at, count = start + len(local) + len(packed), count + copies
     tail = struct.pack("<4sHHHHLLH", b"PK\5\6", 0, 0, count, count, len(directory), at, 0)
-    return body[:start] + local + packed + directory + tail, f"{name}: {what}"
+    return body[:start] + local + packed + directory + tail
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------

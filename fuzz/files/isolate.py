@@ -34,10 +34,9 @@ HANG = 300.0
 MEMORY = 200 * 10**6
 """Bytes that opening a file may take beside the modules that are loaded."""
 OWN_WARNINGS = ("path: ",)
-OF_TOKENIZERS = (
-    "Ignored unknown kwarg option"  # what the library tokenizers prints, for an option that it does not know
-)
 """How warnings of qkv itself begin; warnings of libraries must not reach the user."""
+OF_TOKENIZERS = "Ignored unknown kwarg option"
+"""What the library tokenizers prints for an option that it does not know."""
 
 
 @dataclass(frozen=True)

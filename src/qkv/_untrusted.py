@@ -14,7 +14,7 @@ import stat
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ TEXT = 2**20
 CONFIG = 4 * 2**20
 """Bytes of a JSON file of a model that is no vocabulary."""
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
+PIECE = 2**20
+"""Bytes that are read at a time."""
 OBJECT, ARRAY, ENTRY = 240, 96, 64
 """Bytes that a parsed object, array, and entry of either take at most."""
 
@@ -95,15 +97,18 @@ def limit(stored: int = 0, ratio: int = RATIO) -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process can still use; the largest integer if the system does not say."""
+    """Bytes of memory that this process can still use; on systems other than Linux, all that the machine has."""
     free = [sys.maxsize]
-    try:
+    with suppress(AttributeError, OSError, ValueError):
+        free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        group = Path("/sys/fs/cgroup")  # of a container
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # another system, or a container without a limit
-        pass
+    with suppress(OSError, ValueError, KeyError):  # of a container, if it has a limit; cached files can be dropped
+        group = Path("/sys/fs/cgroup")
+        used = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(used["inactive_file"]) + int(used["active_file"])
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()) + cached)
     return max(0, min(free))
 
 
@@ -150,14 +155,16 @@ def shown(size: int) -> str:
 def read_bytes(path: Path, most: int | None = None) -> bytes:
     """The bytes of a file; raises OSError, or ValueError if there are more than the limit or, without one, `most`."""
     most = limit() if most is None or _allowed.get() is not None else most
+    data = bytearray()
     with path.open("rb") as file:
-        data = file.read(most + 1)  # a device or a pipe has no size to look at
+        while len(data) <= most and (piece := file.read(PIECE)):  # a device or a pipe has no size to look at
+            data += piece
     if len(data) > most:
         raise SizeError(
             f"it is larger than the limit of {shown(most)}; if you trust it, raise the limit with --max-size or "
             "qkv.max_size"
         )
-    return data
+    return bytes(data)
 
 
 def load_json(path: Path) -> Any:
@@ -294,6 +301,6 @@ def parse_array(data: bytes) -> np.ndarray:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters."""
+    """The first line of an error's message, at most 240 characters."""
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160].rstrip(".;")
+    return (lines[0] if lines else type(error).__name__)[:240].rstrip(".;")

@@ -92,11 +92,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     for name, x in own.items():
         kept = weights.get(f"model/{name}")
         if kept is None or (kept.shape, kept.dtype) != (x.shape, x.dtype):
-            other = None if kept is None else f"{kept.dtype} of shape {tuple(kept.shape)}"
-            raise InputError(
-                f"checkpoint {checkpoint} is of another model: {name} is {other}, expected {x.dtype} of shape "
-                f"{tuple(x.shape)}"
-            )
+            same = kept is not None and kept.shape == x.shape
+            other, expected = (None if y is None else y.dtype if same else tuple(y.shape) for y in (kept, x))
+            raise InputError(f"checkpoint {checkpoint} is of another model: {name} is {other}, expected {expected}")
     with torch.no_grad():
         for name, x in own.items():
             x.copy_(weights[f"model/{name}"])
