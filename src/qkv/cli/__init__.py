@@ -25,6 +25,7 @@ from qkv.cli import (
     maps,
     profile,
     survey,
+    survey_merge,
     train,
     view,
 )
@@ -64,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["train"]:  # its flags depend on the task, which is its first argument
             train.train(*arguments[1:])
+        elif arguments[:2] == ["survey", "merge"]:  # a model in a folder of this name is ./merge
+            _call(survey_merge.merge, "qkv survey merge", arguments[2:])
         else:
-            command = _command(arguments[0])
-            _join_lines(command)
-            tyro.cli(command, prog=f"qkv {arguments[0]}", args=arguments[1:])
+            _call(_command(arguments[0]), f"qkv {arguments[0]}", arguments[1:])
     except InputError as error:
         print(f"qkv: {error}", file=sys.stderr)
         return 2
@@ -84,6 +85,11 @@ def _command(name: str) -> Callable[..., None]:
     if name not in COMMANDS:
         raise InputError(f"command is {name!r}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
     return COMMANDS[name]
+
+
+def _call(command: Callable[..., None], name: str, arguments: list[str]) -> None:
+    _join_lines(command)
+    tyro.cli(command, prog=name, args=arguments)
 
 
 def _freeze() -> None:

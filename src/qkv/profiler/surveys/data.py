@@ -207,19 +207,20 @@ class Survey:
         return file.getvalue()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Survey:
-        """Read a file that `save` wrote.
+    def load(cls, path: str | os.PathLike[str] | io.BytesIO) -> Survey:
+        """Read a file that `save` wrote, or its bytes.
 
         Raises:
             InputError: if the file cannot be read, or is not a survey.
         """
-        target = Path(path)
+        source = path if isinstance(path, io.BytesIO) else Path(path)
+        target = "the data" if isinstance(path, io.BytesIO) else str(source)
         try:
-            with zipfile.ZipFile(target) as archive:
+            with zipfile.ZipFile(source) as archive:
                 head = json.loads(archive.read("survey.json"))
                 if head.get("format") != FORMAT or head.get("format_version") != VERSION:
                     raise InputError(
-                        f"path: {str(target)!r} has format {head.get('format')} {head.get('format_version')}; "
+                        f"path: {target!r} has format {head.get('format')} {head.get('format_version')}; "
                         f"expected {FORMAT} {VERSION}"
                     )
                 definition = head["definition"]
@@ -231,9 +232,9 @@ class Survey:
                     for name, layers in head["groups"].items()
                 }
         except OSError as error:
-            raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
+            raise InputError(f"path: cannot read {target!r} ({error.strerror})") from error
         except DAMAGE as error:
-            raise InputError(f"path: {str(target)!r} is not a survey, or is damaged") from error
+            raise InputError(f"path: {target!r} is not a survey, or is damaged") from error
         return cls(head["definition"], groups, head["record"])
 
 
