@@ -23,12 +23,12 @@ def own(**changes: Any) -> DecoderLM:
     return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3, **changes)).eval()
 
 
-def own_survey(out: Path, **settings: Any) -> surveys.Survey:
+def own_survey(out: Path | str, **settings: Any) -> surveys.Survey:
     settings = {"shards": 3, "batch_tokens": 90} | settings
     return surveys.survey(own(), TEXTS, tokenizer=ByteTokenizer(), out=out, **settings)
 
 
-def main(out: Path, shards: int, last: int) -> None:
+def main(out: Path | str, shards: int, last: int) -> None:
     """Run a survey, and kill this process once it has written the shard `last` (-1: none)."""
     write = Folder.write_shard
 

@@ -50,6 +50,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.check,
 }
 
+SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey_merge.merge}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `qkv`. For bad input it prints one sentence to standard error and returns exit code 2."""
@@ -65,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["train"]:  # its flags depend on the task, which is its first argument
             train.train(*arguments[1:])
-        elif arguments[:2] == ["survey", "merge"]:  # a model in a folder of this name is ./merge
-            _call(survey_merge.merge, "qkv survey merge", arguments[2:])
+        elif (words := " ".join(arguments[:2])) in SUBCOMMANDS:  # a model in a folder called merge is ./merge
+            _call(SUBCOMMANDS[words], f"qkv {words}", arguments[2:])
         else:
             _call(_command(arguments[0]), f"qkv {arguments[0]}", arguments[1:])
     except InputError as error:

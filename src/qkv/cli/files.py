@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qkv._addresses import scheme_of
 from qkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def read(file: Path, called: str = "--file") -> str:
 @contextmanager
 def folder(path: Path) -> Iterator[None]:
     """Create a folder and check that it is writable before the work starts; if the work fails, remove it if empty."""
+    if scheme_of(path) is not None:
+        raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
     created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -17,7 +16,8 @@ from qkv.cli.inputs import statistics_of
 from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
-    from qkv.profiler.surveys.corpus import Corpus
+    from qkv.profiler.surveys.corpus import Source
+    from qkv.profiler.surveys.folder import Folder
 
 
 def survey(
@@ -27,7 +27,8 @@ def survey(
     ] = (),
     /,
     *,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-survey"),
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "qkv-survey",
+    stream: bool = False,
     shards: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
     only_shards: Annotated[str | None, tyro.conf.arg(metavar="i/N", help_behavior_hint="")] = None,
     batch_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 4096,
@@ -55,11 +56,19 @@ def survey(
 
     qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset from the Hugging Face hub)
 
+    qkv survey gpt2 s3://bucket/corpus --shards 4096 --out s3://bucket/survey          (read as a stream: see --stream)
+
     Args:
         model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
         corpora: Text files, folders of text files, and .jsonl files with a field "text"; or a single named corpus:
-            "library" (Python's standard library, the default), "shakespeare" or "hf:NAME".
-        out: Folder for the results. It is created if it does not exist.
+            "library" (Python's standard library, the default), "shakespeare" or "hf:NAME". Files and folders may be at
+            addresses: s3://, gs://, hf:// (pip install 'qkv[cloud]').
+        out: Folder for the results. It is created if it does not exist. It may be at an address, too: then a survey can
+            be continued on any machine.
+        stream: Read the corpus while surveying, so that its texts are never listed: for corpora that are large or
+            change place. Each shard reads its own part of the bytes: lines of .jsonl, groups of rows of .parquet, whole
+            .tar (WebDataset: members .txt, .json), .zst, .gz and text files. So there should be more of such whole
+            files than shards. Addresses and these formats are always streamed. "hf:NAME" is read row by row.
         shards: Number of parts to divide the corpus into. With more shards, less work is lost if you interrupt.
         only_shards: Survey only part i of N, for processes that something else starts: every N-th shard, beginning with
             shard i, counted from 0. Repeat the same command to continue an interrupted part. All parts may share DIR;
@@ -79,8 +88,7 @@ def survey(
     """
     import torch
 
-    from qkv.cli.files import folder
-    from qkv.cli.survey_show import show, write
+    from qkv.cli.survey_show import output_folder, show, write
     from qkv.profiler.capture import models
     from qkv.profiler.surveys import survey as surveys
     from qkv.profiler.surveys.work import selected
@@ -95,12 +103,12 @@ def survey(
     with renamed(only_shards="--only-shards"):
         numbers = selected(shards, only_shards)
     prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
-    with folder(out), _stoppable(out, numbers):
-        corpus = _corpus(corpora or ("library",))
+    with output_folder(out) as target, _stoppable(target, numbers):
+        corpus = _corpus(corpora or ("library",), stream)
         loaded = models.load(model, dtype=dtype)
         loaded.model.to(_device(device))
         try:
-            with _progress(prints, corpus, out, shards, numbers) as on_batch:
+            with _progress(prints, corpus, target, shards, numbers) as on_batch:
                 result = surveys.survey(
                     loaded.model,
                     corpus,
@@ -124,7 +132,7 @@ def survey(
             raise SystemExit(1) from error
         if prints and only_shards is None:
             show(result)
-            write(result, out)
+            write(result, target)
         elif prints:
             print(
                 f"Part {only_shards} is finished: {len(numbers)} of {shards} shards, {result.record['tokens']:,} tokens"
@@ -132,18 +140,26 @@ def survey(
             print(f"When all parts are finished: qkv survey merge {out}")
 
 
-def _corpus(names: tuple[str, ...]) -> Corpus:
-    """The corpus of these files and folders, or a named corpus of the lab."""
+def _corpus(names: tuple[str, ...], stream: bool) -> Source:
+    """The corpus of these files, folders and addresses, or a named corpus of the lab."""
+    from qkv._addresses import local, scheme_of
     from qkv.lab import corpora
-    from qkv.profiler.surveys import corpus
+    from qkv.profiler.surveys import corpus, dataset, formats
+    from qkv.profiler.surveys import stream as streams
 
-    known = [n for n in names if n in corpora.NAMES or n.startswith("hf:")]
-    if not known:
-        return corpus.of_files(names)
-    if len(names) > 1:
+    known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and scheme_of(n) is None)]
+    if known and len(names) > 1:
         raise InputError(f"corpus: {known[0]} is a named corpus, expected it alone, or files and folders")
-    found = corpora.load(known[0])
-    return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
+    if known and stream:
+        if not known[0].startswith("hf:"):
+            raise InputError(f"corpus is {known[0]!r}, which cannot be streamed; leave out --stream")
+        return dataset.of_dataset(known[0])
+    if known:
+        found = corpora.load(known[0])
+        return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
+    if stream or any(scheme_of(n) is not None or formats.streams_only(n) for n in names):
+        return streams.of_addresses(names)
+    return corpus.of_files([local(name) for name in names])
 
 
 def _device(name: str) -> Any:
@@ -163,7 +179,7 @@ def _device(name: str) -> Any:
 
 
 @contextmanager
-def _stoppable(out: Path, numbers: Sequence[int]) -> Iterator[None]:
+def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
     """Report progress on SIGINT and SIGTERM, which torchrun sends to all processes when one of them dies."""
 
     def stop(*_: object) -> None:
@@ -173,9 +189,7 @@ def _stoppable(out: Path, numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        from qkv.profiler.surveys.folder import Folder
-
-        done = len(Folder(out).finished() & {*numbers})
+        done = len(folder.finished() & {*numbers})
         raise KeyboardInterrupt(
             f"stopped with {done} of {len(numbers)} shards done; repeat the same command to continue"
         ) from error
@@ -185,18 +199,16 @@ def _stoppable(out: Path, numbers: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def _progress(
-    show: bool, corpus: Corpus, out: Path, shards: int, numbers: Sequence[int]
+    show: bool, corpus: Source, folder: Folder, shards: int, numbers: Sequence[int]
 ) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
     from qkv._progress import bar
-    from qkv.profiler.surveys.folder import Folder
 
     total = 0
     if show and sys.stderr.isatty():
-        done, processes = Folder(out).finished(), int(os.environ.get("WORLD_SIZE", "1"))
+        done, processes = folder.finished(), int(os.environ.get("WORLD_SIZE", "1"))
         parts = corpus.shards(shards)
-        left = [parts[number] for number in numbers if number not in done][::processes]
-        total = sum(document.size for documents in left for document in documents)
+        total = sum([parts[number].size for number in numbers if number not in done][::processes])
     start, texts, tokens = time.perf_counter(), 0, 0
     with bar("surveying", total=total or None, show=show) as step:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -18,7 +17,7 @@ def merge(
     ] = (),
     /,
     *,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None,
 ) -> None:
     """Merge the shards of a survey that several processes computed (qkv survey … --only-shards i/N).
 
@@ -31,9 +30,10 @@ def merge(
     qkv survey merge node0/ node1/ node2/ --out all    (a folder of each machine, copied to one)
 
     Args:
-        folders: Folders that qkv survey wrote to.
+        folders: Folders that qkv survey wrote to, also at addresses such as s3://bucket/survey.
         out: Folder for the result; by default the first of the folders.
     """
+    from qkv.profiler.surveys.folder import Folder
     from qkv.profiler.surveys.merging import Incomplete, merge_folders
 
     if not folders:
@@ -45,4 +45,4 @@ def merge(
         print(f"qkv: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     show(result)
-    write(result, Path(folders[0]) if out is None else out)
+    write(result, Folder(out or folders[0]))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from qkv.errors import InputError
+from qkv.errors import renamed
 
 if TYPE_CHECKING:
     from qkv.profiler.surveys.data import Survey
+    from qkv.profiler.surveys.folder import Folder
 
 
 def show(result: Survey) -> None:
@@ -76,7 +77,7 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
 
 
-def write(result: Survey, out: Path) -> None:
+def write(result: Survey, folder: Folder) -> None:
     """Write tables and figures of every group, and print where they are.
 
     Raises:
@@ -84,26 +85,38 @@ def write(result: Survey, out: Path) -> None:
     """
     from rich.console import Console
 
-    from qkv._files import write_atomically
-    from qkv.figures.save import save_figure
+    from qkv.figures.save import png_of
     from qkv.figures.survey import FIGURES
 
     names = []
-    try:
-        for group in result.groups:
-            ending = "" if group == result.main else f"-{group}"
-            write_atomically(out / f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode())
-            for name, draw in FIGURES.items():
-                save_figure(draw(result, group=group), out / f"{name}{ending}.png")
-                names.append(f"{name}{ending}.png")
-    except OSError as error:
-        raise InputError(
-            f"--out: cannot write tables and figures to {out} ({error.strerror}); the data was written"
-        ) from error
+    for group in result.groups:
+        ending = "" if group == result.main else f"-{group}"
+        folder.write(f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode(), "a table")
+        for name, draw in FIGURES.items():
+            folder.write(f"{name}{ending}.png", png_of(draw(result, group=group)), "a figure")
+            names.append(f"{name}{ending}.png")
     console = Console(highlight=False)
+    where = f"{folder}".rstrip("/")
     for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.Survey.load)",
-        f"Heads    {out / 'heads.csv'}",
+        f"Data     {where}/survey.qkv.zip   (qkv.profiler.Survey.load)",
+        f"Heads    {where}/heads.csv",
         f"Figures  {', '.join(names)}",
     ):
         console.print(line, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def output_folder(address: str) -> Iterator[Folder]:
+    """The folder of a survey. Before the work starts, a local one is created, and another one has to be readable.
+
+    Raises:
+        InputError: about ``--out``, if it cannot be used.
+    """
+    from qkv.cli.files import folder
+    from qkv.profiler.surveys.folder import Folder
+
+    with renamed(out="--out"):
+        found = Folder(address)
+        found.finished()
+    with nullcontext() if found.path is None else folder(found.path):
+        yield found

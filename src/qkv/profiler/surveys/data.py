@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv._addresses import opened
 from qkv._files import write_atomically
 from qkv.errors import InputError
 from qkv.profiler.data.variables import current_names
@@ -208,13 +209,13 @@ class Survey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | io.BytesIO) -> Survey:
-        """Read a file that `save` wrote, or its bytes.
+        """Read a file that `save` wrote, also at an address such as ``s3://…``, or its bytes.
 
         Raises:
             InputError: if the file cannot be read, or is not a survey.
         """
-        source = path if isinstance(path, io.BytesIO) else Path(path)
-        target = "the data" if isinstance(path, io.BytesIO) else str(source)
+        source = path if isinstance(path, io.BytesIO) else opened(path, "path")
+        target = "the data" if isinstance(path, io.BytesIO) else str(path)
         try:
             with zipfile.ZipFile(source) as archive:
                 head = json.loads(archive.read("survey.json"))

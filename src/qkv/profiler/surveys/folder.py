@@ -1,46 +1,63 @@
-"""The folder of a survey: its settings, its finished shards and its result. Every file in it is written atomically."""
+"""The folder of a survey, on this machine or at an address such as ``s3://…``: settings, finished shards and result."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qkv._files import write_atomically
+from qkv._addresses import reason, scheme_of
 from qkv.errors import InputError
 from qkv.profiler.surveys.data import Survey, differing
 from qkv.profiler.surveys.quantities import with_current_texts
+from qkv.profiler.surveys.storage import Disk, Objects, Storage
 
 SETTINGS, SHARDS, RESULT = "survey.json", "shards", "survey.qkv.zip"
 _SHARD = re.compile(r"(\d{4})\.qkv\.zip")
 
 
 class Folder:
-    """The folder at an address; it may not exist yet.
+    """The folder at an address; it may not exist yet. Every file in it is whole or not there.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     folder = Folder(root)
-    ...     _ = folder.open({"shards": 2, "definition": {"quantities": {}}})
-    ...     folder.write_shard(1, b"a shard")
-    ...     folder.finished()
+    Args:
+        address: a path, or an address of fsspec.
+
+    Raises:
+        InputError: if the scheme of the address is unknown, or its package is missing.
+
+    >>> folder = Folder("memory://survey")
+    >>> _ = folder.open({"shards": 2, "definition": {"quantities": {}}})
+    >>> folder.write_shard(1, b"a shard")
+    >>> folder.finished()
     {1}
     """
 
     def __init__(self, address: str | os.PathLike[str]) -> None:
         self.address = os.fspath(address)
-        self.path = Path(address)
+        self.storage: Storage = Disk(self.address) if scheme_of(address) is None else Objects(self.address)
 
     def __str__(self) -> str:
         return self.address
 
+    @property
+    def path(self) -> Path | None:
+        """The folder, if it is on this machine."""
+        return self.storage.root if isinstance(self.storage, Disk) else None
+
     def finished(self) -> set[int]:
-        """Numbers of the finished shards."""
-        found = (_SHARD.fullmatch(path.name) for path in (self.path / SHARDS).glob("*.qkv.zip"))
-        return {int(name[1]) for name in found if name}
+        """Numbers of the finished shards.
+
+        Raises:
+            InputError: if the folder cannot be read.
+        """
+        try:
+            names = self.storage.names(SHARDS)
+        except Exception as error:  # each backend has its own types of errors
+            raise InputError(f"out: cannot read the folder {self.address!r} ({reason(error)})") from error
+        return {int(found[1]) for found in map(_SHARD.fullmatch, names) if found}
 
     def settings(self) -> dict[str, Any] | None:
         """The settings of the survey in this folder; None if it has none.
@@ -48,13 +65,14 @@ class Folder:
         Raises:
             InputError: if they cannot be read.
         """
+        data = self._read(SETTINGS)
+        if data is None:
+            return None
         try:
-            if not (self.path / SETTINGS).exists():
-                return None
-            found: dict[str, Any] = json.loads((self.path / SETTINGS).read_bytes())
+            found: dict[str, Any] = json.loads(data)
             found["definition"]["quantities"] = with_current_texts(found["definition"]["quantities"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"out: cannot use the folder {self.address!r} ({error})") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"out: cannot use the folder {self.address!r} ({SETTINGS}: {reason(error)})") from error
         return found
 
     def open(self, settings: dict[str, Any]) -> Folder:
@@ -64,11 +82,12 @@ class Folder:
             InputError: if it has a survey with other settings, or cannot be written.
         """
         if self.settings() is None:
+            text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
             try:
-                (self.path / SHARDS).mkdir(parents=True, exist_ok=True)
-                write_atomically(self.path / SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-            except OSError as error:
-                raise InputError(f"out: cannot use the folder {self.address!r} ({error})") from error
+                self.storage.create(SHARDS)
+                self.storage.write(SETTINGS, text.encode())
+            except Exception as error:  # each backend has its own types of errors
+                raise InputError(f"out: cannot use the folder {self.address!r} ({reason(error)})") from error
         before = self.settings()  # another process may have written it at the same time
         found = differing(before or {}, settings)
         if found is not None:
@@ -81,44 +100,60 @@ class Folder:
 
     def discard_unfinished(self) -> None:
         """Remove what killed processes left; called while no other process writes."""
-        for unfinished in (self.path / SHARDS).glob(".*.tmp"):
-            with suppress(OSError):
-                unfinished.unlink()
+        self.storage.discard_unfinished(SHARDS)
 
     def shard(self, number: int) -> Survey:
-        """Load a finished shard."""
+        """Load a finished shard.
+
+        Raises:
+            InputError: if it is missing or damaged.
+        """
+        if self.path is not None:
+            source: Any = self.path / _name(number)
+        else:
+            source = io.BytesIO(self.shard_bytes(number) or b"")
         try:
-            return Survey.load(self.path / _name(number))
+            return Survey.load(source)
         except InputError as error:
-            raise InputError(f"{error}; delete it and run the same command again") from error
+            where = "" if self.path is not None else f" (shard {number} in {self.address})"
+            raise InputError(f"{error}{where}; delete it and run the same command again") from error
 
     def shard_bytes(self, number: int) -> bytes | None:
         """The file of a shard; None if it is not finished."""
-        path = self.path / _name(number)
-        return path.read_bytes() if path.exists() else None
+        return self._read(_name(number))
 
     def write_shard(self, number: int, data: bytes) -> None:
         """Write a finished shard."""
-        self._write(_name(number), data, f"shard {number}")
+        self.write(_name(number), data, f"shard {number}")
 
     def result(self) -> Survey | None:
         """The merged survey; None if it is not written yet."""
-        path = self.path / RESULT
-        return Survey.load(path) if path.exists() else None
+        data = self._read(RESULT)
+        return None if data is None else Survey.load(io.BytesIO(data))
 
     def write_result(self, data: bytes) -> None:
         """Write the merged survey."""
-        self._write(RESULT, data, "the result")
+        self.write(RESULT, data, "the result")
 
-    def _write(self, name: str, data: bytes, what: str) -> None:
-        path = self.path / name
+    def write(self, name: str, data: bytes, what: str) -> None:
+        """Write a file; `what` it is goes into the error.
+
+        Raises:
+            InputError: if it cannot be written.
+        """
         try:
-            write_atomically(path, data)
-        except OSError as error:
+            self.storage.write(name, data)
+        except Exception as error:  # each backend has its own types of errors
             raise InputError(
-                f"out: cannot write {what} to {path} ({error.strerror}); {len(self.finished())} shards are finished "
-                "and kept: run the same command again when there is space on the disk"
+                f"out: cannot write {what} to {self.address} ({reason(error)}); {len(self.finished())} shards are "
+                "finished and kept: run the same command again when it can be written"
             ) from error
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self.storage.read(name)
+        except Exception as error:  # each backend has its own types of errors
+            raise InputError(f"out: cannot read {name} in {self.address!r} ({reason(error)})") from error
 
 
 def _name(number: int) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from qkv.errors import InputError
 from qkv.profiler.capture.models import load
 from qkv.profiler.surveys import corpus
-from qkv.profiler.surveys.corpus import Corpus
+from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.definition import digest
 from qkv.profiler.surveys.folder import Folder
@@ -26,7 +26,7 @@ __all__ = ["Incomplete", "Survey", "survey"]
 
 def survey(
     model: nn.Module | str,
-    texts: Corpus | Sequence[str],
+    texts: Source | Sequence[str],
     *,
     tokenizer: Any = None,
     out: str | Path,
@@ -54,10 +54,11 @@ def survey(
     Args:
         model: as in `qkv.profile`: a model in evaluation mode, or a name. The decoder of an encoder-decoder reads the
             same text as its encoder.
-        texts: from `qkv.profiler.surveys.corpus.of_files`, or strings.
+        texts: strings, or a corpus from `qkv.profiler.surveys.corpus.of_files` or, to read it as a stream, from
+            `qkv.profiler.surveys.stream.of_addresses`.
         tokenizer: converts text to ids; if `model` is a name, its tokenizer is loaded.
-        out: folder of the survey: ``survey.json`` (settings), ``shards/0000.qkv.zip`` and so on, and at the end
-            ``survey.qkv.zip``.
+        out: folder of the survey, also at an address such as ``s3://bucket/folder``: ``survey.json`` (settings),
+            ``shards/0000.qkv.zip`` and so on, and at the end ``survey.qkv.zip``.
         shards: number of shards, at least one for each process. With more shards, less work is repeated after an
             interruption.
         batch_tokens: largest number of tokens in a batch, padding included.
@@ -100,7 +101,7 @@ def survey(
     if tokenizer is None:
         raise InputError("tokenizer is None, but a survey reads texts; pass tokenizer=…")
     name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    found = texts if isinstance(texts, Corpus) else corpus.of_texts(texts)
+    found = texts if isinstance(texts, Source) else corpus.of_texts(texts)
     work = Work.of(
         model,
         found,

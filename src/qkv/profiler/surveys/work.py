@@ -11,7 +11,7 @@ from torch import nn
 
 from qkv.errors import InputError
 from qkv.profiler.data.variables import checked_custom
-from qkv.profiler.surveys.corpus import Corpus, Document
+from qkv.profiler.surveys.corpus import Part, Source
 from qkv.profiler.surveys.definition import definition_of, length_of
 from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.quantities import QUANTITIES
@@ -30,7 +30,7 @@ class Work:
     """
 
     surveyor: Surveyor
-    parts: Sequence[Sequence[Document]]
+    parts: Sequence[Part]
     """The texts of each shard."""
     settings: dict[str, Any]
     """Everything that determines the shards, as it is written to the folder of the survey."""
@@ -39,7 +39,7 @@ class Work:
     def of(
         cls,
         model: nn.Module,
-        texts: Corpus,
+        texts: Source,
         tokenizer: Any,
         *,
         name: str,
@@ -70,7 +70,7 @@ class Work:
 
     def carry_out(self, number: int, folder: Folder, on_batch: OnBatch) -> None:
         """Survey one shard and write it to the folder."""
-        part = self.surveyor.survey(self.parts[number], label(self.settings, number), on_batch)
+        part = self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch)
         folder.write_shard(number, part.packed())
 
 
