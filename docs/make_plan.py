@@ -1,4 +1,4 @@
-"""The plan of a survey of 10¹² tokens in docs/scale.md: `python docs/make_plan.py` derives its numbers and writes its table.
+"""The plan of a survey of 10¹² tokens: `python docs/make_plan.py` derives its numbers and writes them to docs/scale.md.
 
 It needs nothing but Python. The ratio of survey to plain inference is that of `python -m benchmarks survey`; everything
 else is a formula of the page or an assumption that is named here.

@@ -147,7 +147,7 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     from qkv.profiler.surveys import corpus, dataset, formats
     from qkv.profiler.surveys import stream as streams
 
-    known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and scheme_of(n) is None)]
+    known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
     if known and len(names) > 1:
         raise InputError(f"corpus: {known[0]} is a named corpus, expected it alone, or files and folders")
     if known and stream:

@@ -81,13 +81,14 @@ class Folder:
         Raises:
             InputError: if it has a survey with other settings, or cannot be written.
         """
-        if self.settings() is None:
-            text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-            try:
-                self.storage.create(SHARDS)
+        new = self.settings() is None
+        try:
+            self.storage.create(SHARDS)
+            if new:
+                text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
                 self.storage.write(SETTINGS, text.encode())
-            except Exception as error:  # each backend has its own types of errors
-                raise InputError(f"out: cannot use the folder {self.address!r} ({reason(error)})") from error
+        except Exception as error:  # each backend has its own types of errors
+            raise InputError(f"out: cannot use the folder {self.address!r} ({reason(error)})") from error
         before = self.settings()  # another process may have written it at the same time
         found = differing(before or {}, settings)
         if found is not None:
