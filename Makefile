@@ -132,6 +132,7 @@ mutants: venv  ## test the ledger's checks: give them wrong answers, and count t
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py
+	$(BIN)/python docs/make_plan.py
 
 dist: venv  ## build wheel and sdist; writes dist
 	rm -rf dist

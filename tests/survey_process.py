@@ -13,6 +13,7 @@ import torch
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.models.decoder import DecoderConfig, DecoderLM
 from qkv.profiler.surveys import survey as surveys
+from qkv.profiler.surveys.folder import Folder
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 4, "import os", "class A: pass\n" * 7, "x = 1; y = 2", "é" * 33, "for"]
 
@@ -22,22 +23,22 @@ def own(**changes: Any) -> DecoderLM:
     return DecoderLM(DecoderConfig(vocab_size=256, context=80, d_model=24, layers=2, heads=3, **changes)).eval()
 
 
-def own_survey(out: Path, **settings: Any) -> surveys.Survey:
+def own_survey(out: Path | str, **settings: Any) -> surveys.Survey:
     settings = {"shards": 3, "batch_tokens": 90} | settings
     return surveys.survey(own(), TEXTS, tokenizer=ByteTokenizer(), out=out, **settings)
 
 
-def main(out: Path, shards: int, last: int) -> None:
+def main(out: Path | str, shards: int, last: int) -> None:
     """Run a survey, and kill this process once it has written the shard `last` (-1: none)."""
-    write = surveys._write
+    write = Folder.write_shard
 
-    def then_die(path: Path, *rest: Any) -> None:
-        write(path, *rest)
-        if path.name == f"{last:04}.qkv.zip":
+    def then_die(folder: Folder, number: int, data: bytes) -> None:
+        write(folder, number, data)
+        if number == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if last >= 0:
-        surveys._write = then_die
+        Folder.write_shard = then_die  # type: ignore[method-assign]
     try:
         own_survey(out, shards=shards, patience=60.0)
     except surveys.Incomplete as error:

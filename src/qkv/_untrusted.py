@@ -247,8 +247,8 @@ class _File(io.FileIO):
         return super().read(size)
 
 
-def read_zip(path: Path) -> tuple[dict[str, bytes], Budget]:
-    """The members of a zip file by name, and what is left of the memory that the file may take.
+def read_zip(source: Path | io.BytesIO) -> tuple[dict[str, bytes], Budget]:
+    """The members of a zip file, or of the bytes of one, by name, and what is left of the memory that it may take.
 
     Nothing is written to disk, and no member is inflated beyond its declared size. Checksums are verified.
 
@@ -256,22 +256,29 @@ def read_zip(path: Path) -> tuple[dict[str, bytes], Budget]:
         OSError: if the file cannot be opened.
         ValueError: if it is not a zip file, is damaged, or declares more than the limit.
     """
-    with _File(path) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    if isinstance(source, io.BytesIO):
+        return _members(source, source.getbuffer().nbytes)
+    with _File(source) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
-        try:
-            return _members(file)
-        except ValueError:
-            raise
-        except Exception as error:  # zipfile raises errors of zlib, struct and others, OSError for a wrong offset
-            raise ValueError(f"it is not a zip file, or is damaged: {first_line(error)}") from error
+        return _members(file, found.st_size)
 
 
-def _members(file: _File) -> tuple[dict[str, bytes], Budget]:
-    budget = Budget(os.fstat(file.fileno()).st_size)
+def _members(file: _File | io.BytesIO, stored: int) -> tuple[dict[str, bytes], Budget]:
+    try:
+        return _inflated(file, Budget(stored))
+    except ValueError:
+        raise
+    except Exception as error:  # zipfile raises errors of zlib, struct and others, OSError for a wrong offset
+        raise ValueError(f"it is not a zip file, or is damaged: {first_line(error)}") from error
+
+
+def _inflated(file: _File | io.BytesIO, budget: Budget) -> tuple[dict[str, bytes], Budget]:
     found: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
-        file.most = sys.maxsize
+        if isinstance(file, _File):
+            file.most = sys.maxsize
         for member in archive.infolist():
             budget.take(member.file_size)
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.filename in found:

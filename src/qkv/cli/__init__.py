@@ -26,6 +26,7 @@ from qkv.cli import (
     maps,
     profile,
     survey,
+    survey_merge,
     train,
     view,
 )
@@ -50,6 +51,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.check,
 }
 
+SUBCOMMANDS: dict[str, Callable[..., None]] = {"survey merge": survey_merge.merge}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `qkv`. For bad input it prints one sentence to standard error and returns exit code 2."""
@@ -65,11 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["train"]:  # its flags depend on the task, which is its first argument
             train.train(*arguments[1:])
+        elif (words := " ".join(arguments[:2])) in SUBCOMMANDS:  # a model in a folder called merge is ./merge
+            _call(SUBCOMMANDS[words], f"qkv {words}", arguments[2:])
         else:
-            command = _command(arguments[0])
-            _join_lines(command)
-            context = contextvars.copy_context()  # the limit of --max-size ends with the command
-            context.run(tyro.cli, command, prog=f"qkv {arguments[0]}", args=arguments[1:])
+            _call(_command(arguments[0]), f"qkv {arguments[0]}", arguments[1:])
     except InputError as error:
         print(f"qkv: {_printable(str(error))}", file=sys.stderr)
         return 2
@@ -96,6 +98,12 @@ def _command(name: str) -> Callable[..., None]:
     if name not in COMMANDS:
         raise InputError(f"command is {name!r}, expected one of {', '.join(COMMANDS)}{nearest(name, COMMANDS)}")
     return COMMANDS[name]
+
+
+def _call(command: Callable[..., None], name: str, arguments: list[str]) -> None:
+    _join_lines(command)
+    context = contextvars.copy_context()  # the limit of --max-size ends with the command
+    context.run(tyro.cli, command, prog=name, args=arguments)
 
 
 def _freeze() -> None:

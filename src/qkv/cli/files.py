@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qkv._addresses import scheme_of
 from qkv._untrusted import read_bytes
 from qkv.errors import InputError
 
@@ -40,6 +41,8 @@ def folder(path: Path, *, resumes: bool = False) -> Iterator[None]:
         path: the folder.
         resumes: the command continues an interrupted call: its files stay.
     """
+    if scheme_of(path) is not None:
+        raise InputError(f"--out is {str(path)!r}, expected a folder on this machine; only qkv survey takes addresses")
     created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -6,20 +6,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from qkv._untrusted import allow
 from qkv.cli.inputs import statistics_of
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
-    from qkv.profiler.surveys.corpus import Corpus
-    from qkv.profiler.surveys.data import Survey
+    from qkv.profiler.surveys.corpus import Source
+    from qkv.profiler.surveys.folder import Folder
 
 
 def survey(
@@ -29,8 +28,10 @@ def survey(
     ] = (),
     /,
     *,
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-survey"),
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "qkv-survey",
+    stream: bool = False,
     shards: Annotated[int, tyro.conf.arg(metavar="N")] = 8,
+    only_shards: Annotated[str | None, tyro.conf.arg(metavar="i/N", help_behavior_hint="")] = None,
     batch_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 4096,
     length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
     overlap: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
@@ -57,14 +58,23 @@ def survey(
 
     qkv survey gpt2 hf:NAME:COLUMN --shards 64         (a dataset from the Hugging Face hub)
 
-    torchrun --nproc-per-node 2 -m qkv.cli survey minilm notes/      (two processes; see docs/scale.md)
+    qkv survey gpt2 s3://bucket/corpus --shards 4096 --out s3://bucket/survey          (read as a stream: see --stream)
 
     Args:
         model: A folder with a model, a name on the Hugging Face hub, or a built-in model (see qkv profile --help).
         corpora: Text files, folders of text files, and .jsonl files with a field "text"; or a single named corpus:
-            "library" (Python's standard library, the default), "shakespeare" or "hf:NAME".
-        out: Folder for the results. It is created if it does not exist.
+            "library" (Python's standard library, the default), "shakespeare" or "hf:NAME". Files and folders may be at
+            addresses: s3://, gs://, hf:// (pip install 'qkv[cloud]').
+        out: Folder for the results. It is created if it does not exist. It may be at an address, too: then a survey can
+            be continued on any machine.
+        stream: Read the corpus while surveying, so that its texts are never listed: for corpora that are large or
+            change place. Each shard reads its own part of the bytes: lines of .jsonl, groups of rows of .parquet, whole
+            .tar (WebDataset: members .txt, .json), .zst, .gz and text files. So there should be more of such whole
+            files than shards. Addresses and these formats are always streamed. "hf:NAME" is read row by row.
         shards: Number of parts to divide the corpus into. With more shards, less work is lost if you interrupt.
+        only_shards: Survey only part i of N, for processes that something else starts: every N-th shard, beginning with
+            shard i, counted from 0. Repeat the same command to continue an interrupted part. All parts may share DIR;
+            "qkv survey merge DIR …" then writes the result.
         batch_tokens: Number of tokens in a batch.
         length: Longest sequence, special tokens included; by default the longest that the model can read, at most 512.
         overlap: Number of tokens that each piece of a split text repeats from the piece before it, as context that is
@@ -81,9 +91,10 @@ def survey(
     """
     import torch
 
-    from qkv.cli.files import folder
+    from qkv.cli.survey_show import output_folder, show, write
     from qkv.profiler.capture import models
     from qkv.profiler.surveys import survey as surveys
+    from qkv.profiler.surveys.work import selected
 
     allow(max_size)
     if threads is not None:
@@ -93,13 +104,15 @@ def survey(
     if patience <= 0:
         raise InputError(f"--patience is {patience}, expected more than 0 seconds")
     own = statistics_of(statistics)
+    with renamed(only_shards="--only-shards"):
+        numbers = selected(shards, only_shards)
     prints = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
-    with folder(out, resumes=True), _stoppable(out, shards):
-        corpus = _corpus(corpora or ("library",))
+    with output_folder(out) as target, _stoppable(target, numbers):
+        corpus = _corpus(corpora or ("library",), stream)
         loaded = models.load(model, dtype=dtype)
         loaded.model.to(_device(device))
         try:
-            with _progress(prints, corpus, out, shards) as on_batch:
+            with _progress(prints, corpus, target, shards, numbers) as on_batch:
                 result = surveys.survey(
                     loaded.model,
                     corpus,
@@ -113,6 +126,7 @@ def survey(
                     local_window=local_window,
                     statistics=own,
                     name=loaded.name,
+                    only_shards=only_shards,
                     patience=patience,
                     on_batch=on_batch,
                 )
@@ -120,23 +134,36 @@ def survey(
             if prints:
                 print(f"qkv: {error}", file=sys.stderr)
             raise SystemExit(1) from error
-        if prints:
-            _show(result)
-            _write(result, out)
+        if prints and only_shards is None:
+            show(result)
+            write(result, target)
+        elif prints:
+            print(
+                f"Part {only_shards} is finished: {len(numbers)} of {shards} shards, {result.record['tokens']:,} tokens"
+            )
+            print(f"When all parts are finished: qkv survey merge {out}")
 
 
-def _corpus(names: tuple[str, ...]) -> Corpus:
-    """The corpus of these files and folders, or a named corpus of the lab."""
+def _corpus(names: tuple[str, ...], stream: bool) -> Source:
+    """The corpus of these files, folders and addresses, or a named corpus of the lab."""
+    from qkv._addresses import local, scheme_of
     from qkv.lab import corpora
-    from qkv.profiler.surveys import corpus
+    from qkv.profiler.surveys import corpus, dataset, formats
+    from qkv.profiler.surveys import stream as streams
 
-    known = [n for n in names if n in corpora.NAMES or n.startswith("hf:")]
-    if not known:
-        return corpus.of_files(names)
-    if len(names) > 1:
+    known = [n for n in names if n in corpora.NAMES or (n.startswith("hf:") and not n.startswith("hf://"))]
+    if known and len(names) > 1:
         raise InputError(f"corpus: {known[0]} is a named corpus, expected it alone, or files and folders")
-    found = corpora.load(known[0])
-    return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
+    if known and stream:
+        if not known[0].startswith("hf:"):
+            raise InputError(f"corpus is {known[0]!r}, which cannot be streamed; leave out --stream")
+        return dataset.of_dataset(known[0])
+    if known:
+        found = corpora.load(known[0])
+        return corpus.of_texts(found.documents, found.name, unreadable=found.skipped)
+    if stream or any(scheme_of(n) is not None or formats.streams_only(n) for n in names):
+        return streams.of_addresses(names)
+    return corpus.of_files([local(name) for name in names])
 
 
 def _device(name: str) -> Any:
@@ -156,7 +183,7 @@ def _device(name: str) -> Any:
 
 
 @contextmanager
-def _stoppable(out: Path, shards: int) -> Iterator[None]:
+def _stoppable(folder: Folder, numbers: Sequence[int]) -> Iterator[None]:
     """Report progress on SIGINT and SIGTERM, which torchrun sends to all processes when one of them dies."""
 
     def stop(*_: object) -> None:
@@ -166,26 +193,26 @@ def _stoppable(out: Path, shards: int) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        from qkv.profiler.surveys.survey import finished
-
+        done = len(folder.finished() & {*numbers})
         raise KeyboardInterrupt(
-            f"stopped with {len(finished(out))} of {shards} shards done; repeat the same command to continue"
+            f"stopped with {done} of {len(numbers)} shards done; repeat the same command to continue"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def _progress(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Callable[[int, int, int], None]]:
+def _progress(
+    show: bool, corpus: Source, folder: Folder, shards: int, numbers: Sequence[int]
+) -> Iterator[Callable[[int, int, int], None]]:
     """A progress bar over the bytes of the shards that this process has still to survey."""
     from qkv._progress import bar
-    from qkv.profiler.surveys.survey import finished
 
     total = 0
     if show and sys.stderr.isatty():
-        done, processes = finished(out), int(os.environ.get("WORLD_SIZE", "1"))
-        left = [documents for at, documents in enumerate(corpus.shards(shards)) if at not in done][::processes]
-        total = sum(document.size for documents in left for document in documents)
+        done, processes = folder.finished(), int(os.environ.get("WORLD_SIZE", "1"))
+        parts = corpus.shards(shards)
+        total = sum([parts[number].size for number in numbers if number not in done][::processes])
     start, texts, tokens = time.perf_counter(), 0, 0
     with bar("surveying", total=total or None, show=show) as step:
 
@@ -197,95 +224,3 @@ def _progress(show: bool, corpus: Corpus, out: Path, shards: int) -> Iterator[Ca
             step(new_bytes, note=f"{texts:,} texts  {rate:,.0f} tokens/s")
 
         yield on_batch
-
-
-def _show(result: Survey) -> None:
-    """Print the summary tables of every group, and which texts were skipped."""
-    from rich.console import Console
-
-    record = result.record
-    console = Console(highlight=False)
-    for group in result.groups:
-        heads = result.heads(group)
-        parts = [] if len(result.groups) == 1 else [group]
-        parts += [result.definition["model"], f"{heads['layer'].nunique()} layers", f"{len(heads)} heads"]
-        parts += [f"{record['documents']:,} texts", f"{record['tokens']:,} tokens"]
-        console.print("\n" + " · ".join(parts), style="bold", markup=False)
-        console.print(_head_table(heads, (name for name in result.quantities if not name.startswith("entropy"))))
-        console.print(_token_table(result, group))
-    other = sorted({*record["sources"].values()} - {"interface", "qkv"})
-    if other:
-        console.print(f"Some numbers come from {', '.join(other)}: record['sources'] lists the modules", markup=False)
-    skipped = sum(record["skipped"].values())
-    if skipped:
-        reasons = ", ".join(f"{n:,} × {reason}" for reason, n in record["skipped"].items())
-        console.print(f"Skipped {skipped:,} texts: {reasons}", style="yellow", markup=False)
-        for example in record["examples"][:3]:
-            console.print(f"  {example}", markup=False)
-
-
-def _head_table(heads: Any, quantities: Iterable[str], most: int = 3) -> Any:
-    """The heads with the largest means of each quantity, with intervals of 90 % of the texts and of the queries."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Heads with the largest values", title_justify="left")
-    for name in ("quantity", "head", "mean", "90 % of texts", "90 % of queries"):
-        table.add_column(name, justify="left" if name in ("quantity", "head") else "right", no_wrap=True)
-    for name in quantities:
-        if heads[name].max() > 0:
-            for row in heads.sort_values(name, ascending=False, kind="stable").head(most).itertuples():
-                of_texts, of_queries = (
-                    f"{_number(getattr(row, f'{name}{kind}_p5'))} … {_number(getattr(row, f'{name}{kind}_p95'))}"
-                    for kind in ("_text", "")
-                )
-                table.add_row(name, f"{row.layer}.{row.head}", _number(getattr(row, name)), of_texts, of_queries)
-    return table
-
-
-def _token_table(result: Survey, group: str) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Most attended tokens", title_justify="left")
-    for name in ("token", "of all attention", "× its share of the text", "count"):
-        table.add_column(name, justify="left" if name == "token" else "right")
-    for row in result.tokens(8, group).itertuples():
-        name = row.token or f"token {row.id}"
-        table.add_row(
-            Text(name if name.isprintable() else repr(name)), f"{row.share:.1%}", f"{row.lift:.1f}", f"{row.count:,}"
-        )
-    return table
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:,.0f}"
-
-
-def _write(result: Survey, out: Path) -> None:
-    from rich.console import Console
-
-    from qkv._files import write_atomically
-    from qkv.figures.save import save_figure
-    from qkv.figures.survey import FIGURES
-
-    names = []
-    try:
-        for group in result.groups:
-            ending = "" if group == result.main else f"-{group}"
-            write_atomically(out / f"heads{ending}.csv", result.heads(group).to_csv(index=False).encode())
-            for name, draw in FIGURES.items():
-                save_figure(draw(result, group=group), out / f"{name}{ending}.png")
-                names.append(f"{name}{ending}.png")
-    except OSError as error:
-        raise InputError(
-            f"--out: cannot write tables and figures to {out} ({error.strerror}); the data was written"
-        ) from error
-    console = Console(highlight=False)
-    for line in (
-        f"Data     {out / 'survey.qkv.zip'}   (qkv.profiler.Survey.load)",
-        f"Heads    {out / 'heads.csv'}",
-        f"Figures  {', '.join(names)}",
-    ):
-        console.print(line, markup=False, soft_wrap=True)

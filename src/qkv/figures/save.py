@@ -16,6 +16,11 @@ DPI = 160
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, atomically."""
+    write_atomically(path, png_of(figure))
+
+
+def png_of(figure: Figure) -> bytes:
+    """A figure as the content of a PNG file."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
-    write_atomically(path, drawn.getbuffer())
+    return drawn.getvalue()

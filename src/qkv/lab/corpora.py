@@ -243,9 +243,41 @@ def fetch(address: str) -> bytes:
 
 def _dataset_corpus(name: str) -> Corpus:
     """The train split of a Hugging Face dataset; each row is a document."""
+    dataset, column = dataset_and_column(name)
+    checked_datasets(name)
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(dataset, split="train")
+    except Exception as error:  # the network libraries underneath raise their own types of errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason})") from error
+    if column not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise InputError(
+            f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with "
+            f"one of {columns}"
+        )
+    return _corpus(name, [(f"{at:012}", _row(text, name)) for at, text in enumerate(rows[column])])
+
+
+def dataset_and_column(name: str) -> tuple[str, str]:
+    """The names of a dataset and its column in ``"hf:NAME"`` or ``"hf:NAME:COLUMN"``.
+
+    Raises:
+        InputError: if `name` is not of this form.
+
+    >>> dataset_and_column("hf:imdb")
+    ('imdb', 'text')
+    """
     _, dataset, *rest = name.split(":")
     if not dataset or len(rest) > 1:
         raise InputError(f"corpus is {name!r}, expected 'hf:NAME' or 'hf:NAME:COLUMN'")
+    return dataset, rest[0] if rest else "text"
+
+
+def checked_datasets(name: str) -> None:
+    """Raise `InputError` if the package ``datasets``, which the corpus `name` needs, is missing or too old."""
     if importlib.util.find_spec("datasets") is None:
         raise InputError(f"corpus: {name!r} needs the package datasets: pip install 'datasets>=4'")
     import datasets
@@ -255,19 +287,6 @@ def _dataset_corpus(name: str) -> Corpus:
             f"corpus: {name!r} needs datasets 4 or newer, which does not run code from datasets; installed is "
             f"{datasets.__version__}: pip install 'datasets>=4'"
         )
-    try:
-        rows = datasets.load_dataset(dataset, split="train")
-    except Exception as error:  # the network libraries underneath raise their own types of errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"corpus: cannot load the dataset {dataset!r} ({reason})") from error
-    column = rest[0] if rest else "text"
-    if column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise InputError(
-            f"corpus is {name!r}, but {dataset} has no column {column!r}, expected 'hf:{dataset}:COLUMN' with "
-            f"one of {columns}"
-        )
-    return _corpus(name, [(f"{at:012}", _row(text, name)) for at, text in enumerate(rows[column])])
 
 
 def _row(text: Any, name: str) -> str:

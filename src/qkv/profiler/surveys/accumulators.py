@@ -117,14 +117,15 @@ class Layer:
         self.added["queries"] += queries
 
     def seal(self) -> Layer:
-        """Build the sketches from the means of the sequences; called once, after the last batch."""
+        """Add the means of the sequences to the sketches; called after the last batch of each chunk of texts."""
         if self._means:
             means = np.concatenate(self._means, 1)
             for q, h in np.ndindex(self.sketches.shape):
                 found = means[q, :, h]
                 found = found[~np.isnan(found)]
                 if len(found):
-                    self.sketches[q, h] = _digest()
+                    if self.sketches[q, h] is None:
+                        self.sketches[q, h] = _digest()
                     self.sketches[q, h].update(found)
             self._means.clear()
         return self

@@ -6,9 +6,11 @@ import hashlib
 import heapq
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from qkv.errors import InputError
 
@@ -54,8 +56,47 @@ class Document:
             raise InputError(f"corpus has a file that changed since the survey began: {self.name} ({error})") from error
 
 
+class Part(Protocol):
+    """The texts of one shard."""
+
+    @property
+    def size(self) -> int:
+        """About its number of bytes."""
+
+    def chunks(self) -> Iterator[Sequence[Document]]:
+        """The texts, in lists of those that are batched together."""
+
+
+class Source(ABC):
+    """A corpus that can be split into shards."""
+
+    name: str
+    fingerprint: str
+    """Tells whether two corpora have the same texts."""
+
+    @abstractmethod
+    def shards(self, number: int) -> Sequence[Part]:
+        """Split the texts into `number` shards, the same in every process."""
+
+
 @dataclass(frozen=True)
-class Corpus:
+class Listed:
+    """The texts of one shard of a `Corpus`, which are batched together."""
+
+    documents: tuple[Document, ...]
+
+    @property
+    def size(self) -> int:
+        """Its number of bytes."""
+        return sum(document.size for document in self.documents)
+
+    def chunks(self) -> Iterator[Sequence[Document]]:
+        """All texts at once."""
+        yield self.documents
+
+
+@dataclass(frozen=True)
+class Corpus(Source):
     """Documents in a reproducible order; documents that cannot be read are included, with the reason."""
 
     name: str
@@ -63,17 +104,22 @@ class Corpus:
     fingerprint: str
     """SHA-256 of the texts in their order; it does not depend on the location of the files."""
 
-    def shards(self, number: int) -> list[list[Document]]:
+    def shards(self, number: int) -> list[Listed]:
         """Split the documents into `number` shards of about the same size: each is added to the smallest shard."""
-        if not 1 <= number <= 9999:
-            raise InputError(f"shards is {number}, expected 1 to 9999")
+        checked_shards(number)
         parts: list[list[Document]] = [[] for _ in range(number)]
         filled = [(0, i) for i in range(number)]
         for document in self.documents:
             size, least = heapq.heappop(filled)
             parts[least].append(document)
             heapq.heappush(filled, (size + document.size, least))
-        return parts
+        return [Listed(tuple(part)) for part in parts]
+
+
+def checked_shards(number: int) -> None:
+    """Raise `InputError` if a corpus cannot be split into so many shards."""
+    if not 1 <= number <= 9999:
+        raise InputError(f"shards is {number}, expected 1 to 9999")
 
 
 def of_texts(texts: Iterable[str], name: str = "texts", *, unreadable: int = 0) -> Corpus:
@@ -158,20 +204,36 @@ def _lines(name: str, file: Path, state: hashlib._Hash) -> Iterator[Document]:
     with file.open("rb") as lines:
         for at, line in enumerate(lines, start=1):
             state.update(hashlib.sha256(line).digest())
-            reason = _fault(line)
-            if reason is None:
-                try:
-                    reason = None if _field(line.decode("utf-8-sig")).strip() else BLANK
-                except (ValueError, RecursionError):
-                    reason = f"no JSON object with {FIELD!r}"
-            if line.strip():
-                yield Document(f"{name}:{at}", len(line), str(file), start, reason=reason, stamp=stamp)
+            for document in document_of_line(f"{name}:{at}", line):
+                yield replace(document, text=None, path=str(file), start=start, stamp=stamp)
             start += len(line)
+
+
+def document_of_line(name: str, line: bytes) -> Iterator[Document]:
+    """The text in a line of JSON, or the reason why there is none; nothing for a blank line."""
+    reason, text = _fault(line), None
+    if reason is None:
+        try:
+            text = _field(line.decode("utf-8-sig"))
+            reason = None if text.strip() else BLANK
+        except (ValueError, RecursionError):
+            reason = f"no JSON object with {FIELD!r}"
+    if line.strip():
+        yield Document(name, len(line), text=text, reason=reason)
+
+
+def document_of_bytes(name: str, data: bytes) -> Document:
+    """The text that bytes are, or the reason why they are none."""
+    reason = _fault(data)
+    return Document(name, len(data), text=data.decode("utf-8-sig") if reason is None else None, reason=reason)
 
 
 def _field(line: str) -> str:
     """The text in a line of JSON; raises ValueError if there is none."""
-    found = json.loads(line)
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     text = found.get(FIELD) if isinstance(found, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"no {FIELD!r}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkv._addresses import opened
 from qkv._files import write_atomically
 from qkv._untrusted import check_version, first_line, parse_array, parse_json, read_zip
 from qkv.errors import InputError
@@ -204,15 +205,16 @@ class Survey:
         return file.getvalue()
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Survey:
-        """Read a file that `save` wrote.
+    def load(cls, path: str | os.PathLike[str] | io.BytesIO) -> Survey:
+        """Read a file that `save` wrote, also at an address such as ``s3://…``, or its bytes.
 
         Raises:
             InputError: if the file cannot be read, or is not a survey.
         """
-        target = Path(path)
+        source = path if isinstance(path, io.BytesIO) else opened(path, "path")
+        target = "the data" if isinstance(path, io.BytesIO) else str(path)
         try:
-            members, budget = read_zip(target)
+            members, budget = read_zip(source)
             head = parse_json(members["survey.json"])
             if head.get("format") != FORMAT:
                 raise ValueError(f"its format is {str(head.get('format'))[:80]!r}, expected {FORMAT!r}")
@@ -229,11 +231,11 @@ class Survey:
             }
             _check_record(head["record"], definition, groups)
         except OSError as error:
-            raise InputError(f"path: cannot read {str(target)!r} ({error.strerror})") from error
+            raise InputError(f"path: cannot read {target!r} ({error.strerror})") from error
         except Exception as error:  # a damaged file can be wrong anywhere
             reason = first_line(error)
             raise InputError(
-                f"path: {str(target)!r} cannot be read ({reason}): it is not a survey, or is damaged"
+                f"path: {target!r} cannot be read ({reason}): it is not a survey, or is damaged"
             ) from error
         return cls(head["definition"], groups, head["record"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,45 @@ class Surveyor:
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
-    def survey(self, documents: Sequence[Document], label: str, on_batch: Callable[[int, int, int], None]) -> Survey:
-        """Survey the documents; `label` is the name of the shard."""
-        found: list[Piece] = []
+    def survey(
+        self, chunks: Iterable[Sequence[Document]], label: str, on_batch: Callable[[int, int, int], None]
+    ) -> Survey:
+        """Survey a shard; the documents of a chunk are held and batched together. `label` is the name of the shard."""
+        groups: dict[str, Group] = {}
+        record: dict[str, Any] = {"documents": 0, "sequences": 0, "tokens": 0, "shards": [label]}
         skipped: Counter[str] = Counter()
         examples: list[str] = []
+        sources: dict[str, str] = {}
+        for documents in chunks:
+            found = self._pieces(documents, skipped, examples)
+            number_of_documents, size = len(documents), sum(d.size for d in documents)
+            total = sum(len(p.ids) for p in found) or 1
+            done = 0  # tokens that were run, of `total`
+            for batch in batches_of(found, self.batch_tokens, pad=self.pad):
+                sources |= self._add(batch.to(self.device), groups)
+                counted, before = int(batch.counted.sum()), done
+                done += int(batch.real.sum())
+                record["tokens"] += counted
+                new_documents, new_size = (n * done // total - n * before // total for n in (number_of_documents, size))
+                on_batch(new_documents, new_size, counted)
+            if not found:
+                on_batch(number_of_documents, size, 0)
+            record["documents"] += sum(p.begins for p in found)
+            record["sequences"] += len(found)
+            for group in groups.values():
+                for layer in group.layers.values():
+                    layer.seal()
+        record |= {
+            "skipped": dict(sorted(skipped.items())),
+            "examples": examples,
+            "names": self._names(groups),
+            "sources": sources,
+        }
+        return Survey(self.definition, groups, record)
+
+    def _pieces(self, documents: Sequence[Document], skipped: Counter[str], examples: list[str]) -> list[Piece]:
+        """The sequences of the documents; those that are left out are counted in `skipped`."""
+        found: list[Piece] = []
         for document in documents:
             reason = document.reason
             if reason is None:
@@ -71,36 +105,9 @@ class Surveyor:
                     found += cut
             if reason is not None:
                 skipped[reason] += 1
-                examples.append(f"{document.name}: {reason}")
-        groups: dict[str, Group] = {}
-        sources: dict[str, str] = {}
-        tokens = 0
-        number_of_documents, size = len(documents), sum(d.size for d in documents)
-        total = sum(len(p.ids) for p in found) or 1
-        done = 0  # tokens that were run, of `total`
-        for batch in batches_of(found, self.batch_tokens, pad=self.pad):
-            sources |= self._add(batch.to(self.device), groups)
-            counted, before = int(batch.counted.sum()), done
-            done += int(batch.real.sum())
-            tokens += counted
-            new_documents, new_size = (n * done // total - n * before // total for n in (number_of_documents, size))
-            on_batch(new_documents, new_size, counted)
-        if not found:
-            on_batch(number_of_documents, size, 0)
-        for group in groups.values():
-            for layer in group.layers.values():
-                layer.seal()
-        record = {
-            "documents": sum(p.begins for p in found),
-            "sequences": len(found),
-            "tokens": tokens,
-            "shards": [label],
-            "skipped": dict(sorted(skipped.items())),
-            "examples": examples[:EXAMPLES],
-            "names": self._names(groups),
-            "sources": sources,
-        }
-        return Survey(self.definition, groups, record)
+                if len(examples) < EXAMPLES:
+                    examples.append(f"{document.name}: {reason}")
+        return found
 
     def _add(self, batch: Batch, groups: dict[str, Group]) -> dict[str, str]:
         """Run one batch and add the statistics of its calls; returns the source of each module's statistics."""

@@ -1,0 +1,110 @@
+"""The definition of a survey: the settings that must be equal for two surveys to be merged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkv.errors import InputError
+from qkv.profiler.capture.inputs import positions
+from qkv.profiler.capture.special import Special
+from qkv.profiler.surveys import accumulators, shard
+from qkv.profiler.surveys.data import VERSION
+from qkv.profiler.surveys.quantities import described
+from qkv.statistics import Statistic
+
+LENGTH = 512
+"""The longest sequence of a model without a limit, if none is given."""
+
+
+def length_of(model: nn.Module, length: int | None) -> int:
+    """The longest sequence: `length`, or the default if it is None.
+
+    Raises:
+        InputError: if the model cannot read sequences of this length.
+    """
+    limit = positions(model)
+    if length is not None and length < 1:
+        raise InputError(f"length is {length}, expected at least 1 token")
+    if length is not None and limit is not None and length > limit:
+        raise InputError(f"length is {length:,}, but {type(model).__name__} takes {limit:,} tokens")
+    return length or min(limit or LENGTH, LENGTH)
+
+
+def definition_of(
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    length: int,
+    overlap: int | None,
+    long: str,
+    local_window: int,
+    statistics: Sequence[Statistic] = (),
+) -> dict[str, Any]:
+    """The settings that must be equal for two surveys to be merged."""
+    if long not in ("split", "refuse"):
+        raise InputError(f"long is {long!r}, expected 'split' or 'refuse'")
+    special = Special.of(tokenizer)
+    capacity = length - len(special.before) - len(special.after)
+    overlap = min(length // 8, max(capacity - 1, 0)) if overlap is None else overlap
+    if capacity < 1:
+        raise InputError(f"length is {length}, expected more than the {length - capacity} special tokens")
+    if not 0 <= overlap < capacity:
+        raise InputError(
+            f"overlap is {overlap}, expected 0 to less than {capacity}, the tokens of text in a sequence of {length}"
+        )
+    return {
+        "version": VERSION,
+        "model": name,
+        "weights": _fingerprint(model),
+        "configuration": _configuration(model),
+        "dtype": str(next((p.dtype for p in model.parameters()), "unknown")).removeprefix("torch."),
+        "tokenizer": digest(_rules(tokenizer)),
+        "vocabulary": shard.vocabulary(model, tokenizer),
+        "length": length,
+        "overlap": overlap,
+        "long": long,
+        "local_window": local_window,
+        "shares_of_rows": True,  # missing in older surveys, which do not divide rows and count first queries
+        "sink_score": {"queries": accumulators.PREFIX, "threshold": accumulators.SINK_THRESHOLD},
+        "sketch": {"kind": "t-digest (Apache DataSketches)", "k": accumulators.CENTROIDS},
+        "quantities": described(statistics),
+    }
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """SHA-256 of the parameters: names, shapes, dtypes and all bytes of each tensor."""
+    state = hashlib.sha256()
+    for name, x in model.state_dict().items():
+        state.update(f"{name} {type(x).__name__}".encode())
+        if isinstance(x, torch.Tensor):
+            state.update(f"{tuple(x.shape)} {x.dtype}".encode())
+            state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _configuration(model: nn.Module) -> str:
+    """SHA-256 of the model's class and configuration, without entries such as names and paths."""
+    config: Any = getattr(model, "config", None)
+    entries = config.to_dict() if hasattr(config, "to_dict") else vars(config) if hasattr(config, "__dict__") else {}
+    inert = ("name", "path", "transformers_version", "architectures", "_attn_implementation")
+    kept = {k: repr(v) for k, v in entries.items() if not any(word in str(k) for word in inert)}
+    return digest({"class": type(model).__qualname__, **kept})
+
+
+def _rules(tokenizer: Any) -> Any:
+    """The rules by which the tokenizer converts a text to ids."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    around = Special.of(tokenizer)
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else type(tokenizer).__name__
+    return [backend.to_str() if hasattr(backend, "to_str") else vocabulary, around.before, around.after]
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
