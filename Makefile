@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz lint docs docs-serve claims mutants figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick fuzz lint docs docs-serve claims mutants figures extras lowest bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -123,6 +123,12 @@ mutants: venv  ## test the ledger's checks: give them wrong answers, and count t
 
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py
+
+extras: venv  ## install each extra alone into a fresh environment and run its smoke test; about ten minutes; EXTRAS="hf train" for some
+	$(BIN)/python tests/install/environments.py $(EXTRAS)
+
+lowest: venv  ## the same with the lowest versions that pyproject.toml allows
+	$(BIN)/python tests/install/environments.py --lowest $(EXTRAS)
 
 dist: venv  ## build wheel and sdist; writes dist
 	rm -rf dist

@@ -11,6 +11,7 @@ from typing import Any
 import xarray as xr
 
 from qkv._files import write_atomically
+from qkv._packages import check_version
 from qkv.errors import InputError
 from qkv.profiler.data.variables import with_current_names
 
@@ -27,6 +28,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
     The hierarchy is built in memory and zipped in one go: writing zarr straight into a zip rewrites its
     metadata and leaves duplicate members behind.
     """
+    check_version("zarr")
     import zarr
     from zarr.storage import MemoryStore
 
@@ -48,6 +50,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
 
 def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str, Any]]:
     """Read a file that `write_archive` wrote; raises `InputError` for any other file."""
+    check_version("zarr")
     from zarr.storage import ZipStore
 
     header = _header(path)
