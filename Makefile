@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -101,6 +101,7 @@ models: venv  ## train the bundled models again, on two cores, about two hours
 	  cp qkv-runs/$$m/model/* qkv-runs/$$m/metrics.jsonl qkv-runs/$$m/result.json $(TRAINED)/$$m/ || exit 1; \
 	done
 	$(BIN)/python -c "from qkv import models; models.save(models.load('qkv-runs/qkv-mini/model').half(), '$(TRAINED)/qkv-mini')"
+	$(BIN)/python release/sbom.py
 
 JOBS ?= 2
 RESULTS := src/qkv/lab/experiments/results
@@ -133,6 +134,15 @@ mutants: venv  ## test the ledger's checks: give them wrong answers, and count t
 figures: venv  ## make the figures and numbers in README.md and docs/ again, about ten minutes
 	$(BIN)/python docs/make_figures.py
 	$(BIN)/python docs/make_plan.py
+
+extras: venv  ## install each extra alone into a fresh environment and run its smoke test; about ten minutes; EXTRAS="hf train" for some
+	$(BIN)/python tests/install/environments.py $(EXTRAS)
+
+lowest: venv  ## the same with the lowest versions that pyproject.toml allows
+	$(BIN)/python tests/install/environments.py --lowest $(EXTRAS)
+
+sbom: venv  ## write sbom.cdx.json, which lists the bundled models with the hash of every file
+	$(BIN)/python release/sbom.py
 
 dist: venv  ## build wheel and sdist; writes dist
 	rm -rf dist

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 import qkv
+from qkv._packages import explain
 from qkv.cli import (
     ablate,
     bench,
@@ -74,6 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _call(_command(arguments[0]), f"qkv {arguments[0]}", arguments[1:])
     except InputError as error:
         print(f"qkv: {_printable(str(error))}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        missing = explain(f"qkv {arguments[0]}", error)
+        if missing is None:
+            raise
+        print(f"qkv: {missing}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         print(f"qkv: {str(error) or 'interrupted; no incomplete file was left behind'}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from qkv._packages import require
 from qkv._untrusted import allow
 from qkv.cli.inputs import arguments_of, load_inputs, text_of
 from qkv.cli.terminal import print_line
@@ -69,8 +69,7 @@ def view(
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
     """
     allow(max_size)
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise InputError("qkv view needs fastapi and uvicorn: pip install 'qkv[view]'")
+    require("qkv view", "fastapi", "uvicorn")
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}, expected 0 (a free port) to 65535")
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from qkv._packages import check_tested, require
 from qkv.errors import InputError
 from qkv.huggingface.attention import call_of, configurations, routes
 from qkv.huggingface.masks import lazy_mask
@@ -26,6 +27,8 @@ def register() -> None:
     a visible key (such as padding) is 0, where other implementations differ from one another. If a model does not use
     the interface, transformers only warns; `use` raises.
     """
+    require("qkv.huggingface", "transformers")
+    check_tested("transformers")
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 

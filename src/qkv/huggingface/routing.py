@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qkv._packages import check_tested
 from qkv.huggingface.attention import configurations
 from qkv.huggingface.masks import lazy_mask
 
@@ -21,6 +22,7 @@ def routed(model: nn.Module, attend: Callable[..., tuple[Tensor, Any]]) -> Itera
 
     The model and transformers' registries are restored on exit, also after an error.
     """
+    check_tested("transformers")
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 

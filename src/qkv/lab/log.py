@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import write_atomically
+from qkv._packages import require
 from qkv._untrusted import first_line, parse_json, read_bytes
 from qkv.errors import InputError
 
@@ -101,8 +102,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _tensorboard_writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("tensorboard is not installed: pip install 'qkv[train]'") from error
+    require("tensorboard", "tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=step or None)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv._files import write_atomically
+from qkv._packages import require
 from qkv._progress import Bar, bar
 from qkv._untrusted import SizeError, free_memory
 from qkv.errors import InputError
@@ -103,6 +104,7 @@ def train(
     ...     sorted(p.name for p in (trained.folder / "model").iterdir())
     ['config.json', 'model.safetensors']
     """
+    require("training", "accelerate", "tomli_w")
     from accelerate import Accelerator
 
     # Without cpu=True accelerate ignores torchrun's processes on a machine without GPUs.

@@ -5,7 +5,6 @@ Both encode any text without loss. Their last token is ``<s>``, which can preced
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,11 +57,10 @@ def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
         vocab_size: the number of tokens, ``<s>`` included.
 
     Raises:
-        InputError: if the package tokenizers is missing, or the texts are too small for so many tokens.
+        InputError: if the texts are too small for so many tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise InputError(f"vocab_size is {vocab_size}, expected at least {MIN_VOCAB_SIZE}: all bytes, and {BOS}")
-    _check_installed()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -138,14 +136,8 @@ def _byte_character(byte: int) -> str:
 
 
 def _tokenizer(text: str) -> Tokenizer:
-    _check_installed()
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_str(text)
     made.encode_special_tokens = True  # a text that contains "<s>" is encoded as three characters
     return made
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise InputError("tokenizer is 'bpe', which needs the package tokenizers: pip install 'qkv[hf]'")

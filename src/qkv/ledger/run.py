@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 
+from qkv._packages import require
 from qkv._progress import Step
-from qkv.errors import InputError
 from qkv.ledger.claim import CLAIMS, Claim, Drifted, Verdict, find
 from qkv.ledger.results import MissingResult
 from qkv.ledger.settled import load
 
-NEEDED = ("transformers", "tokenizers", "accelerate", "scipy")
+NEEDED = ("transformers", "accelerate", "scipy")
 """Optional packages that checks import."""
 
 
@@ -50,8 +49,7 @@ def check(ids: Iterable[str] | None = None, *, progress: Step | None = None) -> 
     >>> found.verdict.kind, found.error
     ('holds', None)
     """
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise InputError(f"claims need {', '.join(missing)}, not installed here: pip install 'qkv[hf,train]'")
+    require("the check of a claim", *NEEDED)
     load()
     claims = [find(id_) for id_ in (sorted(CLAIMS) if ids is None else ids)]
     threads = torch.get_num_threads()

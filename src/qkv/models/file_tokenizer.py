@@ -21,14 +21,12 @@ class FileTokenizer:
     transformers' own class does the same, but takes two seconds to import.
 
     Raises:
-        InputError: the file is missing or is not a tokenizer, or the tokenizers package is not installed.
+        InputError: the file is missing or is not a tokenizer.
     """
 
     def __init__(self, file: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise InputError(f"model: {file} needs tokenizers: pip install 'qkv[hf]'") from error
+        from tokenizers import Tokenizer
+
         try:
             self.backend_tokenizer = Tokenizer.from_str(read_bytes(file).decode("utf-8"))
         except Exception as error:  # tokenizers raises no narrower class

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from qkv._packages import check_tested, require
 from qkv._untrusted import check_json_files, first_line, load_json
 from qkv.errors import InputError, nearest
 from qkv.models import bundled, checkpoint, hub, pretrained
@@ -150,8 +150,8 @@ def _from_file(file: Path) -> TextTokenizer:
 
 def _hugging_face(folder: Path, name: str, config: dict[str, Any]) -> TextModel:
     _known(config, name)
-    if importlib.util.find_spec("transformers") is None:
-        raise InputError("model: its tokenizer needs transformers: pip install 'qkv[hf]'")
+    require(f"model: the tokenizer of {name}", "transformers")
+    check_tested("transformers")
     tokenizer = _tokenizer(folder, name)
     model = pretrained.from_hugging_face(folder)
     return TextModel(model, tokenizer, name, _ends(folder, config, model.vocabulary))
@@ -200,10 +200,9 @@ def _ends(folder: Path, config: dict[str, Any], vocabulary: int) -> tuple[int, .
 
 def _of_hub(name: str) -> Path:
     """Download a model from the hub; its configuration comes first, so that no other kind is ever downloaded."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise InputError(f"model: no folder {name}, and the Hugging Face hub needs pip install 'qkv[hf]'")
     if name in WITHOUT_TEXT:
         raise InputError(f"model is {name!r}, {WITHOUT_TEXT[name]}; expected a trained decoder, such as 'qkv-mini'")
+    require(f"model {name!r}", "transformers")
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars, logging
 

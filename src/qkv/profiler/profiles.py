@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import xarray as xr
 
+from qkv._packages import require
 from qkv._warnings import user_frame
 from qkv.errors import InputError
 from qkv.profiler.data import archive, frames, sinks, tables, types
@@ -372,12 +373,9 @@ class Profile:
         >>> widget.selection["head"]
         2
         """
-        try:
-            from qkv.report.widget import widget_of
-        except ModuleNotFoundError as error:
-            if error.name != "anywidget":
-                raise
-            raise InputError("widget needs the package anywidget: pip install 'qkv[notebook]'") from error
+        require("widget", "anywidget")
+        from qkv.report.widget import widget_of
+
         widget = widget_of(self)
         if model is not None:
             widget.read_from(model, inputs, tokenizer=tokenizer, target=target)

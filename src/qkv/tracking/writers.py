@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv._files import write_atomically
+from qkv._packages import require
 from qkv.errors import InputError
 
 
@@ -71,11 +72,9 @@ class TensorBoardWriter(Writer):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError("TensorBoardWriter needs tensorboard, which is not installed: pip install 'qkv[train]'") \
-                from error  # fmt: skip
+        require("TensorBoardWriter", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qkv._packages import require
 from qkv.errors import InputError
 
 Holds = Literal["holds", "does not hold", "holds only when", "undecided", "not seen at this scale"]
@@ -153,6 +154,7 @@ def confidence(values: Sequence[float], level: float = 1 - ERROR) -> tuple[float
     >>> [round(x, 3) for x in confidence([1.0, 2.0, 3.0])]
     [2.0, -0.484, 4.484]
     """
+    require("an interval", "scipy")
     import numpy as np
     from scipy import stats
 

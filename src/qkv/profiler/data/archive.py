@@ -12,6 +12,7 @@ from typing import Any
 import xarray as xr
 
 from qkv._files import write_atomically
+from qkv._packages import check_tested
 from qkv._untrusted import Budget, SizeError, check_version, first_line, parse_json, read_zip
 from qkv.errors import InputError
 from qkv.profiler.data.declared import META, check_hierarchy
@@ -31,6 +32,7 @@ def write_archive(path: Path, parts: dict[str, dict[str, xr.Dataset]], attrs: di
     The hierarchy is built in memory and zipped in one go: writing zarr straight into a zip rewrites its
     metadata and leaves duplicate members behind.
     """
+    check_tested("zarr")
     import zarr
     from zarr.storage import MemoryStore
 
@@ -55,6 +57,7 @@ def read_archive(path: Path) -> tuple[dict[str, dict[str, xr.Dataset]], dict[str
 
     The whole file is read into memory and checked first (`qkv.profiler.data.declared`), because it may be a stranger's.
     """
+    check_tested("zarr")
     from zarr.core.buffer import default_buffer_prototype
     from zarr.storage import MemoryStore
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkv._files import write_atomically
+from qkv._packages import check_tested, require
 from qkv.errors import InputError
 from qkv.profiler.data import tables
 from qkv.profiler.data.types import ROLES, TRAITS
@@ -103,7 +103,7 @@ def as_frame(table: pd.DataFrame, frame: str) -> Any:
         raise InputError(f"frame is {frame!r}, expected one of {', '.join(map(repr, FRAMES))}")
     if frame == "pandas":
         return table
-    _require("polars", "frame")
+    require("frame", "polars")
     import polars
 
     return polars.DataFrame({name: column.tolist() for name, column in table.items()})
@@ -133,7 +133,7 @@ def export(profile: Profile, path: Path, group: str | None) -> Path:
 
 
 def _parquet(table: pd.DataFrame) -> memoryview:
-    _require("pyarrow", "path")
+    require("path", "pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -150,6 +150,7 @@ def _parquet(table: pd.DataFrame) -> memoryview:
 
 def _zarr(profile: Profile, path: Path) -> None:
     """Write a zarr folder atomically; it may replace an older zarr folder, but nothing else."""
+    check_tested("zarr")
     import zarr
 
     if path.exists() and not (path / "zarr.json").exists():
@@ -165,8 +166,3 @@ def _zarr(profile: Profile, path: Path) -> None:
         if path.exists():
             path.rename(Path(folder) / "old")
         made.rename(path)
-
-
-def _require(module: str, argument: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise InputError(f"{argument} needs {module}, which is not installed: pip install 'qkv[frames]'")

