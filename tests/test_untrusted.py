@@ -93,8 +93,14 @@ def test_a_case_depends_on_its_seed_and_number_alone(valid: Path, tmp_path: Path
         (tmp_path / name).mkdir()
         cases.append(isolate.prepare(7, 11, valid, tmp_path / name))
     assert cases[0] == cases[1]
-    first, second = ((tmp_path / name / cases[0].file).read_bytes() for name in ("a", "b"))
-    assert first == second
+    first, second = (contents(tmp_path / name) for name in ("a", "b"))
+    assert first == second != contents(valid)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder; links to devices are left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 # --- profiles and surveys --------------------------------------------------------------------------------------------
