@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 import qkv
 from conftest import refused
 from qkv import InputError, _untrusted, lab
-from qkv._untrusted import in_bytes, parse_array, parse_json
+from qkv._untrusted import in_bytes, parse_array, parse_json, read_zip
 from qkv.cli import main
 from qkv.lab.tasks import Reversal
 from qkv.models import DecoderConfig, DecoderLM
 from qkv.profiler import Survey
-from qkv.profiler.data.declared import frame_size
+from qkv.profiler.data.declared import check_hierarchy, frame_size
 
 CASES = 300
 
@@ -93,8 +93,14 @@ def test_a_case_depends_on_its_seed_and_number_alone(valid: Path, tmp_path: Path
         (tmp_path / name).mkdir()
         cases.append(isolate.prepare(7, 11, valid, tmp_path / name))
     assert cases[0] == cases[1]
-    first, second = ((tmp_path / name / cases[0].file).read_bytes() for name in ("a", "b"))
-    assert first == second
+    first, second = (contents(tmp_path / name) for name in ("a", "b"))
+    assert first == second != contents(valid)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a folder; links to devices are left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 # --- profiles and surveys --------------------------------------------------------------------------------------------
@@ -145,6 +151,11 @@ def test_a_chunk_of_other_strings_than_declared_is_refused(tmp_path: Path) -> No
     path = rezipped(GOLDEN / "profile.qkv.zip", tmp_path / "x.zip", change)
     with refused("path", match="does not have 8 strings"):
         qkv.Profile.load(path)
+
+
+def test_a_variable_may_have_the_name_of_the_folder_of_chunks() -> None:
+    members, budget = read_zip(GOLDEN / "profile.qkv.zip")
+    check_hierarchy({name.replace("self/entropy/", "self/c/"): data for name, data in members.items()}, budget)
 
 
 @pytest.mark.parametrize("load", [qkv.Profile.load, Survey.load])

@@ -135,6 +135,7 @@ def _child(seed: int, numbers: Sequence[int], valid: Path, write: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (space, space))
             for number in numbers:
                 printed.truncate(0)
+                os.lseek(printed.fileno(), 0, os.SEEK_SET)  # standard output and error share this position
                 used = int(time.process_time()) + ENDLESS
                 resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
                 report = _one(seed, number, valid, printed.fileno())

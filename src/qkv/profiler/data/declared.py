@@ -38,7 +38,7 @@ def check_hierarchy(members: Mapping[str, bytes], budget: Budget) -> None:
     chunks: dict[str, list[str]] = {}
     for name in members:
         if not name.endswith(META):
-            chunks.setdefault(name.partition("/c/")[0].removesuffix("/c"), []).append(name)
+            chunks.setdefault(name.rpartition("/c/")[0] or name.removesuffix("/c"), []).append(name)
     for name, data in members.items():
         if name.rpartition("/")[2] != META:
             continue
@@ -79,7 +79,11 @@ def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes
     for member, data in stored.items():
         at = member.removeprefix(base).removeprefix("c").removeprefix("/")
         index = [int(part) for part in at.split("/")] if at else []
-        if len(index) != len(counts) or any(i >= n for i, n in zip(index, counts, strict=True)):
+        if (
+            "/".join(map(str, index)) != at
+            or len(index) != len(counts)
+            or any(i >= n for i, n in zip(index, counts, strict=True))
+        ):
             raise ValueError(f"{member[:80]} is not a chunk of its array")
         size = frame_size(data) if zstd else len(data)
         if kind == STRING:
