@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from qkv._addresses import reason
+from qkv._datasets import checked_datasets, dataset_and_column
 from qkv.errors import InputError
-from qkv.lab.corpora import checked_datasets, dataset_and_column
 from qkv.profiler.surveys.corpus import Document, Source, checked_shards
 from qkv.profiler.surveys.formats import of_value
 from qkv.profiler.surveys.stream import CHUNK
