@@ -121,6 +121,15 @@ def frames() -> None:
     assert polars.read_parquet("heads.parquet").height == table.height
 
 
+def cloud() -> None:
+    import gcsfs  # noqa: F401
+    import pyarrow  # noqa: F401
+    import s3fs  # noqa: F401
+
+    Path("one.txt").write_text(TEXT, encoding="utf-8")
+    command("survey", "qkv-mini", "one.txt", "--shards", "1", "--out", "memory://survey")
+
+
 def notebook() -> None:
     import qkv
 
@@ -162,7 +171,7 @@ def docs() -> None:
 
 
 SMOKE: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (base, hf, demo, train, view, frames, notebook, peers, docs)
+    function.__name__: function for function in (base, hf, demo, train, view, frames, cloud, notebook, peers, docs)
 }
 
 if __name__ == "__main__":
