@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 OUT    ?= qkv-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
+.PHONY: help venv demo test quick fuzz fuzz-files torture lint docs docs-serve claims mutants figures extras lowest contract sbom bench gpu-libs bench-gpu test-gpu models experiments sinks dist clean
 
 help:  ## list the targets
 	@echo "qkv: attention you can compose, measure and explain"
@@ -140,6 +140,9 @@ extras: venv  ## install each extra alone into a fresh environment and run its s
 
 lowest: venv  ## the same with the lowest versions that pyproject.toml allows
 	$(BIN)/python tests/install/environments.py --lowest $(EXTRAS)
+
+contract: venv  ## record the public interface in tests/contract: names, options and saved formats
+	$(BIN)/python tests/contract/interface.py
 
 sbom: venv  ## write sbom.cdx.json, which lists the bundled models with the hash of every file
 	$(BIN)/python release/sbom.py

@@ -1,0 +1,56 @@
+"""The public interface is the one that `tests/contract/` records: names, parameters, options, saved formats."""
+
+from __future__ import annotations
+
+import difflib
+
+import pytest
+
+from contract import interface
+
+
+def advice(kind: str, recorded: str, found: str) -> str:
+    """What to do about a change of the interface, by whether something was removed."""
+    changes = list(difflib.unified_diff(recorded.splitlines(), found.splitlines(), n=0, lineterm=""))[2:]
+    removed = [line[1:] for line in changes if line.startswith("-")]
+    task = (
+        "Something is gone or changed, which breaks programs or files of users: keep it working for one minor version "
+        "with a DeprecationWarning or a reader of the old format, and say in CHANGELOG.md what replaces it and in "
+        "docs/upgrading.md what to do. A change that keeps old calls valid, such as a new optional parameter, needs a "
+        "line in CHANGELOG.md only."
+        if removed
+        else "Something was added: give it a line in CHANGELOG.md."
+    )
+    where = f"{kind}.txt in tests/contract differs from the code."
+    return "\n".join([where, task, "Then run `make contract`.", *changes])
+
+
+@pytest.mark.parametrize("kind", interface.TEXTS)
+def test_the_public_interface_is_the_recorded_one(kind: str) -> None:
+    recorded = (interface.FOLDER / f"{kind}.txt").read_text(encoding="utf-8")
+    found = interface.text(kind)
+    if found != recorded:
+        pytest.fail(advice(kind, recorded, found), pytrace=False)
+
+
+def test_the_record_has_what_users_write() -> None:
+    names, options, formats = (interface.text(kind).splitlines() for kind in ("names", "options", "formats"))
+    assert any(line.startswith("qkv.attend(") and "kernel=" in line for line in names)
+    assert any(line.startswith("qkv.masks.Window(size") for line in names)
+    assert any(line.startswith("qkv.Profile.heads(") for line in names)
+    assert any(line.startswith("qkv profile --out = ") for line in options)
+    assert any(line.startswith("qkv flow --from ") for line in options)
+    assert any(line.startswith("qkv train reversal --model.layers = ") for line in options)
+    assert any(line.startswith("qkv-profile 2") for line in formats)
+    assert "config.json of DecoderLM: vocab_size" in formats
+
+
+def test_the_advice_depends_on_whether_something_was_removed() -> None:
+    added = advice("names", "qkv.a()\n", "qkv.a()\nqkv.b()\n")
+    assert "+qkv.b()" in added
+    assert "CHANGELOG.md" in added
+    assert "docs/upgrading.md" not in added
+    removed = advice("names", "qkv.a(x)\n", "qkv.a(y)\n")
+    assert "-qkv.a(x)" in removed
+    assert "docs/upgrading.md" in removed
+    assert all("make contract" in text for text in (added, removed))
