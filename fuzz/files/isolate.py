@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -128,6 +129,7 @@ def _reports(seed: int, numbers: Sequence[int], valid: Path, pipe: FileIO, child
 def _child(seed: int, numbers: Sequence[int], valid: Path, write: int) -> None:
     """Run cases, report each as a line, and end this process."""
     try:
+        faulthandler.disable()  # a crash is reported as the case that caused it
         with tempfile.TemporaryFile() as printed:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
