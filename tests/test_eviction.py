@@ -270,7 +270,8 @@ def test_command_writes_tables_and_figures(tmp_path: Path, capsys: pytest.Captur
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"mass.csv", "loss.csv", "eviction.json", "eviction.png", "heads.png"}
     mass, loss = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("mass", "loss"))
-    assert len(mass) == 2 * 2 * 24
+    config = load("qkv-mini").model.config
+    assert len(mass) == 2 * 2 * config.layers * config.heads
     assert loss["policy"].tolist() == ["full", "window", "window", "sinks", "sinks"]
     written = json.loads((tmp_path / "eviction.json").read_text())
     assert written["loss"][1]["nats"] == pytest.approx(loss["nats"][1])

@@ -470,7 +470,7 @@ def test_explorer_needs_linear_memory() -> None:
         (lambda e: e.info("cross", 0), "group"),
         (lambda e: e.info("self", 2), "text"),
         (lambda e: e.info("self", -1), "text"),
-        (lambda e: e.row("self", 0, 4, 0, 0), "layer"),
+        (lambda e: e.row("self", 0, 99, 0, 0), "layer"),
         (lambda e: e.row("self", 0, 0, 6, 0), "head"),
         (lambda e: e.row("self", 0, 0, -1, 0), "head"),
         (lambda e: e.row("self", 0, 0, 0, 99), "query"),

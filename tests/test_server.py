@@ -124,17 +124,20 @@ def floats(response: httpx.Response) -> np.ndarray:
 
 def test_session_lists_all_sources_and_models(app: Guard, session: Session) -> None:
     said = ask(app, "/api/session").json()
+    config = models.load("qkv-mini").model.config
     assert [(x["kind"], x["state"], x["error"]) for x in said["sources"]] == [
         ("model", "ready", None), ("profile", "ready", None), ("profile", "ready", None), ("model", "ready", None),
         ("intervention", "ready", None),
     ]  # fmt: skip
     assert [x["id"] for x in said["sources"]] == [0, 1, 2, 3, 4]
     assert all(x["done"] == x["total"] for x in said["sources"])
-    assert [x["total"] for x in said["sources"]][:4:3] == [4 * 2 + 1, 6 * 1 + 1]  # layers × runs, and the page
+    assert [x["total"] for x in said["sources"]][:4:3] == [
+        config.layers * 2 + 1,
+        6 * 1 + 1,
+    ]  # layers × runs, and the page
     assert said["computing"] is None
     assert said["sources"][4]["name"] == "qkv-mini with off-by-one"
     assert said["version"] == session.version != Session("other").version
-    config = models.load("qkv-mini").model.config
     assert (said["live"]["layers"], said["live"]["heads"]) == (config.layers, config.heads)
     assert [x["kind"] for x in said["align"]["models"]] == ["translation", "reversal"]
 
@@ -584,7 +587,8 @@ def test_live_answer_holds_weights_before_and_after(app: Guard, session: Session
     assert source is not None
     np.testing.assert_allclose(before, source.data["weights"].values[1, 1, 2, :3, :3], rtol=1e-4, atol=1e-6)
     assert after.sum(1).max() < 1
-    assert np.array(said["rows"]).shape == (4, 6, 3)
+    config = models.load("qkv-mini").model.config
+    assert np.array(said["rows"]).shape == (config.layers, config.heads, 3)
 
 
 def test_step_is_deterministic(app: Guard) -> None:

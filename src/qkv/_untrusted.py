@@ -173,13 +173,21 @@ def load_json(path: Path) -> Any:
 
 
 def check_json_files(folder: Path) -> None:
-    """Check all JSON files of a model, for libraries that read them without a limit; raises as `load_json`.
+    """Check all JSON files of a model, for libraries that read them without a limit.
 
     Vocabularies may be large, and are left to the tokenizer.
+
+    Raises:
+        OSError, ValueError: as `load_json`, with the name of the file.
     """
     for file in sorted(folder.glob("*.json")):
         if file.name not in VOCABULARIES:
-            parse_json(read_bytes(file, CONFIG))
+            try:
+                parse_json(read_bytes(file, CONFIG))
+            except SizeError:
+                raise
+            except ValueError as error:
+                raise ValueError(f"{file.name} is not a JSON file: {first_line(error)}") from error
 
 
 def parse_json(data: bytes | str) -> Any:
