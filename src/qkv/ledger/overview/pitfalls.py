@@ -8,7 +8,6 @@ import qkv
 from qkv.ledger import Verdict, claim, experiment, false, holds, only_when
 from qkv.ledger.deep_dive.efficient import pairs, reached
 from qkv.ledger.deep_dive.heads import CLARK, after_earlier, previous, strongest
-from qkv.ledger.results import result
 from qkv.masks import Causal, Strided, Window
 
 SECTION = "Pitfalls"
@@ -53,18 +52,13 @@ def c377() -> Verdict:
 
 @claim("C378", "overview", SECTION, "Normalizing is not optional but essential for stable training.")
 def c378() -> Verdict:
-    """It is wrong if sigmoid weights train to a loss not above that of softmax by more than the spread over seeds."""
-    variants = result("normalizers")["variants"]
-    names = ("softmax", "sigmoid", "elu")
-    loss = {name: [run["evaluation"]["excess"] for run in variants[name]["results"]] for name in names}
-    text = ", ".join(f"{name} {min(runs):.3f}–{max(runs):.3f}" for name, runs in loss.items())
+    trained = experiment("C378", "normalizers")
     return false(
-        max(loss["sigmoid"]) <= max(loss["softmax"]) and min(loss["elu"]) > max(loss["softmax"]),
-        f"Sigmoid weights, which need not add up to 1, train as well as softmax in the small models of the lab. Loss "
-        f"over the best possible, in nats: {text}. What is not optional is to keep the sum in bounds: σ(s − ln n) does "
-        "from the start, while elu + 1 without normalizing ends worse. Raw scores as weights, which the section warns "
-        "of, were not trained.",
-        "[experiment `normalizers`](../experiments/README.md#normalizers)",
+        trained.kind == "false",
+        "Sigmoid and elu + 1 weights, which need not add up to 1, train as well as the same weights divided by their "
+        f"sum, in the small models of the lab. {trained.text} What is not optional is to keep the sum in bounds, as "
+        "σ(s − ln n) does from the start. Raw scores as weights, which the section warns of, were not trained.",
+        *trained.by,
         "[Ramapuram et al. 2024](https://arxiv.org/abs/2409.04431)",
     )
 
