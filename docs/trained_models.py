@@ -81,8 +81,13 @@ def _mini(result: dict[str, Any]) -> list[str]:
     short, whole = (sink.isel(query=slice(1, n)).mean("query").values for n in (SHORT, None))
     order = [divmod(int(i), short.shape[1]) for i in short.ravel().argsort()[::-1]]
     found = result["evaluation"]
+    task, _ = settings.from_toml(_folder("qkv-mini") / "run.toml")
+    more = [name.strip().removeprefix("package:") for name in task.more.split(",")]
     rows = [f"| {layer}.{head} | {short[layer, head]:.0%} | {whole[layer, head]:.0%} |" for layer, head in order[:8]]
     return [
+        f"Half of its training sequences are from Python's standard library, and half from {len(more)} installed "
+        f"packages ({', '.join(more)}), without their files that share a passage with the held-out text.",
+        "",
         f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats per token, "
         f"{found['bits_per_byte']:.3f} bits per byte. On the first {SHORT} tokens of the program that `qkv profile` "
         f"reads by default, {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`. "
