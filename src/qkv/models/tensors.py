@@ -71,7 +71,7 @@ def declared(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{name[:80]!r} has the dtype {entry['dtype'][:20]}, expected one of {', '.join(DTYPES)}")
         try:
             found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # TypeError for numbers of more than 63 bits
             raise ValueError(f"{name[:80]!r} is too large ({first_line(error)})") from error
     return found
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qkv._files import write_atomically
 from qkv._untrusted import first_line, load_json
 from qkv.errors import InputError
@@ -63,7 +65,8 @@ class Study:
             raise InputError(f"file is {str(file)!r}, expected one that Study.save wrote, of the form {FORM!r}")
         try:
             found = Study(data["attrs"], {one["tokens"]: one for one in data["lengths"]})
-            _ = found.verdicts
+            with np.errstate(invalid="raise", over="raise"):  # a measurement that is infinite or no number
+                _ = found.verdicts
         except Exception as error:  # the verdicts read all measurements
             raise InputError(f"file: {str(file)!r} is a damaged study ({first_line(error)})") from error
         return found
