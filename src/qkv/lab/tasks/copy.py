@@ -56,7 +56,9 @@ class Copy:
                 f"min_length is {self.min_length}, max_length {self.max_length}, longest {self.longest}, "
                 "expected 1 ≤ min_length ≤ max_length ≤ longest"
             )
-        heads.check_enough(self.symbols**self.min_length, f"symbols is {self.symbols} and min_length {self.min_length}")
+        heads.check_enough(
+            self.symbols ** min(self.min_length, 64), f"symbols is {self.symbols} and min_length {self.min_length}"
+        )
 
     @staticmethod
     def training() -> Training:

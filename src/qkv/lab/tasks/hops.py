@@ -50,7 +50,7 @@ class Hops:
     def __post_init__(self) -> None:
         if self.hops < 2:
             raise InputError(f"hops is {self.hops}, expected at least 2: the first hop is in the input")
-        heads.check_enough(math.factorial(max(self.places, 0)), f"places is {self.places}")
+        heads.check_enough(math.factorial(min(max(self.places, 0), 64)), f"places is {self.places}")
 
     @staticmethod
     def training() -> Training:

@@ -56,7 +56,7 @@ class Lookups:
                 f"first is {self.first}, second {self.second}, length {self.length}, longest {self.longest}, "
                 "expected 1 ≤ first ≤ second < length ≤ longest"
             )
-        heads.check_enough(self.symbols**self.length, f"symbols is {self.symbols} and length {self.length}")
+        heads.check_enough(self.symbols ** min(self.length, 64), f"symbols is {self.symbols} and length {self.length}")
 
     @staticmethod
     def training() -> Training:

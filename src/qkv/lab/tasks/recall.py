@@ -65,7 +65,7 @@ class Recall:
             )
         if self.gap < 0:
             raise InputError(f"gap is {self.gap}, expected 0 or more tokens between the blocks")
-        blocks = math.perm(self.symbols, self.min_length)
+        blocks = math.perm(min(self.symbols, 1000), min(self.min_length, 64))
         heads.check_enough(blocks, f"symbols is {self.symbols} and min_length {self.min_length}")
 
     @staticmethod

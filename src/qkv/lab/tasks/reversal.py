@@ -52,7 +52,7 @@ class Reversal:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise InputError(f"length is {self.length}, expected at least 1")
-        heads.check_enough(self.symbols**self.length, f"symbols is {self.symbols} and length {self.length}")
+        heads.check_enough(self.symbols ** min(self.length, 64), f"symbols is {self.symbols} and length {self.length}")
 
     @staticmethod
     def training() -> Training:
