@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def _cases(kills: int) -> Iterator[str]:
 def _run(work: Work, case: str, undisturbed: Reference) -> list[str] | str:
     """The problems of a case, or why it was skipped."""
     if case.startswith("kill "):
-        return list(asdict(kill(work, undisturbed, int(case.split()[1])))["problems"])
+        return kill(work, undisturbed, int(case.split()[1]))
     try:
         return FAULTS[case](work, undisturbed)
     except Skipped as reason:

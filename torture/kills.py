@@ -23,17 +23,6 @@ class Reference:
     """`fingerprints` of its results."""
 
 
-@dataclass(frozen=True)
-class Killed:
-    """What became of a run that was killed."""
-
-    after: float
-    """Seconds until the kill."""
-    finished: bool
-    """Whether the command had ended before."""
-    problems: tuple[str, ...] = ()
-
-
 def reference(work: Work) -> Reference:
     """Run a command without disturbing it."""
     with tempfile.TemporaryDirectory(prefix="qkv-torture-") as name:
@@ -44,17 +33,15 @@ def reference(work: Work) -> Reference:
         return Reference(time.monotonic() - began, fingerprints(folder))
 
 
-def kill(work: Work, undisturbed: Reference, seed: int) -> Killed:
-    """Kill a command at a random moment, look at what it left, and repeat it."""
+def kill(work: Work, undisturbed: Reference, seed: int) -> list[str]:
+    """Kill a command at a random moment, look at what it left, and repeat it; returns the problems."""
     after = random.Random(f"{work.name} {seed}").uniform(0, undisturbed.seconds)
     folder = Path(tempfile.mkdtemp(prefix="qkv-torture-"))
     try:
         running = work.start(folder)
         try:
             running.process.wait(after)
-            finished = True
         except subprocess.TimeoutExpired:
-            finished = False
             running.signal(signal.SIGKILL)
             running.process.wait()
         problems = half_written(fingerprints(folder), undisturbed) if (folder / "out").exists() else []
@@ -64,7 +51,7 @@ def kill(work: Work, undisturbed: Reference, seed: int) -> Killed:
             problems.append(f"the repeated command ended with {code}: {again.said[-300:]}")
         else:
             problems += differences(fingerprints(folder), undisturbed)
-        return Killed(round(after, 2), finished, tuple(problems))
+        return problems
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
