@@ -65,7 +65,7 @@ def test_experiment_trains_equal_settings_once_and_writes_its_results(tmp_path: 
     result = run_experiment(Tiny(), tmp_path, quick=False)
     assert len(trained) == len(set(trained)) == 2  # of three settings
     assert [p.name for p in trained] == [key(Tiny().settings(seed, False)["plain"]) for seed in (0, 1)]
-    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs", ".lock"}
     found = json.loads(result.json_path.read_text())
     assert found["verdicts"] == [{"claim": "C900", "holds": "holds", "text": "seven is more"}]
     assert found["design"] == {"looks": [2], "level": 0.95}
@@ -104,6 +104,29 @@ def test_seeds_are_added_to_undecided_variants_until_the_last_look(
         run_experiment(Looks(), tmp_path, quick=False, seeds=1)
 
 
+def test_budget_ends_the_looks_and_keeps_the_level_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "_outcome", Looks.outcome)
+    stopped = json.loads(run_experiment(Looks(), tmp_path, quick=False, most_seeds=9).json_path.read_text())
+    assert max(len(x["seeds"]) for x in stopped["variants"].values()) == 8
+    assert stopped["design"] == {"looks": [4, 8, 16], "level": pytest.approx(1 - 0.05 / 3), "budget": 8}
+    assert stopped["command"] == "qkv experiment looks --most-seeds 8"
+    assert "of at most 16 (a budget)" in table(tmp_path)
+    later = json.loads(run_experiment(Looks(), tmp_path, quick=False).json_path.read_text())
+    assert "budget" not in later["design"]
+    with refused("most_seeds", match="at least 4"):
+        run_experiment(Looks(), tmp_path, quick=False, most_seeds=3)
+
+
+def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome(*_: object) -> Outcome:
+        with refused("out", match="another experiment is running"):
+            run_experiment(Tiny(), tmp_path, quick=True)
+        return Looks.outcome(*_)
+
+    monkeypatch.setattr(sys.modules["qkv.lab.experiments.run"], "_outcome", outcome)
+    run_experiment(Looks(), tmp_path, quick=False, seeds=2)
+
+
 def test_interrupted_experiment_does_not_repeat_finished_runs(
     tmp_path: Path, trained: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +146,7 @@ def test_interrupted_experiment_does_not_repeat_finished_runs(
     run_experiment(Tiny(), tmp_path, quick=False)
     assert measured == [0, 1, 1]
     assert trained[1:] == [trained[1]] * 2  # the second model was loaded, not trained; the first was skipped
-    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs"}
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny.json", "tiny.png", "runs", ".lock"}
 
 
 def test_quick_form_is_marked_and_shares_runs_with_the_full_form(tmp_path: Path, trained: list[Path]) -> None:

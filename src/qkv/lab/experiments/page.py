@@ -48,6 +48,7 @@ def _origin(found: Mapping[str, Any]) -> str:
     parts = [
         f"`{found.get('command', 'qkv experiment ' + found['name'])}`",
         f"{number} seeds",
+        f"of at most {found['design']['looks'][-1]} (a budget)" if "budget" in found.get("design", {}) else "",
         f"{seconds_in(found) / 60:.0f} minutes of processor time" if seconds_in(found) else "",
         f"{found['machine']['cpu']}" if "machine" in found else "",
         f"criteria of {', '.join(sorted(dated))}" if dated else "",

@@ -57,8 +57,9 @@ def command(name: str, quick: bool, design: Mapping[str, Any]) -> str:
     """The command that makes the same results."""
     if quick:
         return f"qkv experiment {name} --quick"
-    looks = design["looks"]
-    return f"qkv experiment {name}" + (f" --seeds {looks[0]}" if len(looks) == 1 else "")
+    looks, budget = design["looks"], design.get("budget")
+    only = f" --seeds {looks[0]}" if len(looks) == 1 else f" --most-seeds {budget}" if budget else ""
+    return f"qkv experiment {name}{only}"
 
 
 def conclusion_fields(found: Conclusion) -> dict[str, Any]:

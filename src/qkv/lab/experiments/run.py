@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,6 +30,8 @@ RUNS = "runs"
 """The subfolder of trained models, which all experiments share."""
 SECONDS = "seconds.txt"
 """The file in a run's folder with the processor time of its training and first measurement."""
+LOCK = ".lock"
+"""The file that a process locks while it writes to the folder."""
 POINTS = 60
 """The largest number of points of a curve in the JSON file."""
 
@@ -44,7 +47,14 @@ class Result:
 
 
 def run(
-    name: str, out: str | Path, *, quick: bool = False, seeds: int | None = None, jobs: int = 1, progress: bool = True
+    name: str,
+    out: str | Path,
+    *,
+    quick: bool = False,
+    seeds: int | None = None,
+    most_seeds: int | None = None,
+    jobs: int = 1,
+    progress: bool = True,
 ) -> Result:
     """Train and measure the models of an experiment and write its results; resume an interrupted call.
 
@@ -56,11 +66,13 @@ def run(
             experiments share runs with equal settings. Until all runs are measured, NAME.json.part has those so far.
         quick: short runs of one seed, to test that everything works; the verdicts say so.
         seeds: exactly so many seeds, and one look at their results; by default the experiment's `looks`.
+        most_seeds: a budget: stop after the last look with at most so many seeds, even if a claim is undecided then.
+            The intervals allow for all looks nevertheless, so a later call without it may go on.
         jobs: the number of processes that train models in parallel, one thread each.
         progress: show a progress bar if standard error is a terminal.
 
     Raises:
-        InputError: for an unknown experiment, fewer than 2 seeds, or if the folder cannot be written.
+        InputError: for an unknown experiment, too few seeds, or if the folder cannot be written or is in use.
         qkv.lab.Interrupted: after an interrupt; the same call resumes.
 
     >>> import tempfile
@@ -71,46 +83,72 @@ def run(
     """
     if jobs < 1:
         raise InputError(f"jobs is {jobs}, expected at least 1 process")
-    return run_experiment(experiment(name), Path(out), quick=quick, seeds=seeds, jobs=jobs, progress=progress)
+    return run_experiment(
+        experiment(name), Path(out), quick=quick, seeds=seeds, most_seeds=most_seeds, jobs=jobs, progress=progress
+    )
 
 
 def run_experiment(
-    made: Experiment, out: Path, *, quick: bool, seeds: int | None = None, jobs: int = 1, progress: bool = False
+    made: Experiment,
+    out: Path,
+    *,
+    quick: bool,
+    seeds: int | None = None,
+    most_seeds: int | None = None,
+    jobs: int = 1,
+    progress: bool = False,
 ) -> Result:
     """As `run`, but of an experiment that need not be registered."""
-    require("an experiment", "accelerate", "tomli_w", "scipy")  # before hours of training
+    require("an experiment", "accelerate", "filelock", "tomli_w", "scipy")  # before hours of training
     looks = looks_of(made, quick, seeds)
-    level = 1 - ERROR / len(looks)
+    within = looks_within(looks, most_seeds)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        kept = _PartialResults(out / f"{made.name}.json.part")
-        active: tuple[str, ...] | None = None
-        plan: dict[str, dict[int, Setting]] = {}
-        computed: dict[str, dict[int, dict[str, Any]]] = {}
-        for look in looks:
-            for seed in range(look):
-                for variant, setting in made.settings(seed, quick).items():
-                    if active is None or variant in active:
-                        plan.setdefault(variant, {})[seed] = setting
-            todo = {key(s): s for rows in plan.values() for s in rows.values() if key(s) not in kept.runs}
-            with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
-                for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
-                    kept.add(k, outcome)
-                    step(1)
-            for variant, rows in _computed(made, look, active, kept, quick, jobs, progress).items():
-                computed.setdefault(variant, {}).update(rows)
-            variants = {v: [Outcome(**kept.runs[key(s)]) for s in rows.values()] for v, rows in plan.items()}
-            variants |= {v: [Outcome(**row) for row in rows.values()] for v, rows in computed.items()}
-            results = Results(variants, quick, level)
-            found = made.conclude(results)
-            active = tuple(dict.fromkeys(v for verdict in found.verdicts for v in verdict.undecided))
-            if not active:
-                break
-        found = _mark_quick(found, quick)
-        _write(made, out, results, found, {"looks": list(looks), "level": level}, plan, jobs)
-        kept.path.unlink(missing_ok=True)
+        with _only_writer(out):
+            return _run(made, out, looks, within, quick, jobs, progress)
     except OSError as error:
         raise InputError(f"out: cannot write to {out} ({error.strerror})") from error
+
+
+def _run(
+    made: Experiment,
+    out: Path,
+    looks: tuple[int, ...],
+    within: tuple[int, ...],
+    quick: bool,
+    jobs: int,
+    progress: bool,
+) -> Result:
+    """Run the looks `within` the budget, of all `looks` of the design."""
+    level = 1 - ERROR / len(looks)
+    kept = _PartialResults(out / f"{made.name}.json.part")
+    active: tuple[str, ...] | None = None
+    plan: dict[str, dict[int, Setting]] = {}
+    computed: dict[str, dict[int, dict[str, Any]]] = {}
+    for look in within:
+        for seed in range(look):
+            for variant, setting in made.settings(seed, quick).items():
+                if active is None or variant in active:
+                    plan.setdefault(variant, {})[seed] = setting
+        todo = {key(s): s for rows in plan.values() for s in rows.values() if key(s) not in kept.runs}
+        with bar(made.name, "runs", len(todo), show=progress and bool(todo)) as step:
+            for k, outcome in _outcomes(made, todo, out / RUNS, jobs):
+                kept.add(k, outcome)
+                step(1)
+        for variant, rows in _computed(made, look, active, kept, quick, jobs, progress).items():
+            computed.setdefault(variant, {}).update(rows)
+        variants = {v: [Outcome(**kept.runs[key(s)]) for s in rows.values()] for v, rows in plan.items()}
+        variants |= {v: [Outcome(**row) for row in rows.values()] for v, rows in computed.items()}
+        results = Results(variants, quick, level)
+        found = made.conclude(results)
+        active = tuple(dict.fromkeys(v for verdict in found.verdicts for v in verdict.undecided))
+        if not active:
+            break
+    design: dict[str, Any] = {"looks": list(looks), "level": level}
+    if active and look < looks[-1]:
+        design["budget"] = look
+    found = _mark_quick(found, quick)
+    _write(made, out, results, found, design, plan, jobs)
+    kept.path.unlink(missing_ok=True)
     return _result(out, made.name, found)
 
 
@@ -119,6 +157,34 @@ def looks_of(made: Experiment, quick: bool, seeds: int | None = None) -> tuple[i
     if seeds is not None and seeds < 2:
         raise InputError(f"seeds is {seeds}, expected at least 2: one seed has no interval")
     return (1,) if quick else made.looks if seeds is None else (seeds,)
+
+
+def looks_within(looks: tuple[int, ...], most_seeds: int | None) -> tuple[int, ...]:
+    """The looks with at most so many seeds."""
+    if most_seeds is None:
+        return looks
+    if most_seeds < looks[0]:
+        raise InputError(f"most_seeds is {most_seeds}, expected at least {looks[0]}, the seeds of the first look")
+    return tuple(look for look in looks if look <= most_seeds)
+
+
+@contextmanager
+def _only_writer(out: Path) -> Iterator[None]:
+    """Create the folder, and hold it: two processes that train the same runs would disturb each other.
+
+    Raises:
+        InputError: if another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / LOCK, timeout=0):
+            yield
+    except Timeout as error:
+        raise InputError(
+            f"out is {str(out)!r}, where another experiment is running; wait until it ends, or use another folder"
+        ) from error
 
 
 def _write(
