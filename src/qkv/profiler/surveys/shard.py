@@ -53,6 +53,11 @@ class Surveyor:
         self.pad = (getattr(tokenizer, "pad_token_id", None) or 0) if masked else None
         self.two = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
+    def on(self, device: str) -> Surveyor:
+        """Move the model to a device; returns its surveyor there."""
+        model = self.model.to(device)
+        return Surveyor(model, self.tokenizer, self.definition, self.batch_tokens, self.statistics)
+
     def survey(
         self, chunks: Iterable[Sequence[Document]], label: str, on_batch: Callable[[int, int, int], None]
     ) -> Survey:

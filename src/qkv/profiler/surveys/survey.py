@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from qkv.errors import InputError
 from qkv.profiler.capture.models import load
-from qkv.profiler.surveys import corpus
+from qkv.profiler.surveys import corpus, on_ray
 from qkv.profiler.surveys.corpus import Source
 from qkv.profiler.surveys.data import Survey
 from qkv.profiler.surveys.definition import digest
@@ -40,6 +41,8 @@ def survey(
     dtype: str = "float32",
     name: str = "",
     only_shards: str | None = None,
+    engine: Literal["processes", "ray"] = "processes",
+    gpus: Literal[0, 1] | None = None,
     patience: float = 14_400.0,
     on_batch: Callable[[int, int, int], None] = lambda documents, bytes_, tokens: None,
 ) -> Survey:
@@ -74,6 +77,11 @@ def survey(
         only_shards: ``"i/N"`` surveys only every N-th shard, beginning with shard i (counted from 0), and returns the
             survey of these. `qkv.profiler.surveys.merging.merge_folders` writes ``survey.qkv.zip`` once all N parts
             are finished. For processes that do not know each other, such as the tasks of a Slurm array.
+        engine: who starts the processes. "processes": you do, with ``torchrun`` or `only_shards`, and this is one of
+            them. "ray": Ray does, on the cluster that it finds, else on this machine. Each shard is a task with as many
+            CPUs as torch has threads here; Ray repeats it if its machine is lost.
+        gpus: the GPUs that a task of Ray reserves; None is one if the cluster has any now, and 1 also waits for a
+            machine that has one.
         patience: seconds to wait for other processes at the beginning and at the end. It must be longer than a process
             needs for its shards, because a busy process cannot be told from a hung one. (A broken connection is
             noticed at once.)
@@ -85,7 +93,7 @@ def survey(
 
     Raises:
         InputError: for a folder with a survey of other settings, a corpus without text, a model that cannot be
-            observed, or a full disk.
+            observed, a full disk, or an engine that is not installed or cannot be reached.
         Incomplete: if a process was lost; the message names the missing shards. The same call again resumes with them.
 
     >>> import tempfile
@@ -94,6 +102,12 @@ def survey(
     >>> found.record["documents"], found.record["tokens"] > 6
     (2, True)
     """
+    if engine not in ("processes", "ray"):
+        raise InputError(f"engine is {engine!r}, expected 'processes' or 'ray'")
+    if engine == "ray":
+        on_ray.check_installed()
+    elif gpus is not None:
+        raise InputError(f"gpus is {gpus}, which engine='ray' alone reads; move the model to a device yourself")
     if isinstance(model, str):
         loaded = load(model, dtype=dtype)
         model, tokenizer, name = loaded.model, tokenizer or loaded.tokenizer, name or loaded.name
@@ -117,14 +131,19 @@ def survey(
     )
     numbers = selected(shards, only_shards)
     with joined(patience) as ranks:
+        if engine == "ray" and ranks.world > 1:
+            raise InputError(f"engine is 'ray', but this is one of {ranks.world} processes of torchrun; start it alone")
         ranks.check_equal("texts or settings", digest(work.settings))
         folder = Folder(out).open(work.settings)
         if ranks.rank == 0 and only_shards is None:  # no other process writes yet
             folder.discard_unfinished()
         done = set().union(*ranks.all_gather(folder.finished()))
         todo = [number for number in numbers if number not in done]
-        for number in todo[ranks.rank :: ranks.world]:
-            work.carry_out(number, folder, on_batch)
+        if engine == "ray":
+            on_ray.carry_out(work, todo, folder, torch.get_num_threads(), gpus, on_batch)
+        else:
+            for number in todo[ranks.rank :: ranks.world]:
+                work.carry_out(number, folder, on_batch)
         return _gathered(work, numbers, folder, ranks)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -68,10 +68,17 @@ class Work:
         surveyor = Surveyor(model, tokenizer, definition, batch_tokens, statistics)
         return cls(surveyor, texts.shards(shards), settings)
 
+    def shard(self, number: int, on_batch: OnBatch) -> bytes:
+        """Survey one shard: its file."""
+        return self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch).packed()
+
     def carry_out(self, number: int, folder: Folder, on_batch: OnBatch) -> None:
         """Survey one shard and write it to the folder."""
-        part = self.surveyor.survey(self.parts[number].chunks(), label(self.settings, number), on_batch)
-        folder.write_shard(number, part.packed())
+        folder.write_shard(number, self.shard(number, on_batch))
+
+    def on(self, device: str) -> Work:
+        """The same work with the model on another device."""
+        return replace(self, surveyor=self.surveyor.on(device))
 
 
 def label(settings: dict[str, Any], number: int) -> str:

@@ -1,0 +1,139 @@
+"""Carry out the shards of a survey as tasks of Ray, which places them, repeats those of lost machines, and scales."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qkv._addresses import scheme_of
+from qkv._packages import require
+from qkv.errors import InputError
+from qkv.profiler.surveys.folder import Folder
+from qkv.profiler.surveys.merging import Incomplete
+from qkv.profiler.surveys.work import OnBatch, Work
+
+RETRIES = 20
+"""How often a shard is begun again after its process or machine was lost."""
+HERE = (None, "file", "memory")
+"""Schemes of folders that other machines do not see, or not as the same folder."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task returns."""
+
+    data: bytes | None
+    """The file of the shard; None if the task has written it to an address itself."""
+    progress: tuple[int, int, int]
+    """The numbers of documents, bytes and tokens."""
+
+
+def check_installed() -> None:
+    """Raise `InputError`, which names the extra, if Ray is not installed."""
+    require("engine='ray'", "ray")
+
+
+def carry_out(
+    work: Work, numbers: Sequence[int], folder: Folder, threads: int, gpus: int | None, on_batch: OnBatch
+) -> None:
+    """Carry out these shards on a cluster of Ray, and return when their files are in the folder.
+
+    The cluster is the one that Ray finds (``RAY_ADDRESS``, or one on this machine), else one of this process alone. The
+    model is sent to each machine once. Where the folder is at an address, each task writes its file there; else the
+    files come back to this process.
+
+    Args:
+        work: what to carry out.
+        numbers: the numbers of the shards.
+        folder: where the files go.
+        threads: the number of CPUs that each task reserves, and of its threads.
+        gpus: the number of GPUs that each task reserves; None is one if the cluster has any now.
+        on_batch: progress callback, called after each shard.
+
+    Raises:
+        InputError: if no cluster can be reached or started, or as `Work.carry_out`.
+        Incomplete: if a shard failed too often because its process or machine was lost.
+    """
+    with _cluster() as ray:
+        if gpus is None:
+            gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        task = ray.remote(_carry_out).options(num_cpus=threads, num_gpus=gpus, max_retries=RETRIES)
+        sent = ray.put(work)
+        address = folder.address if scheme_of(folder.address) not in HERE else None
+        waiting = {task.remote([sent], number, address, threads): number for number in numbers}
+        try:
+            while waiting:
+                for ready in ray.wait([*waiting])[0]:
+                    number = waiting.pop(ready)
+                    done: Done = _result(ray, ready, number)
+                    if done.data is not None:
+                        folder.write_shard(number, done.data)
+                    on_batch(*done.progress)
+        finally:
+            for unfinished in waiting:
+                ray.cancel(unfinished, force=True)
+
+
+def _carry_out(sent: list[Any], number: int, address: str | None, threads: int) -> Done:
+    """Carry out a shard; runs in a process of Ray. `sent` is in a list so that Ray does not load it for each task."""
+    torch.set_num_threads(threads)
+    documents = size = tokens = 0
+
+    def on_batch(new_documents: int, new_size: int, new_tokens: int) -> None:
+        nonlocal documents, size, tokens
+        documents, size, tokens = documents + new_documents, size + new_size, tokens + new_tokens
+
+    work = _loaded(sent[0])
+    data = work.shard(number, on_batch)
+    if address is not None:
+        Folder(address).write_shard(number, data)
+    return Done(data if address is None else None, (documents, size, tokens))
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(sent: Any) -> Work:
+    """The work, on the GPU that Ray assigned to this process if there is one; kept for the next shard."""
+    import ray
+
+    work: Work = ray.get(sent)
+    return work.on("cuda:0") if ray.get_gpu_ids() else work  # Ray hides all other GPUs from the process
+
+
+def _result(ray: Any, ready: Any, number: int) -> Done:
+    try:
+        return ray.get(ready)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise error.cause from error
+        raise
+    except ray.exceptions.RayError as error:  # a process or a machine was lost, once more than RETRIES
+        raise Incomplete(
+            f"shard {number} was begun {RETRIES + 1} times, and its process or machine was lost each time "
+            f"({type(error).__name__}); run the command of the survey again: it computes missing shards only"
+        ) from error
+
+
+@contextmanager
+def _cluster() -> Iterator[Any]:
+    """Connect to a cluster, or start one of this machine, which ends with the survey."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics of its usage otherwise
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"engine is 'ray', but no cluster can be reached or started ({error})") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
