@@ -242,7 +242,27 @@ def viewer() -> None:
         rows += [f"| … zoom 0: the whole map in one pass | {zooms['0'] / 1000:.1f} s | |"]
         rows += [f"| a row, a column, {length} | {found['asked']['row']:.1f}, {found['asked']['column']:.1f} ms | |"]
     rows += [f"| the heaviest page without data, uncompressed | {weight:.0f} kB | ≤ 300 kB |"]
-    _fill(DOCS / "view.md", {"viewer": rows})
+    _fill(DOCS / "view.md", {"viewer": rows, "load": _load()})
+
+
+def _load() -> list[str]:
+    """The table of the server under load, and the figure of its memory."""
+    found = json.loads((RESULTS / "server_load.json").read_text())
+    columns = ("median", "95th percentile", "most")
+    rows = [f"| a cheap request, milliseconds | {' | '.join(columns)} |", "|---|---:|---:|---:|"]
+    for name, times in found["milliseconds of a cheap request"].items():
+        rows += [f"| {name} | {' | '.join(f'{times[column]:.1f}' for column in columns)} |"]
+    seconds, megabytes = zip(*found["memory, seconds and megabytes"], strict=True)
+    figure, axes = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
+    axes.plot(seconds, megabytes, color="#2a6fbb")
+    axes.set(xlabel="seconds", ylabel="resident memory, MB", ylim=(0, None), xlim=(0, None))
+    axes.set_title("Memory of the server: caches fill, then nothing grows", loc="left", fontsize=10)
+    ends = found["ends of the phases, seconds"]
+    for begin, end, name in zip([0, *ends], [*ends, seconds[-1]], ("cold maps", "slow clients"), strict=False):
+        axes.axvline(end, color="#bbbbbb", linewidth=0.8)
+        axes.text((begin + end) / 2, 0.06 * max(megabytes), name, ha="center", fontsize=9)
+    save_figure(figure, DOCS / "figures" / "server-load.png")
+    return rows
 
 
 def _fill(page: Path, tables: dict[str, list[str]]) -> None:
