@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -325,6 +326,21 @@ def documented(rank: int, port: int, folder: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     with (folder / f"said-{rank}.txt").open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         exec(compile(code, "docs/ring.md", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def lost(rank: int, folder: Path, patience: float) -> None:
+    """One of three processes that share a sequence: that of rank 2 is killed, and the others print their error."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=timedelta(seconds=patience)
+    )
+    q = rand(1, 2, 8, 4, seed=0)
+    try:
+        for repeat in range(2):
+            if repeat and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            qkv.attend(q, q, q, mask=masks.Causal(), group=dist.group.WORLD)
+    except RuntimeError as error:
+        print(error)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Two and four processes (gloo) run the cases of `ring_cases`, once; each test the
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch.nn.attention.flex_attention as torch_flex
 import qkv
 import ring_cases
 from conftest import MASKS, close, fits, rand, refused, unchecked
+from forked import Forked
 from qkv import masks
 from qkv.masks import EMPTY, FULL, Grid, Region
 from qkv.masks.convert import grid_mod
@@ -149,6 +151,20 @@ def test_the_documentation_runs_on_two_processes(found: dict[int, dict[str, Any]
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_by_its_neighbours(tmp_path: Path) -> None:
+    started = []
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        started.append(Forked(ring_cases.lost, rank, tmp_path, 30.0, folder=tmp_path / str(rank)))
+    assert started[2].wait() == -signal.SIGKILL, started[2].errors
+    for process in started[:2]:
+        assert process.wait(60) == 0, process.errors
+    first = [re.findall(r"process of rank (\d)", process.out) for process in started[:2]]
+    assert ["2"] in first, f"no process names the killed one: {[p.out for p in started[:2]]}"
+    assert all(first), "a process ended without a sentence"
 
 
 def test_a_group_of_one_holds_the_whole_sequence(alone: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkv._contract import overrides
 from qkv._engine.call import Call
+from qkv._lost import naming_lost
 from qkv.biases import Bias
 from qkv.errors import InputError
 from qkv.masks import EMPTY, FULL, Grid, Mask, Region, Tiles
@@ -98,7 +99,8 @@ def unshard(x: Tensor, group: dist.ProcessGroup, dim: int = 2) -> Tensor:
     if not -x.ndim <= dim < x.ndim or x.shape[dim] % 2:
         raise InputError(f"unshard: x has shape {tuple(x.shape)}, expected an even length along dim {dim}: two chunks")
     shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(shards, x.contiguous(), group=group)
+    with naming_lost("unshard", group):
+        dist.all_gather(shards, x.contiguous(), group=group)
     halves = [one.chunk(2, dim) for one in shards]
     return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
 
@@ -270,7 +272,8 @@ def _check_same_on_all_ranks(group: dist.ProcessGroup, q: Tensor, k: Tensor, v: 
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     mine = torch.tensor([*described, int(wanted)], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    with naming_lost("ring attention", group):
+        dist.all_gather(everyone, mine, group=group)
     first, *others = (x.tolist() for x in everyone)
     for rank, other in enumerate(others, 1):
         if other != first:

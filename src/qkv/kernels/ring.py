@@ -19,9 +19,11 @@ from torch import Tensor
 
 from qkv._engine.call import Call, Result, at_least_float32, detached
 from qkv._engine.transforms import kernel_once_differentiable
+from qkv._lost import naming_lost
 from qkv.partial import Partial, merge, sink_gradient
 from qkv.ring import Shared, slice_bias
 
+RING = "ring attention"
 Choose = Callable[[Call, set[str]], ModuleType]
 """The kernel for a block, given the names of the tensors that need gradients (empty in the forward)."""
 
@@ -43,16 +45,26 @@ class Transfer:
         self.received = tuple(torch.empty_like(x) for x in self.sent)
         before, after = (shared.rank - 1) % shared.size, (shared.rank + 1) % shared.size
         directions = ((dist.isend, self.sent, after), (dist.irecv, self.received, before))
-        self.works = dist.batch_isend_irecv([
-            dist.P2POp(operation, x, group=shared.group, group_peer=peer, tag=tag + i)
-            for operation, tensors, peer in directions
-            for i, x in enumerate(tensors)
-        ])  # fmt: skip
+        self.peers = [peer for _, tensors, peer in directions for _ in tensors]
+        self.group = shared.group
+        with naming_lost(RING, self.group, (before, after)):
+            self.works = dist.batch_isend_irecv([
+                dist.P2POp(operation, x, group=shared.group, group_peer=peer, tag=tag + i)
+                for operation, tensors, peer in directions
+                for i, x in enumerate(tensors)
+            ])  # fmt: skip
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the transfer and return the received tensors."""
-        for work in self.works:
-            work.wait()
+        """Wait for the transfer and return the received tensors.
+
+        Raises:
+            RuntimeError: if a neighbour was lost, or does not answer within the timeout of the group; it names its
+                rank.
+        """
+        separate = len(self.works) == len(self.peers)  # some backends join all transfers in one
+        for i, work in enumerate(self.works):
+            with naming_lost(RING, self.group, [self.peers[i]] if separate else self.peers):
+                work.wait()
         return self.received
 
 

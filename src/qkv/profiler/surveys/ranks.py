@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from qkv.errors import InputError
+from qkv.profiler.surveys.heartbeat import Heartbeat
 
 
 class Lost(Exception):  # noqa: N818  # named like StopIteration, after the event
@@ -30,6 +31,8 @@ class Ranks:
     world: int = 1
     group: Any = None
     patience: timedelta = timedelta(minutes=30)
+    heartbeat: Heartbeat | None = None
+    """Tells which processes are lost; None in a process group that existed before."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of ranks.
@@ -40,7 +43,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        with _waiting():
+        with self._waiting():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -53,7 +56,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        with _waiting():
+        with self._waiting():
             dist.gather_object(value, values if self.rank == 0 else None, dst=0, group=self.group)
         return values if self.rank == 0 else []
 
@@ -65,7 +68,7 @@ class Ranks:
         """
         values = [value]
         if self.world > 1:
-            with _waiting():
+            with self._waiting():
                 dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
@@ -84,12 +87,29 @@ class Ranks:
         """Wait until all processes have called it.
 
         Raises:
-            Lost: if a process does not arrive within the patience; the message names it if it is known.
+            Lost: if a process does not arrive within the patience; the message names it.
         """
         if self.world == 1:
             return
-        with _waiting():
+        with self._waiting():
             dist.monitored_barrier(group=self.group, timeout=self.patience, wait_all_ranks=True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, an error of the communication is raised as `Lost`, with the ranks of the lost processes."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise Lost(self._who() or f"another process was lost ({_line(error)})") from error
+
+    def _who(self) -> str:
+        """The lost processes, if they are known."""
+        if self.heartbeat is None:
+            return ""
+        lost = self.heartbeat.silent()
+        if lost is None:
+            return "the process of rank 0 has ended, which says why, or the connection to it was lost"
+        return _ranks(lost) if lost else ""
 
 
 @contextmanager
@@ -113,20 +133,24 @@ def joined(patience: float) -> Iterator[Ranks]:
         raise InputError(
             f"WORLD_SIZE is {world}, but the processes cannot connect ({_line(error)}); start them with torchrun"
         ) from error
+    heartbeat = Heartbeat(dist.get_rank(), world)
     try:
-        yield Ranks(dist.get_rank(), world, dist.group.WORLD, wait)
+        yield Ranks(dist.get_rank(), world, dist.group.WORLD, wait, heartbeat)
     finally:
+        heartbeat.leave()
         with suppress(RuntimeError):  # other processes may have left already
             dist.destroy_process_group()
 
 
-@contextmanager
-def _waiting() -> Iterator[None]:
-    """Inside, an error of the communication is raised as `Lost`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise Lost(_line(error)) from error
+def _ranks(lost: Sequence[int]) -> str:
+    """Name the lost processes.
+
+    >>> _ranks([1]), _ranks([1, 3])
+    ('the process of rank 1 was lost', 'the processes of ranks 1 and 3 were lost')
+    """
+    if len(lost) == 1:
+        return f"the process of rank {lost[0]} was lost"
+    return f"the processes of ranks {', '.join(map(str, lost[:-1]))} and {lost[-1]} were lost"
 
 
 def _line(error: Exception) -> str:

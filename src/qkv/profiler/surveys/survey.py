@@ -150,7 +150,6 @@ def survey(
 def _gathered(work: Work, numbers: Sequence[int], folder: Folder, ranks: Ranks) -> Survey:
     """Gather and merge shards; rank 0 writes the result if these are all, and every process returns it."""
     shards = work.settings["shards"]
-    lost = f"in {folder}: of {ranks.world} processes some were lost"
     try:
         ranks.barrier()
         in_first = ranks.broadcast(folder.finished())
@@ -164,15 +163,15 @@ def _gathered(work: Work, numbers: Sequence[int], folder: Folder, ranks: Ranks) 
                 folder.write_shard(number, data)
         result = None
         if ranks.rank == 0:
-            check_complete(folder.finished(), shards, lost, numbers)
+            check_complete(folder.finished(), shards, f"in {folder}", numbers)
             result = merge_shards(dict.fromkeys(numbers, folder), work.settings)
             if len(numbers) == shards:
                 folder.write_result(result.packed())
         packed = ranks.broadcast(None if result is None or ranks.world == 1 else result.packed())
     except Lost as error:
         if ranks.rank == 0:
-            check_complete(folder.finished(), shards, lost, numbers)
-        raise Incomplete(f"another process was lost ({error}); run the same command again to resume") from error
+            check_complete(folder.finished(), shards, f"in {folder} because {error}", numbers)
+        raise Incomplete(f"{error}; run the same command again to resume") from error
     if result is not None:
         return result
     if len(numbers) == shards and folder.result() is None:
