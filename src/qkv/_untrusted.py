@@ -36,6 +36,8 @@ TEXT = 2**20
 """Bytes of a TOML file, whose parser is slow."""
 CONFIG = 4 * 2**20
 """Bytes of a JSON file of a model that is no vocabulary."""
+MOST_LISTS = 2**20
+"""Lists and objects of a vocabulary; the largest known ones have half a million merges."""
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 PIECE = 2**20
 """Bytes that are read at a time."""
@@ -175,13 +177,17 @@ def load_json(path: Path) -> Any:
 def check_json_files(folder: Path) -> None:
     """Check all JSON files of a model, for libraries that read them without a limit.
 
-    Vocabularies may be large, and are left to the tokenizer.
+    Vocabularies may be large, and are left to the tokenizer, unless they have far more lists than one has merges.
 
     Raises:
         OSError, ValueError: as `load_json`, with the name of the file.
     """
     for file in sorted(folder.glob("*.json")):
-        if file.name not in VOCABULARIES:
+        if file.name in VOCABULARIES:
+            data = read_bytes(file)
+            if data.count(b"[") + data.count(b"{") > MOST_LISTS:
+                raise ValueError(f"{file.name} has more than {MOST_LISTS:,} lists and objects")
+        else:
             try:
                 parse_json(read_bytes(file, CONFIG))
             except SizeError:

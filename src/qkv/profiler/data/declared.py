@@ -62,6 +62,9 @@ def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes
     if missing:
         raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
     shape, kind = _sizes(name, found["shape"]), found["data_type"]
+    names = found.get("dimension_names")
+    if names is not None and not (isinstance(names, list) and len(set(map(str, names))) == len(names) == len(shape)):
+        raise ValueError(f"{name} has the dimensions {str(names)[:80]!r}, expected {len(shape)} different names")
     grid, keys = found["chunk_grid"], found["chunk_key_encoding"]
     if not isinstance(grid, dict) or grid.get("name") != "regular" or keys != KEYS or found.get("storage_transformers"):
         raise ValueError(f"{name} has chunks in another order than qkv writes them")
