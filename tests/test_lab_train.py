@@ -237,6 +237,12 @@ def test_batch_must_be_a_multiple_of_the_micro_batches(tmp_path: Path) -> None:
         train(Counting(), replace(TRAINING, accumulate=3), tmp_path, progress=False)
 
 
+def test_a_batch_that_does_not_fit_in_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    with refused("batch", match="memory"):
+        train(Counting(), replace(TRAINING, batch=2**40), tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_bfloat16_keeps_float32_weights(tmp_path: Path) -> None:
     trained = train(Counting(), replace(TRAINING, precision="bfloat16"), tmp_path, progress=False)
     assert {x.dtype for x in weights(trained.folder).values()} == {torch.float32}

@@ -32,6 +32,8 @@ __all__ = [
     "train",
 ]
 
+LEAST_PER_TOKEN = 256
+"""Bytes that a token of a batch takes at least, as ids and in the layers of the smallest model."""
 MOST_TENSORS = 2000  # of a model
 METRICS, RESULT, MODEL, FIGURES = "metrics.jsonl", "result.json", "model", "figures"
 
@@ -117,6 +119,7 @@ def train(
             f"accumulate={training.accumulate}"
         )
     _check_size(task)
+    _check_batch(task, training, parts)
     if accelerator.is_main_process:
         _claim_folder(folder, task, training)
     accelerator.wait_for_everyone()
@@ -178,6 +181,16 @@ def _check_size(task: Task) -> None:
         raise InputError(f"model of the task {task.name!r} is too large: {error}") from error
     except Exception:  # a task of the user's own may need real tensors to build its model; then it is just built
         return
+
+
+def _check_batch(task: Task, training: Training, parts: int) -> None:
+    """Raise `InputError` for a batch that does not fit in memory, before it is made."""
+    tokens = task.count(task.batch(0, 1, training.seed)) * training.batch // parts
+    if tokens * LEAST_PER_TOKEN > free_memory():
+        raise InputError(
+            f"batch is {training.batch}, whose {tokens:,} tokens do not fit in memory; expected a smaller one, or "
+            "more parts with accumulate"
+        )
 
 
 def _prepare(accelerator: Any, task: Task, training: Training) -> tuple[nn.Module, Any]:
