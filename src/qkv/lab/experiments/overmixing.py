@@ -100,14 +100,15 @@ class Overmixing(Experiment):
         )  # fmt: skip
         ratio = [hidden[seed] / kept[seed] for seed in kept]
         heavy = [o.measured["added_heavy"] for o in results.finished(TRAINED)]
-        more = f"moves so many times as far with the first key masked (ratio {number(geometric_mean(ratio))})"
         return {
             "C074": [seen, Effect("", ratio, (TRAINED,), unless=why)],
             "C076": [seen, Effect("", [x for x in heavy if x is not None], (TRAINED,), unless=why)],
             "C077": [
                 seen,
                 Effect("with the sink", list(kept.values()), (TRAINED,), unless=why),
-                Effect(f"and {more}", ratio, (TRAINED,), unless=why, bound=TIMES, above=True),
+                Effect(
+                    "with the first key masked, times as far", ratio, (TRAINED,), unless=why, bound=TIMES, above=True
+                ),
             ],
         }
 
