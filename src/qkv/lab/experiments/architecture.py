@@ -120,7 +120,7 @@ class ModelSize(Sweep):
     axis = "layers × width"
     variants: ClassVar[Mapping[str, Change]] = {
         "1 × 16": Change(model={"layers": 1, "d_model": 16}, training={"steps": 1500}),
-        PLAIN: Change(),
+        "1 × 64": Change(),
         "1 × 128": Change(model={"layers": 1, "d_model": 128}),
         "3 × 64": Change(model={"layers": 3, "d_model": 64}),
     }
@@ -131,7 +131,7 @@ class ModelSize(Sweep):
         for variant, change in self.variants.items():
             model = replace(TASK, model=replace(TASK.model, **change.model)).build()
             count = sum(p.numel() for p in model.parameters())
-            found[variant] = f"{'1 × 64' if variant == PLAIN else variant} ({count:,} parameters)"
+            found[variant] = f"{variant} ({count:,} parameters)"
         return found
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
