@@ -11,7 +11,6 @@ from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNSEEN, Criterion, 
 from qkv.lab.experiments.sinks import (
     DATED,
     LESS,
-    PLAIN,
     SINK,
     STRONGEST,
     TASK,

@@ -9,7 +9,6 @@ import qkv
 from qkv import masks
 from qkv.ledger import Verdict, claim, experiment, holds, only_when
 from qkv.ledger.chapter.lab_code import LabBlock
-from qkv.ledger.results import result
 from qkv.models import DecoderConfig, DecoderLM, EncoderDecoder, EncoderDecoderConfig
 from qkv.nn import FeedForward, MultiHeadAttention, TransformerBlock
 from qkv.positions import Learned, Rotary, Sinusoidal
