@@ -20,8 +20,8 @@ def table(out: str | Path) -> str:
         "",
         "Each verdict compares a confidence interval of a mean over seeds (Student's t) with a bound that was written",
         "down before the runs. Runs with the same seed share initial weights and data. Seeds are added until no claim",
-        "is undecided, or the last look is reached; the level of each interval allows for all looks. Variants that did",
-        "not learn their task are not counted. Verdicts hold for the small models trained here.",
+        "is undecided, the last look is reached, or a budget ends; the level of each interval allows for all looks.",
+        "Variants that did not learn their task are not counted. Verdicts hold for the small models trained here.",
     ]
     for name, found in _results(Path(out)):
         lines += ["", f"## {name}", "", f"*{found['question']}*", ""]

@@ -73,7 +73,8 @@ class Scaling(Experiment):
         for kind, rise in zip(STARTS, rises, strict=True):
             small = _by_seed(results, LOSS, (UNSCALED, least), (ROOT, least), kind)
             large = _by_seed(results, LOSS, (UNSCALED, d), (ROOT, d), kind)
-            grows.append(replace(rise, values=paired(large, small)))
+            both_dims = (*rise.variants, *(variant(scale, least, kind) for scale in (UNSCALED, ROOT)))
+            grows.append(replace(rise, values=paired(large, small), variants=both_dims))
         copied = [_minus(results, ACCURACY, (ROOT, d), (UNSCALED, d), kind) for kind in STARTS]
         return {
             "C018": sharp, "C236": both, "C251": both, "C254": flat, "C322": rises, "C337": grows, "C381": copied,
