@@ -81,13 +81,18 @@ class Scaling(Experiment):
         }  # fmt: skip
 
     def remarks(self, results: Results) -> Mapping[str, str]:
-        """Mean losses."""
-        d = _dims(results)[-1]
-        losses = "; ".join(
-            f"{kind}: " + ", ".join(f"{s} {_mean(results.values(variant(s, d, kind), LOSS))}" for s in SCALES)
-            for kind in STARTS
-        )
-        return dict.fromkeys(("C236", "C251", "C254", "C322", "C337"), f"Mean excess losses at d = {d}: {losses}.")
+        """Mean losses at both head dimensions, and how many runs diverged."""
+        losses = []
+        for d in _dims(results)[::-1]:
+            of = [
+                f"{kind}: " + ", ".join(f"{s} {_mean(results.values(variant(s, d, kind), LOSS))}" for s in SCALES)
+                for kind in STARTS
+            ]
+            losses.append(f"at d = {d}: {'; '.join(of)}")
+        runs = [outcome for outcomes in results.variants.values() for outcome in outcomes]
+        failed = sum(outcome.diverged is not None for outcome in runs)
+        text = f"Mean excess losses {'. And '.join(losses)}. Of {len(runs)} runs {failed or 'none'} diverged."
+        return dict.fromkeys(("C236", "C251", "C254", "C322", "C337"), text)
 
     def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
         """Whether the loss is higher without the scale."""

@@ -81,7 +81,7 @@ def c250() -> Verdict:
 
 @claim("C251", "deep dive", SECTION, "Without the scale a model collapses to hard attention and trains unstably.")
 def c251() -> Verdict:
-    return experiment("C251", "scaling")
+    return experiment("C251", "scaling", "At d = 512 it attends hard, and the loss ends higher.")
 
 
 @claim("C252", "deep dive", SECTION, "Scores divided by √d_k have variance 1.")
@@ -127,4 +127,6 @@ def c321() -> Verdict:
 
 @claim("C322", "deep dive", "Q4", "In practice, removing the scale reliably makes training unstable.")
 def c322() -> Verdict:
-    return experiment("C322", "scaling")
+    return experiment(
+        "C322", "scaling", "At d = 512 it is worse, from both kinds of initial weights; at d = 64 it matters less."
+    )
