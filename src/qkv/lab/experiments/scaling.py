@@ -96,11 +96,11 @@ class Scaling(Experiment):
 
     def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
         """Whether the loss is higher without the scale."""
-        worse = [i.condition for i in verdicts["C322"].intervals if i.clears]
+        worse, d = [i.condition for i in verdicts["C322"].intervals if i.clears], _dims(results)[-1]
         says = {
-            HOLDS: "A model without 1/√d trains worse",
-            ONLY: f"A model without 1/√d trains worse only with {' and '.join(worse)}",
-            FAILS: "A model without 1/√d trains as well here",
+            HOLDS: f"At d = {d} a model without 1/√d trains worse",
+            ONLY: f"At d = {d} a model without 1/√d trains worse only with {' and '.join(worse)}",
+            FAILS: f"At d = {d} a model without 1/√d trains as well",
         }
         start = says.get(verdicts["C322"].holds, "Whether a model without 1/√d trains worse is undecided")
         return f"{start} ({results.seeds} seeds)"
