@@ -255,7 +255,7 @@ def _load() -> list[str]:
     seconds, megabytes = zip(*found["memory, seconds and megabytes"], strict=True)
     figure, axes = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
     axes.plot(seconds, megabytes, color="#2a6fbb")
-    axes.set(xlabel="seconds", ylabel="resident memory, MB", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="seconds", ylabel="resident memory, MB", ylim=(0, 1.1 * max(megabytes)), xlim=(0, None))
     axes.set_title("Memory of the server: caches fill, then nothing grows", loc="left", fontsize=10)
     ends = found["ends of the phases, seconds"]
     for begin, end, name in zip([0, *ends], [*ends, seconds[-1]], ("cold maps", "slow clients"), strict=False):
