@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "qkv"
 # Layers of the package, the lowest first. A dotted name is a package of its own inside another.
 ORDER = [
-    "_lazy", "errors", "_contract", "_warnings", "_packages", "_names", "_files", "_untrusted", "_addresses",
+    "_lazy", "errors", "_contract", "_warnings", "_lost", "_packages", "_names", "_files", "_untrusted", "_addresses",
     "_datasets", "_progress", "_registry",
     "masks", "biases", "positions", "scores", "normalizers", "features", "partial",
     "_engine", "ring", "reference", "kernels.flash", "kernels", "linear", "statistics", "choice", "_launches", "_cost",

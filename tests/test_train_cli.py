@@ -351,7 +351,9 @@ def test_experiments_are_listed(ran: list[Any], capsys: pytest.CaptureFixture[st
 
 def test_experiment_prints_verdicts_and_paths(ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "two", "--quick", "--jobs", "3", "--out", "found"]) == 0
-    assert ran == [("two", Path("found"), {"quick": True, "seeds": None, "jobs": 3, "progress": True})]
+    assert ran == [
+        ("two", Path("found"), {"quick": True, "seeds": None, "most_seeds": None, "jobs": 3, "progress": True})
+    ]
     said = words(capsys.readouterr().out)
     assert "C001 does not hold [two] 0.2, not 0.9" in said
     assert "All of [two]." in said
@@ -370,7 +372,10 @@ def test_experiment_says_first_how_long_it_will_take(ran: list[Any], capsys: pyt
 def test_each_experiment_runs_once(names: list[str], expected: str, ran: list[Any]) -> None:
     assert main(["experiment", *names]) == 0
     assert [name for name, *_ in ran] == expected.split()
-    assert ran[0][1:] == (Path("qkv-experiments"), {"quick": False, "seeds": None, "jobs": 1, "progress": True})
+    assert ran[0][1:] == (
+        Path("qkv-experiments"),
+        {"quick": False, "seeds": None, "most_seeds": None, "jobs": 1, "progress": True},
+    )
 
 
 @pytest.mark.parametrize(
