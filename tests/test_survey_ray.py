@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,26 +85,26 @@ def deadly(folder: Path, times: int) -> Corpus:
     return replace(found, documents=tuple(documents))
 
 
-def test_shards_of_ray_have_the_bytes_of_one_process(tmp_path: Path, whole: bytes) -> None:
-    own_survey(tmp_path, shards=SHARDS, only_shards="0/4")
-    seen: list[tuple[int, int, int]] = []
-    own_survey(tmp_path, shards=SHARDS, engine="ray", on_batch=lambda *new: seen.append(new))
-    assert (tmp_path / "survey.qkv.zip").read_bytes() == whole
+def test_shards_of_ray_have_the_bytes_of_one_process_after_two_kills(tmp_path: Path, whole: bytes) -> None:
+    out = tmp_path / "out"
+    own_survey(out, shards=SHARDS, only_shards="0/4")
+    texts, seen = deadly(tmp_path / "kills", times=2), list[tuple[int, int, int]]()
+    survey(
+        own(), texts, tokenizer=ByteTokenizer(), out=out, shards=SHARDS, batch_tokens=90, engine="ray",
+        on_batch=lambda *new: seen.append(new),
+    )  # fmt: skip
+    assert len(list((tmp_path / "kills").iterdir())) == 2
+    assert (out / "survey.qkv.zip").read_bytes() == whole
     assert len(seen) == SHARDS - 1, "a shard that was finished was computed again"
 
 
-def test_a_killed_process_of_ray_does_not_change_the_result(tmp_path: Path, whole: bytes) -> None:
-    texts = deadly(tmp_path / "kills", times=2)
-    survey(own(), texts, tokenizer=ByteTokenizer(), out=tmp_path / "out", shards=SHARDS, batch_tokens=90, engine="ray")
-    assert len(list((tmp_path / "kills").iterdir())) == 2
-    assert (tmp_path / "out" / "survey.qkv.zip").read_bytes() == whole
+def test_a_shard_whose_process_is_lost_each_time_is_named() -> None:
+    def get(_: object) -> None:
+        raise ray.exceptions.WorkerCrashedError
 
-
-def test_a_shard_that_always_kills_its_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "RETRIES", 1)
-    texts = deadly(tmp_path / "kills", times=9)
-    with pytest.raises(Incomplete, match=r"shard \d was begun 2 times"):
-        survey(own(), texts, tokenizer=ByteTokenizer(), out=tmp_path / "out", shards=2, batch_tokens=90, engine="ray")
+    lost = SimpleNamespace(get=get, exceptions=ray.exceptions)
+    with pytest.raises(Incomplete, match=rf"shard 3 was begun {on_ray.RETRIES + 1} times"):
+        on_ray._result(lost, None, 3)
 
 
 def test_bad_input_in_a_process_of_ray_is_one_sentence(tmp_path: Path) -> None:
