@@ -73,6 +73,7 @@ def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes
         raise ValueError(f"{name} has chunks of shape {chunk} for an array of shape {shape}")
     if kind != STRING and kind not in NUMBERS:
         raise ValueError(f"{name} has the data type {str(kind)[:80]!r}, expected numbers or strings")
+    _check_fill_value(name, kind, found["fill_value"])
     counts = [math.ceil(n / m) for n, m in zip(shape, chunk, strict=True)]
     number, items = math.prod(counts), math.prod(chunk)
     item = STRING_BYTES if kind == STRING else np.dtype(kind).itemsize
@@ -95,6 +96,16 @@ def _check_array(name: str, found: Mapping[str, Any], stored: Mapping[str, bytes
         elif size != items * item:
             raise ValueError(f"{member[:80]} has {size} bytes, expected {items * item}")
     return number
+
+
+def _check_fill_value(name: str, kind: str, value: Any) -> None:
+    """Raise ValueError for a number that the data type cannot hold, of which numpy would only warn."""
+    if kind.startswith("float") and isinstance(value, int | float | str):
+        try:
+            with np.errstate(over="raise"):
+                np.dtype(kind).type(value)
+        except (FloatingPointError, OverflowError, ValueError):
+            raise ValueError(f"{name} has the fill value {str(value)[:80]!r}, expected a {kind}") from None
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
