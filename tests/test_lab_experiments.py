@@ -115,6 +115,8 @@ def test_budget_ends_the_looks_and_keeps_the_level_of_all(tmp_path: Path, monkey
     assert "budget" not in later["design"]
     with refused("most_seeds", match="at least 4"):
         run_experiment(Looks(), tmp_path, quick=False, most_seeds=3)
+    with refused("most_seeds", match="at least 20, the seeds of the first look of emergence"):
+        estimate(["norm_place", "emergence"], tmp_path, most_seeds=10)
 
 
 def test_two_experiments_do_not_write_to_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

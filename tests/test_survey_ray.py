@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ import yaml
 
 from conftest import refused
 from qkv.cli import main
+from qkv.errors import InputError
 from qkv.models.byte_tokenizer import ByteTokenizer
 from qkv.profiler.surveys import on_ray
 from qkv.profiler.surveys.corpus import Corpus, Document, of_files, of_texts
+from qkv.profiler.surveys.folder import Folder
 from qkv.profiler.surveys.survey import Incomplete, survey
 from survey_process import TEXTS, own, own_survey
 
@@ -98,13 +101,19 @@ def test_shards_of_ray_have_the_bytes_of_one_process_after_two_kills(tmp_path: P
     assert len(seen) == SHARDS - 1, "a shard that was finished was computed again"
 
 
-def test_a_shard_whose_process_is_lost_each_time_is_named() -> None:
+def test_a_shard_that_ray_gives_up_is_named() -> None:
     def get(_: object) -> None:
         raise ray.exceptions.WorkerCrashedError
 
     lost = SimpleNamespace(get=get, exceptions=ray.exceptions)
-    with pytest.raises(Incomplete, match=rf"shard 3 was begun {on_ray.RETRIES + 1} times"):
+    with pytest.raises(Incomplete, match=rf"shard 3 after at most {on_ray.RETRIES + 1} attempts"):
         on_ray._result(lost, None, 3)
+
+
+def test_a_model_on_a_gpu_is_not_sent(tmp_path: Path) -> None:
+    work: Any = SimpleNamespace(surveyor=SimpleNamespace(device=torch.device("cuda:0")))
+    with refused("model", match="expected it on the CPU"):
+        on_ray.carry_out(work, [0], Folder(tmp_path), 1, None, lambda *_: None)
 
 
 def test_bad_input_in_a_process_of_ray_is_one_sentence(tmp_path: Path) -> None:
@@ -112,7 +121,11 @@ def test_bad_input_in_a_process_of_ray_is_one_sentence(tmp_path: Path) -> None:
     corpus = of_files([tmp_path / "one.txt"])
     (tmp_path / "one.txt").unlink()
     with refused("corpus", match="changed"):
-        survey(own(), corpus, tokenizer=ByteTokenizer(), out=tmp_path / "a", shards=1, engine="ray")
+        try:
+            survey(own(), corpus, tokenizer=ByteTokenizer(), out=tmp_path / "a", shards=1, engine="ray")
+        except InputError as error:
+            assert isinstance(error.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
+            raise
     with refused("engine"):
         survey(own(), TEXTS, tokenizer=ByteTokenizer(), out=tmp_path / "b", engine="slurm")  # type: ignore[arg-type]
 

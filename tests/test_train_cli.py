@@ -334,7 +334,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]
 
     monkeypatch.setattr(experiments, "names", lambda: ("one", "two"))
     monkeypatch.setattr(
-        experiments, "estimate", lambda names, out, seeds: experiments.Estimate(3 * len(names), 2, 1800.0)
+        experiments, "estimate", lambda names, out, seeds, most_seeds: experiments.Estimate(3 * len(names), 2, 1800.0)
     )
     monkeypatch.setattr(experiments, "experiment", known)
     monkeypatch.setattr(experiments, "run", run)

@@ -28,10 +28,10 @@ def naming_lost(what: str, group: dist.ProcessGroup, peers: Sequence[int] = ()) 
         yield
     except RuntimeError as error:
         ranks = " or ".join(map(str, dict.fromkeys(peers or _closed(group))))
-        who = f"the process of rank {ranks} of the group" if ranks else "a process of the group"
+        whom = f"the process of rank {ranks} of the group" if ranks else "a process of the group"
         raise RuntimeError(
-            f"{what}: {who} was lost or does not answer; start all processes again, from a checkpoint "
-            f"({str(error).partition(chr(10))[0][:200]})"
+            f"{what}: the communication with {whom} failed ({str(error).partition(chr(10))[0][:200]}); if it was lost, "
+            "start all processes again, from a checkpoint"
         ) from error
 
 

@@ -185,8 +185,11 @@ def check_json_files(folder: Path) -> None:
     for file in sorted(folder.glob("*.json")):
         if file.name in VOCABULARIES:
             data = read_bytes(file)
-            if data.count(b"[") + data.count(b"{") > MOST_LISTS:
-                raise ValueError(f"{file.name} has more than {MOST_LISTS:,} lists and objects")
+            if data.count(b"[") + data.count(b"{") > MOST_LISTS and _allowed.get() is None:
+                raise SizeError(
+                    f"{file.name} has more than {MOST_LISTS:,} lists and objects; if you trust it, raise the limit "
+                    "with --max-size or qkv.max_size"
+                )
         else:
             try:
                 parse_json(read_bytes(file, CONFIG))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from qkv.errors import InputError
+from qkv.errors import InputError, renamed
 
 if TYPE_CHECKING:
     from qkv.lab.experiments import Estimate, Result
@@ -39,7 +39,7 @@ def experiment(
 
     qkv experiment weight_decay --seeds 5     (exactly 5 seeds)
 
-    qkv experiment all --most-seeds 10        (a budget: stop with 10 seeds, even if a claim is undecided then)
+    qkv experiment all --most-seeds 20        (a budget: stop with 20 seeds, even if a claim is undecided then)
 
     qkv experiment all --jobs 4               (all experiments; an estimate of the time comes first)
 
@@ -69,7 +69,9 @@ def experiment(
     for name in chosen:
         experiments.experiment(name)  # raises for an unknown name before the first experiment runs
     if not redraw and not quick:
-        _announce(experiments.estimate(chosen, out, seeds=seeds), jobs)
+        with renamed(most_seeds="--most-seeds"):  # of all experiments before the first one runs
+            found = experiments.estimate(chosen, out, seeds=seeds, most_seeds=most_seeds)
+        _announce(found, jobs)
     for name in chosen:
         if redraw:
             result = experiments.redraw(name, out)

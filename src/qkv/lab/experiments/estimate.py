@@ -12,7 +12,7 @@ from qkv._untrusted import load_json
 from qkv.errors import InputError
 from qkv.lab.experiments.record import load, seconds_in
 from qkv.lab.experiments.registry import experiment
-from qkv.lab.experiments.run import RUNS, key, looks_of
+from qkv.lab.experiments.run import RUNS, key, looks_of, looks_within
 from qkv.lab.loop import RESULT
 
 SHIPPED = Path(__file__).parent / "results"
@@ -33,7 +33,9 @@ class Estimate:
     """Processor time of the runs to do."""
 
 
-def estimate(names: Iterable[str], out: str | Path, *, seeds: int | None = None) -> Estimate:
+def estimate(
+    names: Iterable[str], out: str | Path, *, seeds: int | None = None, most_seeds: int | None = None
+) -> Estimate:
     """The runs of some experiments up to their first look, and their processor time.
 
     Experiments share runs; each is counted once.
@@ -42,6 +44,10 @@ def estimate(names: Iterable[str], out: str | Path, *, seeds: int | None = None)
         names: names of experiments.
         out: the output folder, as for `run`.
         seeds: as for `run`.
+        most_seeds: as for `run`.
+
+    Raises:
+        InputError: for an unknown experiment, or too few seeds for one of them.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +61,7 @@ def estimate(names: Iterable[str], out: str | Path, *, seeds: int | None = None)
         made = experiment(name)
         times = seconds_of(name)
         partial = _kept(out / f"{name}.json.part")
-        for seed in range(looks_of(made, quick=False, seeds=seeds)[0]):
+        for seed in range(looks_within(name, looks_of(made, quick=False, seeds=seeds), most_seeds)[0]):
             for variant, setting in made.settings(seed, False).items():
                 k = key(setting)
                 if k in partial or (out / RUNS / k / RESULT).exists():

@@ -101,7 +101,7 @@ def run_experiment(
     """As `run`, but of an experiment that need not be registered."""
     require("an experiment", "accelerate", "filelock", "tomli_w", "scipy")  # before hours of training
     looks = looks_of(made, quick, seeds)
-    within = looks_within(looks, most_seeds)
+    within = looks_within(made.name, looks, most_seeds)
     try:
         with _only_writer(out):
             return _run(made, out, looks, within, quick, jobs, progress)
@@ -159,12 +159,14 @@ def looks_of(made: Experiment, quick: bool, seeds: int | None = None) -> tuple[i
     return (1,) if quick else made.looks if seeds is None else (seeds,)
 
 
-def looks_within(looks: tuple[int, ...], most_seeds: int | None) -> tuple[int, ...]:
-    """The looks with at most so many seeds."""
+def looks_within(name: str, looks: tuple[int, ...], most_seeds: int | None) -> tuple[int, ...]:
+    """The looks of an experiment with at most so many seeds."""
     if most_seeds is None:
         return looks
     if most_seeds < looks[0]:
-        raise InputError(f"most_seeds is {most_seeds}, expected at least {looks[0]}, the seeds of the first look")
+        raise InputError(
+            f"most_seeds is {most_seeds}, expected at least {looks[0]}, the seeds of the first look of {name}"
+        )
     return tuple(look for look in looks if look <= most_seeds)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-EVERY = 0.5
+EVERY = 2.0
 """Seconds between two beats."""
-SILENT = 3.0
+SILENT = 6.0
 """A process without a beat in so many seconds has died, or its machine is not reached."""
 TIMEOUT = timedelta(seconds=5)
 PREFIX = "qkv-survey"

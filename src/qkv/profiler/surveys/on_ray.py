@@ -58,9 +58,14 @@ def carry_out(
         on_batch: progress callback, called after each shard.
 
     Raises:
-        InputError: if no cluster can be reached or started, or as `Work.carry_out`.
-        Incomplete: if a shard failed too often because its process or machine was lost.
+        InputError: if the model is on a GPU, no cluster can be reached or started, or as `Work.carry_out`.
+        Incomplete: if Ray gave up a shard, such as one whose process or machine was lost too often.
     """
+    if work.surveyor.device.type != "cpu":
+        raise InputError(
+            f"model is on {work.surveyor.device}, expected it on the CPU: engine='ray' sends it to tasks, which move "
+            "it to the GPUs that they have"
+        )
     with _cluster() as ray:
         if gpus is None:
             gpus = 1 if ray.cluster_resources().get("GPU") else 0
@@ -113,10 +118,10 @@ def _result(ray: Any, ready: Any, number: int) -> Done:
         if isinstance(error.cause, InputError):
             raise error.cause from error
         raise
-    except ray.exceptions.RayError as error:  # a process or a machine was lost, once more than RETRIES
+    except ray.exceptions.RayError as error:  # its process or machine was lost once more than RETRIES, for example
         raise Incomplete(
-            f"shard {number} was begun {RETRIES + 1} times, and its process or machine was lost each time "
-            f"({type(error).__name__}); run the command of the survey again: it computes missing shards only"
+            f"Ray gave up shard {number} after at most {RETRIES + 1} attempts ({type(error).__name__}); run the "
+            "command of the survey again: it computes missing shards only"
         ) from error
 
 
