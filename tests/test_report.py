@@ -249,6 +249,16 @@ def test_the_page_loads_without_errors(page: Page, tmp_path: Path, make: object)
     assert 'class="curve"' in dom
 
 
+def test_only_errors_are_shown_as_errors(page: Page, tmp_path: Path) -> None:
+    """A browser reports sizes that it tells a frame later through the same event as an error."""
+    opened(page, made.gpt().report(tmp_path / "report.html"))
+    said = "(message) => { dispatchEvent(new ErrorEvent('error', { message })); }"
+    page.evaluate(said, "ResizeObserver loop completed with undelivered notifications.")
+    assert page.locator("#trouble").is_hidden()
+    page.evaluate(said, "x is not defined")
+    assert "x is not defined" in page.locator("#trouble").inner_text()
+
+
 @pytest.mark.parametrize("average", [True, False])
 def test_pooled_maps_in_a_report_are_those_of_the_profile(average: bool) -> None:
     profile = qkv.profile("qkv-mini", "x = [1, 2]\n" * 60, map_tokens=0, probe=False, progress=False)

@@ -120,7 +120,7 @@ def test_bad_input_in_a_process_of_ray_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("import os")
     corpus = of_files([tmp_path / "one.txt"])
     (tmp_path / "one.txt").unlink()
-    with pytest.raises(InputError, match="corpus .* changed") as raised:
+    with pytest.raises(InputError, match=r"corpus .* changed") as raised:
         survey(own(), corpus, tokenizer=ByteTokenizer(), out=tmp_path / "a", shards=1, engine="ray")
     assert isinstance(raised.value.__cause__, ray.exceptions.RayTaskError), "it was not raised in a process of Ray"
     with refused("engine"):

@@ -1,6 +1,6 @@
 // The viewer application: its state, which is the address, and the page that shows it.
 
-import { h } from "./dom.js";
+import { h, onUncaught } from "./dom.js";
 import { useLooks } from "./colour.js";
 import { integer, percent } from "./numbers.js";
 import { Api, Source, THE_MAP } from "./api.js";
@@ -29,8 +29,7 @@ class App {
 
   async start() {
     addEventListener("hashchange", () => this.#readAddress());
-    addEventListener("error", (event) => this.trouble(event.error || event.message));
-    addEventListener("unhandledrejection", (event) => this.trouble(event.reason));
+    onUncaught((error) => this.trouble(error));
     try {
       await this.refresh();
       useLooks(this.session.looks);

@@ -29,3 +29,13 @@ export function replace(container, ...children) {
   const successor = active && container.querySelector(`[data-key="${CSS.escape(active)}"]`);
   if (successor) successor.focus({ preventScroll: true });
 }
+
+/** Call `tell` with every error that no code catches. */
+export function onUncaught(tell) {
+  addEventListener("error", (event) => {
+    // When an observed size changes again in the same frame, the browser notifies the observer a frame later, and
+    // reports that as an error, which it is not.
+    if (!String(event.message).startsWith("ResizeObserver loop")) tell(event.error || event.message);
+  });
+  addEventListener("unhandledrejection", (event) => tell(event.reason));
+}

@@ -5,7 +5,7 @@ import { choice, legend } from "./charts.js";
 import { isDark, looks, useLooks } from "./colour.js";
 import { decodedArrays, inflated } from "./data.js";
 import { KIND, cellsOf, headCard, headCurves, headGrid, headName, headTitle, kindCells, kindKey, labelOf, layerShares, markHead, meaningOf, rowOf, scaleOf, statisticsOf, firstHead } from "./heads.js";
-import { h, replace } from "./dom.js";
+import { h, onUncaught, replace } from "./dom.js";
 import { findingTiles } from "./findings.js";
 import { MapsSection } from "./maps_section.js";
 import { Reading } from "./reading.js";
@@ -276,8 +276,7 @@ function trouble(error) {
   $("trouble").hidden = false;
 }
 
-addEventListener("error", (event) => trouble(event.error || event.message));
-addEventListener("unhandledrejection", (event) => trouble(event.reason));
+onUncaught(trouble);
 try {
   Object.assign(state, firstHead(group(), view()));
   theme(); tooltips(document, $("tip"));
