@@ -128,7 +128,7 @@ def test_bad_input_is_one_sentence_and_code_2(
 
 @pytest.mark.slow
 def test_bad_input_from_a_subprocess_has_no_traceback(tmp_path: Path) -> None:
-    done = run("profile", "minilm", "", cwd=tmp_path)
+    done = run("profile", "qkv-mini", "", cwd=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 import qkv
 from qkv.lab import experiments
-from qkv.lab.experiments import associations, blocks, experiment, head_numbers, lookup, recurrence, relations, small
+from qkv.lab.experiments import (
+    associations,
+    blocks,
+    experiment,
+    head_numbers,
+    lookup,
+    recurrence,
+    relations,
+    small,
+    texts,
+)
 from qkv.lab.experiments.base import Outcome, Results
 from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, UNDECIDED, UNSEEN
 from qkv.lab.task import Training
@@ -258,11 +268,10 @@ def test_blocks_count_runs_that_end_worse_than_guessing() -> None:
 
 
 def test_text_sink_and_dropout_read_curves() -> None:
-    def sink(fixed: float, free: float) -> str:
-        names = ("every sequence begins with <s>", "sequences begin anywhere")
-        curve = {"check.sink": {"steps": [0, 100], "values": [[[0.06]], [[fixed]]]}}
-        runs = {n: [Outcome(s, check={"sink": [[x + s / 100]]}, curves=curve) for s in range(4)]
-                for n, x in zip(names, (fixed, free), strict=True)}  # fmt: skip
+    def sink(plain: float, warm: float, free: float) -> str:
+        curve = {"check.sink": {"steps": [0, 100], "values": [[[0.06]], [[plain]]]}}
+        runs = {name: [Outcome(s, {"loss": 2.0}, check={"sink": [[x + s / 100]]}, curves=curve) for s in range(4)]
+                for name, x in zip(texts.CONDITIONS, (plain, warm, free), strict=True)}  # fmt: skip
         return verdicts("text_sink", runs)["C139"]
 
     def dropout(without: float, left: float) -> str:
@@ -273,7 +282,7 @@ def test_text_sink_and_dropout_read_curves() -> None:
 
         return verdicts("dropout", {"no dropout": runs(without), "dropout 0.3": runs(left)})["C179"]
 
-    assert [sink(0.8, 0.6), sink(0.8, 0.1), sink(0.1, 0.1)] == [HOLDS, ONLY, FAILS]
+    assert [sink(0.8, 0.6, 0.5), sink(0.8, 0.1, 0.1), sink(0.1, 0.1, 0.1)] == [HOLDS, ONLY, FAILS]
     assert [dropout(1.0, 0.01), dropout(1.0, 0.5), dropout(0.5, 0.5)] == [HOLDS, ONLY, FAILS]
 
 

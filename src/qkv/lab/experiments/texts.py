@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from qkv.lab.experiments.base import Results, Setting
-from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect
+from qkv.lab.experiments.base import Experiment, Results, Setting
+from qkv.lab.experiments.evidence import FAILS, HOLDS, ONLY, Criterion, Effect, Verdict
 from qkv.lab.experiments.sinks import DATED, SINK, STRONGEST
 from qkv.lab.experiments.small import LEAST, Small, means_of, setting
 from qkv.lab.task import Measured
@@ -19,47 +19,60 @@ from qkv.models import DecoderConfig
 
 MODEL = DecoderConfig.gpt2(d_model=64, layers=2, heads=4, attention_bias=False)
 """Learned positions, pre-norm, GELU, a tied output: the chapter's Lab 5 at a smaller size."""
-FIRST: Mapping[str, str] = {"fixed": "every sequence begins with <s>", "random": "sequences begin anywhere"}
+AS_IN_CHAPTER = "every sequence begins with <s>, without warm-up"
+"""The chapter's training."""
+CONDITIONS: Mapping[str, tuple[str, int]] = {
+    AS_IN_CHAPTER: ("fixed", 0),
+    "every sequence begins with <s>, 100 steps of warm-up": ("fixed", 100),
+    "sequences begin anywhere, without warm-up": ("random", 0),
+}
+"""How sequences begin, and the steps over which the learning rate rises."""
 
 
-class TextSink(Small):
-    """The chapter's small Transformer on text in bytes, whose sequences begin with ``<s>`` or anywhere."""
+class TextSink(Experiment):
+    """The chapter's small Transformer on text in bytes: sequences begin with ``<s>`` or anywhere, and the learning rate
+    rises at once, as in the chapter, or over 100 steps."""
 
     name = "text_sink"
     question = "Does a small Transformer that is trained on text develop a sink?"
-    says: ClassVar[Mapping[str, str]] = {
-        HOLDS: "A small Transformer on text forms a sink",
-        FAILS: "A small Transformer on text forms no sink",
-        ONLY: "A sink forms when every sequence begins with the same token",
-    }
     criteria = (Criterion("C139", DATED, f"{STRONGEST} at the end of training", SINK),)
     curves = ("check.sink", "evaluation.loss")
 
     def settings(self, seed: int, quick: bool) -> Mapping[str, Setting]:
-        """One model for each kind of beginning."""
+        """One model for each condition."""
         return {
             condition: setting(
                 Language(context=64, model=MODEL, first=first),  # type: ignore[arg-type]
-                seed, quick, steps=400, lr=5e-3, warmup=0, decay="none", evaluate_every=4 if quick else 100,
+                seed, quick, steps=400, lr=5e-3, warmup=warmup, decay="none", evaluate_every=4 if quick else 100,
             )
-            for first, condition in FIRST.items()
+            for condition, (first, warmup) in CONDITIONS.items()
         }  # fmt: skip
 
     def effects(self, results: Results) -> Mapping[str, Sequence[Effect]]:
-        """The strongest head's mean weight on the first token, for each kind of beginning."""
-        return {"C139": [Effect(name, results.values(name, "check.sink"), (name,)) for name in FIRST.values()]}
+        """The strongest head's mean weight on the first token, for each condition."""
+        return {"C139": [Effect(name, results.values(name, "check.sink"), (name,)) for name in CONDITIONS]}
+
+    def title(self, results: Results, verdicts: Mapping[str, Verdict]) -> str:
+        """The conditions under which a sink forms."""
+        able = [i.condition for i in verdicts["C139"].intervals if i.clears]
+        found = f"On text a sink forms if {'; or if '.join(able)}" if able else "No sink forms on text at this scale"
+        return f"{found} ({results.seeds} seeds)"
 
     def remarks(self, results: Results) -> Mapping[str, str]:
-        """The first evaluation with a sink."""
+        """The first evaluation with a sink, and the loss of each condition."""
+        said = [f"Held-out loss in nats per byte: {means_of(results, list(CONDITIONS), 'evaluation.loss')}."]
         steps = []
-        for outcome in results.finished(FIRST["fixed"]):
-            curve = outcome.curves.get("check.sink", {"steps": [], "values": []})
+        for outcome in results.finished(AS_IN_CHAPTER):
+            curve = outcome.curves["check.sink"]
             strongest = [max(max(layer) for layer in x) for x in curve["values"]]
             seen = [step for step, x in zip(curve["steps"], strongest, strict=True) if x > SINK]
             steps += seen[:1]
-        if not steps:
-            return {}
-        return {"C139": f"With <s> it is there by step {max(steps)} in all runs that have one (looked at every 100)."}
+        if steps:
+            said.append(
+                f"{AS_IN_CHAPTER.capitalize()}, the sink is there by step {max(steps)} in all runs that have one "
+                "(looked at every 100)."
+            )
+        return {"C139": " ".join(said)}
 
 
 class Dropout(Small):
