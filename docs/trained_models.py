@@ -17,6 +17,7 @@ from qkv import models
 from qkv.cli import main
 from qkv.lab import draw, log, settings, translate
 from qkv.models import bundled
+from qkv.positions import Rotary
 from qkv.profiler.texts import default_text
 
 SENTENCES = ("I love deep learning", "the black cat sat on the mat", "the old woman does not eat the red apples")
@@ -84,15 +85,27 @@ def _mini(result: dict[str, Any]) -> list[str]:
     task, _ = settings.from_toml(_folder("qkv-mini") / "run.toml")
     more = [name.strip().removeprefix("package:") for name in task.more.split(",")]
     rows = [f"| {layer}.{head} | {short[layer, head]:.0%} | {whole[layer, head]:.0%} |" for layer, head in order[:8]]
+    windows = np.array(result["check"]["sink"])
+    rotary = qkv.models.load("qkv-mini").blocks[0].attention.rotary
+    assert isinstance(rotary, Rotary)
+    lengths = 2 * np.pi / rotary.scaling.frequencies(rotary.dim, rotary.base, task.context)
+    turning = lengths < task.context
     return [
         f"Half of its training sequences are from Python's standard library, and half from {len(more)} installed "
         f"packages ({', '.join(more)}), without their files that share a passage with the held-out text.",
         "",
+        f"Its rotary positions turn {turning.sum()} of the {len(lengths)} pairs of dimensions of a head, by "
+        f"wavelengths of {lengths[turning].min():.0f} to {lengths[turning].max():.0f} tokens. The others hardly turn "
+        "within a context: what queries and keys have in common there counts at every distance. Such partial rotary "
+        "positions are those of GPT-NeoX ([Black et al. 2022](https://arxiv.org/abs/2204.06745), §2.1.1); here they "
+        "are made by Llama 3's scaling, with a large factor.",
+        "",
         f"On held-out text of Python 3.11's standard library: {found['loss']:.3f} nats per token, "
-        f"{found['bits_per_byte']:.3f} bits per byte. On the first {SHORT} tokens of the program that `qkv profile` "
-        f"reads by default, {int((short > 0.3).sum())} of its {short.size} heads put more than 30 % on `<s>`. "
-        f"On longer texts the share is smaller (all {profile.data.sizes['query']} tokens: last column). "
-        "`qkv.sinks` measures the loss [without that token](SINKS).",
+        f"{found['bits_per_byte']:.3f} bits per byte. Over its whole context, windows of {task.context} held-out "
+        f"tokens, {int((windows > 0.3).sum())} of its {short.size} heads put more than 30 % of their weight on `<s>`. "
+        f"On the first {SHORT} tokens of the program that `qkv profile` reads by default they are "
+        f"{int((short > 0.3).sum())} (table; all {profile.data.sizes['query']} tokens: last column). `qkv.sinks` "
+        "measures the loss [without that token](SINKS).",
         "",
         f"| layer.head | on the first token, {SHORT} tokens | whole program |",
         "|---|---:|---:|",

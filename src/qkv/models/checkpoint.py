@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     save_file(weights, unfinished)
     unfinished_config = folder / f".{CONFIG}.part"
     unfinished_config.write_text(json.dumps(described, indent=1) + "\n")
+    shutil.copymode(unfinished_config, unfinished)  # safetensors lets the owner alone read its files
     unfinished.replace(folder / WEIGHTS)
     unfinished_config.replace(folder / CONFIG)
     return folder
